@@ -21,7 +21,6 @@ import json
 import math
 import os
 import queue
-import re
 import shlex
 import shutil
 import signal
@@ -39,6 +38,7 @@ import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration, gather_object
+from datasets.distributed import split_dataset_by_node
 from diffusers import DDIMPipeline, DDIMScheduler, DDPMPipeline, DDPMScheduler, UNet2DModel
 from diffusers.optimization import SchedulerType, get_scheduler
 from diffusers.training_utils import compute_snr
@@ -56,16 +56,17 @@ DEMO = {
     "train_data_dir": str(HERE / "demo/digits"),
     "model_config_name_or_path": str(HERE / "demo/digits_unet.json"),
     "output_dir": "ddpm-digits",
-    "resolution": 16,
-    "center_crop": True,
+    "resolution": 8,
     "train_batch_size": 64,
-    "eval_batch_size": 64,
-    "num_train_epochs": 60,
-    "learning_rate": 1e-3,
+    "num_train_epochs": 100,
+    "learning_rate": 2e-3,
     "lr_warmup_steps": 100,
+    "prediction_type": "v_prediction",
     "ddpm_beta_schedule": "squaredcos_cap_v2",
+    "snr_gamma": 5.0,
     "validation_scheduler": "ddim",
     "ddpm_num_inference_steps": 50,
+    "eval_batch_size": 64,
     "dataloader_num_workers": 0,
 }
 # Settings that a resumed run must share with its checkpoint to end where the uninterrupted run would have ended.
@@ -341,7 +342,7 @@ def stream_batches(rows, args, rank, num_processes, first_step):
     Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was.
     """
     shuffled = rows.shuffle(seed=args.seed, buffer_size=1000)
-    share = datasets.distributed.split_dataset_by_node(shuffled, rank, num_processes)
+    share = split_dataset_by_node(shuffled, rank, num_processes)
     weight = 1 / (args.train_batch_size * args.gradient_accumulation_steps)
 
     def keys():
@@ -359,9 +360,9 @@ def stream_batches(rows, args, rank, num_processes, first_step):
 
 
 class ImageDataset(torch.utils.data.Dataset):
-    """Turns a key of `step_batches` into {"pixel_values": [C, resolution, resolution], "weight", "skipped"}.
+    """Turns keys of `step_batches` into items {"pixel_values": [C, resolution, resolution], "weight", "skipped"}.
 
-    An image that can't be decoded comes as zeros with weight 0 and is named in "skipped".
+    An image that can't be decoded comes as zeros of weight 0 and is named in "skipped".
     """
 
     def __init__(self, rows, column, args, channels):
@@ -369,9 +370,14 @@ class ImageDataset(torch.utils.data.Dataset):
         self.seed, self.resolution, self.center_crop = args.seed, args.resolution, args.center_crop
         self.keep_precision = args.preserve_input_precision
 
-    def __getitem__(self, key):
-        epoch, row, weight, *streamed = key
-        item = streamed[0] if streamed else self.rows[row]
+    def __getitems__(self, keys):  # a batch at once: for small images, looking up single rows costs more than decoding
+        if len(keys[0]) == 4:  # streamed
+            return [self.load(epoch, row, weight, item) for epoch, row, weight, item in keys]
+        columns = self.rows[[row for _, row, _ in keys]]
+        items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [self.load(*key, item) for key, item in zip(keys, items, strict=True)]
+
+    def load(self, epoch, row, weight, item):
         # Keyed by what it is for, not drawn from a worker's generator: a resumed run crops as the first one did.
         y, x = (0.5, 0.5) if self.center_crop else np.random.default_rng([self.seed, epoch, row]).random(2)
         try:
@@ -565,8 +571,9 @@ def remove(path):
 
 def find_checkpoints(output_dir):
     """The whole checkpoints in a folder, oldest first."""
-    found = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted((path for path in found if (path / "trainer_state.json").is_file()), key=lambda p: int(p.name[11:]))
+    found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
+    steps = {path: path.name.removeprefix("checkpoint-") for path in found}
+    return sorted((path for path in found if steps[path].isdigit()), key=lambda path: int(steps[path]))
 
 
 def find_checkpoint(args):
@@ -623,7 +630,9 @@ def load_checkpoint(path, unet, ema_unet, optimizer, scaler):
         unet.load_state_dict(UNet2DModel.from_pretrained(path / "unet").state_dict())
         if ema_unet is not None:
             ema_unet.load_state_dict(UNet2DModel.from_pretrained(path / "unet_ema").state_dict())
-        optimizer.load_state_dict(torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True))
+        moments = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
+        moments["param_groups"] = optimizer.state_dict()["param_groups"]  # the flags of this run count
+        optimizer.load_state_dict(moments)
         if scaler is not None:
             scaler.load_state_dict(torch.load(path / "scaler.bin", weights_only=True))
         return json.loads((path / "trainer_state.json").read_text())
@@ -798,12 +807,15 @@ def main(args):
         fused=accelerator.scaler is None,  # fused skips fp16 overflows by itself, unseen by Accelerate
     )
     settings = {**vars(args), "num_processes": num_processes, "num_images": num_images}
-    state = {"global_step": 0, "skipped_steps": 0, "sums": [0.0] * 4}
+    settings["mixed_precision"] = accelerator.mixed_precision
+    state = {"global_step": 0, "skipped_steps": 0, "sums": []}
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, unet, ema_unet, optimizer, accelerator.scaler)
-        changed = [key for key in EXACT if state["settings"][key] != settings[key]]
-        changed = "".join(f", {key} {state['settings'][key]} -> {settings[key]}" for key in changed)
-        accelerator.print(f"Resuming from {checkpoint}{changed}")
+        before = state["settings"]
+        changed = [
+            f", {key} {before.get(key)} -> {settings[key]}" for key in EXACT if before.get(key) != settings[key]
+        ]
+        accelerator.print(f"Resuming from {checkpoint}{''.join(changed)}")
     global_step, skipped_steps = state["global_step"], state["skipped_steps"]
     for group in optimizer.param_groups:
         group["initial_lr"] = args.learning_rate
@@ -857,8 +869,9 @@ def main(args):
     # Train
     unet.train()
     batches = Prefetcher(dataloader, device)
-    sums = torch.tensor(state["sums"], device=device)  # since the last record: loss, weight, gradient norm, steps
-    skipped_images, new_skipped, skipped_in_a_row = set(), set(), 0
+    # since the last record: loss, weight, gradient norm, steps
+    sums = torch.tensor((state["sums"] + [[0.0] * 4] * num_processes)[rank], device=device)
+    skipped_images, new_skipped, skipped_in_a_row, any_decoded = set(), set(), 0, checkpoint is not None
     window_start, window_images = time.perf_counter(), 0
     while global_step < args.max_train_steps:
         # The step alone fixes the images and, through the seed, all that is random: noise, timesteps, flips, dropout.
@@ -904,12 +917,14 @@ def main(args):
         log_due = global_step % args.logging_steps == 0 or last
         save_due = global_step % args.checkpointing_steps == 0 or received
         if log_due or save_due:  # the only place where the host waits for the device
-            total_loss, total_weight, total_norm, steps = accelerator.reduce(sums).tolist()
+            all_sums = accelerator.gather(sums[None])  # [num_processes, 4]
+            total_loss, total_weight, total_norm, steps = all_sums.sum(dim=0).tolist()
             for name in sorted(set(gather_object(list(new_skipped))) - skipped_images):
                 progress_bar.write(f"Skipped {name}", file=sys.stderr)
                 skipped_images.add(name)
             new_skipped = set()
-            if total_weight == 0:
+            any_decoded = any_decoded or total_weight > 0
+            if total_weight == 0 and (window_images >= 100 or (last and not any_decoded)):
                 fail(f"none of the last {window_images} images could be decoded")
             if not math.isfinite(total_loss + total_norm):
                 kept = find_checkpoints(output_dir)
@@ -917,7 +932,7 @@ def main(args):
                     f"the loss is not finite at step {global_step} (last checkpoint: {kept[-1] if kept else 'none'}); "
                     "try a lower --learning_rate or more --lr_warmup_steps"
                 )
-        if log_due:
+        if log_due and total_weight > 0:
             now = time.perf_counter()
             record = {
                 "step": global_step,
@@ -938,11 +953,12 @@ def main(args):
                     file.write(json.dumps(record) + "\n")
             accelerator.log({key: value for key, value in record.items() if key != "step"}, step=global_step)
             sums.zero_()
+            all_sums.zero_()
             window_start, window_images, batches.waited = now, 0, 0.0
 
         pause = time.perf_counter()
         if save_due:
-            state = {"global_step": global_step, "skipped_steps": skipped_steps, "sums": sums.tolist()}
+            state = {"global_step": global_step, "skipped_steps": skipped_steps, "sums": all_sums.tolist()}
             save_checkpoint(accelerator, unet, ema_unet, optimizer, {**state, "settings": settings}, args)
         if received or last:
             break

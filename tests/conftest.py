@@ -1,0 +1,138 @@
+"""What the tests share: an offline, single-threaded process, small images and models, and ways to run a script."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import datasets  # noqa: E402
+import diffusers  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from PIL import Image  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """Every test has its own caches and leaves no Accelerate state and no signal handler behind."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets-cache"))
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def unet_config(tmp_path):
+    """A U-Net of 10,000 weights for 16 px, with dropout, which resuming has to repeat as well."""
+    unet = diffusers.UNet2DModel(
+        sample_size=16,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        dropout=0.1,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+    unet.save_config(tmp_path / "tiny-unet")
+    return str(tmp_path / "tiny-unet")
+
+
+def make_images(folder, count, size=(24, 20)):
+    """`count` PNGs; the grey level of image i is 20 * i, plus a little noise to tell left from right."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        pixels = 20 * i + rng.integers(0, 10, (size[1], size[0], 3))
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{i}.png")
+    return str(folder)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(function, num_processes=1, log=os.devnull):
+    """Run `function()` in forked processes (ranks of one gloo job if several), output to `log`; returns their ids.
+
+    Forking keeps the imports, which cost five seconds: a run takes one.
+    """
+    port, pids = str(free_port()), []
+    for rank in range(num_processes):
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if num_processes > 1:
+                world = {
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": num_processes,
+                    "LOCAL_WORLD_SIZE": num_processes,
+                }
+                os.environ.update({name: str(value) for name, value in world.items()})
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, ACCELERATE_USE_CPU="true")
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            function()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(BaseException):
+                import atexit
+
+                atexit._run_exitfuncs()
+            os._exit(code)
+    return pids
+
+
+def finish(pids, timeout=100):
+    """Wait for processes of `start`; returns their exit statuses."""
+    deadline, codes = time.time() + timeout, []
+    for pid in pids:
+        while True:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes.append(os.waitstatus_to_exitcode(status))
+                break
+            if time.time() > deadline:
+                kill(pids)
+                raise TimeoutError("the processes did not end")
+            time.sleep(0.01)
+    return codes
+
+
+def kill(pids):
+    """End processes of `start` and whatever they started with SIGKILL, as a lost machine would."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)

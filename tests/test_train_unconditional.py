@@ -1,0 +1,866 @@
+import io
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, finish, kill, make_images, start
+from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DModel
+from diffusers.training_utils import EMAModel
+from PIL import Image
+from safetensors.torch import load_file
+
+import train_unconditional as script
+
+
+@pytest.fixture
+def flags(tmp_path, unet_config):
+    """A run of 6 steps on 6 images that takes a second; later flags win over these."""
+    make_images(tmp_path / "images", 6)
+    return [
+        f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}", "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=1", "--num_epochs=1", "--ddpm_num_inference_steps=2",
+        "--eval_batch_size=3", "--learning_rate=1e-3", "--lr_warmup_steps=2", "--logging_steps=1", "--report_to=none",
+        "--dataloader_num_workers=0",
+    ]  # fmt: skip
+
+
+def train(*argv):
+    script.main(script.parse_args([str(arg) for arg in argv]))
+
+
+def refused(capfd, flags, *argv):
+    """What a run that ends with status 1 says."""
+    try:
+        train(*flags, *argv)
+    except SystemExit as stop:
+        assert stop.code == 1
+        return capfd.readouterr().err
+    pytest.fail("the run was not refused")
+
+
+def checkpoints(folder):
+    return {name for name in os.listdir(folder) if "checkpoint" in name}
+
+
+def metrics(folder):
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return load_file(Path(folder) / "diffusion_pytorch_model.safetensors")
+
+
+def assert_same_weights(one, other):
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def launch(*argv, env=None):
+    """The command line of the README, as its own process."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *map(str, argv)]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **(env or {})}, capture_output=True, text=True)
+
+
+# ------------------------------------------------------------------- commands and what they leave
+
+
+def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags):
+    """The three command lines of diffusers' example test."""
+    flags = [flag for flag in flags if "logging_steps" not in flag and "report_to" not in flag]
+    train(*flags, "--train_batch_size=2")
+    assert (tmp_path / "out/unet/diffusion_pytorch_model.safetensors").is_file()
+    assert (tmp_path / "out/scheduler/scheduler_config.json").is_file()
+    limited = [*flags, f"--output_dir={tmp_path / 'limited'}", "--checkpointing_steps=2"]
+    train(*limited, "--checkpoints_total_limit=2")
+    assert checkpoints(tmp_path / "limited") == {"checkpoint-4", "checkpoint-6"}
+    several = [*flags, f"--output_dir={tmp_path / 'several'}", "--checkpointing_steps=2"]
+    train(*several)
+    assert checkpoints(tmp_path / "several") == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    train(*several, "--num_epochs=2", "--resume_from_checkpoint=checkpoint-6", "--checkpoints_total_limit=2")
+    assert checkpoints(tmp_path / "several") == {"checkpoint-10", "checkpoint-12"}
+
+
+def test_output_opens_as_a_pipeline_and_has_card_samples_and_curve(tmp_path, flags):
+    train(*flags, "--save_images_epochs=1", "--num_epochs=2", "--checkpointing_steps=12")
+    out = tmp_path / "out"
+    pipeline = DiffusionPipeline.from_pretrained(out)
+    assert pipeline(num_inference_steps=2).images[0].size == (16, 16)
+    assert_same_weights(out / "unet", out / "checkpoint-12/unet_ema")  # what is saved is the average
+    assert UNet2DModel.from_pretrained(out / "checkpoint-12/unet").config.sample_size == 16
+    assert sorted(path.name for path in (out / "samples").iterdir()) == ["step-0000006.png", "step-0000012.png"]
+    assert Image.open(out / "loss.png").size[0] > 300
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\n") and "samples/step-0000012.png" in card and "| learning_rate | 0.001 |" in card
+    records = metrics(out)
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert [record["epoch"] for record in records] == [0] * 6 + [1] * 6
+    names = "step epoch loss lr grad_norm images_per_second data_wait skipped_images"
+    assert all(list(record) == names.split() and math.isfinite(sum(record.values())) for record in records)
+    assert not list(out.glob(".tmp-*"))
+
+
+def test_ddim_and_v_prediction_and_zero_snr_are_saved_as_trained(tmp_path, flags):
+    train(*flags, "--prediction_type=v_prediction", "--rescale_betas_zero_snr", "--ddpm_beta_schedule=scaled_linear",
+          "--validation_scheduler=ddim", "--snr_gamma=5")  # fmt: skip
+    scheduler = DiffusionPipeline.from_pretrained(tmp_path / "out").scheduler
+    assert isinstance(scheduler, DDIMScheduler) and scheduler.alphas_cumprod[-1] == 0
+    assert scheduler.config.prediction_type == "v_prediction" and scheduler.config.beta_schedule == "scaled_linear"
+    scheduler.set_timesteps(2)
+    assert scheduler.timesteps[0] == 999
+    # Going on from that pipeline keeps its objective; a flag that is given wins.
+    again = [flag for flag in flags if "model_config" not in flag] + [f"--output_dir={tmp_path / 'again'}"]
+    train(*again, f"--pretrained_model_name_or_path={tmp_path / 'out'}", "--learning_rate=0")
+    config = DiffusionPipeline.from_pretrained(tmp_path / "again").scheduler.config
+    assert config.prediction_type == "v_prediction" and config.rescale_betas_zero_snr
+    assert_same_weights(tmp_path / "out/unet", tmp_path / "again/unet")
+
+
+@pytest.mark.parametrize("name", ["cpu", "single_gpu", "multi_gpu"])
+def test_accelerate_configs_launch(name, tmp_path, flags):
+    """Each YAML, really launched; without a GPU, multi_gpu runs its two processes over gloo."""
+    env = {"ACCELERATE_USE_CPU": "true"} if name == "multi_gpu" else {}
+    config = ["--config_file", f"accelerate_configs/{name}.yaml"]
+    config += ["--num_processes", "2", "--main_process_port", "0"] if name == "multi_gpu" else []
+    run = launch(*config, "train_unconditional.py", *flags, "--checkpointing_steps=2", env=env)
+    assert run.returncode == 0, run.stderr
+    state = json.loads((tmp_path / "out/checkpoint-2/trainer_state.json").read_text())
+    assert state["settings"]["num_processes"] == (2 if name == "multi_gpu" else 1)
+    assert len(metrics(tmp_path / "out")) == (3 if name == "multi_gpu" else 6)
+
+
+def test_launch_without_configuration_and_with_bf16(tmp_path, flags):
+    run = launch("train_unconditional.py", *flags, "--mixed_precision=bf16")
+    assert run.returncode == 0, run.stderr
+    assert "waiting for data" in run.stderr and "img/s" in run.stderr
+    assert DiffusionPipeline.from_pretrained(tmp_path / "out").unet.dtype == torch.float32
+
+
+def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
+    args = script.parse_args(["--num_epochs", "3", "--output_dir", str(tmp_path)])
+    printed = capsys.readouterr().out.strip().split("\n")[-1]
+    assert args.num_train_epochs == 3 and args.train_batch_size == script.DEMO["train_batch_size"]
+    same = script.parse_args(printed.split("train_unconditional.py ")[1].split())
+    assert vars(same) == vars(args)
+    assert len(datasets.load_dataset(args.train_data_dir, split="train")) == 1797
+
+
+# ------------------------------------------------------------------- exactness
+
+EXACT = ["--train_batch_size=2", "--num_epochs=3", "--random_flip", "--checkpointing_steps=1", "--logging_steps=2",
+         "--checkpoints_total_limit=2", "--dataloader_num_workers=1", "--save_model_epochs=1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, accumulation, num_processes):
+    """SIGKILL again and again, at moments that also fall into saving; 11 images leave short steps and batches."""
+    make_images(tmp_path / "images", 11)
+    flags = [*flags, *EXACT, f"--gradient_accumulation_steps={accumulation}"]
+    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
+    assert set(finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))) == {0}, (
+        tmp_path / "whole.log"
+    ).read_text()
+    moments, kills, codes = np.random.default_rng(accumulation).uniform(0.2, 2.0, 6), 0, None
+    for moment in moments:
+        pids = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes)
+        time.sleep(moment)
+        kills += (tmp_path / "killed").exists() and bool(checkpoints(tmp_path / "killed"))
+        kill(pids)
+    assert kills > 0
+    resumed = start(
+        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes, tmp_path / "killed.log"
+    )
+    codes = finish(resumed)
+    assert set(codes) == {0}, (tmp_path / "killed.log").read_text()
+    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
+    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
+    for part in ("unet", "unet_ema"):
+        assert_same_weights(tmp_path / "whole" / last / part, tmp_path / "killed" / last / part)
+    assert_same_weights(tmp_path / "whole/unet", tmp_path / "killed/unet")
+    shown = [[(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(tmp_path / name)]
+             for name in ("whole", "killed")]  # fmt: skip
+    assert shown[0] == shown[1]
+    assert not list((tmp_path / "killed").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, flags, number, code, num_processes):
+    """One process gets the signal; all of them stop after the same step."""
+    flags = [*flags, "--num_epochs=400", "--dataloader_num_workers=1", f"--output_dir={tmp_path / 'stopped'}"]
+    pids = start(lambda: train(*flags), num_processes, tmp_path / "log")
+    metrics_path = tmp_path / "stopped/metrics.jsonl"
+    while not (metrics_path.is_file() and len(metrics_path.read_text().splitlines()) > 3):
+        time.sleep(0.02)
+    os.kill(pids[-1], number)
+    assert set(finish(pids)) == {code}, (tmp_path / "log").read_text()
+    (checkpoint,) = checkpoints(tmp_path / "stopped")
+    log = (tmp_path / "log").read_text()
+    step = checkpoint.split("-")[1]
+    assert re.search(
+        rf"Stopped by {signal.Signals(number).name} after step {step} of .*--resume_from_checkpoint latest", log
+    )
+
+
+def test_same_seed_same_weights_and_another_seed_others(tmp_path, flags):
+    for name, seed in (("a", 7), ("b", 7), ("c", 8)):
+        train(*flags, "--random_flip", f"--seed={seed}", f"--output_dir={tmp_path / name}")
+    assert_same_weights(tmp_path / "a/unet", tmp_path / "b/unet")
+    with pytest.raises(AssertionError):
+        assert_same_weights(tmp_path / "a/unet", tmp_path / "c/unet")
+
+
+def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags):
+    """7 images in steps of 2 x 2, two epochs: what each process really trained on, from inside the loss."""
+    make_images(tmp_path / "images", 7)
+    compute_loss = script.compute_loss
+
+    def recording(unet, noise_scheduler, images, weight, snr_gamma):
+        levels = ((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().tolist()
+        with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
+            file.write(json.dumps([levels, weight.tolist(), torch.initial_seed()]) + "\n")
+        return compute_loss(unet, noise_scheduler, images, weight, snr_gamma)
+
+    def run():
+        script.compute_loss = recording
+        train(*flags, "--train_batch_size=2", "--num_epochs=2")
+
+    assert finish(start(run, 2, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
+    ranks = [[json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()] for r in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == 4  # two steps an epoch
+    for epoch in (0, 2):
+        seen = [level for rank in ranks for levels, _, _ in rank[epoch : epoch + 2] for level in levels]
+        assert sorted(seen) == [0, 1, 2, 3, 4, 5, 6]
+    assert [batch[0] for batch in ranks[0][:2]] != [batch[0] for batch in ranks[0][2:]]  # another order
+    seeds = [seed for rank in ranks for _, _, seed in rank]
+    assert len(set(seeds)) == len(seeds)
+
+
+@pytest.mark.parametrize(
+    "num_images, batch_size, accumulation, num_processes",
+    [(6, 1, 1, 1), (10, 4, 3, 1), (10, 4, 3, 2), (5, 1, 2, 2), (1, 4, 1, 2), (33, 2, 3, 4)],
+)
+def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
+    num_images, batch_size, accumulation, num_processes
+):
+    argv = ["--train_data_dir=.", f"--train_batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}"]
+    args = script.parse_args(argv)
+    per_step = batch_size * accumulation * num_processes
+    steps = math.ceil(num_images / per_step)
+    micro = [math.ceil(min(per_step, num_images - s * per_step) / (batch_size * num_processes)) for s in range(steps)]
+
+    def take(rank, first_step, count):
+        batches = script.step_batches(range(num_images), args, rank, num_processes, first_step)
+        return [next(batches) for _ in range(count)]
+
+    epochs = [take(rank, 0, 2 * sum(micro)) for rank in range(num_processes)]
+    for epoch in (0, 1):
+        mine = [batches[epoch * sum(micro) : (epoch + 1) * sum(micro)] for batches in epochs]
+        keys = [key for batches in mine for batch in batches for key in batch if key[2] > 0]
+        assert sorted(row for _, row, _ in keys) == list(range(num_images)) and {e for e, _, _ in keys} == {epoch}
+        done = 0
+        for count in micro:  # averaged over processes, a step's weights add up to one and are all equal
+            step = [key[2] for batches in mine for batch in batches[done : done + count] for key in batch if key[2]]
+            assert sum(step) / num_processes == pytest.approx(1) and len(set(step)) == 1
+            done += count
+    first = 1 if steps > 1 else 0
+    assert take(0, first, 3) == take(0, 0, sum(micro) + 3)[sum(micro[:first]) :][:3]
+
+
+@pytest.mark.parametrize("num_processes, accumulation", [(1, 1), (1, 2), (2, 1)])
+def test_learning_rate_follows_the_curve_in_optimizer_steps(tmp_path, flags, num_processes, accumulation):
+    make_images(tmp_path / "images", 8)
+    argv = [*flags, f"--gradient_accumulation_steps={accumulation}", "--lr_warmup_steps=3", "--max_train_steps=7"]
+    assert set(finish(start(lambda: train(*argv), num_processes))) == {0}
+    # By hand: thirds up to 1e-3, then half a cosine over the remaining steps and one, so that none is wasted on 0.
+    cosine = [0.5 * (1 + math.cos(math.pi * k / 5)) for k in (1, 2, 3, 4)]
+    expected = [1e-3 * factor for factor in (1 / 3, 2 / 3, 1.0, *cosine)]
+    assert [record["lr"] for record in metrics(tmp_path / "out")] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("flag", ["--gradient_checkpointing", "--compile=aot_eager"])
+def test_memory_and_compile_flags_do_not_change_the_training(tmp_path, flags, unet_config, flag):
+    config = json.loads(Path(unet_config, "config.json").read_text())
+    Path(unet_config, "config.json").write_text(json.dumps({**config, "dropout": 0.0}))
+    train(*flags, "--max_train_steps=2", f"--output_dir={tmp_path / 'plain'}")
+    train(*flags, "--max_train_steps=2", flag)
+    plain, other = weights(tmp_path / "plain/unet"), weights(tmp_path / "out/unet")
+    assert plain.keys() == other.keys()
+    assert all(torch.allclose(plain[name], other[name], atol=1e-5) for name in plain)
+
+
+def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
+    """One step of 5 images in micro-batches of 2, 2 and 1 has the gradient of one batch of 5."""
+    make_images(tmp_path / "images", 5)
+    monkeypatch.setattr(
+        script, "compute_loss", lambda unet, s, images, w, g: (w * unet(images, 5).sample.mean((1, 2, 3))).sum()
+    )
+    shared = [*flags, "--center_crop", "--num_epochs=1", "--max_grad_norm=0"]
+    config = tmp_path / "tiny-unet/config.json"
+    config.write_text(config.read_text().replace('"dropout": 0.1', '"dropout": 0.0'))
+    (tmp_path / "images/5.png").unlink()
+    train(*shared, "--train_batch_size=5", f"--output_dir={tmp_path / 'one'}")
+    train(*shared, "--train_batch_size=2", "--gradient_accumulation_steps=3", f"--output_dir={tmp_path / 'three'}")
+    one, three = metrics(tmp_path / "one"), metrics(tmp_path / "three")
+    assert len(one) == len(three) == 1
+    assert one[0]["grad_norm"] == pytest.approx(three[0]["grad_norm"], rel=1e-4)
+    assert one[0]["loss"] == pytest.approx(three[0]["loss"], rel=1e-4)
+
+
+def test_skipped_fp16_steps_advance_neither_step_nor_ema(tmp_path, flags, monkeypatch):
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    calls, ema_steps, step, update_ema = [], [], AcceleratedOptimizer.step, script.update_ema
+
+    def overflowing(self, closure=None):
+        calls.append(1)
+        self._is_overflow = len(calls) in (2, 3)
+        if not self._is_overflow:
+            step(self, closure)
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step", overflowing)
+    monkeypatch.setattr(
+        script, "update_ema", lambda ema, unet, step, args: (ema_steps.append(step), update_ema(ema, unet, step, args))
+    )
+    train(*flags, "--max_train_steps=4", "--checkpointing_steps=4")
+    assert len(calls) == 6 and ema_steps == [1, 2, 3, 4]
+    state = json.loads((tmp_path / "out/checkpoint-4/trainer_state.json").read_text())
+    assert (state["global_step"], state["skipped_steps"]) == (4, 2)
+    monkeypatch.setattr(AcceleratedOptimizer, "step", lambda self, closure=None: setattr(self, "_is_overflow", True))
+    with pytest.raises(SystemExit):
+        train(*flags, f"--output_dir={tmp_path / 'never'}")
+
+
+def test_ema_is_that_of_diffusers():
+    torch.manual_seed(0)
+    unet = torch.nn.Linear(5, 5)
+    averaged = torch.nn.Linear(5, 5)
+    averaged.load_state_dict(unet.state_dict())
+    args = script.parse_args(["--train_data_dir=.", "--ema_power=0.6", "--ema_inv_gamma=2", "--ema_max_decay=0.7"])
+    reference = EMAModel(unet.parameters(), decay=0.7, use_ema_warmup=True, inv_gamma=2, power=0.6)
+    for step in range(1, 20):
+        with torch.no_grad():
+            for parameter in unet.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        script.update_ema(averaged, unet, step, args)
+        reference.step(unet.parameters())
+        for mine, theirs in zip(averaged.parameters(), reference.shadow_params, strict=True):
+            torch.testing.assert_close(mine.detach(), theirs)
+
+
+# ------------------------------------------------------------------- loss
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("snr_gamma", [None, 5.0])
+def test_loss_matches_the_papers(prediction_type, snr_gamma):
+    scheduler = DDPMScheduler(prediction_type=prediction_type)
+    images, weight = torch.rand(4, 3, 8, 8) * 2 - 1, torch.tensor([0.5, 0.25, 0.25, 0.0])
+    inputs = {}
+
+    class Model(torch.nn.Module):
+        def forward(self, noisy, timesteps):
+            inputs.update(noisy=noisy, timesteps=timesteps)
+            return type("Output", (), {"sample": torch.full_like(noisy, 0.1)})
+
+    torch.manual_seed(3)
+    loss = script.compute_loss(Model(), scheduler, images, weight, snr_gamma)
+    torch.manual_seed(3)
+    noise = torch.randn_like(images)
+    alpha_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)[inputs["timesteps"]].view(-1, 1, 1, 1)
+    noisy = alpha_bar.sqrt() * images + (1 - alpha_bar).sqrt() * noise
+    torch.testing.assert_close(inputs["noisy"], noisy)
+    velocity = alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * images
+    target = {"epsilon": noise, "sample": images, "v_prediction": velocity}[prediction_type]
+    snr = (alpha_bar / (1 - alpha_bar)).flatten()
+    factor = {
+        "epsilon": snr.clamp(max=5) / snr,
+        "sample": snr.clamp(max=5),
+        "v_prediction": (snr + 1).clamp(max=5) / (snr + 1),
+    }[prediction_type]
+    expected = ((0.1 - target) ** 2).mean((1, 2, 3)) * weight * (1 if snr_gamma is None else factor)
+    torch.testing.assert_close(loss, expected.sum())
+
+
+def test_min_snr_keeps_the_pure_noise_of_a_zero_terminal_snr():
+    scheduler = DDPMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True, num_train_timesteps=1)
+    scheduler.alphas_cumprod = torch.zeros(1)
+    model = lambda noisy, timesteps: type("Output", (), {"sample": torch.zeros_like(noisy)})  # noqa: E731
+    loss = script.compute_loss(model, scheduler, torch.ones(2, 1, 4, 4), torch.ones(2), 5.0)
+    assert torch.isfinite(loss) and loss > 0
+
+
+# ------------------------------------------------------------------- images
+
+
+def encoded(image, format, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def photo(mode="RGB"):
+    """A 12 x 8 image whose left half is red, right half blue; saved without loss by PNG, nearly by JPEG."""
+    pixels = np.zeros((8, 12, 3), np.uint8)
+    pixels[:, :6, 0] = 200
+    pixels[:, 6:, 2] = 100
+    return Image.fromarray(pixels).convert(mode)
+
+
+def test_every_kind_of_image_decodes_right():
+    rgb = torch.from_numpy(np.array(photo())).permute(2, 0, 1)
+    grey = torch.from_numpy(np.array(photo("L")))[None]
+
+    def close(image, expected, tolerance):
+        assert image.dtype == torch.uint8 and image.shape == expected.shape
+        assert (image.int() - expected.int()).abs().max() <= tolerance
+
+    for name, data, tolerance in (
+        ("png", encoded(photo(), "PNG"), 0),
+        ("palette", encoded(photo().quantize(4), "PNG"), 2),
+        ("jpeg", encoded(photo(), "JPEG", quality=100, subsampling=0), 8),
+        ("cmyk", encoded(photo("CMYK"), "JPEG", quality=100, subsampling=0), 12),
+        ("webp", encoded(photo(), "WEBP", lossless=True), 0),
+        ("bmp", encoded(photo(), "BMP"), 0),
+        ("rgba", encoded(photo("RGBA"), "PNG"), 0),
+    ):
+        close(script.decode_image(data, 3), rgb, tolerance)
+        close(script.decode_image({"bytes": data, "path": name}, 1), grey, max(tolerance, 1))
+    for data in (encoded(photo("L"), "PNG"), encoded(photo("L"), "JPEG", quality=100), encoded(photo("LA"), "PNG")):
+        close(script.decode_image(data, 3), grey.expand(3, -1, -1), 2)
+        close(script.decode_image(data, 1), grey, 2)
+    close(script.decode_image(encoded(photo("1"), "PNG"), 1), torch.from_numpy(np.array(photo("1")))[None] * 255, 0)
+    frames = [photo(), Image.new("RGB", (12, 8), "green")]
+    close(script.decode_image(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]), 3), rgb, 2)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_exif_orientation_is_applied(format):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright: turn right by 90 degrees
+    image = script.decode_image(encoded(photo(), format, exif=exif), 3)
+    assert image.shape == (3, 12, 8) and image[0, 2, 4] > 180 and image[2, 9, 4] > 80
+
+
+def test_transparency_is_laid_onto_white():
+    image = photo("RGBA")
+    image.putalpha(Image.fromarray(np.tile(np.repeat([[255, 0]], [6, 6], axis=1), (8, 1)).astype(np.uint8)))
+    for data in (encoded(image, "PNG"), encoded(image, "WEBP", lossless=True)):
+        decoded = script.decode_image(data, 3)
+        assert decoded[:, 4, 2].tolist() == [200, 0, 0] and decoded[:, 4, 9].tolist() == [255, 255, 255]
+    palette = photo().quantize(4)
+    transparent = palette.getpixel((9, 4))
+    decoded = script.decode_image(encoded(palette, "GIF", transparency=transparent), 3)
+    assert decoded[:, 4, 9].tolist() == [255, 255, 255] and decoded[0, 4, 2] > 195
+
+
+@pytest.mark.parametrize("format, dtype", [("PNG", "<u2"), ("TIFF", "<u2"), ("TIFF", "<i4"), ("TIFF", "<f4")])
+def test_deep_grey_is_scaled_and_kept_on_demand(format, dtype):
+    values = np.linspace(0, 1, 12 * 8).reshape(8, 12)
+    scale = 1.0 if dtype == "<f4" else 65535
+    data = encoded(Image.fromarray((values * scale).astype(dtype)), format)
+    eight = script.decode_image(data, 3)
+    assert eight.shape == (3, 8, 12) and np.abs(eight[1].numpy() - values * 255).max() <= 0.51
+    exact = script.decode_image(data, 1, keep_precision=True)
+    assert exact.dtype == torch.float32 and np.abs(exact[0].numpy() - values).max() < 2e-5
+    plain = script.decode_image(encoded(photo(), "PNG"), 3, keep_precision=True)
+    assert plain.dtype == torch.float32 and plain[0, 0, 0] == pytest.approx(200 / 255)
+
+
+def test_crops_are_square_in_place_and_keyed(tmp_path):
+    ramp = torch.arange(30, dtype=torch.uint8).expand(3, 10, 30)
+    assert script.crop_square(ramp, 0.5, 0.5)[0, 0].tolist() == list(range(10, 20))
+    assert script.crop_square(ramp, 0, 1)[0, 0].tolist() == list(range(20, 30))
+    make_images(tmp_path / "images", 2, size=(60, 20))
+    args = script.parse_args([f"--train_data_dir={tmp_path / 'images'}", "--resolution=16"])
+    rows, column = script.load_rows(args)
+    data = script.ImageDataset(rows, column, args, 3)
+    crops = [data.__getitems__([(epoch, 1, 1.0)])[0]["pixel_values"] for epoch in (0, 0, 1, 2)]
+    assert crops[0].shape == (3, 16, 16) and torch.equal(crops[0], crops[1])
+    assert not torch.equal(crops[0], crops[2]) and not torch.equal(crops[2], crops[3])
+    args.center_crop = True
+    data = script.ImageDataset(rows, column, args, 3)
+    assert torch.equal(
+        data.__getitems__([(0, 1, 1.0)])[0]["pixel_values"], data.__getitems__([(1, 1, 1.0)])[0]["pixel_values"]
+    )
+
+
+def test_images_are_scaled_to_one_and_half_of_them_mirrored():
+    torch.manual_seed(0)
+    images = torch.tensor([0, 255], dtype=torch.uint8).expand(200, 3, 4, 2)
+    assert script.prepare_images(images, False)[0, 0, 0].tolist() == [-1, 1]
+    assert script.prepare_images(images / 255, False)[0, 0, 0].tolist() == [-1, 1]
+    mirrored = (script.prepare_images(images, True)[:, 0, 0, 0] == 1).sum()
+    assert 70 < mirrored < 130
+
+
+def test_a_strip_of_pixels_does_not_fill_the_memory(tmp_path):
+    Image.new("L", (40000, 2)).save(tmp_path / "strip.png")
+    source = (tmp_path / "strip.png").read_bytes()
+    for center_crop in (True, False):
+        size = script.cache_batch({"image": [source]}, [0], "image", 64, center_crop, 3)["size"][0]
+        assert size == [3, 64, 64] if center_crop else size == [3, 64, 256]
+
+
+# ------------------------------------------------------------------- data sets
+
+
+def test_every_kind_of_folder_trains(tmp_path, flags, monkeypatch):
+    """Sub-folders, metadata.jsonl, parquet of images and of plain bytes, webdataset; and a column by another name."""
+    png = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(6)]
+    for i in range(6):
+        path = tmp_path / f"classes/{i % 2}/{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png[i])
+        (tmp_path / "captions").mkdir(exist_ok=True)
+        (tmp_path / f"captions/{i}.png").write_bytes(png[i])
+    lines = [json.dumps({"file_name": f"{i}.png", "text": f"image {i}"}) for i in range(6)]
+    (tmp_path / "captions/metadata.jsonl").write_text("\n".join(lines))
+    for name in ("parquet", "plain", "tars"):
+        (tmp_path / name).mkdir()
+    kinds = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
+    data = {"img": [{"bytes": data, "path": None} for data in png], "label": [0] * 6}
+    datasets.Dataset.from_dict(data, features=kinds).to_parquet(tmp_path / "parquet/train.parquet")
+    datasets.Dataset.from_dict({"image": png}).to_parquet(tmp_path / "plain/train.parquet")
+    with tarfile.open(tmp_path / "tars/train.tar", "w") as tar:
+        for i, data in enumerate(png):
+            for suffix, content in (("png", data), ("txt", b"a caption")):
+                info = tarfile.TarInfo(f"{i:03d}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    reference = None
+    for name in ("images", "classes", "captions", "parquet", "plain", "tars"):
+        rows, column = script.load_rows(script.parse_args([f"--train_data_dir={tmp_path / name}"]))
+        assert len(rows) == 6 and rows.column_names == [column], name
+        decoded = sorted(script.decode_image(row[column], 3).float().mean().item() for row in rows)
+        reference = reference or decoded
+        assert decoded == reference, name
+    rows, column = script.load_rows(
+        script.parse_args([f"--dataset_name={tmp_path / 'parquet'}", "--image_column=img"])
+    )
+    assert column == "img"
+    rows, _ = script.load_rows(script.parse_args([f"--dataset_name={tmp_path / 'images'}", "--max_train_samples=4"]))
+    assert len(rows) == 4
+    rows, _ = script.load_rows(script.parse_args([f"--dataset_name={tmp_path / 'images'}", "--max_train_samples=99"]))
+    assert len(rows) == 6
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_stream_trains_and_resumes_exactly(tmp_path, flags, num_processes):
+    (tmp_path / "parquet").mkdir()
+    png = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(6)]
+    kinds = datasets.Features({"image": datasets.Image()})
+    for shard in range(2):
+        rows = {"image": [{"bytes": data, "path": None} for data in png[shard * 3 : shard * 3 + 3]]}
+        datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / f"parquet/train-{shard}.parquet")
+    argv = [*flags, f"--train_data_dir={tmp_path / 'parquet'}", "--streaming", "--max_train_steps=6",
+            "--train_batch_size=2", "--checkpointing_steps=2", "--random_flip"]  # fmt: skip
+    assert set(finish(start(lambda: train(*argv), num_processes, tmp_path / "log"))) == {0}, (
+        tmp_path / "log"
+    ).read_text()
+    resumed = [
+        *argv,
+        f"--output_dir={tmp_path / 'resumed'}",
+        f"--resume_from_checkpoint={tmp_path / 'out/checkpoint-4'}",
+    ]
+    assert set(finish(start(lambda: train(*resumed), num_processes))) == {0}
+    assert_same_weights(tmp_path / "out/unet", tmp_path / "resumed/unet")
+
+
+def test_stream_gives_every_image_once_a_pass(tmp_path, flags):
+    args = script.parse_args([*flags, "--streaming", "--max_train_steps=1", "--train_batch_size=4"])
+    rows, column = script.load_rows(args)
+    batches = script.stream_batches(rows, args, 0, 1, 0)
+    keys = [key for _ in range(3) for key in next(batches)]
+    paths = [key[3][column]["path"] for key in keys]
+    assert len(set(paths[:6])) == 6 and sorted(paths[:6]) == sorted(paths[6:]) and paths[:6] != paths[6:]
+    again = script.stream_batches(rows, args, 0, 1, 2)
+    assert [key[:3] for key in next(again)] == [key[:3] for key in keys[8:]]
+
+
+def test_cached_images_train_the_same(tmp_path, flags, capfd):
+    (tmp_path / "images/broken.png").write_bytes(b"not an image")
+    flags = [*flags, "--center_crop", "--random_flip", "--num_epochs=2"]
+    train(*flags, "--cache_images")
+    assert capfd.readouterr().err.count("broken.png") == 1
+    assert metrics(tmp_path / "out")[-1]["skipped_images"] == 1
+    (tmp_path / "images/broken.png").unlink()
+    train(*flags, f"--output_dir={tmp_path / 'plain'}")
+    assert_same_weights(tmp_path / "plain/unet", tmp_path / "out/unet")
+
+
+def test_cache_is_reused_for_the_same_data_and_transform_only(tmp_path, flags, monkeypatch):
+    calls, decode_image = [], script.decode_image
+    monkeypatch.setattr(script, "decode_image", lambda *args: (calls.append(1), decode_image(*args))[1])
+    args = script.parse_args([*flags, "--cache_images"])
+
+    def cache():
+        calls.clear()
+        rows, column = script.load_rows(args)
+        cached, left_out = script.cache_images(rows, column, args, 3, 1)
+        assert left_out == 0
+        item = script.ImageDataset(cached, column, args, 3).__getitems__([(0, 2, 1.0)])[0]
+        assert item["pixel_values"].shape == (3, args.resolution, args.resolution)
+        return len(calls)
+
+    assert cache() == 6 and cache() == 0
+    args.resolution = 32
+    assert cache() == 6
+    make_images(tmp_path / "images", 7)
+    assert cache() == 7
+
+
+# ------------------------------------------------------------------- things that go wrong
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_image_is_named_once_skipped_and_counted(tmp_path, flags, capfd, workers):
+    whole = (tmp_path / "images/2.png").read_bytes()
+    (tmp_path / "images/2.png").write_bytes(whole[: len(whole) // 2])
+    train(*flags, "--num_epochs=3", f"--dataloader_num_workers={workers}")
+    assert capfd.readouterr().err.count("images/2.png") == 1
+    records = metrics(tmp_path / "out")
+    assert len(records) == 15 and records[-1]["skipped_images"] == 1  # a step without any image has no loss to record
+    assert all(math.isfinite(record["loss"]) for record in records)
+
+
+@pytest.mark.parametrize("cache", [[], ["--cache_images"]])
+def test_when_nothing_decodes_one_sentence_ends_the_run(tmp_path, flags, capfd, cache):
+    for path in (tmp_path / "images").iterdir():
+        path.write_bytes(b"no image at all")
+    with pytest.raises(SystemExit) as stop:
+        train(*flags, "--logging_steps=10", *cache)
+    assert stop.value.code == 1 and "images could be decoded" in capfd.readouterr().err
+    assert not (tmp_path / "out/unet").exists()
+
+
+def test_decompression_bomb_is_skipped():
+    bomb = io.BytesIO()
+    Image.new("1", (50000, 50000)).save(bomb, "PNG")
+    with pytest.raises(Image.DecompressionBombError):
+        script.decode_image(bomb.getvalue(), 3)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
+    tmp_path, flags, capfd, monkeypatch
+):
+    compute_loss, calls = script.compute_loss, []
+
+    def breaking(*args):
+        calls.append(1)
+        return compute_loss(*args) * (float("nan") if len(calls) == 4 else 1)
+
+    monkeypatch.setattr(script, "compute_loss", breaking)
+    with pytest.raises(SystemExit) as stop:
+        train(*flags, "--logging_steps=100", "--checkpointing_steps=1")
+    assert stop.value.code == 1 and checkpoints(tmp_path / "out") == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    message = capfd.readouterr().err
+    assert "not finite at step 4" in message and "checkpoint-3" in message
+
+
+def test_an_error_ends_the_process_though_its_workers_ignore_signals(tmp_path, flags):
+    def run():
+        script.compute_loss = lambda *args: torch.tensor(float("nan"), requires_grad=True)
+        train(*flags, "--dataloader_num_workers=2")
+
+    assert finish(start(run, log=tmp_path / "log"), timeout=30) == [1]
+    assert "not finite" in (tmp_path / "log").read_text()
+
+
+def test_a_failed_save_is_one_sentence_and_leaves_earlier_checkpoints(tmp_path, flags, capfd, monkeypatch):
+    save, calls = torch.save, []
+
+    def full(*args):
+        calls.append(1)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit) as stop:
+        train(*flags, "--checkpointing_steps=2")
+    assert stop.value.code == 1 and "No space left on device" in capfd.readouterr().err
+    assert checkpoints(tmp_path / "out") == {"checkpoint-2"} and not list((tmp_path / "out").glob(".tmp-*"))
+
+
+def test_resume_ignores_what_is_no_whole_checkpoint(tmp_path, flags, capsys):
+    flags = [*flags, "--checkpointing_steps=2"]
+    train(*flags, "--resume_from_checkpoint=latest")
+    assert "starting afresh" in capsys.readouterr().out
+    (tmp_path / "out/checkpoint-500").mkdir()
+    (tmp_path / "out/checkpoint_backup").mkdir()
+    (tmp_path / "out/.tmp-saving").mkdir()
+    train(*flags, "--resume_from_checkpoint=latest", "--num_epochs=2")
+    printed = capsys.readouterr().out
+    assert "Resuming from" in printed and "checkpoint-6" in printed and "max_train_steps 6 -> 12" in printed
+    assert "checkpoint-12" in checkpoints(tmp_path / "out") and not (tmp_path / "out/.tmp-saving").exists()
+    elsewhere = [
+        *flags,
+        f"--output_dir={tmp_path / 'elsewhere'}",
+        f"--resume_from_checkpoint={tmp_path}/out/checkpoint-4/",
+    ]
+    train(*elsewhere)
+    assert [record["step"] for record in metrics(tmp_path / "elsewhere")] == [5, 6]
+    assert_same_weights(tmp_path / "out/checkpoint-6/unet", tmp_path / "elsewhere/checkpoint-6/unet")
+
+
+def test_bad_checkpoints_are_refused_in_one_sentence(tmp_path, flags, capfd):
+    flags = [*flags, "--checkpointing_steps=2"]
+    train(*flags)
+
+    assert "holds checkpoint-6 of an earlier run" in refused(capfd, flags)
+    assert "no whole checkpoint" in refused(capfd, flags, "--resume_from_checkpoint=checkpoint-5")
+    path = tmp_path / "out/checkpoint-6/optimizer.bin"
+    path.write_bytes(path.read_bytes()[:100])
+    assert "checkpoint-6 is damaged" in refused(capfd, flags, "--resume_from_checkpoint=latest")
+    config = Path(tmp_path, "tiny-unet/config.json")
+    config.write_text(config.read_text().replace("16\n", "24\n"))
+    assert "checkpoint-4 is damaged or from another model" in refused(
+        capfd, flags, "--resume_from_checkpoint=checkpoint-4"
+    )
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
+    (["--resolution=0"], "--resolution 0 is less than 1"),
+    (["--streaming"], "--streaming needs --max_train_steps"),
+    (["--streaming", "--max_train_steps=1", "--cache_images"], "--cache_images"),
+    (["--rescale_betas_zero_snr"], "--rescale_betas_zero_snr needs --prediction_type v_prediction"),
+    (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
+    (["--ddpm_num_steps=10"], "--ddpm_num_inference_steps 50 exceeds"),
+    (["--model_config_name_or_path=a", "--pretrained_model_name_or_path=b"], "exclude each other"),
+])  # fmt: skip
+def test_bad_arguments_end_with_one_line_before_anything_is_written(argv, sentence, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script.parse_args(["--output_dir", str(tmp_path / "out"), *argv])
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err.strip().split("\n")[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
+    (tmp_path / "empty").mkdir()
+    assert "can't be loaded as a data set" in refused(capfd, flags, f"--train_data_dir={tmp_path / 'empty'}")
+    assert "no column 'photo' but image" in refused(capfd, flags, "--image_column=photo")
+    assert "can't be loaded as a data set" in refused(capfd, flags, "--dataset_split=test")
+    assert "not a multiple of 2" in refused(capfd, flags, "--resolution=15")
+    assert "holds no UNet2DModel" in refused(capfd, flags, f"--model_config_name_or_path={tmp_path / 'empty'}")
+    (tmp_path / "file").write_text("")
+    assert "can't be written to" in refused(capfd, flags, f"--output_dir={tmp_path / 'file'}")
+
+
+def test_fp16_on_a_cpu_is_refused(flags, capfd):
+    assert "fp16 does nothing on a CPU" in refused(capfd, flags, "--mixed_precision=fp16")
+
+
+def test_wrong_launches_are_refused(tmp_path, flags, capfd, monkeypatch):
+    pids = start(lambda: train(*flags, "--num_epochs=1000"))
+    while not (tmp_path / "out/metrics.jsonl").is_file():
+        time.sleep(0.02)
+    with pytest.raises(SystemExit):
+        train(*flags)
+    kill(pids)
+    assert "another process is training into" in capfd.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        train(*flags, f"--output_dir={tmp_path / 'two'}")
+    assert "2 processes were launched but each sees 1" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------- watching
+
+
+def test_prefetcher_counts_the_wait_passes_errors_on_and_ends():
+    def batches(delay):
+        for i in range(5):
+            time.sleep(delay)
+            yield {"pixel_values": torch.full((1,), i), "weight": torch.ones(1)}
+        raise ValueError("bad row")
+
+    threads = threading.active_count()
+    for delay, low, high in ((0.05, 0.2, 0.6), (0.0, 0.0, 0.1)):
+        prefetcher = script.Prefetcher(batches(delay), torch.device("cpu"))
+        time.sleep(0.1 if delay == 0 else 0)
+        assert [next(prefetcher)["pixel_values"].item() for _ in range(5)] == [0, 1, 2, 3, 4]
+        assert low <= prefetcher.waited <= high
+        with pytest.raises(ValueError, match="bad row"):
+            next(prefetcher)
+        prefetcher.close()
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, flags, num_processes):
+    argv = [*flags, "--learning_rate=0", "--max_train_steps=1", "--eval_batch_size=5"]
+    assert set(finish(start(lambda: train(*argv), num_processes))) == {0}
+    grid = np.array(Image.open(tmp_path / "out/samples/step-0000001.png")).astype(int)
+    assert grid.shape == (2 * 17 + 1, 3 * 17 + 1, 3)
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
+    for i in range(5):
+        generator = torch.Generator().manual_seed(script.step_seed(0, i))
+        image = np.array(pipeline(generator=[generator], num_inference_steps=2).images[0]).astype(int)
+        y, x = 17 * (i // 3) + 1, 17 * (i % 3) + 1
+        assert np.abs(grid[y : y + 16, x : x + 16] - image).max() <= 1
+
+
+def test_tensorboard_gets_scalars_and_samples_but_no_secret(tmp_path, flags, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name in ("HF_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "secret-3141592653")
+    train(*flags, "--report_to=tensorboard", "--checkpointing_steps=3")
+    events = EventAccumulator(str(tmp_path / "out/logs/train_unconditional"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert len(events.Images("samples")) == 1
+    assert all(
+        b"secret-3141592653" not in path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()
+    )
+
+
+def test_wandb_offline_and_without_a_login(tmp_path, flags):
+    """Really run, as its own process: wandb starts a service that would outlive an in-process test."""
+    run = launch("train_unconditional.py", *flags, "--report_to=wandb", env={"WANDB_MODE": "offline"})
+    assert run.returncode == 0, run.stderr
+    assert list((tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb"))
+    environment = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_API_KEY": ""}
+    run = launch("train_unconditional.py", *flags, "--report_to=wandb", env=environment)
+    assert run.returncode != 0 and "`wandb login`" in run.stderr
+
+
+def test_push_to_hub_uploads_the_pipeline_only_and_honours_private(tmp_path, flags, monkeypatch, capfd):
+    calls = {}
+    monkeypatch.setattr(
+        script,
+        "create_repo",
+        lambda repo_id, **options: (calls.update(options), type("Url", (), {"repo_id": f"me/{repo_id}"}))[1],
+    )
+    monkeypatch.setattr(script, "upload_folder", lambda **options: calls.update(options))
+    train(*flags, "--push_to_hub", "--hub_private_repo", "--checkpointing_steps=2")
+    assert calls["private"] is True and calls["repo_id"] == "me/out"
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = [str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    uploaded = set(filter_repo_objects(files, allow_patterns=calls["allow_patterns"]))
+    pipeline = {"model_index.json", "scheduler/scheduler_config.json", "unet/config.json"}
+    pipeline.add("unet/diffusion_pytorch_model.safetensors")
+    assert uploaded == pipeline | {"README.md", "samples/step-0000006.png", "loss.png"}
+
+    def no_login(*args, **options):
+        raise ValueError("401 Unauthorized")
+
+    monkeypatch.setattr(script, "create_repo", no_login)
+    with pytest.raises(SystemExit):
+        train(*flags, "--push_to_hub", f"--output_dir={tmp_path / 'other'}")
+    assert "hf auth login" in capfd.readouterr().err
