@@ -11,6 +11,7 @@ every --checkpointing_steps a checkpoint-N that the same command with --resume_f
 
 import argparse
 import atexit
+import contextlib
 import copy
 import functools
 import hashlib
@@ -27,7 +28,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -43,7 +43,7 @@ from diffusers import DDIMPipeline, DDIMScheduler, DDPMPipeline, DDPMScheduler, 
 from diffusers.optimization import SchedulerType, get_scheduler
 from diffusers.training_utils import compute_snr
 from filelock import FileLock, Timeout
-from huggingface_hub import create_repo, upload_folder
+from huggingface_hub import create_repo, repo_info, upload_folder
 from PIL import Image, ImageOps
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -58,8 +58,8 @@ DEMO = {
     "output_dir": "ddpm-digits",
     "resolution": 8,
     "train_batch_size": 64,
-    "num_train_epochs": 100,
-    "learning_rate": 2e-3,
+    "num_train_epochs": 90,
+    "learning_rate": 4e-3,
     "lr_warmup_steps": 100,
     "prediction_type": "v_prediction",
     "ddpm_beta_schedule": "squaredcos_cap_v2",
@@ -68,13 +68,8 @@ DEMO = {
     "ddpm_num_inference_steps": 50,
     "eval_batch_size": 64,
     "dataloader_num_workers": 0,
+    "checkpointing_steps": 10000,  # none, so that the demo can be run again
 }
-# Settings that a resumed run must share with its checkpoint to end where the uninterrupted run would have ended.
-EXACT = (
-    "seed train_batch_size gradient_accumulation_steps num_processes num_images resolution center_crop random_flip "
-    "learning_rate lr_scheduler lr_warmup_steps max_train_steps max_grad_norm snr_gamma mixed_precision"
-).split()
-
 
 # ------------------------------------------------------------------------------------------------- arguments
 
@@ -91,7 +86,7 @@ def parse_args(argv=None):
     add("--dataset_split", default="train", help="split to train on")
     add("--train_data_dir", help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
-    add("--max_train_samples", type=int, help="train on this many images, drawn at random")
+    add("--max_train_samples", type=int, help="drawn at random; of a stream the first")
     add("--streaming", action="store_true", help="read while training; needs --max_train_steps")
     add("--cache_images", action="store_true", help="decode and resize once, into --output_dir")
     add("--cache_dir", help="where downloads and data sets are kept")
@@ -155,35 +150,32 @@ def parse_args(argv=None):
     add("--hub_private_repo", action="store_true", help="create it private")
 
     args = parser.parse_args(argv)
+    go_on = args.pretrained_model_name_or_path is not None
     if args.dataset_name is None and args.train_data_dir is None:
-        parser.set_defaults(**DEMO)
+        demo = {key: value for key, value in DEMO.items() if key != "model_config_name_or_path" or not go_on}
+        parser.set_defaults(**demo)
         args = parser.parse_args(argv)
         if os.environ.get("RANK", "0") == "0":
-            flags = " ".join(f"--{key}" if value is True else f"--{key} {value}" for key, value in DEMO.items())
+            flags = " ".join(f"--{key}" if value is True else f"--{key} {value}" for key, value in demo.items())
             given = shlex.join(sys.argv[1:] if argv is None else argv)
             print(
                 f"No data given: this is the demo, short for\naccelerate launch {Path(__file__).name} {flags} {given}"
             )
 
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name not in ("seed", "dataloader_num_workers", "lr_warmup_steps"):
-            parser.error(f"--{name} {value} is less than 1")
+        least = 0 if name in ("seed", "dataloader_num_workers", "lr_warmup_steps") else 1
+        if type(value) is int and value < least:
+            parser.error(f"--{name} {value} is less than {least}")
     if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
         parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
-    if args.model_config_name_or_path and args.pretrained_model_name_or_path:
+    if args.model_config_name_or_path and go_on:
         parser.error("--model_config_name_or_path and --pretrained_model_name_or_path exclude each other")
     if args.streaming and args.max_train_steps is None:
         parser.error("--streaming needs --max_train_steps: a stream has no length to count epochs by")
     if args.cache_images and (args.streaming or args.preserve_input_precision):
         parser.error("--cache_images stores 8 bits of all images: it goes with neither stream nor preserved precision")
-    if args.rescale_betas_zero_snr and args.prediction_type in (None, "epsilon"):
-        parser.error(
-            "--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon learns nothing there"
-        )
     if args.lr_scheduler == "piecewise_constant" and args.lr_step_rules is None:
         parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules")
-    if args.ddpm_num_inference_steps > (args.ddpm_num_steps or 1000):
-        parser.error(f"--ddpm_num_inference_steps {args.ddpm_num_inference_steps} exceeds the training timesteps")
     for tracker in {"tensorboard", "wandb"} & {args.report_to}:
         if importlib.util.find_spec(tracker) is None:
             parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
@@ -216,9 +208,10 @@ def load_rows(args):
     rows = rows.select_columns([column])
     if isinstance(features[column], datasets.Image):
         rows = rows.cast_column(column, datasets.Image(decode=False))
-    if args.max_train_samples is not None:
-        rows = rows.shuffle(seed=args.seed)
-        rows = rows.take(args.max_train_samples if args.streaming else min(args.max_train_samples, len(rows)))
+    if args.max_train_samples is not None and args.streaming:
+        rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
+    elif args.max_train_samples is not None:
+        rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
     if not args.streaming and len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return rows, column
@@ -231,8 +224,11 @@ def decode_image(source, channels, keep_precision=False):
     EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
     Raises whatever Pillow raises for a file that it can't read whole.
     """
-    if isinstance(source, dict):
-        source = source["bytes"] or fsspec.open(source["path"]).open().read()
+    if isinstance(source, dict) and source["bytes"] is None:
+        with fsspec.open(source["path"]) as file:
+            source = file.read()
+    elif isinstance(source, dict):
+        source = source["bytes"]
     image = Image.open(io.BytesIO(source))  # reads the header, and refuses decompression bombs
     if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
         try:
@@ -267,29 +263,28 @@ def resize(image, resolution):
     return image.clamp(0, 1) if image.is_floating_point() else image
 
 
-def describe(row, source, error):
-    """One line for the reader on an image that could not be used."""
-    name = (isinstance(source, dict) and source.get("path")) or f"row {row}"
-    return f"{name} ({str(error) or type(error).__name__})"
+def name_image(row, source):
+    """What the reader knows an image by."""
+    return (isinstance(source, dict) and source.get("path")) or f"row {row}"
 
 
 def cache_batch(batch, indices, column, resolution, center_crop, channels):
     """Decode and resize a batch of rows for `cache_images`; rows that can't be decoded are named and left out."""
-    pixels, sizes = [], []
+    pixels, sizes, threads = [], [], torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP does not survive the fork of `map`, and there is a process per core
     for row, source in zip(indices, batch[column], strict=True):
         try:
             image = decode_image(source, channels)
-            long_side = image.shape[-2:].numel() // min(image.shape[-2:])
             if center_crop:
                 image = crop_square(image, 0.5, 0.5)
-            elif long_side > 4 * min(image.shape[-2:]):  # a strip of 1 x 10000 would grow without bound
-                image = TF.center_crop(image, [min(side, 4 * min(image.shape[-2:])) for side in image.shape[-2:]])
-            image = resize(image, resolution)
+            longest = 4 * min(image.shape[-2:])  # a strip of 1 x 10000 would grow without bound
+            image = resize(TF.center_crop(image, [min(side, longest) for side in image.shape[-2:]]), resolution)
         except Exception as error:
-            tqdm.write(f"Skipped {describe(row, source, error)}", file=sys.stderr)
+            tqdm.write(f"Skipped {name_image(row, source)} ({error})", file=sys.stderr)
             continue
         pixels.append(image.numpy().tobytes())
         sizes.append(list(image.shape))
+    torch.set_num_threads(threads)
     return {"pixels": pixels, "size": sizes}
 
 
@@ -362,7 +357,7 @@ def stream_batches(rows, args, rank, num_processes, first_step):
 class ImageDataset(torch.utils.data.Dataset):
     """Turns keys of `step_batches` into items {"pixel_values": [C, resolution, resolution], "weight", "skipped"}.
 
-    An image that can't be decoded comes as zeros of weight 0 and is named in "skipped".
+    An image that can't be decoded comes as zeros of weight 0, with its name and the reason in "skipped".
     """
 
     def __init__(self, rows, column, args, channels):
@@ -391,11 +386,15 @@ class ImageDataset(torch.utils.data.Dataset):
         except Exception as error:
             dtype = torch.float32 if self.keep_precision else torch.uint8
             image = torch.zeros(self.channels, self.resolution, self.resolution, dtype=dtype)
-            return {"pixel_values": image, "weight": 0.0, "skipped": describe(row, item.get(self.column), error)}
+            return {
+                "pixel_values": image,
+                "weight": 0.0,
+                "skipped": (name_image(row, item.get(self.column)), str(error)),
+            }
 
 
 def collate(items):
-    """Stack the items of `ImageDataset`; "skipped" becomes a list of the names that are not None."""
+    """Stack the items of `ImageDataset`; "skipped" becomes a list of those that are not None."""
     return {
         "pixel_values": torch.stack([item["pixel_values"] for item in items]),
         "weight": torch.tensor([item["weight"] for item in items]),
@@ -436,11 +435,16 @@ class Prefetcher:
             self.queue.put(error)
 
     def __next__(self):
-        if self.queue.empty() and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # costs nothing: there is no work to queue. From here on it is idle.
-        start = time.perf_counter()
-        batch = self.queue.get()
-        self.waited += time.perf_counter() - start
+        idle_since = time.perf_counter() if self.device.type == "cpu" else None
+        while True:
+            try:
+                batch = self.queue.get(timeout=0.001)
+                break
+            except queue.Empty:  # the host runs ahead of a GPU: only what it waits after that has run dry counts
+                if idle_since is None and torch.accelerator.current_stream(self.device).query():
+                    idle_since = time.perf_counter()
+        if idle_since is not None:
+            self.waited += time.perf_counter() - idle_since
         if isinstance(batch, BaseException):
             raise batch
         return batch
@@ -495,21 +499,31 @@ def make_unet(args):
 
 
 def make_noise_scheduler(args):
-    """The scheduler that noises in training: the flags given, over what the pretrained pipeline says."""
-    source, config = args.pretrained_model_name_or_path, {}
-    if source:
-        config = dict(DDPMScheduler.from_pretrained(source, subfolder="scheduler", cache_dir=args.cache_dir).config)
+    """The scheduler that noises in training: the flags that are given, over what the pretrained pipeline says."""
     flags = {
         "num_train_timesteps": args.ddpm_num_steps,
         "beta_schedule": args.ddpm_beta_schedule,
         "prediction_type": args.prediction_type,
     }
-    config.update({key: value for key, value in flags.items() if value is not None})
+    flags = {key: value for key, value in flags.items() if value is not None}
     if (
         args.rescale_betas_zero_snr
     ):  # sampling must then start at the last timestep, which "leading" spacing leaves out
-        config.update(rescale_betas_zero_snr=True, timestep_spacing="trailing")
-    return DDPMScheduler.from_config(config)
+        flags.update(rescale_betas_zero_snr=True, timestep_spacing="trailing")
+    source = args.pretrained_model_name_or_path
+    try:
+        load = functools.partial(
+            DDPMScheduler.from_pretrained, source, subfolder="scheduler", cache_dir=args.cache_dir
+        )
+        scheduler = load(**flags) if source else DDPMScheduler(**flags)
+    except Exception as error:
+        fail(f"{source} holds no scheduler ({error})")
+    if scheduler.config.rescale_betas_zero_snr and scheduler.config.prediction_type == "epsilon":
+        fail("--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon has nothing to learn")
+    timesteps = scheduler.config.num_train_timesteps
+    if args.ddpm_num_inference_steps > timesteps:
+        fail(f"--ddpm_num_inference_steps {args.ddpm_num_inference_steps} exceeds the {timesteps} training timesteps")
+    return scheduler
 
 
 # ------------------------------------------------------------------------------------------------- loss and EMA
@@ -523,8 +537,11 @@ def step_seed(*key):
 def compute_loss(unet, noise_scheduler, images, weight, snr_gamma=None):
     """The denoising loss of DDPM (arXiv:2006.11239, eq. 14): the sum over images of weight * mean squared error.
 
-    images: [N, C, H, W] float32 in [-1, 1]; weight: [N]. The noising is done in float32: in bfloat16 the first
-    timesteps would get no noise at all. With `snr_gamma` the min-SNR weight of arXiv:2303.09556 comes on top.
+    images: [N, C, H, W] float32 in [-1, 1]. weight: [N]; it adds up to 1 over the images of a step, all micro-batches
+    and processes together, and is 0 for a placeholder: so return (weight * loss per image).sum(), whatever the loss.
+    The noising is done in float32: in bfloat16 the first timesteps would get no noise at all.
+    `snr_gamma`: the min-SNR weight of arXiv:2303.09556; for v_prediction with SNR + 1 in place of SNR, as diffusers
+    had it first, because the paper's weight is 0 where a zero terminal SNR has its pure noise.
     """
     noise = torch.randn_like(images)
     timesteps = torch.randint(noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device)
@@ -544,7 +561,7 @@ def compute_loss(unet, noise_scheduler, images, weight, snr_gamma=None):
             weight = weight * snr.clamp(max=snr_gamma) / snr
         elif prediction_type == "sample":
             weight = weight * snr.clamp(max=snr_gamma)
-        else:  # snr + 1 on both sides, or the pure noise of a zero terminal SNR would weigh nothing
+        else:
             weight = weight * (snr + 1).clamp(max=snr_gamma) / (snr + 1)
     return (weight * loss).sum()
 
@@ -562,11 +579,29 @@ def update_ema(ema_unet, unet, step, args):
 
 
 def remove(path):
-    """Delete a file or folder in such a way that no half of it is ever seen under its name."""
-    if path.is_dir():
-        shutil.rmtree(path.rename(path.parent / f".tmp-old-{path.name}"))
-    else:
-        path.unlink(missing_ok=True)
+    """Delete a folder in such a way that no half of it is ever seen under its name."""
+    shutil.rmtree(path.rename(path.parent / f".tmp-old-{path.name}"))
+
+
+def replace(path, new):
+    """Move `new` to `path`; a folder that stands there is moved out of the way first and deleted last."""
+    if not path.is_dir():
+        new.replace(path)
+        return
+    old = path.rename(path.parent / f".tmp-old-{path.name}")
+    new.rename(path)
+    shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def saving(output_dir, what):
+    """Give a temporary folder to write into; if that fails, delete it and end with a sentence."""
+    unfinished = Path(output_dir) / ".tmp-saving"
+    try:
+        yield unfinished
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        fail(f"{what} could not be saved ({error}); what was saved before is untouched")
 
 
 def find_checkpoints(output_dir):
@@ -589,6 +624,8 @@ def find_checkpoint(args):
             fail(
                 f"--resume_from_checkpoint {given} is no whole checkpoint, neither as a path nor in {args.output_dir}"
             )
+        if path.resolve() in [older.resolve() for older in found[:-1]]:
+            fail(f"{found[-1]} is newer than {path}: delete what is newer, or choose another --output_dir")
         return path
     if found:
         fail(
@@ -602,23 +639,18 @@ def save_checkpoint(accelerator, unet, ema_unet, optimizer, state, args):
 
     Weights, optimizer and `state` are all there is to restore: data order and noise follow from the step.
     """
-    output_dir, scaler = Path(args.output_dir), accelerator.scaler
-    path, unfinished = output_dir / f"checkpoint-{state['global_step']}", output_dir / ".tmp-saving"
+    path, scaler = Path(args.output_dir) / f"checkpoint-{state['global_step']}", accelerator.scaler
     if accelerator.is_main_process:
-        try:
+        with saving(args.output_dir, path) as unfinished:
             accelerator.unwrap_model(unet).save_pretrained(unfinished / "unet")
             if ema_unet is not None:
                 ema_unet.save_pretrained(unfinished / "unet_ema")
             torch.save(optimizer.state_dict(), unfinished / "optimizer.bin")
             torch.save(scaler.state_dict() if scaler else {}, unfinished / "scaler.bin")
             (unfinished / "trainer_state.json").write_text(json.dumps(state, indent=2))
-            remove(path)
-            unfinished.rename(path)
-        except Exception as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            fail(f"{path} could not be saved ({error}); earlier checkpoints are untouched")
+            replace(path, unfinished)
         if args.checkpoints_total_limit is not None:
-            others = [checkpoint for checkpoint in find_checkpoints(output_dir) if checkpoint != path]
+            others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != path]
             for checkpoint in others[: max(0, len(others) - args.checkpoints_total_limit + 1)]:
                 remove(checkpoint)
     accelerator.wait_for_everyone()
@@ -633,8 +665,11 @@ def load_checkpoint(path, unet, ema_unet, optimizer, scaler):
         moments = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
         moments["param_groups"] = optimizer.state_dict()["param_groups"]  # the flags of this run count
         optimizer.load_state_dict(moments)
-        if scaler is not None:
-            scaler.load_state_dict(torch.load(path / "scaler.bin", weights_only=True))
+        for parameter, moments in optimizer.state.items():  # saved channels_last on CUDA, which other devices are not
+            for name in ("exp_avg", "exp_avg_sq"):
+                moments[name] = torch.empty_like(parameter).copy_(moments[name])
+        if scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
+            scaler.load_state_dict(saved)
         return json.loads((path / "trainer_state.json").read_text())
     except Exception as error:
         reason = str(error).strip().split("\n")[-1]
@@ -656,7 +691,8 @@ def log_validation(accelerator, unet, noise_scheduler, step, args):
 
     Image i starts from its own seed, so the grid does not depend on the number of processes.
     """
-    pipeline = make_pipeline(unet, noise_scheduler, args)
+    training = unet.training
+    pipeline = make_pipeline(unet.eval(), noise_scheduler, args)
     pipeline.set_progress_bar_config(disable=not accelerator.is_main_process, leave=False, desc="Sampling")
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     share = math.ceil(args.eval_batch_size / num_processes)
@@ -665,6 +701,7 @@ def log_validation(accelerator, unet, noise_scheduler, step, args):
         for i in range(share)
     ]
     images = pipeline(share, generators, num_inference_steps=args.ddpm_num_inference_steps, output_type="np").images
+    unet.train(training)
     images = torch.from_numpy(images).permute(0, 3, 1, 2).to(accelerator.device).contiguous()
     images = accelerator.gather(images)  # [num_processes * share, C, H, W], process by process
     if accelerator.is_main_process:
@@ -673,7 +710,8 @@ def log_validation(accelerator, unet, noise_scheduler, step, args):
         grid = (grid * 255).round().byte().permute(1, 2, 0).numpy()
         path = Path(args.output_dir) / "samples" / f"step-{step:07d}.png"
         path.parent.mkdir(exist_ok=True)
-        Image.fromarray(grid).save(path)
+        scale = max(1, 512 // grid.shape[1])  # so that digits of 8 px can be looked at
+        Image.fromarray(grid).resize((grid.shape[1] * scale, grid.shape[0] * scale), Image.NEAREST).save(path)
         for tracker in accelerator.trackers:
             if hasattr(tracker, "log_images"):
                 layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
@@ -702,31 +740,46 @@ def plot_loss(output_dir):
     return records[-1]["loss"] if records else None
 
 
-def save_pipeline(pipeline, step, args):
-    """Write the pipeline folder with its card and loss curve; whatever stood there stays until the new is whole."""
+def save_pipeline(pipeline, args):
+    """Write the pipeline folder; the one that stood there stays until the new one is whole."""
     output_dir = Path(args.output_dir)
-    unfinished = output_dir / ".tmp-saving"
-    pipeline.save_pretrained(unfinished)
-    loss = plot_loss(output_dir)
+    with saving(output_dir, f"the pipeline in {output_dir}") as unfinished:
+        pipeline.save_pretrained(unfinished)
+        for item in unfinished.iterdir():
+            replace(output_dir / item.name, item)
+        unfinished.rmdir()
+
+
+def save_model_card(step, args):
+    """Write README.md as the hub shows it: data, samples, loss curve and settings."""
+    output_dir, loss = Path(args.output_dir), plot_loss(args.output_dir)
+    name = args.hub_model_id or output_dir.resolve().name
     samples = sorted((output_dir / "samples").glob("step-*.png"))
-    shown = {key: value for key, value in sorted(vars(args).items()) if value is not None}
-    name = args.dataset_name or Path(args.train_data_dir).resolve().name
-    (unfinished / "README.md").write_text(
-        "---\nlibrary_name: diffusers\npipeline_tag: unconditional-image-generation\n"
-        "tags: [diffusers, unconditional-image-generation, diffusion-models-class]\n---\n\n"
-        f"# {output_dir.resolve().name}\n\nAn unconditional diffusion model, trained on `{name}`"
-        f" for {step} steps{f' to a loss of {loss:.4f}' if loss is not None else ''}.\n\n"
-        "```python\nfrom diffusers import DiffusionPipeline\n\n"
-        f'pipeline = DiffusionPipeline.from_pretrained("{args.hub_model_id or output_dir.resolve().name}")\n'
-        f"image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]\n```\n\n"
-        + (f"![samples](samples/{samples[-1].name})\n\n" if samples else "")
-        + "![loss](loss.png)\n\n| setting | value |\n|---|---|\n"
-        + "".join(f"| {key} | {value} |\n" for key, value in shown.items())
-    )
-    for item in unfinished.iterdir():
-        remove(output_dir / item.name)
-        item.rename(output_dir / item.name)
-    unfinished.rmdir()
+    settings = {key: value for key, value in vars(args).items() if value is not None and not key.endswith("_dir")}
+    (output_dir / "README.md").write_text(f"""---
+library_name: diffusers
+pipeline_tag: unconditional-image-generation
+tags: [diffusers, unconditional-image-generation, diffusion-models-class]
+---
+
+# {name}
+
+An unconditional diffusion model, trained on `{args.dataset_name or Path(args.train_data_dir).resolve().name}`
+for {step} steps, to a loss of {loss}.
+
+```python
+from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("{name}")
+image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]
+```
+
+{f"![samples](samples/{samples[-1].name})" if samples else ""}
+![loss](loss.png)
+
+| setting | value |
+|---|---|
+{"".join(f"| {key} | {value} |{chr(10)}" for key, value in settings.items())}""")
 
 
 # ------------------------------------------------------------------------------------------------- main
@@ -734,7 +787,7 @@ def save_pipeline(pipeline, step, args):
 
 def main(args):
     """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
-    output_dir = Path(args.output_dir)
+    output_dir, noise_scheduler = Path(args.output_dir), make_noise_scheduler(args)
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         log_with=None if args.report_to == "none" else args.report_to,
@@ -766,15 +819,20 @@ def main(args):
         for leftover in output_dir.glob(".tmp-*"):  # of a run killed while it saved
             shutil.rmtree(leftover)
         if args.push_to_hub:
-            repo_id = args.hub_model_id or output_dir.resolve().name
+            name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
             try:
-                repo_id = create_repo(repo_id, private=args.hub_private_repo, exist_ok=True).repo_id
+                args.hub_model_id = create_repo(name, private=private, exist_ok=True).repo_id
+                public = private and not repo_info(args.hub_model_id).private
             except Exception as error:
-                fail(f"--push_to_hub: no repository {repo_id} ({error}); `hf auth login` first, or leave it out")
+                fail(f"--push_to_hub: no repository {name} ({error}); `hf auth login` first, or leave it out")
+            if public:
+                fail(
+                    f"--hub_private_repo: {args.hub_model_id} exists and is public; make it private, or choose another"
+                )
     accelerator.wait_for_everyone()
     checkpoint = find_checkpoint(args)
     torch.manual_seed(args.seed)  # every process starts from the same weights
-    unet, noise_scheduler = make_unet(args), make_noise_scheduler(args)
+    unet = make_unet(args)
     channels = unet.config.in_channels
 
     # Data
@@ -808,15 +866,17 @@ def main(args):
     )
     settings = {**vars(args), "num_processes": num_processes, "num_images": num_images}
     settings["mixed_precision"] = accelerator.mixed_precision
-    state = {"global_step": 0, "skipped_steps": 0, "sums": []}
+    state = {"global_step": 0, "data_step": 0}
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, unet, ema_unet, optimizer, accelerator.scaler)
-        before = state["settings"]
+        before = {**state["settings"], "resume_from_checkpoint": args.resume_from_checkpoint}
         changed = [
-            f", {key} {before.get(key)} -> {settings[key]}" for key in EXACT if before.get(key) != settings[key]
+            f", {key} {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value
         ]
         accelerator.print(f"Resuming from {checkpoint}{''.join(changed)}")
-    global_step, skipped_steps = state["global_step"], state["skipped_steps"]
+    global_step, data_step = state["global_step"], state["data_step"]  # data_step also counts steps that fp16 skipped
+    if len(set(gather_object([global_step]))) > 1:
+        fail("the machines found different checkpoints: --output_dir must be a folder that they share")
     for group in optimizer.param_groups:
         group["initial_lr"] = args.learning_rate
     # Started at `global_step`, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
@@ -842,7 +902,7 @@ def main(args):
     batch_keys = stream_batches if args.streaming else step_batches
     dataloader = torch.utils.data.DataLoader(
         ImageDataset(rows, column, args, channels),
-        batch_sampler=batch_keys(rows, args, rank, num_processes, global_step + skipped_steps),
+        batch_sampler=batch_keys(rows, args, rank, num_processes, data_step),
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
@@ -852,7 +912,8 @@ def main(args):
     # Records
     if accelerator.is_main_process:
         records = read_metrics(output_dir, last_step=global_step) if checkpoint else []
-        (output_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (output_dir / ".tmp-metrics").write_text("".join(json.dumps(record) + "\n" for record in records))
+        replace(output_dir / "metrics.jsonl", output_dir / ".tmp-metrics")
     try:
         shown = {key: value for key, value in vars(args).items() if value is not None}
         accelerator.init_trackers("train_unconditional", shown, {"wandb": {"dir": args.output_dir}})
@@ -861,39 +922,46 @@ def main(args):
     progress_bar = tqdm(
         total=args.max_train_steps, initial=global_step, desc="Steps", disable=not accelerator.is_main_process
     )
-    # A signal only leaves its number here. The processes agree on it after each step, over gloo: no device waits.
     received = []
-    handlers = {s: signal.signal(s, lambda s, frame: received.append(s)) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def note_signal(number, frame):
+        received.append(number)
+        if len(received) == 3:  # torchrun passes each on a second time; who sends a third means it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    # The processes agree on signals after each step, over gloo, so that no device has to wait.
     signal_group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
 
     # Train
     unet.train()
     batches = Prefetcher(dataloader, device)
-    # since the last record: loss, weight, gradient norm, steps
-    sums = torch.tensor((state["sums"] + [[0.0] * 4] * num_processes)[rank], device=device)
-    skipped_images, new_skipped, skipped_in_a_row, any_decoded = set(), set(), 0, checkpoint is not None
-    window_start, window_images = time.perf_counter(), 0
-    while global_step < args.max_train_steps:
-        # The step alone fixes the images and, through the seed, all that is random: noise, timesteps, flips, dropout.
-        data_step = global_step + skipped_steps
-        step_images = min(images_per_step, num_images - data_step % steps_per_epoch * images_per_step)
+    sums = torch.zeros(4, device=device)  # since the last record: loss, weight, gradient norm, steps
+    skipped_images, new_skipped, skipped_in_a_row, any_decoded = {}, {}, 0, checkpoint is not None
+    window_start, window_images, stop = time.perf_counter(), 0, 0
+    while global_step < args.max_train_steps and not stop:
+        # `data_step` alone fixes the images and, through the seed, all that is random: noise, flips, dropout ...
+        epoch, step_in_epoch = divmod(data_step, steps_per_epoch)
+        step_images = min(images_per_step, num_images - step_in_epoch * images_per_step)
         micro_batches = math.ceil(step_images / images_per_micro_batch)
+        step_sums = torch.zeros(2, device=device)
         for micro_batch in range(micro_batches):
             batch = next(batches)
             torch.manual_seed(step_seed(args.seed, data_step, micro_batch, rank))
             images = prepare_images(batch["pixel_values"], args.random_flip)
             # The processes' gradients are averaged once a step, in its last backward.
-            with nullcontext() if micro_batch == micro_batches - 1 else accelerator.no_sync(unet):
+            with contextlib.nullcontext() if micro_batch == micro_batches - 1 else accelerator.no_sync(unet):
                 loss = compute_loss(unet, noise_scheduler, images, batch["weight"], args.snr_gamma)
                 accelerator.backward(loss)
-            sums[0] += loss.detach()
-            sums[1] += batch["weight"].sum()
+            step_sums += torch.stack([loss.detach(), batch["weight"].sum()])
             new_skipped.update(batch["skipped"])
+        data_step += 1
         grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         if accelerator.optimizer_step_was_skipped:  # fp16 overflow: the scale is lowered, the weights are as before
-            skipped_steps, skipped_in_a_row = skipped_steps + 1, skipped_in_a_row + 1
+            skipped_in_a_row += 1
             if skipped_in_a_row == 50:
                 fail(
                     f"50 fp16 steps in a row overflowed after step {global_step}: use bf16 or a lower --learning_rate"
@@ -904,25 +972,28 @@ def main(args):
         global_step += 1
         if ema_unet is not None:
             update_ema(ema_unet, plain_unet, global_step, args)
-        sums[2] += grad_norm
-        sums[3] += 1
+        sums += torch.cat([step_sums, torch.stack([grad_norm, torch.ones_like(grad_norm)])])
         window_images += step_images
         progress_bar.update(1)
 
+        flag = torch.tensor(max(received, default=0))
         if signal_group is not None:
-            flag = torch.tensor(max(received, default=0))
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=signal_group)
-            received = [int(flag)] if flag else received
-        last = global_step == args.max_train_steps
+        stop, last = int(flag), global_step == args.max_train_steps
+        epochs_done = data_step // steps_per_epoch if data_step % steps_per_epoch == 0 else None
         log_due = global_step % args.logging_steps == 0 or last
-        save_due = global_step % args.checkpointing_steps == 0 or received
-        if log_due or save_due:  # the only place where the host waits for the device
-            all_sums = accelerator.gather(sums[None])  # [num_processes, 4]
-            total_loss, total_weight, total_norm, steps = all_sums.sum(dim=0).tolist()
-            for name in sorted(set(gather_object(list(new_skipped))) - skipped_images):
-                progress_bar.write(f"Skipped {name}", file=sys.stderr)
-                skipped_images.add(name)
-            new_skipped = set()
+        checkpoint_due = global_step % args.checkpointing_steps == 0 or stop
+        pipeline_due = epochs_done is not None and epochs_done % args.save_model_epochs == 0
+        samples_due = epochs_done is not None and epochs_done % args.save_images_epochs == 0
+        if args.validation_steps is not None:
+            samples_due = global_step % args.validation_steps == 0
+        if log_due or checkpoint_due or pipeline_due:  # the only place where the host waits for the device
+            total_loss, total_weight, total_norm, steps = accelerator.reduce(sums).tolist()
+            for name, reason in gather_object(sorted(new_skipped.items())):
+                if name not in skipped_images and accelerator.is_main_process:
+                    progress_bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
+                skipped_images[name] = reason
+            new_skipped = {}
             any_decoded = any_decoded or total_weight > 0
             if total_weight == 0 and (window_images >= 100 or (last and not any_decoded)):
                 fail(f"none of the last {window_images} images could be decoded")
@@ -936,7 +1007,7 @@ def main(args):
             now = time.perf_counter()
             record = {
                 "step": global_step,
-                "epoch": data_step // steps_per_epoch,
+                "epoch": epoch,
                 "loss": total_loss / total_weight,
                 "lr": lr,
                 "grad_norm": total_norm / steps,
@@ -953,44 +1024,44 @@ def main(args):
                     file.write(json.dumps(record) + "\n")
             accelerator.log({key: value for key, value in record.items() if key != "step"}, step=global_step)
             sums.zero_()
-            all_sums.zero_()
             window_start, window_images, batches.waited = now, 0, 0.0
 
         pause = time.perf_counter()
-        if save_due:
-            state = {"global_step": global_step, "skipped_steps": skipped_steps, "sums": all_sums.tolist()}
-            save_checkpoint(accelerator, unet, ema_unet, optimizer, {**state, "settings": settings}, args)
-        if received or last:
-            break
-        epochs, step_in_epoch = divmod(data_step + 1, steps_per_epoch)
-        sample_due = step_in_epoch == 0 and epochs % args.save_images_epochs == 0
-        if args.validation_steps is not None:
-            sample_due = global_step % args.validation_steps == 0
-        if sample_due:
+        if checkpoint_due:
+            state = {"global_step": global_step, "data_step": data_step, "settings": settings}
+            save_checkpoint(accelerator, unet, ema_unet, optimizer, state, args)
+        if pipeline_due and not last and not stop and accelerator.is_main_process:
+            save_pipeline(make_pipeline(sample_unet, noise_scheduler, args), args)
+            save_model_card(global_step, args)
+        if samples_due and not last and not stop:
             log_validation(accelerator, sample_unet, noise_scheduler, global_step, args)
-        if step_in_epoch == 0 and epochs % args.save_model_epochs == 0 and accelerator.is_main_process:
-            save_pipeline(make_pipeline(sample_unet, noise_scheduler, args), global_step, args)
         window_start += time.perf_counter() - pause
 
     batches.close()
     progress_bar.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if received:
+    if stop:
         accelerator.print(
-            f"Stopped by {signal.Signals(received[0]).name} after step {global_step} of {args.max_train_steps}; "
+            f"Stopped by {signal.Signals(stop).name} after step {global_step} of {args.max_train_steps}; "
             "the same command with --resume_from_checkpoint latest goes on from there"
         )
         accelerator.end_training()
-        sys.exit(128 + received[0])
+        sys.exit(128 + stop)
+    if accelerator.is_main_process:  # before the samples, which may take longer than a preempted job has left
+        save_pipeline(make_pipeline(sample_unet, noise_scheduler, args), args)
     log_validation(accelerator, sample_unet, noise_scheduler, global_step, args)
     if accelerator.is_main_process:
-        save_pipeline(make_pipeline(sample_unet, noise_scheduler, args), global_step, args)
-        if args.push_to_hub:
-            files = ["model_index.json", "README.md", "unet/*", "scheduler/*", "samples/*", "loss.png"]
-            upload_folder(repo_id=repo_id, folder_path=output_dir, allow_patterns=files)
-        lock.release()
+        save_model_card(global_step, args)
+    accelerator.wait_for_everyone()  # without it, torch 2.11 can hang on the way out after a gather over gloo
+    if accelerator.is_main_process and args.push_to_hub:
+        files = ["model_index.json", "README.md", "unet/*", "scheduler/*", "samples/*", "loss.png"]
+        try:
+            upload_folder(repo_id=args.hub_model_id, folder_path=output_dir, allow_patterns=files)
+        except Exception as error:
+            fail(f"the upload to {args.hub_model_id} failed ({error}); the pipeline is whole in {output_dir}")
     accelerator.print(f"Done: pipeline, samples/ and loss.png are in {output_dir}")
+    lock.release()
     accelerator.end_training()
 
 

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,19 +77,30 @@ def launch(*argv, env=None):
 # ------------------------------------------------------------------- commands and what they leave
 
 
-def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags):
-    """The three command lines of diffusers' example test."""
-    flags = [flag for flag in flags if "logging_steps" not in flag and "report_to" not in flag]
-    train(*flags, "--train_batch_size=2")
-    assert (tmp_path / "out/unet/diffusion_pytorch_model.safetensors").is_file()
-    assert (tmp_path / "out/scheduler/scheduler_config.json").is_file()
-    limited = [*flags, f"--output_dir={tmp_path / 'limited'}", "--checkpointing_steps=2"]
-    train(*limited, "--checkpoints_total_limit=2")
+def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, unet_config):
+    """The command lines of diffusers' example test, but for local paths."""
+    shared = f"""
+        --dataset_name {tmp_path / "images"}
+        --model_config_name_or_path {unet_config}
+        --resolution 64
+        --num_epochs 1
+        --gradient_accumulation_steps 1
+        --learning_rate 1e-3
+        --lr_warmup_steps 5
+        """.split()
+    plain, limited, several = (
+        [*shared, "--output_dir", str(tmp_path / name)] for name in ("plain", "limited", "several")
+    )
+    train(*plain, *"--train_batch_size 2 --ddpm_num_inference_steps 2".split())
+    assert (tmp_path / "plain/unet/diffusion_pytorch_model.safetensors").is_file()
+    assert (tmp_path / "plain/scheduler/scheduler_config.json").is_file()
+    one = "--train_batch_size 1 --ddpm_num_inference_steps 1 --checkpointing_steps=2".split()
+    train(*limited, *one, "--checkpoints_total_limit=2")
     assert checkpoints(tmp_path / "limited") == {"checkpoint-4", "checkpoint-6"}
-    several = [*flags, f"--output_dir={tmp_path / 'several'}", "--checkpointing_steps=2"]
-    train(*several)
+    train(*several, *one)
     assert checkpoints(tmp_path / "several") == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
-    train(*several, "--num_epochs=2", "--resume_from_checkpoint=checkpoint-6", "--checkpoints_total_limit=2")
+    again = "--num_epochs 2 --resume_from_checkpoint=checkpoint-6 --checkpoints_total_limit=2".split()
+    train(*several, *one, *again)
     assert checkpoints(tmp_path / "several") == {"checkpoint-10", "checkpoint-12"}
 
 
@@ -158,7 +170,7 @@ def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
 
 # ------------------------------------------------------------------- exactness
 
-EXACT = ["--train_batch_size=2", "--num_epochs=3", "--random_flip", "--checkpointing_steps=1", "--logging_steps=2",
+EXACT = ["--train_batch_size=2", "--num_epochs=3", "--random_flip", "--checkpointing_steps=1",
          "--checkpoints_total_limit=2", "--dataloader_num_workers=1", "--save_model_epochs=1"]  # fmt: skip
 
 
@@ -337,10 +349,36 @@ def test_skipped_fp16_steps_advance_neither_step_nor_ema(tmp_path, flags, monkey
     train(*flags, "--max_train_steps=4", "--checkpointing_steps=4")
     assert len(calls) == 6 and ema_steps == [1, 2, 3, 4]
     state = json.loads((tmp_path / "out/checkpoint-4/trainer_state.json").read_text())
-    assert (state["global_step"], state["skipped_steps"]) == (4, 2)
+    assert (state["global_step"], state["data_step"]) == (4, 6)
     monkeypatch.setattr(AcceleratedOptimizer, "step", lambda self, closure=None: setattr(self, "_is_overflow", True))
     with pytest.raises(SystemExit):
         train(*flags, f"--output_dir={tmp_path / 'never'}")
+
+
+def test_without_ema_samples_come_from_the_weights_without_dropout(tmp_path, flags, monkeypatch):
+    modes, make_pipeline = [], script.make_pipeline
+    monkeypatch.setattr(
+        script, "make_pipeline", lambda unet, *rest: (modes.append(unet), make_pipeline(unet, *rest))[1]
+    )
+    drawn = DDPMScheduler.step
+    states = []
+    monkeypatch.setattr(DDPMScheduler, "step", lambda *a, **k: (states.append(modes[-1].training), drawn(*a, **k))[1])
+    train(*flags, "--no-use_ema", "--validation_steps=2", "--checkpointing_steps=6")
+    assert sorted(path.name[-6:-4] for path in (tmp_path / "out/samples").iterdir()) == ["02", "04", "06"]
+    assert states == [False] * 6 and not (tmp_path / "out/checkpoint-6/unet_ema").exists()
+    assert_same_weights(tmp_path / "out/unet", tmp_path / "out/checkpoint-6/unet")
+
+
+def test_flags_win_over_a_pretrained_scheduler_that_lacks_their_keys(tmp_path, flags):
+    train(*flags)
+    config = tmp_path / "out/scheduler/scheduler_config.json"
+    kept = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000, "beta_schedule": "linear"}
+    config.write_text(json.dumps(kept))  # as google/ddpm-cat-256 has it
+    argv = [flag for flag in flags if "model_config" not in flag] + [f"--output_dir={tmp_path / 'next'}"]
+    argv += [f"--pretrained_model_name_or_path={tmp_path / 'out'}", "--prediction_type=v_prediction"]
+    train(*argv, "--rescale_betas_zero_snr")
+    config = DiffusionPipeline.from_pretrained(tmp_path / "next").scheduler.config
+    assert config.prediction_type == "v_prediction" and config.rescale_betas_zero_snr
 
 
 def test_ema_is_that_of_diffusers():
@@ -365,7 +403,7 @@ def test_ema_is_that_of_diffusers():
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("snr_gamma", [None, 5.0])
-def test_loss_matches_the_papers(prediction_type, snr_gamma):
+def test_loss_matches_the_formulas(prediction_type, snr_gamma):
     scheduler = DDPMScheduler(prediction_type=prediction_type)
     images, weight = torch.rand(4, 3, 8, 8) * 2 - 1, torch.tensor([0.5, 0.25, 0.25, 0.0])
     inputs = {}
@@ -579,6 +617,14 @@ def test_stream_trains_and_resumes_exactly(tmp_path, flags, num_processes):
     assert_same_weights(tmp_path / "out/unet", tmp_path / "resumed/unet")
 
 
+def test_stream_of_the_first_images_is_the_same_every_pass(tmp_path, flags):
+    args = script.parse_args([*flags, "--streaming", "--max_train_steps=1", "--max_train_samples=3"])
+    rows, column = script.load_rows(args)
+    batches = script.stream_batches(rows, args, 0, 1, 0)
+    paths = [next(batches)[0][3][column]["path"] for _ in range(6)]
+    assert sorted(paths[:3]) == sorted(paths[3:]) and len(set(paths)) == 3
+
+
 def test_stream_gives_every_image_once_a_pass(tmp_path, flags):
     args = script.parse_args([*flags, "--streaming", "--max_train_steps=1", "--train_batch_size=4"])
     rows, column = script.load_rows(args)
@@ -620,6 +666,8 @@ def test_cache_is_reused_for_the_same_data_and_transform_only(tmp_path, flags, m
     assert cache() == 6
     make_images(tmp_path / "images", 7)
     assert cache() == 7
+    left_by_many = script.cache_images(*script.load_rows(args), args, 1, 2)[0]  # decoded in forked processes
+    assert len(left_by_many) == 7 and left_by_many[6]["size"] == [1, 32, 38]
 
 
 # ------------------------------------------------------------------- things that go wrong
@@ -629,10 +677,12 @@ def test_cache_is_reused_for_the_same_data_and_transform_only(tmp_path, flags, m
 def test_a_bad_image_is_named_once_skipped_and_counted(tmp_path, flags, capfd, workers):
     whole = (tmp_path / "images/2.png").read_bytes()
     (tmp_path / "images/2.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "images/3.png").write_bytes(b"not an image")
     train(*flags, "--num_epochs=3", f"--dataloader_num_workers={workers}")
-    assert capfd.readouterr().err.count("images/2.png") == 1
+    printed = capfd.readouterr().err
+    assert printed.count("images/2.png") == printed.count("images/3.png") == 1
     records = metrics(tmp_path / "out")
-    assert len(records) == 15 and records[-1]["skipped_images"] == 1  # a step without any image has no loss to record
+    assert len(records) == 12 and records[-1]["skipped_images"] == 2  # a step without any image has no loss to record
     assert all(math.isfinite(record["loss"]) for record in records)
 
 
@@ -644,6 +694,13 @@ def test_when_nothing_decodes_one_sentence_ends_the_run(tmp_path, flags, capfd, 
         train(*flags, "--logging_steps=10", *cache)
     assert stop.value.code == 1 and "images could be decoded" in capfd.readouterr().err
     assert not (tmp_path / "out/unet").exists()
+
+
+def test_two_processes_name_a_bad_image_once(tmp_path, flags):
+    (tmp_path / "images/3.png").write_bytes(b"not an image")
+    assert finish(start(lambda: train(*flags, "--num_epochs=6"), 2, tmp_path / "log")) == [0, 0]
+    assert (tmp_path / "log").read_text().count("images/3.png") == 1
+    assert metrics(tmp_path / "out")[-1]["skipped_images"] == 1
 
 
 def test_decompression_bomb_is_skipped():
@@ -668,6 +725,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert stop.value.code == 1 and checkpoints(tmp_path / "out") == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     message = capfd.readouterr().err
     assert "not finite at step 4" in message and "checkpoint-3" in message
+
+
+def test_a_broken_model_never_replaces_a_good_pipeline(tmp_path, flags, monkeypatch):
+    compute_loss, calls = script.compute_loss, []
+
+    def breaking(*args):
+        calls.append(1)
+        return compute_loss(*args) * (float("nan") if len(calls) == 8 else 1)
+
+    monkeypatch.setattr(script, "compute_loss", breaking)
+    with pytest.raises(SystemExit):
+        train(*flags, "--num_epochs=3", "--logging_steps=100", "--save_model_epochs=1", "--save_images_epochs=100")
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out/unet").values())
 
 
 def test_an_error_ends_the_process_though_its_workers_ignore_signals(tmp_path, flags):
@@ -716,6 +786,14 @@ def test_resume_ignores_what_is_no_whole_checkpoint(tmp_path, flags, capsys):
     assert_same_weights(tmp_path / "out/checkpoint-6/unet", tmp_path / "elsewhere/checkpoint-6/unet")
 
 
+def test_going_back_does_not_leave_newer_checkpoints_to_latest(tmp_path, flags, capfd):
+    train(*flags, "--checkpointing_steps=2")
+    flags = [*flags, "--checkpointing_steps=2", "--resume_from_checkpoint=checkpoint-2"]
+    assert "checkpoint-6 is newer than" in refused(capfd, flags)
+    train(*flags, f"--output_dir={tmp_path / 'new'}", f"--resume_from_checkpoint={tmp_path / 'out/checkpoint-2'}")
+    assert checkpoints(tmp_path / "new") == {"checkpoint-4", "checkpoint-6"}
+
+
 def test_bad_checkpoints_are_refused_in_one_sentence(tmp_path, flags, capfd):
     flags = [*flags, "--checkpointing_steps=2"]
     train(*flags)
@@ -725,6 +803,7 @@ def test_bad_checkpoints_are_refused_in_one_sentence(tmp_path, flags, capfd):
     path = tmp_path / "out/checkpoint-6/optimizer.bin"
     path.write_bytes(path.read_bytes()[:100])
     assert "checkpoint-6 is damaged" in refused(capfd, flags, "--resume_from_checkpoint=latest")
+    shutil.rmtree(tmp_path / "out/checkpoint-6")
     config = Path(tmp_path, "tiny-unet/config.json")
     config.write_text(config.read_text().replace("16\n", "24\n"))
     assert "checkpoint-4 is damaged or from another model" in refused(
@@ -737,9 +816,8 @@ def test_bad_checkpoints_are_refused_in_one_sentence(tmp_path, flags, capfd):
     (["--resolution=0"], "--resolution 0 is less than 1"),
     (["--streaming"], "--streaming needs --max_train_steps"),
     (["--streaming", "--max_train_steps=1", "--cache_images"], "--cache_images"),
-    (["--rescale_betas_zero_snr"], "--rescale_betas_zero_snr needs --prediction_type v_prediction"),
+    (["--seed=-1"], "--seed -1 is less than 0"),
     (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
-    (["--ddpm_num_steps=10"], "--ddpm_num_inference_steps 50 exceeds"),
     (["--model_config_name_or_path=a", "--pretrained_model_name_or_path=b"], "exclude each other"),
 ])  # fmt: skip
 def test_bad_arguments_end_with_one_line_before_anything_is_written(argv, sentence, tmp_path, capsys):
@@ -754,6 +832,8 @@ def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
     assert "can't be loaded as a data set" in refused(capfd, flags, f"--train_data_dir={tmp_path / 'empty'}")
     assert "no column 'photo' but image" in refused(capfd, flags, "--image_column=photo")
     assert "can't be loaded as a data set" in refused(capfd, flags, "--dataset_split=test")
+    assert "--prediction_type v_prediction" in refused(capfd, flags, "--rescale_betas_zero_snr")
+    assert "3 exceeds the 2 training" in refused(capfd, flags, "--ddpm_num_steps=2", "--ddpm_num_inference_steps=3")
     assert "not a multiple of 2" in refused(capfd, flags, "--resolution=15")
     assert "holds no UNet2DModel" in refused(capfd, flags, f"--model_config_name_or_path={tmp_path / 'empty'}")
     (tmp_path / "file").write_text("")
@@ -805,6 +885,7 @@ def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, flags, num_p
     argv = [*flags, "--learning_rate=0", "--max_train_steps=1", "--eval_batch_size=5"]
     assert set(finish(start(lambda: train(*argv), num_processes))) == {0}
     grid = np.array(Image.open(tmp_path / "out/samples/step-0000001.png")).astype(int)
+    grid = grid[:: grid.shape[1] // 52, :: grid.shape[1] // 52]  # small grids are enlarged
     assert grid.shape == (2 * 17 + 1, 3 * 17 + 1, 3)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
     for i in range(5):
@@ -847,6 +928,7 @@ def test_push_to_hub_uploads_the_pipeline_only_and_honours_private(tmp_path, fla
         lambda repo_id, **options: (calls.update(options), type("Url", (), {"repo_id": f"me/{repo_id}"}))[1],
     )
     monkeypatch.setattr(script, "upload_folder", lambda **options: calls.update(options))
+    monkeypatch.setattr(script, "repo_info", lambda repo_id: type("Info", (), {"private": "public" not in repo_id}))
     train(*flags, "--push_to_hub", "--hub_private_repo", "--checkpointing_steps=2")
     assert calls["private"] is True and calls["repo_id"] == "me/out"
     from huggingface_hub.utils import filter_repo_objects
@@ -857,10 +939,12 @@ def test_push_to_hub_uploads_the_pipeline_only_and_honours_private(tmp_path, fla
     pipeline.add("unet/diffusion_pytorch_model.safetensors")
     assert uploaded == pipeline | {"README.md", "samples/step-0000006.png", "loss.png"}
 
+    assert 'from_pretrained("me/out")' in (tmp_path / "out/README.md").read_text()
+    other = ["--push_to_hub", f"--output_dir={tmp_path / 'other'}"]
+    assert "exists and is public" in refused(capfd, flags, *other, "--hub_private_repo", "--hub_model_id=public")
+
     def no_login(*args, **options):
         raise ValueError("401 Unauthorized")
 
     monkeypatch.setattr(script, "create_repo", no_login)
-    with pytest.raises(SystemExit):
-        train(*flags, "--push_to_hub", f"--output_dir={tmp_path / 'other'}")
-    assert "hf auth login" in capfd.readouterr().err
+    assert "hf auth login" in refused(capfd, flags, *other)
