@@ -58,7 +58,7 @@ DEMO = {
     "output_dir": "ddpm-digits",
     "resolution": 8,
     "train_batch_size": 64,
-    "num_train_epochs": 90,
+    "num_train_epochs": 100,
     "learning_rate": 4e-3,
     "lr_warmup_steps": 100,
     "prediction_type": "v_prediction",
@@ -817,7 +817,7 @@ def main(args):
         except OSError as error:
             fail(f"--output_dir {output_dir} can't be written to ({error})")
         for leftover in output_dir.glob(".tmp-*"):  # of a run killed while it saved
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         if args.push_to_hub:
             name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
             try:

@@ -27,6 +27,7 @@ torch.set_num_threads(1)
 def alone(tmp_path, monkeypatch):
     """Every test has its own caches and leaves no Accelerate state and no signal handler behind."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets-cache"))
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)  # 5 s a pass of a stream
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
