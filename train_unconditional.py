@@ -803,6 +803,14 @@ def main(args):
         fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
     if accelerator.mixed_precision == "fp16" and device.type == "cpu":
         fail("fp16 does nothing on a CPU: use --mixed_precision bf16 or no")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for each process
+    if (
+        device.type == "cpu"
+        and os.environ.get("OMP_NUM_THREADS") == "1"
+        and "ACCELERATE_MIXED_PRECISION" in os.environ
+    ):
+        torch.set_num_threads(cores)  # accelerate launch leaves a process on the CPU one thread
     if args.allow_tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
@@ -837,10 +845,9 @@ def main(args):
 
     # Data
     rows, column = load_rows(args)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     num_workers = args.dataloader_num_workers
     if num_workers is None:  # a core per process stays free for the trainer
-        num_workers = max(0, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))
+        num_workers = max(0, min(8, cores - 1))
     num_left_out = 0
     if args.cache_images:
         rows, num_left_out = cache_images(rows, column, args, channels, min(8, cores))
