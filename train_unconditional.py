@@ -537,8 +537,8 @@ def step_seed(*key):
 def compute_loss(unet, noise_scheduler, images, weight, snr_gamma=None):
     """The denoising loss of DDPM (arXiv:2006.11239, eq. 14): the sum over images of weight * mean squared error.
 
-    images: [N, C, H, W] float32 in [-1, 1]. weight: [N]; it adds up to 1 over the images of a step, all micro-batches
-    and processes together, and is 0 for a placeholder: so return (weight * loss per image).sum(), whatever the loss.
+    images: [N, C, H, W] float32 in [-1, 1]. weight: [N]; it adds up to 1 over a step's micro-batches, averaged over
+    the processes, and is 0 for a placeholder: so return (weight * loss per image).sum(), whatever the loss.
     The noising is done in float32: in bfloat16 the first timesteps would get no noise at all.
     `snr_gamma`: the min-SNR weight of arXiv:2303.09556; for v_prediction with SNR + 1 in place of SNR, as diffusers
     had it first, because the paper's weight is 0 where a zero terminal SNR has its pure noise.

@@ -129,6 +129,14 @@ def finish(pids, timeout=100):
     return codes
 
 
+def wait_until(condition, timeout=60):
+    deadline = time.time() + timeout
+    while not condition():
+        if time.time() > deadline:
+            raise TimeoutError("it did not happen")
+        time.sleep(0.01)
+
+
 def kill(pids):
     """End processes of `start` and whatever they started with SIGKILL, as a lost machine would."""
     for pid in pids:
