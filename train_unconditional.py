@@ -420,9 +420,8 @@ class Prefetcher:
         # iter() starts the loader's processes here, not in the thread: forking beside a busy main thread can deadlock.
         self.thread = threading.Thread(target=self.fill, args=(iter(dataloader),), daemon=True)
         self.thread.start()
-        atexit.register(
-            self.close
-        )  # or the loader's processes, deaf to SIGTERM, would hold up the exit after an error
+        # After an error, too: the loader's processes, deaf to SIGTERM, would otherwise hold up the exit.
+        atexit.register(self.close)
 
     def fill(self, batches):
         try:
@@ -435,13 +434,13 @@ class Prefetcher:
             self.queue.put(error)
 
     def __next__(self):
-        idle_since = time.perf_counter() if self.device.type == "cpu" else None
+        idle_since = None if self.device.type == "cuda" else time.perf_counter()
         while True:
             try:
                 batch = self.queue.get(timeout=0.001)
                 break
             except queue.Empty:  # the host runs ahead of a GPU: only what it waits after that has run dry counts
-                if idle_since is None and torch.accelerator.current_stream(self.device).query():
+                if idle_since is None and torch.cuda.current_stream(self.device).query():
                     idle_since = time.perf_counter()
         if idle_since is not None:
             self.waited += time.perf_counter() - idle_since
