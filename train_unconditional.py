@@ -1059,7 +1059,8 @@ def main(args):
     log_validation(accelerator, sample_unet, noise_scheduler, global_step, args)
     if accelerator.is_main_process:
         save_model_card(global_step, args)
-    accelerator.wait_for_everyone()  # without it, torch 2.11 can hang on the way out after a gather over gloo
+    accelerator.wait_for_everyone()
+    time.sleep(0.1)  # torch 2.11 can hang on the way out if gloo's thread has not yet let go of the last gather
     if accelerator.is_main_process and args.push_to_hub:
         files = ["model_index.json", "README.md", "unet/*", "scheduler/*", "samples/*", "loss.png"]
         try:
