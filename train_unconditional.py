@@ -182,9 +182,9 @@ def parse_args(argv=None):
     return args
 
 
-def fail(message):
-    """End the program with status 1 and one sentence, printed once however many processes come here."""
-    if os.environ.get("RANK", "0") == "0":
+def fail(message, rank=0):
+    """End the program with status 1 and one sentence, printed by process `rank` however many come here."""
+    if os.environ.get("RANK", "0") == str(rank):
         print(f"\n{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
@@ -193,7 +193,7 @@ def fail(message):
 
 
 def load_rows(args):
-    """Open the data set. Returns (rows with one column of undecoded images, name of that column)."""
+    """Open the data set. Returns (its rows, with images left undecoded; name of the column of images)."""
     source = args.dataset_name or args.train_data_dir
     load = functools.partial(datasets.load_dataset, split=args.dataset_split, streaming=args.streaming)
     try:
@@ -205,7 +205,6 @@ def load_rows(args):
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
     if column not in features:
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
-    rows = rows.select_columns([column])
     if isinstance(features[column], datasets.Image):
         rows = rows.cast_column(column, datasets.Image(decode=False))
     if args.max_train_samples is not None and args.streaming:
@@ -257,9 +256,9 @@ def crop_square(image, y, x):
     return TF.crop(image, round((height - side) * y), round((width - side) * x), side, side)
 
 
-def resize(image, resolution):
-    """Resize [C, H, W] to a short side of `resolution` pixels: bicubic, antialiased, in the image's own dtype."""
-    image = TF.resize(image, [resolution], interpolation=TF.InterpolationMode.BICUBIC, antialias=True)
+def resize(image, resolution, interpolation="bicubic"):
+    """Resize [C, H, W] to a short side of `resolution` pixels: antialiased, in the image's own dtype."""
+    image = TF.resize(image, [resolution], interpolation=TF.InterpolationMode(interpolation), antialias=True)
     return image.clamp(0, 1) if image.is_floating_point() else image
 
 
@@ -427,11 +426,14 @@ class Prefetcher:
         try:
             while not self.closed.is_set():
                 batch = next(batches)
-                for name in ("pixel_values", "weight"):  # on the stream that trains: queued there, not waited for
-                    batch[name] = batch[name].to(self.device, non_blocking=True)
+                for name, value in batch.items():  # on the stream that computes: queued there, not waited for
+                    batch[name] = value.to(self.device, non_blocking=True) if torch.is_tensor(value) else value
                 self.queue.put(batch)
         except BaseException as error:
             self.queue.put(error)
+
+    def __iter__(self):
+        return self
 
     def __next__(self):
         idle_since = None if self.device.type == "cuda" else time.perf_counter()
@@ -844,6 +846,7 @@ def main(args):
 
     # Data
     rows, column = load_rows(args)
+    rows = rows.select_columns([column])
     num_workers = args.dataloader_num_workers
     if num_workers is None:  # a core per process stays free for the trainer
         num_workers = max(0, min(8, cores - 1))

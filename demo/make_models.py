@@ -1,0 +1,99 @@
+"""Write demo/models: a tiny VAE, CLIP text encoder and tokenizer in the layout of a Stable Diffusion pipeline.
+
+    python demo/make_models.py
+
+The VAE is trained here on the digits of demo/digits (some minutes on a CPU) and its error on digits that it has not
+seen is printed; the text encoder is random, which is enough to tell ten captions apart. Together under 2 MB.
+"""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+HERE = Path(__file__).parent
+WORDS = "a handwritten digit zero one two three four five six seven eight nine".split()
+
+
+def make_tokenizer():
+    """CLIP's byte-pair tokenizer with merges that make each of WORDS one token; other words fall into letters."""
+    # Bytes that print stand for themselves, the others for the characters from 256 on, as in GPT-2.
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [chr(byte) for byte in printed] + [chr(256 + i) for i in range(256 - len(printed))]
+    merges = []
+    for word in WORDS:
+        parts = [*word[:-1], word[-1] + "</w>"]
+        while len(parts) > 1:
+            if (parts[0], parts[1]) not in merges:
+                merges.append((parts[0], parts[1]))
+            parts = [parts[0] + parts[1], *parts[2:]]
+    tokens = letters + [letter + "</w>" for letter in letters] + [first + second for first, second in merges]
+    vocab = {token: i for i, token in enumerate([*tokens, "<|startoftext|>", "<|endoftext|>"])}
+    # Six tokens hold "a handwritten digit seven" with its start and end: 8 instead of CLIP's 77 keeps the demo quick.
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=8)
+
+
+def make_text_encoder(tokenizer):
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModel(config)
+
+
+def train_vae(images, steps=4000, batch_size=64):
+    """Train an AutoencoderKL on images [N, 3, 8, 8] in [-1, 1]; latents are [4, 4, 4], scaled to unit variance."""
+    vae = AutoencoderKL(
+        block_out_channels=(16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=8,
+        sample_size=8,
+    )
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    for _ in range(steps):
+        batch = images[torch.randint(len(images), (batch_size,))]
+        posterior = vae.encode(batch).latent_dist
+        loss = F.mse_loss(vae.decode(posterior.sample()).sample, batch) + 1e-4 * posterior.kl().mean() / 64
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        latents = vae.eval().encode(images).latent_dist.sample()
+    vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 4))
+    return vae
+
+
+def main():
+    torch.manual_seed(0)
+    rows = datasets.load_dataset(str(HERE / "digits"), split="train").shuffle(seed=0)
+    images = torch.from_numpy(np.stack([np.array(image.convert("RGB")) for image in rows["image"]]))
+    images = images.permute(0, 3, 1, 2) / 127.5 - 1
+    vae = train_vae(images[:1400])
+    with torch.no_grad():
+        restored = vae.decode(vae.encode(images[1400:]).latent_dist.sample()).sample.clamp(-1, 1)
+    error = (restored - images[1400:]).square().mean() / 4  # of pixel values in [0, 1]
+    print(f"VAE: {-10 * error.log10():.1f} dB PSNR on 397 unseen digits, scaling factor {vae.config.scaling_factor}")
+
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(HERE / "models/tokenizer")
+    make_text_encoder(tokenizer).save_pretrained(HERE / "models/text_encoder")
+    vae.save_pretrained(HERE / "models/vae")
+
+
+if __name__ == "__main__":
+    main()
