@@ -14,7 +14,6 @@ there, and redoes nothing that is whole.
 import argparse
 import atexit
 import contextlib
-import copy
 import functools
 import hashlib
 import io
@@ -71,7 +70,7 @@ def parse_args(argv=None):
     # Data
     add("--dataset_name", help="data set on the hub, or a local folder")
     add("--dataset_config_name", help="configuration of the data set, if it has several")
-    add("--dataset_split", default="train", help="split to encode")
+    add("--dataset_split", default="train", help="split to read")
     add("--train_data_dir", help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
     add("--caption_column", default="text", help="column of captions; of a list one is drawn")
@@ -79,12 +78,12 @@ def parse_args(argv=None):
     add("--cache_dir", help="where downloads and data sets are kept")
     add("--resolution", type=int, default=512, help="side of the square images, pixels")
     add("--center_crop", action="store_true", help="crop the centre, not a random square")
-    add("--random_flip", action="store_true", help="mirror half of the images")
+    add("--random_flip", action="store_true", help="mirrored images as well")
     modes = ["bicubic", "bilinear", "nearest-exact"]
     add("--image_interpolation_mode", choices=modes, default="bicubic", help="for resizing, antialiased")
     add("--dataloader_num_workers", type=int, help="processes that decode (None: by the cores)")
     # Models
-    add("--pretrained_model_name_or_path", help="Stable Diffusion 1.x or 2.x, for all three models")
+    add("--pretrained_model_name_or_path", help="hub id or folder of a pipeline")
     add("--revision", help="branch, tag or commit of the models on the hub")
     add("--variant", help="of the weight files, such as fp16")
     add("--vae_name_or_path", help="AutoencoderKL or AutoencoderTiny instead")
@@ -97,7 +96,7 @@ def parse_args(argv=None):
     add("--rows_per_shard", type=int, default=1024, help="source rows per file; a kill loses no more")
     add("--batch_size", type=int, default=16, help="images per process and forward pass")
     add("--max_skipped", type=float, default=0.05, help="share of rows that may fail")
-    add("--seed", type=int, default=0, help="of random crops, captions and draws")
+    add("--seed", type=int, default=0, help="fixes all that is random")
     add("--dry_run", action="store_true", help="say how big the cache will be, and stop")
 
     args = parser.parse_args(argv)
@@ -320,10 +319,10 @@ class Prefetcher:
 # ------------------------------------------------------------------------------------------------- encode
 
 
-def load_models(args):
-    """The VAE, the text encoder and the tokenizer, in float32 on the CPU."""
+def load_models(args, dtype):
+    """The VAE, the text encoder and the tokenizer, on the CPU."""
     whole, options = args.pretrained_model_name_or_path, {"cache_dir": args.cache_dir, "revision": args.revision}
-    weights = {**options, "variant": args.variant, "torch_dtype": torch.float32}
+    weights = {**options, "variant": args.variant, "torch_dtype": dtype}
     source = args.vae_name_or_path or whole
     folder = {} if args.vae_name_or_path else {"subfolder": "vae"}
     try:
@@ -337,6 +336,8 @@ def load_models(args):
         source = args.tokenizer_name_or_path or source
         folder = {} if args.tokenizer_name_or_path or args.text_encoder_name_or_path else {"subfolder": "tokenizer"}
         tokenizer = CLIPTokenizer.from_pretrained(source, **folder, **options)
+        if len(tokenizer) < 256:  # where there are no files, transformers makes one that knows two tokens
+            raise ValueError("no vocabulary")
     except Exception as error:
         fail(f"{source} does not hold the {folder.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})")
     # Old tokenizers do not know how many tokens the text encoder takes.
@@ -452,7 +453,7 @@ def hash_weights(model):
 
 def describe_models(vae, text_encoder, tokenizer):
     """What has to be the same in the models of two caches, or of a cache and a trainer, for them to fit."""
-    probe = tokenizer.tokenize("The quick brown fox, 123 times!")
+    probe = tokenizer("The quick brown fox, 123 times!", truncation=True).input_ids
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), probe])
     return {
         "vae": {
@@ -617,21 +618,20 @@ def main(args):
 
     # Models
     transformers.utils.logging.disable_progress_bar()
-    exact_models = load_models(args)
-    vae, text_encoder, tokenizer = exact_models
+    dtypes = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    if accelerator.mixed_precision not in dtypes:
+        fail(f"--mixed_precision {accelerator.mixed_precision} is not supported: choose no, fp16 or bf16")
+    dtype, exact_models = dtypes[accelerator.mixed_precision], load_models(args, torch.float32)
+    description = describe_models(*exact_models)
+    models = exact_models if dtype == torch.float32 else load_models(args, dtype)
+    vae, text_encoder, tokenizer = models
     if args.latents is None:
         args.latents = "sample" if isinstance(vae, AutoencoderTiny) else "moments"
     elif args.latents == "moments" and isinstance(vae, AutoencoderTiny):
         fail("an AutoencoderTiny has no moments: leave --latents out")
-    dtypes = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    if accelerator.mixed_precision not in dtypes:
-        fail(f"--mixed_precision {accelerator.mixed_precision} is not supported: choose no, fp16 or bf16")
-    dtype, channels = dtypes[accelerator.mixed_precision], vae.config.in_channels
-    description = describe_models(vae, text_encoder, tokenizer)
-    if dtype != torch.float32:
-        vae, text_encoder = copy.deepcopy(vae).to(dtype), copy.deepcopy(text_encoder).to(dtype)
     vae.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format)
-    models = (vae, text_encoder.to(device), tokenizer)
+    text_encoder.to(device)
+    channels = vae.config.in_channels
     with torch.inference_mode():
         try:
             blank = torch.zeros(1, channels, args.resolution, args.resolution, dtype=torch.uint8, device=device)

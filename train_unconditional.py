@@ -83,7 +83,7 @@ def parse_args(argv=None):
     # Data
     add("--dataset_name", help="data set on the hub, or a local folder")
     add("--dataset_config_name", help="configuration of the data set, if it has several")
-    add("--dataset_split", default="train", help="split to train on")
+    add("--dataset_split", default="train", help="split to read")
     add("--train_data_dir", help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
     add("--max_train_samples", type=int, help="drawn at random; of a stream the first")
@@ -92,12 +92,12 @@ def parse_args(argv=None):
     add("--cache_dir", help="where downloads and data sets are kept")
     add("--resolution", type=int, default=64, help="side of the square images, pixels")
     add("--center_crop", action="store_true", help="crop the centre, not a random square")
-    add("--random_flip", action="store_true", help="mirror half of the images")
+    add("--random_flip", action="store_true", help="mirrored images as well")
     add("--preserve_input_precision", action="store_true", help="keep 16 and 32 bit grey images in float32")
     add("--dataloader_num_workers", type=int, help="processes that decode (None: by the cores)")
     # Model
     add("--model_config_name_or_path", help="U-Net config: hub id, folder or JSON file")
-    add("--pretrained_model_name_or_path", help="trained pipeline to go on from")
+    add("--pretrained_model_name_or_path", help="hub id or folder of a pipeline")
     add("--gradient_checkpointing", action="store_true", help="less memory, about a third slower")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the U-Net")
     add("--allow_tf32", action="store_true", help="TF32 matrix products on Ampere and later")
@@ -109,7 +109,7 @@ def parse_args(argv=None):
     add("--rescale_betas_zero_snr", action="store_true", help="last timestep is pure noise (arXiv:2305.08891)")
     add("--snr_gamma", type=float, help="min-SNR loss weight, 5.0 is usual (arXiv:2303.09556)")
     # Optimization
-    add("--seed", type=int, default=0, help="the same seed gives the same weights")
+    add("--seed", type=int, default=0, help="fixes all that is random")
     add("--train_batch_size", type=int, default=16, help="images per process and micro-batch")
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step")
     add("--num_train_epochs", "--num_epochs", type=int, default=100, help="passes over the images")

@@ -1,0 +1,516 @@
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from conftest import ROOT, finish, kill, make_images, start, wait_until
+from diffusers import AutoencoderKL, AutoencoderTiny
+from PIL import Image
+from transformers import CLIPTextModel, CLIPTokenizer
+
+import precompute_latents as script
+
+MODELS = ROOT / "demo/models"
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """A cache of 10 images in 4 shards that takes a second; later flags win over these."""
+    make_captioned(tmp_path / "images", 10)
+    return [
+        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}", "--rows_per_shard=3", "--batch_size=2", "--dataloader_num_workers=0",
+    ]  # fmt: skip
+
+
+def make_captioned(folder, count, captions=None):
+    make_images(folder, count)
+    captions = captions or [f"a digit {'zero one two'.split()[i % 3]}" for i in range(count)]
+    lines = [json.dumps({"file_name": f"{i}.png", "text": caption}) for i, caption in enumerate(captions)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+
+
+def precompute(*argv):
+    for state in (AcceleratorState, PartialState):  # each run has its own precision
+        state._reset_state()
+    script.main(script.parse_args([str(arg) for arg in argv]))
+
+
+def refused(capfd, *argv):
+    try:
+        precompute(*argv)
+    except SystemExit as stop:
+        assert stop.code == 1
+        error = capfd.readouterr().err
+        assert error.count("precompute_latents.py:") == 1 and "Traceback" not in error
+        return error
+    pytest.fail("the run was not refused")
+
+
+def contents(folder):
+    """Every file of a cache with its bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def load_models():
+    tokenizer = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+    text_encoder = CLIPTextModel.from_pretrained(MODELS, subfolder="text_encoder").eval()
+    return AutoencoderKL.from_pretrained(MODELS, subfolder="vae").eval(), text_encoder, tokenizer
+
+
+@torch.no_grad()
+def expected_moments(vae, images):
+    """Mean and std of PIL images, computed the plain way."""
+    pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
+    posterior = vae.encode(pixels / 127.5 - 1).latent_dist
+    return torch.cat([posterior.mean, posterior.std], dim=1)
+
+
+# ------------------------------------------------------------------- what is in the cache
+
+
+def test_rows_hold_the_moments_of_every_kind_of_image_and_the_embedding_of_its_caption(tmp_path):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 255, (16, 16, 3)).astype(np.uint8)
+    rgb, deep = Image.fromarray(pixels), np.linspace(0, 65535, 256).reshape(16, 16)
+    upright = Image.Exif()
+    upright[0x0112] = 6
+    clear = rgb.convert("RGBA")
+    clear.putalpha(Image.fromarray(np.repeat([[255, 0]], [8, 8], axis=1).repeat(16, axis=0).astype(np.uint8)))
+    on_white = pixels.copy()
+    on_white[:, 8:] = 255
+    palette, cmyk = rgb.quantize(16), rgb.convert("CMYK")
+    kinds = {  # file: (image to save, options, what it shows)
+        "0.png": (rgb, {}, rgb),
+        "1.jpg": (rgb, {"quality": 95}, None),
+        "2.webp": (rgb, {"lossless": True}, rgb),
+        "3.png": (rgb.convert("L"), {}, rgb.convert("L").convert("RGB")),
+        "4.png": (palette, {}, palette.convert("RGB")),
+        "5.png": (clear, {}, Image.fromarray(on_white)),
+        "6.png": (rgb, {"exif": upright}, rgb.transpose(Image.Transpose.ROTATE_270)),
+        "7.png": (Image.fromarray(deep.astype(np.uint16)), {}, Image.fromarray((deep / 257).round().astype(np.uint8))),
+        "8.jpg": (cmyk, {"quality": 95}, None),
+        "9.gif": (palette, {"save_all": True, "append_images": [Image.new("P", (16, 16))]}, palette.convert("RGB")),
+    }
+    folder, shown = tmp_path / "images", []
+    folder.mkdir()
+    for name, (image, options, expected) in kinds.items():
+        image.save(folder / name, **options)
+        shown.append((expected or Image.open(folder / name)).convert("RGB"))
+    captions = [f"a handwritten digit {i}" for i in range(len(kinds))]
+    lines = [json.dumps({"file_name": name, "text": text}) for name, text in zip(kinds, captions, strict=True)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    precompute(
+        f"--train_data_dir={folder}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}", "--rows_per_shard=4", "--batch_size=3", "--random_flip",
+        "--dataloader_num_workers=1",
+    )  # fmt: skip
+    cache = datasets.load_from_disk(str(tmp_path / "out"))
+    assert cache.column_names == ["latents", "latents_flipped", "prompt_embeds", "text", "key"]
+    assert cache["key"][:] == list(kinds) and cache["text"][:] == captions
+    vae, text_encoder, tokenizer = load_models()
+    latents = torch.tensor(cache["latents"][:]).view(len(kinds), 8, 8, 8)
+    flipped = torch.tensor(cache["latents_flipped"][:]).view(len(kinds), 8, 8, 8)
+    mirrored = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in shown]
+    for name, one, other in zip(kinds, latents, expected_moments(vae, shown), strict=True):
+        # JPEG decoders round differently, by a grey level or two
+        torch.testing.assert_close(one, other, atol=0.1 if "jpg" in name else 2e-3, rtol=1e-3, msg=name)
+    exact = [i for i, name in enumerate(kinds) if "jpg" not in name]
+    torch.testing.assert_close(flipped[exact], expected_moments(vae, mirrored)[exact], atol=2e-3, rtol=1e-3)
+    with torch.no_grad():
+        tokens = tokenizer(["", *captions], padding="max_length", truncation=True, return_tensors="pt").input_ids
+        embeds = text_encoder(tokens).last_hidden_state
+    empty = np.load(tmp_path / "out/empty_prompt.npy")
+    assert empty.dtype == np.float16 and empty.shape == (8, 32)
+    torch.testing.assert_close(torch.from_numpy(empty).float(), embeds[0], atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        torch.tensor(cache["prompt_embeds"][:]).view(-1, 8, 32), embeds[1:], atol=2e-3, rtol=1e-3
+    )
+
+
+def test_latents_fill_a_shard_as_half_floats_and_decode_back_to_the_images(tmp_path, capsys):
+    precompute("--output_dir", tmp_path / "out", "--max_train_samples=64")
+    cache = datasets.load_from_disk(str(tmp_path / "out"))
+    assert cache.features["latents"].feature.dtype == "float16" and cache.features["latents"].length == 128
+    described = json.loads((tmp_path / "out/cache.json").read_text())
+    moments = torch.tensor(cache["latents"][:]).view(-1, *described["latents_shape"])
+    vae = load_models()[0]
+    with torch.no_grad():
+        restored = vae.decode(moments[:, :4]).sample.clamp(-1, 1).add(1).div(2)
+    source = datasets.load_dataset(str(ROOT / "demo/digits"), split="train").shuffle(seed=0)[:64]
+    real = torch.stack([torch.from_numpy(np.array(image)) for image in source["image"]]) / 255
+    assert cache["text"][:] == source["text"]
+    error = (restored.mean(dim=1) - real).square().mean()
+    assert error < 0.1 * real.var()  # 28 dB; digits in another order would give 2
+
+
+def test_sample_is_a_draw_around_the_mean_and_half_the_size(tmp_path, flags):
+    precompute(*flags)
+    precompute(*flags, "--latents=sample", f"--output_dir={tmp_path / 'sample'}")
+    precompute(*flags, "--latents=sample", f"--output_dir={tmp_path / 'other'}", "--seed=1", "--center_crop")
+    mean, std = np.split(np.array(datasets.load_from_disk(str(tmp_path / "out"))["latents"][:]), 2, axis=1)
+    sample = np.array(datasets.load_from_disk(str(tmp_path / "sample"))["latents"][:])
+    other = np.array(datasets.load_from_disk(str(tmp_path / "other"))["latents"][:])
+    z = (sample - mean) / std
+    assert sample.shape == mean.shape and abs(z.mean()) < 0.1 and 0.9 < z.std() < 1.1
+    assert not np.array_equal(sample, other)
+
+
+def test_autoencoder_tiny_and_models_from_several_places(tmp_path, flags, capfd):
+    tae = AutoencoderTiny(in_channels=1, out_channels=1, encoder_block_out_channels=(8, 8), num_encoder_blocks=(1, 1),
+                          decoder_block_out_channels=(8, 8), num_decoder_blocks=(1, 1))  # fmt: skip
+    tae.save_pretrained(tmp_path / "tae")
+    apart = [f"--vae_name_or_path={tmp_path / 'tae'}", f"--text_encoder_name_or_path={MODELS / 'text_encoder'}",
+             f"--tokenizer_name_or_path={MODELS / 'tokenizer'}"]  # fmt: skip
+    data = [flag for flag in flags if "pretrained" not in flag]
+    precompute(*data, *apart)
+    described = json.loads((tmp_path / "out/cache.json").read_text())
+    assert described["vae"]["class"] == "AutoencoderTiny" and described["latents"] == "sample"
+    assert described["vae"]["scaling_factor"] == tae.config.scaling_factor
+    cache = datasets.load_from_disk(str(tmp_path / "out"))
+    grey = torch.from_numpy(np.array(Image.open(tmp_path / "images/0.png").convert("L")))[None]
+    image = script.resize(script.crop_square(grey, *np.random.default_rng([0, 0, 0]).random(2)), 16)
+    with torch.no_grad():
+        expected = tae.encode(image[None] / 127.5 - 1).latents
+    torch.testing.assert_close(torch.tensor(cache[0]["latents"]).view(expected.shape), expected, atol=0.02, rtol=0.01)
+    assert "no moments" in refused(capfd, *data, *apart, "--latents=moments", f"--output_dir={tmp_path / 'b'}")
+
+
+def test_a_list_of_captions_gives_one_by_key_and_other_seeds_others(tmp_path):
+    captions = [[f"{i} {k}" for k in range(5)] for i in range(10)]
+    make_captioned(tmp_path / "images", 10, captions)
+    flags = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16"]
+    drawn = []
+    for seed in (0, 0, 1):
+        folder = tmp_path / f"out{len(drawn)}"
+        precompute(*flags, f"--output_dir={folder}", f"--seed={seed}", f"--batch_size={len(drawn) + 1}")
+        drawn.append(datasets.load_from_disk(str(folder))["text"][:])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert [text.split()[0] for text in drawn[0]] == [str(i) for i in range(10)]
+    assert len({text.split()[1] for text in drawn[0]}) > 1
+
+
+def test_bf16_is_close_and_fp16_that_overflows_is_encoded_again(tmp_path, flags, monkeypatch):
+    precompute(*flags)
+    precompute(*flags, "--mixed_precision=bf16", f"--output_dir={tmp_path / 'bf16'}")
+    exact, low = (datasets.load_from_disk(str(tmp_path / name)) for name in ("out", "bf16"))
+    exact, low = np.array(exact["latents"][:]), np.array(low["latents"][:])
+    assert 0 < np.abs(exact - low).max() < 0.1
+    encode_images = script.encode_images
+
+    def overflow(vae, pixel_values):
+        latents = encode_images(vae, pixel_values)
+        return latents * float("inf") if vae.dtype == torch.bfloat16 and pixel_values.max() > 175 else latents
+
+    monkeypatch.setattr(script, "encode_images", overflow)
+    precompute(*flags, "--mixed_precision=bf16", f"--output_dir={tmp_path / 'again'}")
+    again = np.array(datasets.load_from_disk(str(tmp_path / "again"))["latents"][:])
+    described = json.loads((tmp_path / "again/cache.json").read_text())
+    assert described["encoded_again"] == 1 and described["skipped"] == 0  # row 9, alone in its batch
+    np.testing.assert_allclose(again[9], exact[9], atol=1e-3)
+    assert np.array_equal(again[:9], low[:9])
+
+
+def test_a_row_that_stays_infinite_is_skipped(tmp_path, flags, monkeypatch):
+    encode_images = script.encode_images
+
+    def overflow(vae, pixel_values):
+        latents = encode_images(vae, pixel_values)
+        return torch.where(pixel_values.amax((1, 2, 3), keepdim=True) > 175, latents * 1e6, latents)
+
+    monkeypatch.setattr(script, "encode_images", overflow)
+    precompute(*flags, "--max_skipped=0.2")
+    assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 9
+    assert "not finite" in json.loads((tmp_path / "out/skipped.jsonl").read_text())["reason"]
+
+
+# ------------------------------------------------------------------- the same whatever happens
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(tmp_path, flags, num_processes):
+    flags = [*flags, "--random_flip", "--rows_per_shard=1", "--batch_size=1", "--latents=sample"]
+    precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
+    whole = contents(tmp_path / "whole")
+    assert sorted(whole) == sorted(
+        [f"data-{i:05d}-of-00010.arrow" for i in range(10)]
+        + ["cache.json", "dataset_info.json", "empty_prompt.npy", "skipped.jsonl", "state.json"]
+    )
+    encode = script.encode
+
+    def slow(*args):
+        time.sleep(0.02)
+        return encode(*args)
+
+    def run():
+        script.encode = slow
+        precompute(*flags, f"--output_dir={tmp_path / 'out'}")
+
+    shards = lambda: len(list((tmp_path / "out").glob("data-*")))  # noqa: E731
+    for attempt, moment in enumerate(random.Random(num_processes).sample(range(9), 3)):
+        pids = start(run, num_processes, log=tmp_path / "log")
+        wait_until(lambda moment=moment: shards() > moment)
+        time.sleep(0.01 * attempt)
+        kill(pids)
+        if shards() < 10:
+            with pytest.raises(FileNotFoundError):
+                datasets.load_from_disk(str(tmp_path / "out"))
+    (tmp_path / "out/.tmp-data-00003-of-00010.arrow").write_bytes(b"half")
+    before = {path: path.stat().st_ino for path in (tmp_path / "out").glob("data-*")}
+    assert finish(start(run, num_processes, log=tmp_path / "log")) == [0] * num_processes, (
+        tmp_path / "log"
+    ).read_text()
+    assert contents(tmp_path / "out") == whole
+    redone = sum(path.stat().st_ino != inode for path, inode in before.items())
+    assert redone <= num_processes  # only what was between its rename and its record
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_and_leaves_whole_shards_only(tmp_path, flags, number, code):
+    encode = script.encode
+
+    def slow(*args):
+        time.sleep(0.1)
+        return encode(*args)
+
+    def run():
+        script.encode = slow
+        precompute(*flags, "--dataloader_num_workers=1")
+
+    pids = start(run, log=tmp_path / "log")
+    wait_until(lambda: list((tmp_path / "out").glob("data-*")))
+    os.kill(pids[0], number)
+    assert finish(pids) == [code]
+    assert "goes on from here" in (tmp_path / "log").read_text()
+    assert not list((tmp_path / "out").glob(".tmp-*")) and not (tmp_path / "out/state.json").exists()
+    precompute(*flags)
+    assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 10
+
+
+def test_the_same_command_again_redoes_only_what_is_damaged_or_gone(tmp_path, flags, capfd, monkeypatch):
+    (tmp_path / "images/4.png").write_bytes(b"no image")
+    flags.append("--max_skipped=0.2")
+    precompute(*flags)
+    whole = contents(tmp_path / "out")
+    encoded = []
+    encode = script.encode
+    monkeypatch.setattr(script, "encode", lambda batch, *rest: encoded.append(batch["row"]) or encode(batch, *rest))
+    precompute(*flags)
+    assert encoded == [] and contents(tmp_path / "out") == whole
+    for damage in ("flip", "truncate", "delete"):
+        path = tmp_path / "out/data-00001-of-00004.arrow"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data if damage == "flip" else data[:-100])
+        if damage == "delete":
+            path.unlink()
+        encoded.clear()
+        capfd.readouterr()
+        precompute(*flags)
+        said = capfd.readouterr().out
+        assert f"data-00001-of-00004.arrow is {'gone' if damage == 'delete' else 'damaged'}" in said
+        assert encoded == [range(3, 5), range(5, 6)] or encoded == [[3, 4], [5]]
+        assert contents(tmp_path / "out") == whole
+
+
+def test_another_model_data_or_setting_is_refused_by_name(tmp_path, flags, capfd):
+    precompute(*flags)
+    whole = contents(tmp_path / "out")
+    vae, text_encoder, _ = load_models()
+    shutil.copytree(MODELS, tmp_path / "models")
+    with torch.no_grad():
+        vae.encoder.conv_in.bias[0] += 1e-3
+        text_encoder.final_layer_norm.bias[0] += 1e-3
+    vae.save_pretrained(tmp_path / "vae")
+    text_encoder.save_pretrained(tmp_path / "text_encoder")
+    make_captioned(tmp_path / "others", 10)
+    for change, names in {
+        f"--vae_name_or_path={tmp_path / 'vae'}": ["vae.sha256"],
+        "--resolution=32": ["latents_shape", "transform.resolution 16 -> 32"],
+        "--latents=sample": ["latents moments -> sample", "latents_shape"],
+        "--random_flip": ["transform.random_flip"],
+        "--center_crop": ["transform.center_crop"],
+        "--seed=3": ["transform.seed 0 -> 3"],
+        "--mixed_precision=bf16": ["dtype float32 -> bfloat16"],
+        "--rows_per_shard=4": ["rows_per_shard 3 -> 4"],
+        "--max_train_samples=5": ["source.fingerprint", "source.rows 10 -> 5"],
+        f"--train_data_dir={tmp_path / 'others'}": ["source.fingerprint"],
+        "--caption_column=file_name": ["has no column"],
+    }.items():
+        error = refused(capfd, *flags, change)
+        assert all(name in error for name in names), (change, error)
+        assert error.count(" -> ") == len(names) or "->" not in error, (change, error)
+        assert {k: v for k, v in contents(tmp_path / "out").items() if k != ".lock"} == whole
+    text = [f"--text_encoder_name_or_path={tmp_path / 'text_encoder'}", f"--tokenizer_name_or_path={MODELS}/tokenizer"]
+    assert "text_encoder.sha256" in refused(capfd, *flags, *text)
+    # The same models from elsewhere are the same, and so is what does not change the numbers.
+    precompute(*flags, f"--pretrained_model_name_or_path={tmp_path / 'models'}", "--max_skipped=0.5")
+    assert contents(tmp_path / "out") == whole
+
+
+def test_launched_for_real_on_one_and_two_processes(tmp_path, flags):
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    two = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    for name, launcher in (("one", []), ("two", two)):
+        argv = [*command, *launcher, str(ROOT / "precompute_latents.py"), *flags, f"--output_dir={tmp_path / name}"]
+        done = subprocess.run(argv, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("Done: 10 rows, 0 skipped") == 1
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path):
+    digits = datasets.load_dataset(str(ROOT / "demo/digits"), split="train")
+    peaks = []
+    for count in (2000, 20000):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        digits.select([i % len(digits) for i in range(count)]).to_parquet(folder / "train.parquet")
+
+        def run(folder=folder):
+            precompute(f"--train_data_dir={folder}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=8",
+                       "--batch_size=64", f"--output_dir={folder / 'out'}", "--dataloader_num_workers=0")  # fmt: skip
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            (folder / "peak").write_text(str(peak))
+
+        assert finish(start(run, log=tmp_path / "log"), timeout=200) == [0], (tmp_path / "log").read_text()
+        peaks.append(int((folder / "peak").read_text()))
+    assert peaks[1] < 1.1 * peaks[0], peaks
+
+
+# ------------------------------------------------------------------- things that go wrong
+
+
+def test_rows_that_fail_are_listed_and_the_rest_is_kept(tmp_path, flags, capfd, monkeypatch):
+    (tmp_path / "images/3.png").write_bytes(b"no image")
+    (tmp_path / "images/7.png").write_bytes((tmp_path / "images/7.png").read_bytes()[:200])
+    captions = [json.loads(line) for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines()]
+    captions[8]["text"] = None
+    (tmp_path / "images/metadata.jsonl").write_text("\n".join(map(json.dumps, captions)))
+    error = refused(capfd, *flags)
+    assert "rows could not be used, more than --max_skipped 0.05" in error
+    kept = set((tmp_path / "out").glob("data-*"))
+    assert kept and not (tmp_path / "out/state.json").exists()
+    precompute(*flags, "--max_skipped=0.3")
+    skipped = [json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()]
+    assert [(entry["row"], entry["key"]) for entry in skipped] == [(3, "3.png"), (7, "7.png"), (8, "8.png")]
+    assert skipped[0]["reason"] == "cannot identify image file" and "truncated" in skipped[1]["reason"]
+    assert skipped[2]["reason"] == "the caption is None"
+    cache = datasets.load_from_disk(str(tmp_path / "out"))
+    assert cache["key"][:] == [f"{i}.png" for i in (0, 1, 2, 4, 5, 6, 9)]
+    described = json.loads((tmp_path / "out/cache.json").read_text())
+    assert (described["rows"], described["skipped"], described["source"]["rows"]) == (7, 3, 10)
+
+
+def test_a_huge_image_is_skipped_before_it_is_decoded(tmp_path, flags):
+    huge = Image.new("1", (50000, 50000))
+    huge.save(tmp_path / "images/2.png")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    precompute(*flags, "--max_skipped=0.1")
+    assert "exceeds limit" in json.loads((tmp_path / "out/skipped.jsonl").read_text())["reason"]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB; decoded it takes 7.5 GB
+
+
+def test_a_shard_without_a_good_row_opens(tmp_path, flags):
+    for i in (3, 4, 5):
+        (tmp_path / f"images/{i}.png").write_bytes(b"no image")
+    precompute(*flags, "--max_skipped=0.5")
+    cache = datasets.load_from_disk(str(tmp_path / "out"))
+    assert cache["key"][:] == [f"{i}.png" for i in (0, 1, 2, 6, 7, 8, 9)]
+
+
+def test_a_full_disk_is_one_sentence_and_what_was_good_stays(tmp_path, flags, capfd, monkeypatch):
+    real, calls = script.pa.ipc.new_stream, []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(script.pa.ipc, "new_stream", full)
+    error = refused(capfd, *flags)
+    assert "data-00002-of-00004.arrow could not be written" in error and "No space left" in error
+    assert len(list((tmp_path / "out").glob("data-*"))) == 2 and not list((tmp_path / "out").glob(".tmp-*"))
+    precompute(*flags)
+    assert len(calls) == 5 and len(datasets.load_from_disk(str(tmp_path / "out"))) == 10
+
+
+def test_folders_that_can_not_be_written_or_hold_something_else_are_refused(tmp_path, flags, capfd):
+    (tmp_path / "file").write_text("")
+    assert "can't be written to" in refused(capfd, *flags, f"--output_dir={tmp_path / 'file/out'}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/model_index.json").write_text("{}")
+    assert "holds model_index.json and no latent cache" in refused(capfd, *flags, f"--output_dir={tmp_path / 'other'}")
+    precompute(*flags)
+    lock = script.FileLock(tmp_path / "out/.lock")
+    with lock:
+        pids = start(lambda: precompute(*flags), log=tmp_path / "log")
+        assert finish(pids) == [1] and "another process is writing" in (tmp_path / "log").read_text()
+    (tmp_path / "out/cache.json").write_text('{"rows')
+    assert "is damaged" in refused(capfd, *flags)
+
+
+def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, monkeypatch):
+    monkeypatch.setattr(script, "decode_image", lambda *args: pytest.fail("an image was read"))
+    precompute(*flags, "--dry_run", "--random_flip")
+    said = capsys.readouterr().out
+    # moments of 8 x 8 x 8 twice, embeddings of 8 x 32, two bytes each
+    assert "10 rows of 2.56kB (512B of it the caption's)" in said and "25.6kB in 4 shards" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
+    assert "no column 'caption' but image, text: choose with --caption_column" in refused(
+        capfd, *flags, "--caption_column=caption"
+    )
+    (tmp_path / "empty").mkdir()
+    assert "can't be loaded as a data set" in refused(capfd, *flags, f"--train_data_dir={tmp_path / 'empty'}")
+    error = refused(capfd, *flags, f"--pretrained_model_name_or_path={tmp_path / 'images'}")
+    assert "does not hold the vae of a Stable Diffusion pipeline" in error
+    shutil.copytree(MODELS, tmp_path / "models")
+    shutil.rmtree(tmp_path / "models/tokenizer")
+    assert "does not hold the tokenizer" in refused(
+        capfd, *flags, f"--pretrained_model_name_or_path={tmp_path}/models"
+    )
+    Image.new("RGB", (4, 4)).save(tmp_path / "empty/0.png")
+    assert "no column 'text'" in refused(capfd, *flags, f"--train_data_dir={tmp_path / 'empty'}")
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
+    (["--train_data_dir=."], "--pretrained_model_name_or_path is needed, or --vae_name_or_path as well"),
+    (["--train_data_dir=.", "--vae_name_or_path=v"], "or --text_encoder_name_or_path as well"),
+    (["--batch_size=0"], "--batch_size 0 is less than 1"),
+    (["--max_skipped=5"], "--max_skipped 5.0 is not a share between 0 and 1"),
+])  # fmt: skip
+def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script.parse_args(argv)
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_hash_sees_values_not_names(tmp_path):
+    vae = load_models()[0]
+    digest = script.hash_weights(vae)
+    vae.half().save_pretrained(tmp_path / "half")
+    assert script.hash_weights(AutoencoderKL.from_pretrained(tmp_path / "half")) != digest  # rounded: other weights
+    again = load_models()[0]
+    again.renamed, again.quant_conv = again.quant_conv, None
+    assert script.hash_weights(again) == digest
+    with torch.no_grad():
+        next(again.parameters()).view(-1)[0] += 1e-4
+    assert script.hash_weights(again) != digest
+    assert len(digest) == len(hashlib.sha256().hexdigest())

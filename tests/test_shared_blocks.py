@@ -1,0 +1,67 @@
+"""Scripts import nothing from each other; what they share is text, and this keeps it the same."""
+
+import argparse
+import ast
+import difflib
+import itertools
+
+import pytest
+from conftest import ROOT
+
+SCRIPTS = ("train_unconditional.py", "precompute_latents.py")
+# What must be shared, so that a renamed function can't leave the comparison empty.
+SHARED = {
+    ("precompute_latents.py", "train_unconditional.py"): {
+        "fail", "load_rows", "decode_image", "crop_square", "resize", "name_image", "ignore_signals", "Prefetcher",
+        "step_seed",
+    },
+}  # fmt: skip
+# The same name for another thing: each has its own, because it does what the script is for.
+OWN = {"parse_args", "main", "collate"}
+
+
+def blocks(name):
+    source = (ROOT / name).read_text()
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {node.name: ast.get_source_segment(source, node) for node in nodes if node.name not in OWN}
+
+
+def flags(name):
+    """{flag: (type, choices, help, ...)} of a script, read from its parser."""
+    parser, parse = None, argparse.ArgumentParser.parse_args
+
+    def catch(self, *args):
+        nonlocal parser
+        parser = self
+        raise InterruptedError
+
+    argparse.ArgumentParser.parse_args = catch
+    try:
+        __import__(name.removesuffix(".py")).parse_args([])
+    except InterruptedError:
+        pass
+    finally:
+        argparse.ArgumentParser.parse_args = parse
+    return {
+        option: (type(action).__name__, action.type, action.nargs, tuple(action.choices or ()), action.help)
+        for action in parser._actions
+        for option in action.option_strings
+    }
+
+
+@pytest.mark.parametrize("one, other", itertools.combinations(sorted(SCRIPTS), 2))
+def test_functions_of_the_same_name_are_the_same(one, other):
+    mine, theirs = blocks(one), blocks(other)
+    common = mine.keys() & theirs.keys()
+    assert common >= SHARED[one, other], SHARED[one, other] - common
+    for name in sorted(common):
+        diff = difflib.unified_diff(mine[name].splitlines(), theirs[name].splitlines(), one, other, lineterm="")
+        assert mine[name] == theirs[name], "\n".join(diff)
+
+
+@pytest.mark.parametrize("one, other", itertools.combinations(sorted(SCRIPTS), 2))
+def test_flags_of_the_same_name_mean_the_same(one, other):
+    mine, theirs = flags(one), flags(other)
+    common = mine.keys() & theirs.keys()
+    assert len(common) > 15
+    assert {name: mine[name] for name in common} == {name: theirs[name] for name in common}
