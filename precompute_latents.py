@@ -47,6 +47,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from tqdm.auto import tqdm
 from transformers import CLIPTextModel, CLIPTokenizer
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers complain about the loader's processes
 HERE = Path(os.path.relpath(Path(__file__).parent))
 # What the script runs with when it is given no data.
 DEMO = {
@@ -211,36 +212,42 @@ def name_image(row, source):
     return (isinstance(source, dict) and source.get("path")) or f"row {row}"
 
 
-def transform(row, item, column, channels, args):
-    """Stage 1, on CPU cores: a row of the source -> its caption and its pixels, cropped and resized in uint8.
+def draw_choices(seed, epoch, row):
+    """Four numbers in [0, 1) for a row in an epoch: place of the crop (y, x), mirroring, caption.
 
-    Returns {"row", "key", "text", "pixel_values": [channels, resolution, resolution], "skipped"}; the last says why
-    the row can't be used, else it is None. What is drawn is keyed by (seed, row) as in the trainers' epoch 0: so the
-    cache holds what training on the images themselves would see first.
+    Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did.
     """
-    size, key = args.resolution, name_image(row, item[column])
+    return np.random.default_rng([seed, epoch, row]).random(4)
+
+
+def transform(row, epoch, item, column, channels, tokenizer, args):
+    """Stage 1, on CPU cores: a row of the source -> the tokens of its caption and its pixels, cropped and resized.
+
+    Returns {"row", "key", "text", "input_ids": [model_max_length], "pixel_values": uint8 [channels, resolution,
+    resolution], "skipped"}; the last says why the row can't be used, else it is None.
+    """
+    size, key, reason = args.resolution, name_image(row, item[column]), None
     if os.path.isabs(key) and args.train_data_dir:
         key = os.path.relpath(key, args.train_data_dir)  # the same wherever the data lies
     try:
-        random = np.random.default_rng([args.seed, 0, row])
-        y, x = random.random(2)
+        y, x, _, choice = draw_choices(args.seed, epoch, row)
         text = item[args.caption_column]
         if isinstance(text, list) and text:
-            text = text[random.integers(len(text))]
+            text = text[int(choice * len(text))]
         if not isinstance(text, str):
             raise ValueError(f"the caption is {text!r}")
         image = decode_image(item[column], channels)
         image = crop_square(image, 0.5, 0.5) if args.center_crop else crop_square(image, y, x)
         image = resize(image, size, args.image_interpolation_mode)
-        return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": None}
-    except Exception as error:
-        image = torch.zeros(channels, size, size, dtype=torch.uint8)  # keeps the batch in shape
+    except Exception as error:  # a placeholder keeps the batch in shape
+        text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
         reason = str(error).split(" <_io")[0] or type(error).__name__  # without the address of Pillow's buffer
-        return {"row": row, "key": key, "text": "", "pixel_values": image, "skipped": reason}
+    input_ids = tokenizer(text, padding="max_length", truncation=True, return_tensors="pt").input_ids[0]
+    return {"row": row, "key": key, "text": text, "input_ids": input_ids, "pixel_values": image, "skipped": reason}
 
 
 class TransformedRows(torch.utils.data.Dataset):
-    """The rows of the source after `transform`."""
+    """The rows of the source after `transform`, as the trainers see them in epoch 0."""
 
     def __init__(self, rows, *settings):
         self.rows, self.settings = rows, settings
@@ -248,13 +255,13 @@ class TransformedRows(torch.utils.data.Dataset):
     def __getitems__(self, indices):  # a batch at once: looking up single rows costs more than a small image
         columns = self.rows[indices]
         items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return [transform(row, item, *self.settings) for row, item in zip(indices, items, strict=True)]
+        return [transform(row, 0, item, *self.settings) for row, item in zip(indices, items, strict=True)]
 
 
 def collate(items):
-    """Items of `transform` -> {"row", "key", "text", "skipped": lists, "pixel_values": [N, C, H, W]}."""
+    """Items of `transform` -> {"row", "key", "text", "skipped": lists, "input_ids", "pixel_values": tensors}."""
     batch = {name: [item[name] for item in items] for name in items[0]}
-    return {**batch, "pixel_values": torch.stack(batch["pixel_values"])}
+    return {name: torch.stack(values) if torch.is_tensor(values[0]) else values for name, values in batch.items()}
 
 
 def ignore_signals(worker_id):
@@ -362,14 +369,13 @@ def encode_images(vae, pixel_values):
     return torch.cat([posterior.mean.float(), (0.5 * posterior.logvar.float()).exp()], dim=1)
 
 
-def encode_prompts(text_encoder, tokenizer, texts):
-    """Captions -> the text encoder's last hidden state, float32 [N, model_max_length, D]."""
-    tokens = tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt")
-    return text_encoder(tokens.input_ids.to(text_encoder.device))[0].float()
+def encode_prompts(text_encoder, input_ids):
+    """Tokens [N, model_max_length] -> the text encoder's last hidden state, float32 [N, model_max_length, D]."""
+    return text_encoder(input_ids)[0].float()
 
 
 @torch.inference_mode()
-def encode(batch, vae, text_encoder, tokenizer, args):
+def encode(batch, vae, text_encoder, args):
     """Stage 2, on the device: a batch of `transform`ed rows -> the columns of the cache that are numbers.
 
     Returns ({column: float16 [N, numbers per row]}, event): the columns are on their way to the CPU, and there once
@@ -385,7 +391,7 @@ def encode(batch, vae, text_encoder, tokenizer, args):
         for name, moments in columns.items():
             mean, std = moments.chunk(2, dim=1)
             columns[name] = mean + std * torch.randn(mean.shape, generator=generator, device=device)
-    columns["prompt_embeds"] = encode_prompts(text_encoder, tokenizer, batch["text"])
+    columns["prompt_embeds"] = encode_prompts(text_encoder, batch["input_ids"])
     columns = {name: x.half().flatten(1).to("cpu", non_blocking=True) for name, x in columns.items()}
     event = torch.cuda.Event() if device.type == "cuda" else None
     if event is not None:
@@ -415,9 +421,8 @@ def encode_all(batches, models, exact_models, args):
         finite, encoded_again = all_finite(columns, event), 0
         if not finite.all() and exact_models is not models:
             encoded_again = len(finite)
-            exact_vae, exact_text_encoder, tokenizer = exact_models
             device = batch["pixel_values"].device
-            columns, event = encode(batch, exact_vae.to(device), exact_text_encoder.to(device), tokenizer, args)
+            columns, event = encode(batch, *(model.to(device) for model in exact_models), args)
             finite = all_finite(columns, event)
         reasons = [
             reason or (None if good else "its latents or embeddings are not finite")
@@ -621,10 +626,10 @@ def main(args):
     dtypes = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     if accelerator.mixed_precision not in dtypes:
         fail(f"--mixed_precision {accelerator.mixed_precision} is not supported: choose no, fp16 or bf16")
-    dtype, exact_models = dtypes[accelerator.mixed_precision], load_models(args, torch.float32)
-    description = describe_models(*exact_models)
-    models = exact_models if dtype == torch.float32 else load_models(args, dtype)
-    vae, text_encoder, tokenizer = models
+    dtype, (*exact_models, tokenizer) = dtypes[accelerator.mixed_precision], load_models(args, torch.float32)
+    description = describe_models(*exact_models, tokenizer)
+    models = exact_models if dtype == torch.float32 else load_models(args, dtype)[:2]
+    vae, text_encoder = models
     if args.latents is None:
         args.latents = "sample" if isinstance(vae, AutoencoderTiny) else "moments"
     elif args.latents == "moments" and isinstance(vae, AutoencoderTiny):
@@ -638,7 +643,8 @@ def main(args):
             num_channels, height, width = encode_images(vae, blank).shape[1:]
         except RuntimeError as error:
             fail(f"the VAE can't encode {args.resolution} x {args.resolution} pixels ({error})")
-        empty_prompt = encode_prompts(text_encoder, tokenizer, [""])[0].half().cpu().numpy()
+        tokens = tokenizer("", padding="max_length", truncation=True, return_tensors="pt").input_ids
+        empty_prompt = encode_prompts(text_encoder, tokens.to(device))[0].half().cpu().numpy()
     if args.latents == "sample" and not isinstance(vae, AutoencoderTiny):
         num_channels //= 2
 
@@ -717,7 +723,7 @@ def main(args):
     if num_workers is None:  # a core per process stays free for the encoder
         num_workers = max(0, min(8, cores - 1))
     dataloader = torch.utils.data.DataLoader(
-        TransformedRows(rows, column, channels, args),
+        TransformedRows(rows, column, channels, tokenizer, args),
         batch_sampler=(
             range(first, min(first + args.batch_size, end))
             for start, end in missing.items()

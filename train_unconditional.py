@@ -108,6 +108,8 @@ def parse_args(argv=None):
     add("--ddpm_beta_schedule", choices=["linear", "scaled_linear", "squaredcos_cap_v2"], help="(None: linear)")
     add("--rescale_betas_zero_snr", action="store_true", help="last timestep is pure noise (arXiv:2305.08891)")
     add("--snr_gamma", type=float, help="min-SNR loss weight, 5.0 is usual (arXiv:2303.09556)")
+    add("--noise_offset", type=float, default=0.0, help="for darker and lighter images, 0.1 is usual")
+    add("--input_perturbation", type=float, default=0.0, help="noise beyond the target's, 0.1 is usual")
     # Optimization
     add("--seed", type=int, default=0, help="fixes all that is random")
     add("--train_batch_size", type=int, default=16, help="images per process and micro-batch")
@@ -133,6 +135,7 @@ def parse_args(argv=None):
     add("--logging_steps", type=int, default=10, help="steps between records; each waits for the device")
     trackers = ["tensorboard", "wandb", "all", "none"]
     add("--report_to", "--logger", choices=trackers, default="tensorboard", help="besides metrics.jsonl")
+    add("--tracker_project_name", default="train_unconditional", help="project in the trackers")
     add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
     add("--validation_steps", type=int, help="steps between samples; overrides --save_images_epochs")
     add("--save_images_epochs", type=int, default=10, help="epochs between samples")
@@ -535,19 +538,27 @@ def step_seed(*key):
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
 
-def compute_loss(unet, noise_scheduler, images, weight, snr_gamma=None):
+def compute_loss(
+    unet, noise_scheduler, images, weight, snr_gamma=None, noise_offset=0.0, input_perturbation=0.0, **condition
+):
     """The denoising loss of DDPM (arXiv:2006.11239, eq. 14): the sum over images of weight * mean squared error.
 
-    images: [N, C, H, W] float32 in [-1, 1]. weight: [N]; it adds up to 1 over a step's micro-batches, averaged over
-    the processes, and is 0 for a placeholder: so return (weight * loss per image).sum(), whatever the loss.
+    images, or their latents: [N, C, H, W] float32 of about unit size. weight: [N]; it adds up to 1 over a step's
+    micro-batches, averaged over the processes, and is 0 for a placeholder: so return (weight * loss per image).sum(),
+    whatever the loss. condition: what the U-Net is given besides, such as encoder_hidden_states.
     The noising is done in float32: in bfloat16 the first timesteps would get no noise at all.
     `snr_gamma`: the min-SNR weight of arXiv:2303.09556; for v_prediction with SNR + 1 in place of SNR, as diffusers
     had it first, because the paper's weight is 0 where a zero terminal SNR has its pure noise.
+    `noise_offset`: noise that is the same all over a channel (crosslabs.org/blog/diffusion-with-offset-noise).
+    `input_perturbation`: more noise in the input than the target tells of (arXiv:2301.11706).
     """
     noise = torch.randn_like(images)
+    if noise_offset:
+        noise = noise + noise_offset * torch.randn(*images.shape[:2], 1, 1, device=images.device)
+    perturbed = noise + input_perturbation * torch.randn_like(noise) if input_perturbation else noise
     timesteps = torch.randint(noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device)
-    noisy_images = noise_scheduler.add_noise(images, noise, timesteps)
-    prediction = unet(noisy_images, timesteps).sample.float()
+    noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
+    prediction = unet(noisy_images, timesteps, **condition).sample.float()
     prediction_type = noise_scheduler.config.prediction_type
     if prediction_type == "epsilon":
         target = noise
@@ -660,9 +671,9 @@ def save_checkpoint(accelerator, unet, ema_unet, optimizer, state, args):
 def load_checkpoint(path, unet, ema_unet, optimizer, scaler):
     """Load checkpoint-N into the models, the optimizer and the fp16 scaler, and return its `state`."""
     try:
-        unet.load_state_dict(UNet2DModel.from_pretrained(path / "unet").state_dict())
+        unet.load_state_dict(type(unet).from_pretrained(path / "unet").state_dict())
         if ema_unet is not None:
-            ema_unet.load_state_dict(UNet2DModel.from_pretrained(path / "unet_ema").state_dict())
+            ema_unet.load_state_dict(type(unet).from_pretrained(path / "unet_ema").state_dict())
         moments = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
         moments["param_groups"] = optimizer.state_dict()["param_groups"]  # the flags of this run count
         optimizer.load_state_dict(moments)
@@ -786,6 +797,66 @@ image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]
 # ------------------------------------------------------------------------------------------------- main
 
 
+def check_launch(accelerator):
+    """Refuse what would train wrongly or in vain."""
+    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
+        fail(
+            f"{os.environ['WORLD_SIZE']} processes were launched but each sees {accelerator.num_processes}: on CPUs "
+            "set ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
+        )
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        fail("fp16 does nothing on a CPU: use --mixed_precision bf16 or no")
+
+
+def use_cores(device):
+    """The number of cores for each process; on a CPU the process takes them, if the launcher left it only one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if device.type == "cpu" and launched:
+        torch.set_num_threads(cores)
+    return cores
+
+
+def open_output_dir(lock, args):
+    """Make --output_dir and lock it, clean up what a killed run left half-written, and find the hub repository."""
+    output_dir = Path(args.output_dir)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        fail(f"another process is training into {output_dir}: end it, or choose another --output_dir")
+    except OSError as error:
+        fail(f"--output_dir {output_dir} can't be written to ({error})")
+    for leftover in output_dir.glob(".tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if args.push_to_hub:
+        name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
+        try:
+            args.hub_model_id = create_repo(name, private=private, exist_ok=True).repo_id
+            public = private and not repo_info(args.hub_model_id).private
+        except Exception as error:
+            fail(f"--push_to_hub: no repository {name} ({error}); `hf auth login` first, or leave it out")
+        if public:
+            fail(f"--hub_private_repo: {args.hub_model_id} exists and is public; make it private, or choose another")
+
+
+def start_records(accelerator, last_step, args):
+    """Open the trackers and metrics.jsonl; of an earlier run the records up to `last_step` are kept."""
+    if accelerator.is_main_process:
+        records, output_dir = read_metrics(args.output_dir, last_step), Path(args.output_dir)
+        (output_dir / ".tmp-metrics").write_text("".join(json.dumps(record) + "\n" for record in records))
+        replace(output_dir / "metrics.jsonl", output_dir / ".tmp-metrics")
+    try:
+        shown = {key: value for key, value in vars(args).items() if value is not None}
+        shown = {key: " | ".join(value) if isinstance(value, list) else value for key, value in shown.items()}
+        accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})
+    except Exception as error:
+        fail(f"--report_to {args.report_to}: {error}; `wandb login`, or set WANDB_MODE=offline, or --report_to none")
+
+
 def main(args):
     """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
     output_dir, noise_scheduler = Path(args.output_dir), make_noise_scheduler(args)
@@ -795,49 +866,14 @@ def main(args):
         project_config=ProjectConfiguration(args.output_dir, logging_dir=str(output_dir / args.logging_dir)),
     )
     device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
-    if int(os.environ.get("WORLD_SIZE", 1)) != num_processes:
-        fail(
-            f"{os.environ['WORLD_SIZE']} processes were launched but each sees {num_processes}: on CPUs set "
-            "ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
-        )
-    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
-    if accelerator.mixed_precision == "fp16" and device.type == "cpu":
-        fail("fp16 does nothing on a CPU: use --mixed_precision bf16 or no")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for each process
-    if (
-        device.type == "cpu"
-        and os.environ.get("OMP_NUM_THREADS") == "1"
-        and "ACCELERATE_MIXED_PRECISION" in os.environ
-    ):
-        torch.set_num_threads(cores)  # accelerate launch leaves a process on the CPU one thread
+    check_launch(accelerator)
+    cores = use_cores(device)
     if args.allow_tf32:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
-
     lock = FileLock(output_dir / ".lock")
     if accelerator.is_main_process:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-        except Timeout:
-            fail(f"another process is training into {output_dir}: end it, or choose another --output_dir")
-        except OSError as error:
-            fail(f"--output_dir {output_dir} can't be written to ({error})")
-        for leftover in output_dir.glob(".tmp-*"):  # of a run killed while it saved
-            shutil.rmtree(leftover, ignore_errors=True)
-        if args.push_to_hub:
-            name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
-            try:
-                args.hub_model_id = create_repo(name, private=private, exist_ok=True).repo_id
-                public = private and not repo_info(args.hub_model_id).private
-            except Exception as error:
-                fail(f"--push_to_hub: no repository {name} ({error}); `hf auth login` first, or leave it out")
-            if public:
-                fail(
-                    f"--hub_private_repo: {args.hub_model_id} exists and is public; make it private, or choose another"
-                )
+        open_output_dir(lock, args)
     accelerator.wait_for_everyone()
     checkpoint = find_checkpoint(args)
     torch.manual_seed(args.seed)  # every process starts from the same weights
@@ -919,15 +955,7 @@ def main(args):
     )
 
     # Records
-    if accelerator.is_main_process:
-        records = read_metrics(output_dir, last_step=global_step) if checkpoint else []
-        (output_dir / ".tmp-metrics").write_text("".join(json.dumps(record) + "\n" for record in records))
-        replace(output_dir / "metrics.jsonl", output_dir / ".tmp-metrics")
-    try:
-        shown = {key: value for key, value in vars(args).items() if value is not None}
-        accelerator.init_trackers("train_unconditional", shown, {"wandb": {"dir": args.output_dir}})
-    except Exception as error:
-        fail(f"--report_to {args.report_to}: {error}; `wandb login`, or set WANDB_MODE=offline, or --report_to none")
+    start_records(accelerator, global_step if checkpoint else -1, args)
     progress_bar = tqdm(
         total=args.max_train_steps, initial=global_step, desc="Steps", disable=not accelerator.is_main_process
     )
@@ -961,7 +989,8 @@ def main(args):
             images = prepare_images(batch["pixel_values"], args.random_flip)
             # The processes' gradients are averaged once a step, in its last backward.
             with contextlib.nullcontext() if micro_batch == micro_batches - 1 else accelerator.no_sync(unet):
-                loss = compute_loss(unet, noise_scheduler, images, batch["weight"], args.snr_gamma)
+                knobs = (args.snr_gamma, args.noise_offset, args.input_perturbation)
+                loss = compute_loss(unet, noise_scheduler, images, batch["weight"], *knobs)
                 accelerator.backward(loss)
             step_sums += torch.stack([loss.detach(), batch["weight"].sum()])
             new_skipped.update(batch["skipped"])

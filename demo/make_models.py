@@ -1,4 +1,4 @@
-"""Write demo/models: a tiny VAE, CLIP text encoder and tokenizer in the layout of a Stable Diffusion pipeline.
+"""Write demo/models: a tiny VAE, CLIP text encoder, tokenizer and scheduler, laid out as Stable Diffusion is.
 
     python demo/make_models.py
 
@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, DDIMScheduler
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 HERE = Path(__file__).parent
@@ -93,6 +93,14 @@ def main():
     tokenizer.save_pretrained(HERE / "models/tokenizer")
     make_text_encoder(tokenizer).save_pretrained(HERE / "models/text_encoder")
     vae.save_pretrained(HERE / "models/vae")
+    scheduler = DDIMScheduler(
+        beta_schedule="squaredcos_cap_v2",
+        prediction_type="v_prediction",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+    scheduler.save_pretrained(HERE / "models/scheduler")
 
 
 if __name__ == "__main__":

@@ -266,11 +266,11 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
     make_images(tmp_path / "images", 7)
     compute_loss = script.compute_loss
 
-    def recording(unet, noise_scheduler, images, weight, snr_gamma):
+    def recording(unet, noise_scheduler, images, weight, *knobs):
         levels = ((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().tolist()
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps([levels, weight.tolist(), torch.initial_seed()]) + "\n")
-        return compute_loss(unet, noise_scheduler, images, weight, snr_gamma)
+        return compute_loss(unet, noise_scheduler, images, weight, *knobs)
 
     def run():
         script.compute_loss = recording
@@ -344,7 +344,7 @@ def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
     """One step of 5 images in micro-batches of 2, 2 and 1 has the gradient of one batch of 5."""
     make_images(tmp_path / "images", 5)
     monkeypatch.setattr(
-        script, "compute_loss", lambda unet, s, images, w, g: (w * unet(images, 5).sample.mean((1, 2, 3))).sum()
+        script, "compute_loss", lambda unet, s, images, w, *knobs: (w * unet(images, 5).sample.mean((1, 2, 3))).sum()
     )
     shared = [*flags, "--center_crop", "--num_epochs=1", "--max_grad_norm=0"]
     config = tmp_path / "tiny-unet/config.json"
