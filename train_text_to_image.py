@@ -5,7 +5,7 @@
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 --latents_dir latents-photos \\
         --validation_prompts "a red bicycle" --output_dir sd-photos
 
-Reads caches of precompute_latents.py (--latents_dir), or images and captions as that script does, encoded in each step.
+Reads caches of precompute_latents.py (--latents_dir), or images and captions as that script does, encoded in the step.
 Writes into --output_dir: the pipeline with its model card, samples/, metrics.jsonl, loss.png, the tracker's logs, and
 every --checkpointing_steps a checkpoint-N that the same command with --resume_from_checkpoint latest goes on from.
 """
@@ -70,7 +70,7 @@ DEMO = {
     "output_dir": "sd-digits",
     "train_batch_size": 64,
     "num_train_epochs": 80,
-    "learning_rate": 2e-3,
+    "learning_rate": 3e-3,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 100,
     "snr_gamma": 5.0,
@@ -102,7 +102,7 @@ def parse_args(argv=None):
     add("--caption_column", default="text", help="column of captions; of a list one is drawn")
     add("--max_train_samples", type=int, help="drawn at random; of a stream the first")
     add("--cache_dir", help="where downloads and data sets are kept")
-    add("--resolution", type=int, help="side of the square images, pixels (None: 512, or the cache's)")
+    add("--resolution", type=int, help="side of the square images, pixels")
     add("--center_crop", action="store_true", help="crop the centre, not a random square")
     modes = ["bicubic", "bilinear", "nearest-exact"]
     add("--image_interpolation_mode", choices=modes, default="bicubic", help="for resizing, antialiased")
@@ -403,16 +403,15 @@ class CachedLatents(torch.utils.data.Dataset):
     """Turns keys of `step_batches` into a batch of one or several latent caches.
 
     {"latents", "prompt_embeds": float16 [N, numbers per row], "weight": [N], "skipped": []}. The columns are views of
-    the memory-mapped files; a row is copied once, into its batch. Many small processes would be slower: batches are
-    large, and the file system's cache is shared anyway.
+    the memory-mapped files, and a row is copied once, into its batch.
     """
 
     def __init__(self, batches, args):
-        self.seed, self.ends = args.seed, np.cumsum([len(batch) for batch in batches])
-        self.columns = ["latents", "latents_flipped"] if args.random_flip else ["latents"]
+        self.seed, self.random_flip = args.seed, args.random_flip
+        self.ends = np.cumsum([len(batch) for batch in batches])
         self.views = {
             name: [batch[name].flatten().to_numpy().reshape(len(batch), -1) for batch in batches]
-            for name in [*self.columns, "prompt_embeds"]
+            for name in ["latents", "prompt_embeds"] + ["latents_flipped"] * args.random_flip
         }
 
     def __len__(self):
@@ -427,11 +426,12 @@ class CachedLatents(torch.utils.data.Dataset):
         return torch.from_numpy(out)
 
     def __getitems__(self, keys):
-        rows, columns = [row for _, row, _ in keys], ["latents"] * len(keys)
-        if len(self.columns) == 2:
-            columns = [self.columns[draw_choices(self.seed, epoch, row)[2] < 0.5] for epoch, row, _ in keys]
+        rows, latents = [row for _, row, _ in keys], ["latents"] * len(keys)
+        if self.random_flip:
+            flipped = [draw_choices(self.seed, epoch, row)[2] < 0.5 for epoch, row, _ in keys]
+            latents = ["latents_flipped" if flip else "latents" for flip in flipped]
         return {
-            "latents": self.gather(rows, columns),
+            "latents": self.gather(rows, latents),
             "prompt_embeds": self.gather(rows, ["prompt_embeds"] * len(keys)),
             "weight": torch.tensor([weight for _, _, weight in keys]),
             "skipped": [],

@@ -137,7 +137,7 @@ def parse_args(argv=None):
     add("--report_to", "--logger", choices=trackers, default="tensorboard", help="besides metrics.jsonl")
     add("--tracker_project_name", default="train_unconditional", help="project in the trackers")
     add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
-    add("--validation_steps", type=int, help="steps between samples; overrides --save_images_epochs")
+    add("--validation_steps", type=int, help="steps between samples; overrides the epochs")
     add("--save_images_epochs", type=int, default=10, help="epochs between samples")
     add("--eval_batch_size", type=int, default=16, help="images to sample, over all processes")
     add("--validation_scheduler", choices=["ddpm", "ddim"], default="ddpm", help="sampler, saved with the pipeline")

@@ -1,6 +1,7 @@
 """What the tests share: an offline, single-threaded process, small images and models, and ways to run a script."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -60,6 +61,14 @@ def make_images(folder, count, size=(24, 20)):
         pixels = 20 * i + rng.integers(0, 10, (size[1], size[0], 3))
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{i}.png")
     return str(folder)
+
+
+def make_captioned(folder, count, captions=None):
+    """The images of `make_images` with captions."""
+    make_images(folder, count)
+    captions = captions or [f"a digit {'zero one two'.split()[i % 3]}" for i in range(count)]
+    lines = [json.dumps({"file_name": f"{i}.png", "text": caption}) for i, caption in enumerate(captions)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
 def free_port():

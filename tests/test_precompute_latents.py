@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from conftest import ROOT, finish, kill, make_images, start, wait_until
+from conftest import ROOT, finish, kill, make_captioned, start, wait_until
 from diffusers import AutoencoderKL, AutoencoderTiny
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTokenizer
@@ -33,13 +33,6 @@ def flags(tmp_path):
         f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
         f"--output_dir={tmp_path / 'out'}", "--rows_per_shard=3", "--batch_size=2", "--dataloader_num_workers=0",
     ]  # fmt: skip
-
-
-def make_captioned(folder, count, captions=None):
-    make_images(folder, count)
-    captions = captions or [f"a digit {'zero one two'.split()[i % 3]}" for i in range(count)]
-    lines = [json.dumps({"file_name": f"{i}.png", "text": caption}) for i, caption in enumerate(captions)]
-    (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
 def precompute(*argv):

@@ -8,16 +8,22 @@ import itertools
 import pytest
 from conftest import ROOT
 
-SCRIPTS = ("train_unconditional.py", "precompute_latents.py")
+SCRIPTS = ("train_unconditional.py", "precompute_latents.py", "train_text_to_image.py")
 # What must be shared, so that a renamed function can't leave the comparison empty.
+IMAGES = {"fail", "load_rows", "decode_image", "crop_square", "resize", "name_image", "ignore_signals", "Prefetcher",
+          "step_seed"}  # fmt: skip
+MODELS = {"draw_choices", "transform", "load_models", "encode_images", "encode_prompts", "hash_weights",
+          "describe_models", "find_differences"}  # fmt: skip
+TRAINING = {"step_batches", "compute_loss", "update_ema", "remove", "replace", "saving", "find_checkpoints",
+            "find_checkpoint", "save_checkpoint", "load_checkpoint", "read_metrics", "plot_loss", "save_pipeline",
+            "check_launch", "use_cores", "open_output_dir", "start_records"}  # fmt: skip
 SHARED = {
-    ("precompute_latents.py", "train_unconditional.py"): {
-        "fail", "load_rows", "decode_image", "crop_square", "resize", "name_image", "ignore_signals", "Prefetcher",
-        "step_seed",
-    },
-}  # fmt: skip
-# The same name for another thing: each has its own, because it does what the script is for.
-OWN = {"parse_args", "main", "collate"}
+    ("precompute_latents.py", "train_unconditional.py"): IMAGES,
+    ("precompute_latents.py", "train_text_to_image.py"): IMAGES | MODELS,
+    ("train_text_to_image.py", "train_unconditional.py"): IMAGES | TRAINING,
+}
+# The same name for another thing: each script has its own, because it is what the script is about.
+OWN = {"parse_args", "main", "collate", "make_unet", "make_pipeline", "log_validation", "save_model_card"}
 
 
 def blocks(name):

@@ -1,0 +1,582 @@
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from conftest import ROOT, finish, kill, make_captioned, start, wait_until
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DDPMScheduler,
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import CLIPTextModel
+
+import precompute_latents
+import train_text_to_image as script
+
+MODELS = ROOT / "demo/models"
+
+
+@pytest.fixture
+def models(tmp_path):
+    """A Stable Diffusion folder whose U-Net has 20,000 weights and dropout, which resuming has to repeat as well."""
+    shutil.copytree(MODELS, tmp_path / "sd")
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        dropout=0.1,
+        cross_attention_dim=32,
+        attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )
+    unet.save_pretrained(tmp_path / "sd/unet")
+    return tmp_path / "sd"
+
+
+@pytest.fixture
+def flags(tmp_path, models):
+    """A run of 6 steps on 6 images that takes a second; later flags win over these."""
+    make_captioned(tmp_path / "images", 6)
+    return [
+        f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / 'out'}", "--train_batch_size=1",
+        "--num_train_epochs=1", "--learning_rate=1e-3", "--lr_warmup_steps=2", "--logging_steps=1", "--report_to=none",
+        "--num_inference_steps=2", "--num_validation_images=2",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def images(tmp_path, flags):
+    return [*flags, f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--dataloader_num_workers=0"]
+
+
+@pytest.fixture
+def cached(tmp_path, flags):
+    make_cache(tmp_path)
+    return [*flags, f"--latents_dir={tmp_path / 'cache'}"]
+
+
+def make_cache(tmp_path, *argv, name="cache", images="images"):
+    reset()
+    precompute_latents.main(precompute_latents.parse_args([
+        f"--train_data_dir={tmp_path / images}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
+        f"--output_dir={tmp_path / name}", "--rows_per_shard=4", "--batch_size=3", "--dataloader_num_workers=0", *argv,
+    ]))  # fmt: skip
+    reset()
+
+
+def reset():
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()
+
+
+def train(*argv):
+    reset()
+    script.main(script.parse_args([str(arg) for arg in argv]))
+
+
+def refused(capfd, *argv):
+    try:
+        train(*argv)
+    except SystemExit as stop:
+        assert stop.code == 1
+        error = capfd.readouterr().err
+        assert error.count("train_text_to_image.py:") == 1 and "Traceback" not in error
+        return error
+    pytest.fail("the run was not refused")
+
+
+def checkpoints(folder):
+    return {name for name in os.listdir(folder) if "checkpoint" in name}
+
+
+def metrics(folder):
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return load_file(Path(folder) / "diffusion_pytorch_model.safetensors")
+
+
+def assert_same_weights(one, other):
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ------------------------------------------------------------------- what people already have
+
+
+@pytest.mark.parametrize("ema", [[], ["--use_ema"]])
+def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, models, ema):
+    """The command lines of diffusers' example test, but for local paths; resuming at the end trains no further."""
+    shared = f"""
+        --pretrained_model_name_or_path {models}
+        --dataset_name {tmp_path / "images"}
+        --resolution 64
+        --center_crop
+        --random_flip
+        --train_batch_size 1
+        --gradient_accumulation_steps 1
+        --learning_rate 5.0e-04
+        --scale_lr
+        --lr_scheduler constant
+        --lr_warmup_steps 0
+        --seed=0
+        """.split()
+    out = tmp_path / "out"
+    first = [*shared, "--output_dir", out, "--checkpointing_steps=2", *ema]
+    train(*first, "--max_train_steps", 4)
+    assert (out / "scheduler/scheduler_config.json").is_file()
+    assert checkpoints(out) == {"checkpoint-2", "checkpoint-4"}
+    unet = UNet2DConditionModel.from_pretrained(out, subfolder="checkpoint-2/unet")
+    assert DiffusionPipeline.from_pretrained(out, unet=unet, safety_checker=None)("a prompt", num_inference_steps=1)
+    shutil.rmtree(out / "checkpoint-2")
+    before = weights(out / "unet")
+    again = [*shared, "--output_dir", out, "--checkpointing_steps=1", "--resume_from_checkpoint=checkpoint-4", *ema]
+    train(*again, "--max_train_steps", 2)
+    assert checkpoints(out) == {"checkpoint-4"}
+    assert all(torch.equal(before[name], values) for name, values in weights(out / "unet").items())
+    DiffusionPipeline.from_pretrained(out, safety_checker=None)("a prompt", num_inference_steps=1)
+    limited = [*shared, "--output_dir", tmp_path / "limited", "--checkpointing_steps=2", *ema]
+    train(*limited, "--max_train_steps", 4)
+    resume = ["--resume_from_checkpoint=checkpoint-4", "--checkpoints_total_limit=2"]
+    train(*limited, "--max_train_steps", 8, *resume)
+    assert checkpoints(tmp_path / "limited") == {"checkpoint-6", "checkpoint-8"}
+
+
+# diffusers' train_text_to_image.py, autumn 2026; the README explains the ones that differ or are gone.
+DIFFUSERS = {
+    "input_perturbation": 0, "pretrained_model_name_or_path": "sd", "revision": None, "variant": None,
+    "dataset_name": None, "dataset_config_name": None, "caption_column": "text", "max_train_samples": None,
+    "validation_prompts": None, "output_dir": "sd-model-finetuned", "cache_dir": None, "center_crop": False,
+    "random_flip": False, "train_batch_size": 16, "num_train_epochs": 100, "max_train_steps": None,
+    "gradient_accumulation_steps": 1, "gradient_checkpointing": False, "learning_rate": 1e-4, "scale_lr": False,
+    "lr_scheduler": "constant", "lr_warmup_steps": 500, "snr_gamma": None, "allow_tf32": False, "adam_beta1": 0.9,
+    "adam_beta2": 0.999, "adam_weight_decay": 1e-2, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "push_to_hub": False,
+    "prediction_type": None, "hub_model_id": None, "logging_dir": "logs", "mixed_precision": None,
+    "report_to": "tensorboard", "checkpointing_steps": 500, "checkpoints_total_limit": None,
+    "resume_from_checkpoint": None, "noise_offset": 0, "validation_epochs": 5,
+    "tracker_project_name": "text2image-fine-tune",
+}  # fmt: skip
+EXPLAINED = {
+    "train_data_dir", "image_column", "resolution", "seed", "use_ema", "dataloader_num_workers",
+    "image_interpolation_mode", "dream_training", "dream_detail_preservation", "use_8bit_adam", "offload_ema",
+    "foreach_ema", "non_ema_revision", "hub_token", "local_rank", "enable_xformers_memory_efficient_attention",
+}  # fmt: skip
+
+
+def test_every_flag_of_diffusers_has_its_default_or_is_explained(tmp_path):
+    args = script.parse_args(["--pretrained_model_name_or_path=sd", f"--train_data_dir={tmp_path}"])
+    assert {name: getattr(args, name) for name in DIFFUSERS} == DIFFUSERS
+    table = (ROOT / "README.md").read_text()
+    table = table[table.index("`train_text_to_image.py`, these differ") :]
+    for name in EXPLAINED - {"train_data_dir", "image_column"}:
+        assert f"`--{name}`" in table, name
+
+
+def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
+    import shlex
+
+    args = script.parse_args(["--num_train_epochs", "3", "--output_dir", str(tmp_path)])
+    printed = capsys.readouterr().out.strip().split("\n")[-1]
+    assert args.num_train_epochs == 3 and len(args.validation_prompts) == 10
+    assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
+
+
+def test_output_is_a_whole_pipeline_with_card_samples_and_curve(tmp_path, cached, models):
+    train(*cached, "--validation_prompts", "a digit one", "a digit two", "--validation_epochs=1",
+          "--num_train_epochs=2", "--checkpointing_steps=12", "--num_validation_images=3")  # fmt: skip
+    out = tmp_path / "out"
+    assert_same_weights(out / "unet", out / "checkpoint-12/unet_ema")  # what is saved is the average
+    pipeline = StableDiffusionPipeline.from_pretrained(out)
+    assert pipeline("a digit one", num_inference_steps=2).images[0].size == (16, 16)
+    for name, kind in (("vae", AutoencoderKL), ("text_encoder", CLIPTextModel)):
+        one, other = (kind.from_pretrained(folder, subfolder=name).state_dict() for folder in (out, models))
+        assert all(torch.equal(one[key], other[key]) for key in other), name
+    assert pipeline.tokenizer("a digit one").input_ids == [556, 320, 525, 528, 557] or pipeline.tokenizer.vocab_size
+    assert sorted(path.name for path in (out / "samples").iterdir()) == ["step-0000006.png", "step-0000012.png"]
+    card = (out / "README.md").read_text()
+    assert "text-to-image" in card and 'pipeline("a digit one", height=16, width=16)' in card
+    records = metrics(out)
+    assert [record["step"] for record in records] == list(range(1, 13))
+    names = "step epoch loss lr grad_norm images_per_second data_wait skipped_images"
+    assert all(list(record) == names.split() and math.isfinite(sum(record.values())) for record in records)
+    assert not list(out.glob(".tmp-*"))
+
+
+def test_launched_for_real_on_one_and_two_processes(tmp_path, cached):
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    two = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    for launcher, name in (([], "one"), (two, "two")):
+        argv = [*command, *launcher, str(ROOT / "train_text_to_image.py"), *cached, f"--output_dir={tmp_path / name}"]
+        argv += ["--validation_prompts", "a digit", "--mixed_precision=bf16"]
+        run = subprocess.run(argv, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert StableDiffusionPipeline.from_pretrained(tmp_path / name).unet.dtype == torch.float32
+        assert len(metrics(tmp_path / name)) == (6 if name == "one" else 3)
+
+
+def test_demo_trains_from_the_demo_cache(tmp_path, capfd):
+    quick = ["--max_train_steps=2", "--num_inference_steps=1", "--num_validation_images=1", "--report_to=none"]
+    quick += [f"--output_dir={tmp_path / 'out'}", f"--latents_dir={tmp_path / 'latents'}"]
+    assert "make the cache with precompute_latents.py" in refused(capfd, *[x for x in quick if "latents" not in x])
+    reset()
+    precompute_latents.main(precompute_latents.parse_args([f"--output_dir={tmp_path / 'latents'}"]))
+    train(
+        *quick,
+        *[f"--{name}={script.DEMO[name]}" for name in ("pretrained_model_name_or_path", "unet_config_name_or_path")],
+    )
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
+    assert pipeline("a handwritten digit seven", num_inference_steps=1).images[0].size == (8, 8)
+
+
+# ------------------------------------------------------------------- exactness
+
+
+EXACT = ["--num_train_epochs=3", "--checkpointing_steps=2", "--checkpoints_total_limit=2", "--train_batch_size=2",
+         "--lr_scheduler=cosine", "--random_flip", "--caption_dropout=0.3", "--noise_offset=0.1",
+         "--input_perturbation=0.1", "--lr_warmup_steps=2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["cache", "images"])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, source, num_processes):
+    """SIGKILL again and again, at moments that also fall into saving; 7 images leave short steps and batches."""
+    make_captioned(tmp_path / "images", 7)
+    if source == "cache":
+        make_cache(tmp_path, "--random_flip")
+        flags = [*flags, *EXACT, f"--latents_dir={tmp_path / 'cache'}"]
+    else:
+        flags = [*flags, *EXACT, f"--train_data_dir={tmp_path / 'images'}", "--resolution=16",
+                 f"--dataloader_num_workers={num_processes - 1}"]  # fmt: skip
+    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
+    assert set(finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))) == {0}, (
+        tmp_path / "whole.log"
+    ).read_text()
+    for attempt, moment in enumerate(np.random.default_rng(num_processes).uniform(0.0, 0.8, 4)):
+        pids = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes)
+        if attempt >= 2:  # at the latest now it is killed with something to lose
+            wait_until(lambda: (tmp_path / "killed").is_dir() and checkpoints(tmp_path / "killed"))
+        time.sleep(moment)
+        kill(pids)
+    resumed = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes, tmp_path / "log")
+    assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
+    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
+    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
+    for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
+        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
+    shown = [[(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(tmp_path / name)]
+             for name in ("whole", "killed")]  # fmt: skip
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, cached, num_processes):
+    pids = start(lambda: train(*cached, "--num_train_epochs=400"), num_processes, tmp_path / "log")
+    path = tmp_path / "out/metrics.jsonl"
+    wait_until(lambda: path.is_file() and len(path.read_text().splitlines()) > 3)
+    os.kill(pids[-1], signal.SIGTERM)
+    assert set(finish(pids)) == {143}, (tmp_path / "log").read_text()
+    (checkpoint,) = checkpoints(tmp_path / "out")
+    step = checkpoint.split("-")[1]
+    assert re.search(rf"Stopped by SIGTERM after step {step} of", (tmp_path / "log").read_text())
+
+
+@pytest.mark.parametrize("flip", [[], ["--random_flip"]])
+@pytest.mark.parametrize("crop", [[], ["--center_crop"]])
+def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images, flags, flip, crop):
+    """Crops of a cache are those of epoch 0, so there random crops agree for an epoch and centred ones for ever."""
+    make_cache(tmp_path, *flip, *crop)
+    epochs = f"--num_train_epochs={3 if crop else 1}"
+    train(*images, *flip, *crop, epochs, f"--output_dir={tmp_path / 'images-out'}")
+    train(*flags, *flip, epochs, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'cache-out'}")
+    one, other = metrics(tmp_path / "images-out"), metrics(tmp_path / "cache-out")
+    assert len(one) == (18 if crop else 6)
+    assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in other], rel=2e-3)
+    assert [record["grad_norm"] for record in one] == pytest.approx([r["grad_norm"] for r in other], rel=1e-2)
+    train(*flags, *flip, epochs, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'c'}", "--seed=1")
+    others = [record["loss"] for record in metrics(tmp_path / "c")]
+    assert others != pytest.approx([record["loss"] for record in one], rel=2e-3)
+
+
+def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached):
+    prompts = ["a digit one", "a digit two"]
+    train(*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--num_inference_steps=4")
+    grid = np.array(Image.open(tmp_path / "out/samples/step-0000006.png").convert("RGB")).astype(int)
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
+    for i in range(4):
+        generator = torch.Generator().manual_seed(script.step_seed(0, i))
+        image = pipeline(prompts[i // 2], generator=generator, guidance_scale=3, num_inference_steps=4).images[0]
+        image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
+        y, x = 68 * (i // 2), grid.shape[1] - 68 * (2 - i % 2)
+        assert np.abs(grid[y : y + 64, x : x + 64] - image).max() <= 1
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, cached, num_processes):
+    argv = [*cached, "--validation_prompts", "one", "two", "three", "--num_validation_images=1", "--learning_rate=0"]
+    assert set(finish(start(lambda: train(*argv, "--max_train_steps=1"), num_processes))) == {0}
+    grid = np.array(Image.open(tmp_path / "out/samples/step-0000001.png")).astype(int)
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
+    for i, prompt in enumerate(["one", "two", "three"]):
+        generator = torch.Generator().manual_seed(script.step_seed(0, i))
+        image = pipeline(prompt, generator=generator, num_inference_steps=2).images[0].resize((64, 64), Image.NEAREST)
+        assert np.abs(grid[68 * i : 68 * i + 64, -68:-4] - np.array(image).astype(int)).max() <= 1
+
+
+# ------------------------------------------------------------------- loss, latents, captions
+
+
+def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
+    torch.manual_seed(0)
+    mean, std = torch.randn(1000, 4, 2, 2), torch.rand(1000, 4, 2, 2) + 0.5
+    cache = {"latents": "moments", "latents_shape": [8, 2, 2], "prompt_embeds_shape": [3, 5]}
+    cache["vae"] = {"scaling_factor": 0.5, "shift_factor": 2.0}
+    batch = {"latents": torch.cat([mean, std], 1).flatten(1).half(), "prompt_embeds": torch.ones(1000, 15).half()}
+    latents, embeds = script.prepare_latents(batch, None, torch.zeros(3, 5), cache, 0.25)
+    z = (latents / 0.5 + 2.0 - mean) / std
+    assert latents.dtype == torch.float32 and abs(z.mean()) < 0.05 and abs(z.std() - 1) < 0.05
+    again, _ = script.prepare_latents(batch, None, torch.zeros(3, 5), cache, 0.0)
+    assert not torch.equal(latents, again)  # another draw
+    assert embeds.shape == (1000, 3, 5) and set(embeds.mean((1, 2)).tolist()) == {0.0, 1.0}
+    assert 0.2 < 1 - embeds.mean() < 0.3
+    sample = {**cache, "latents": "sample", "latents_shape": [4, 2, 2]}
+    batch["latents"] = mean.flatten(1).half()
+    fixed, embeds = script.prepare_latents(batch, None, torch.zeros(3, 5), sample, 0.0)
+    torch.testing.assert_close(fixed, (mean.half().float() - 2.0) * 0.5)
+    assert embeds.min() == 1
+
+
+def test_offset_noise_and_perturbation_enter_as_they_should():
+    scheduler = DDPMScheduler()
+    images, seen = torch.zeros(4000, 3, 2, 2), {}
+
+    class Model:
+        def __call__(self, noisy, timesteps, encoder_hidden_states):
+            seen.update(noisy=noisy, timesteps=timesteps, condition=encoder_hidden_states)
+            return type("Output", (), {"sample": torch.zeros_like(noisy)})
+
+    def run(**knobs):
+        torch.manual_seed(0)
+        loss = script.compute_loss(
+            Model(), scheduler, images, torch.full((4000,), 1 / 4000), encoder_hidden_states="it", **knobs
+        )
+        level = (1 - scheduler.alphas_cumprod[seen["timesteps"]]).sqrt().view(-1, 1, 1, 1)
+        return loss.item(), seen["noisy"] / level  # the noise that the model sees
+
+    loss, noise = run()
+    assert loss == pytest.approx(1, abs=0.03) and noise.std().item() == pytest.approx(1, abs=0.02)
+    assert seen["condition"] == "it"
+    loss, noise = run(noise_offset=0.5)  # in the target as well
+    assert loss == pytest.approx(1.25, abs=0.05)
+    assert noise.mean((2, 3)).var().item() == pytest.approx(0.25 + 0.25, abs=0.03)
+    loss, noise = run(input_perturbation=0.5)  # in the input only
+    assert loss == pytest.approx(1, abs=0.03) and noise.var().item() == pytest.approx(1.25, abs=0.05)
+
+
+def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, flags):
+    import datasets
+
+    make_captioned(tmp_path / "more", 5, [f"{i} more" for i in range(5)])
+    make_cache(tmp_path, "--random_flip")
+    make_cache(tmp_path, "--random_flip", name="other", images="more")
+    loaded = [script.load_cache(tmp_path / name) for name in ("cache", "other")]
+    args = script.parse_args([*flags, f"--latents_dir={tmp_path / 'cache'}", "--random_flip"])
+    data = script.CachedLatents([batch for _, _, batches in loaded for batch in batches], args)
+    rows = [datasets.load_from_disk(str(tmp_path / name)) for name in ("cache", "other")]
+    expected = datasets.concatenate_datasets(rows)
+    assert len(data) == 11
+    keys = [(epoch, row, 0.5) for epoch in range(8) for row in (10, 0, 5, 3, 4, 6)]
+    batch = data.__getitems__(keys)
+    flipped = 0
+    for i, (_, row, _) in enumerate(keys):
+        plain, mirrored = (torch.tensor(expected[row][name]) for name in ("latents", "latents_flipped"))
+        got = batch["latents"][i].float()
+        assert torch.equal(got, plain) or torch.equal(got, mirrored)
+        flipped += not torch.equal(got, plain)
+        assert torch.equal(batch["prompt_embeds"][i].float(), torch.tensor(expected[row]["prompt_embeds"]))
+    assert 12 < flipped < 36 and batch["latents"].dtype == torch.float16
+
+
+def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models):
+    config = json.loads((models / "scheduler/scheduler_config.json").read_text())
+    config |= {"_class_name": "PNDMScheduler", "prediction_type": "epsilon", "skip_prk_steps": True}
+    (models / "scheduler/scheduler_config.json").write_text(json.dumps(config))
+    train(*cached, "--prediction_type=v_prediction", f"--output_dir={tmp_path / 'v'}")
+    scheduler = StableDiffusionPipeline.from_pretrained(tmp_path / "v").scheduler
+    assert type(scheduler).__name__ == "PNDMScheduler" and scheduler.config.prediction_type == "v_prediction"
+    train(*cached, "--prediction_type=v_prediction", "--rescale_betas_zero_snr", "--snr_gamma=5")
+    scheduler = StableDiffusionPipeline.from_pretrained(tmp_path / "out").scheduler
+    assert isinstance(scheduler, DDIMScheduler) and scheduler.alphas_cumprod[-1] == 0
+    scheduler.set_timesteps(3)
+    assert scheduler.timesteps[0] == 999
+
+
+def test_a_new_unet_is_made_from_a_config(tmp_path, cached, models):
+    shutil.copy(models / "unet/config.json", tmp_path / "unet.json")
+    shutil.rmtree(models / "unet")
+    train(*cached, f"--unet_config_name_or_path={tmp_path / 'unet.json'}")
+    assert StableDiffusionPipeline.from_pretrained(tmp_path / "out").unet.config.sample_size == 8
+
+
+def test_configs_of_real_models_are_those_models():
+    with torch.device("meta"):
+        config = UNet2DConditionModel.load_config(ROOT / "configs/stable_diffusion_v2_base_unet.json")
+        unet = UNet2DConditionModel.from_config(config)
+    assert sum(p.numel() for p in unet.parameters()) == 865_910_724  # as published
+
+
+# ------------------------------------------------------------------- things that go wrong
+
+
+def test_a_cache_of_other_models_or_settings_is_refused(tmp_path, cached, models, capfd):
+    vae = AutoencoderKL.from_pretrained(MODELS, subfolder="vae")
+    vae.register_to_config(scaling_factor=0.18215)
+    vae.save_pretrained(tmp_path / "vae")
+    error = refused(capfd, *cached, f"--vae_name_or_path={tmp_path / 'vae'}")
+    assert "was not made with these models (vae.scaling_factor 0.9446 -> 0.18215)" in error
+    with torch.no_grad():
+        vae.register_to_config(scaling_factor=0.9446)
+        vae.encoder.conv_in.bias[0] += 1e-3
+    vae.save_pretrained(tmp_path / "vae")
+    assert "vae.sha256" in refused(capfd, *cached, f"--vae_name_or_path={tmp_path / 'vae'}")
+    assert "holds no mirrored latents" in refused(capfd, *cached, "--random_flip")
+    assert "holds 16 px" in refused(capfd, *cached, "--resolution=32")
+    config = json.loads((models / "unet/config.json").read_text())
+    (tmp_path / "unet.json").write_text(json.dumps({**config, "cross_attention_dim": 48}))
+    error = refused(capfd, *cached, f"--unet_config_name_or_path={tmp_path / 'unet.json'}")
+    assert "takes 4 channels and embeddings of 48; the latents have 4, the embeddings 32" in error
+    make_cache(tmp_path, "--latents=sample", name="sample")
+    both = [*cached, "--latents_dir", tmp_path / "cache", tmp_path / "sample"]
+    assert f"{tmp_path / 'sample'} was not made with" in refused(capfd, *both)
+    assert not (tmp_path / "out/unet").exists()
+
+
+def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cached, capfd):
+    assert "is missing: make the cache" in refused(capfd, *cached, f"--latents_dir={tmp_path / 'nowhere'}")
+    shard = tmp_path / "cache/data-00001-of-00002.arrow"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-800])
+    assert "data-00001-of-00002.arrow is damaged" in refused(capfd, *cached)
+    shard.unlink()
+    assert "data-00001-of-00002.arrow is missing" in refused(capfd, *cached)
+    shard.write_bytes((tmp_path / "cache/data-00000-of-00002.arrow").read_bytes())
+    assert "4 rows instead of 2" in refused(capfd, *cached)
+    shard.write_bytes(data)
+    (tmp_path / "cache/state.json").unlink()
+    assert "is not finished" in refused(capfd, *cached)
+
+
+def test_a_bad_row_is_named_skipped_and_counted(tmp_path, images, capfd):
+    (tmp_path / "images/2.png").write_bytes(b"no image")
+    train(*images, "--num_train_epochs=2")
+    assert metrics(tmp_path / "out")[-1]["skipped_images"] == 1
+    assert capfd.readouterr().err.count("Skipped 2.png (cannot identify image file)") == 1
+    assert "has no column 'caption' but image, text" in refused(
+        capfd, *images, "--caption_column=caption", f"--output_dir={tmp_path / 'b'}"
+    )
+
+
+def test_bad_checkpoints_and_models_are_refused(tmp_path, cached, models, capfd):
+    train(*cached, "--checkpointing_steps=3")
+    assert "holds checkpoint-6 of an earlier run" in refused(capfd, *cached)
+    (tmp_path / "out/checkpoint-6/optimizer.bin").write_bytes(b"")
+    assert "checkpoint-6 is damaged" in refused(capfd, *cached, "--resume_from_checkpoint=latest")
+    shutil.rmtree(models / "unet")
+    assert "holds no UNet2DConditionModel" in refused(capfd, *cached, f"--output_dir={tmp_path / 'b'}")
+    shutil.rmtree(models / "scheduler")
+    assert "holds no scheduler" in refused(capfd, *cached, f"--output_dir={tmp_path / 'b'}")
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["--train_data_dir=nowhere", "--pretrained_model_name_or_path=sd"], "--train_data_dir nowhere is not a folder"),
+    (["--latents_dir=a"], "--pretrained_model_name_or_path is needed"),
+    (["--latents_dir=a", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "--latents_dir excludes"),
+    (["--caption_dropout=2", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "not a share between 0"),
+    (["--train_batch_size=0", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "is less than 1"),
+])  # fmt: skip
+def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script.parse_args(argv)
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_tensorboard_and_hub_get_the_pipeline_and_no_secret(tmp_path, cached, monkeypatch):
+    from huggingface_hub.utils import filter_repo_objects
+
+    calls = {}
+    monkeypatch.setenv("HF_TOKEN", "secret-3141592653")
+    monkeypatch.setattr(script, "create_repo", lambda name, **more: type("Url", (), {"repo_id": f"me/{name}"}))
+    monkeypatch.setattr(script, "upload_folder", lambda **options: calls.update(options))
+    train(
+        *cached,
+        "--report_to=tensorboard",
+        "--push_to_hub",
+        "--checkpointing_steps=2",
+        "--validation_prompts",
+        "a",
+        "b",
+    )
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert all(b"secret-3141592653" not in path.read_bytes() for path in files)
+    names = [str(path.relative_to(tmp_path / "out")) for path in files]
+    uploaded = {name.split("/")[0] for name in filter_repo_objects(names, allow_patterns=calls["allow_patterns"])}
+    pipeline = {"model_index.json", "unet", "vae", "text_encoder", "tokenizer", "scheduler"}
+    assert uploaded == pipeline | {"README.md", "samples", "loss.png"}
+
+
+def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monkeypatch):
+    """From a cache at most 2 % beside forward, backward and optimizer; EMA, clipping and records are not counted."""
+    unet = UNet2DConditionModel(
+        sample_size=8, layers_per_block=1, block_out_channels=(64, 128), cross_attention_dim=32, attention_head_dim=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    unet.save_config(tmp_path / "unet")
+    inside, marks, compute_loss = [], [], script.compute_loss
+
+    def timed(function):
+        def wrapper(*args, **options):
+            begin = time.perf_counter()
+            result = function(*args, **options)
+            inside.append(time.perf_counter() - begin)
+            return result
+
+        return wrapper
+
+    def marked(*args, **options):  # from the start of one loss to that of the next lies one step
+        marks.append((time.perf_counter(), sum(inside)))
+        return timed(compute_loss)(*args, **options)
+
+    monkeypatch.setattr(script, "compute_loss", marked)
+    for owner, name in (
+        (script.Accelerator, "backward"),
+        (script.Accelerator, "clip_grad_norm_"),
+        (torch.optim.AdamW, "step"),
+    ):
+        monkeypatch.setattr(owner, name, timed(getattr(owner, name)))
+    make_captioned(tmp_path / "images", 64)
+    make_cache(tmp_path, name="large")
+    train(*cached, f"--latents_dir={tmp_path / 'large'}", f"--unet_config_name_or_path={tmp_path / 'unet'}",
+          "--train_batch_size=32", "--max_train_steps=12", "--no-use_ema", "--logging_steps=1000")  # fmt: skip
+    steps = [(b - a, (b - a) - (inside_b - inside_a)) for (a, inside_a), (b, inside_b) in zip(marks[2:-1], marks[3:], strict=False)]
+    # The quickest of ten is the one that no other program disturbed.
+    duration, outside = min(steps, key=lambda step: step[1])
+    assert duration > 0.1 and outside < 0.02 * duration, steps
