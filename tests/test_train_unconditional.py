@@ -608,7 +608,7 @@ def test_every_kind_of_folder_trains(tmp_path, flags, monkeypatch):
     reference = None
     for name in ("images", "classes", "captions", "parquet", "plain", "tars"):
         rows, column = script.load_rows(script.parse_args([f"--train_data_dir={tmp_path / name}"]))
-        assert len(rows) == 6 and rows.column_names == [column], name
+        assert len(rows) == 6 and column in rows.column_names, name
         decoded = sorted(script.decode_image(row[column], 3).float().mean().item() for row in rows)
         reference = reference or decoded
         assert decoded == reference, name
