@@ -227,8 +227,9 @@ def transform(row, epoch, item, column, channels, tokenizer, args):
     resolution], "skipped"}; the last says why the row can't be used, else it is None.
     """
     size, key, reason = args.resolution, name_image(row, item[column]), None
-    if os.path.isabs(key) and args.train_data_dir:
-        key = os.path.relpath(key, args.train_data_dir)  # the same wherever the data lies
+    folder = args.train_data_dir or args.dataset_name
+    if os.path.isabs(key) and os.path.isdir(folder):
+        key = os.path.relpath(key, folder)  # the same wherever the data lies
     try:
         y, x, _, choice = draw_choices(args.seed, epoch, row)
         text = item[args.caption_column]
@@ -334,6 +335,8 @@ def load_models(args, dtype):
     folder = {} if args.vae_name_or_path else {"subfolder": "vae"}
     try:
         kind = AutoencoderKL.load_config(source, **folder, **options)["_class_name"]
+        if kind not in ("AutoencoderKL", "AutoencoderTiny"):
+            raise ValueError(f"an {kind} is no AutoencoderKL or AutoencoderTiny")
         vae = (AutoencoderTiny if kind == "AutoencoderTiny" else AutoencoderKL).from_pretrained(
             source, **folder, **weights
         )
@@ -347,6 +350,9 @@ def load_models(args, dtype):
             raise ValueError("no vocabulary")
     except Exception as error:
         fail(f"{source} does not hold the {folder.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})")
+    stages = vae.config.get("block_out_channels") or vae.config.encoder_block_out_channels
+    if (args.resolution or 0) % (multiple := 2 ** (len(stages) - 1)):
+        fail(f"--resolution {args.resolution} is not a multiple of {multiple}, which this VAE needs")
     # Old tokenizers do not know how many tokens the text encoder takes.
     tokenizer.model_max_length = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
     return vae.eval(), text_encoder.eval(), tokenizer
