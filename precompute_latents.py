@@ -327,32 +327,42 @@ class Prefetcher:
 # ------------------------------------------------------------------------------------------------- encode
 
 
+def locate_model(args, own_path, subfolder):
+    """Where a model is: (hub id or folder, options). One with a flag of its own is no part of a pipeline."""
+    if own_path is not None:
+        return own_path, {"cache_dir": args.cache_dir}
+    options = {"cache_dir": args.cache_dir, "subfolder": subfolder, "revision": args.revision, "variant": args.variant}
+    return args.pretrained_model_name_or_path, options
+
+
+def vae_scale_factor(vae):
+    """How many times smaller than the image the latents are in height and in width."""
+    return 2 ** (len(vae.config.get("block_out_channels") or vae.config.encoder_block_out_channels) - 1)
+
+
 def load_models(args, dtype):
     """The VAE, the text encoder and the tokenizer, on the CPU."""
-    whole, options = args.pretrained_model_name_or_path, {"cache_dir": args.cache_dir, "revision": args.revision}
-    weights = {**options, "variant": args.variant, "torch_dtype": dtype}
-    source = args.vae_name_or_path or whole
-    folder = {} if args.vae_name_or_path else {"subfolder": "vae"}
     try:
-        kind = AutoencoderKL.load_config(source, **folder, **options)["_class_name"]
+        source, options = locate_model(args, args.vae_name_or_path, "vae")
+        kind = AutoencoderKL.load_config(source, **options)["_class_name"]
         if kind not in ("AutoencoderKL", "AutoencoderTiny"):
-            raise ValueError(f"an {kind} is no AutoencoderKL or AutoencoderTiny")
-        vae = (AutoencoderTiny if kind == "AutoencoderTiny" else AutoencoderKL).from_pretrained(
-            source, **folder, **weights
-        )
-        source = args.text_encoder_name_or_path or whole
-        folder = {} if args.text_encoder_name_or_path else {"subfolder": "text_encoder"}
-        text_encoder = CLIPTextModel.from_pretrained(source, **folder, **weights)
-        source = args.tokenizer_name_or_path or source
-        folder = {} if args.tokenizer_name_or_path or args.text_encoder_name_or_path else {"subfolder": "tokenizer"}
-        tokenizer = CLIPTokenizer.from_pretrained(source, **folder, **options)
+            raise ValueError(f"it is an {kind}, no AutoencoderKL or AutoencoderTiny")
+        vae_class = AutoencoderTiny if kind == "AutoencoderTiny" else AutoencoderKL
+        vae = vae_class.from_pretrained(source, **options, torch_dtype=dtype)
+        source, options = locate_model(args, args.text_encoder_name_or_path, "text_encoder")
+        text_encoder = CLIPTextModel.from_pretrained(source, **options, torch_dtype=dtype)
+        own_path = args.tokenizer_name_or_path or args.text_encoder_name_or_path
+        source, options = locate_model(args, own_path, "tokenizer")
+        options.pop("variant", None)
+        tokenizer = CLIPTokenizer.from_pretrained(source, **options)
         if len(tokenizer) < 256:  # where there are no files, transformers makes one that knows two tokens
             raise ValueError("no vocabulary")
     except Exception as error:
-        fail(f"{source} does not hold the {folder.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})")
-    stages = vae.config.get("block_out_channels") or vae.config.encoder_block_out_channels
-    if (args.resolution or 0) % (multiple := 2 ** (len(stages) - 1)):
-        fail(f"--resolution {args.resolution} is not a multiple of {multiple}, which this VAE needs")
+        fail(
+            f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})"
+        )
+    if args.resolution is not None and args.resolution % vae_scale_factor(vae):
+        fail(f"--resolution {args.resolution} is not a multiple of {vae_scale_factor(vae)}, which this VAE needs")
     # Old tokenizers do not know how many tokens the text encoder takes.
     tokenizer.model_max_length = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
     return vae.eval(), text_encoder.eval(), tokenizer

@@ -506,32 +506,42 @@ class Prefetcher:
 # ------------------------------------------------------------------------------------------------- models
 
 
+def locate_model(args, own_path, subfolder):
+    """Where a model is: (hub id or folder, options). One with a flag of its own is no part of a pipeline."""
+    if own_path is not None:
+        return own_path, {"cache_dir": args.cache_dir}
+    options = {"cache_dir": args.cache_dir, "subfolder": subfolder, "revision": args.revision, "variant": args.variant}
+    return args.pretrained_model_name_or_path, options
+
+
+def vae_scale_factor(vae):
+    """How many times smaller than the image the latents are in height and in width."""
+    return 2 ** (len(vae.config.get("block_out_channels") or vae.config.encoder_block_out_channels) - 1)
+
+
 def load_models(args, dtype):
     """The VAE, the text encoder and the tokenizer, on the CPU."""
-    whole, options = args.pretrained_model_name_or_path, {"cache_dir": args.cache_dir, "revision": args.revision}
-    weights = {**options, "variant": args.variant, "torch_dtype": dtype}
-    source = args.vae_name_or_path or whole
-    folder = {} if args.vae_name_or_path else {"subfolder": "vae"}
     try:
-        kind = AutoencoderKL.load_config(source, **folder, **options)["_class_name"]
+        source, options = locate_model(args, args.vae_name_or_path, "vae")
+        kind = AutoencoderKL.load_config(source, **options)["_class_name"]
         if kind not in ("AutoencoderKL", "AutoencoderTiny"):
-            raise ValueError(f"an {kind} is no AutoencoderKL or AutoencoderTiny")
-        vae = (AutoencoderTiny if kind == "AutoencoderTiny" else AutoencoderKL).from_pretrained(
-            source, **folder, **weights
-        )
-        source = args.text_encoder_name_or_path or whole
-        folder = {} if args.text_encoder_name_or_path else {"subfolder": "text_encoder"}
-        text_encoder = CLIPTextModel.from_pretrained(source, **folder, **weights)
-        source = args.tokenizer_name_or_path or source
-        folder = {} if args.tokenizer_name_or_path or args.text_encoder_name_or_path else {"subfolder": "tokenizer"}
-        tokenizer = CLIPTokenizer.from_pretrained(source, **folder, **options)
+            raise ValueError(f"it is an {kind}, no AutoencoderKL or AutoencoderTiny")
+        vae_class = AutoencoderTiny if kind == "AutoencoderTiny" else AutoencoderKL
+        vae = vae_class.from_pretrained(source, **options, torch_dtype=dtype)
+        source, options = locate_model(args, args.text_encoder_name_or_path, "text_encoder")
+        text_encoder = CLIPTextModel.from_pretrained(source, **options, torch_dtype=dtype)
+        own_path = args.tokenizer_name_or_path or args.text_encoder_name_or_path
+        source, options = locate_model(args, own_path, "tokenizer")
+        options.pop("variant", None)
+        tokenizer = CLIPTokenizer.from_pretrained(source, **options)
         if len(tokenizer) < 256:  # where there are no files, transformers makes one that knows two tokens
             raise ValueError("no vocabulary")
     except Exception as error:
-        fail(f"{source} does not hold the {folder.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})")
-    stages = vae.config.get("block_out_channels") or vae.config.encoder_block_out_channels
-    if (args.resolution or 0) % (multiple := 2 ** (len(stages) - 1)):
-        fail(f"--resolution {args.resolution} is not a multiple of {multiple}, which this VAE needs")
+        fail(
+            f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})"
+        )
+    if args.resolution is not None and args.resolution % vae_scale_factor(vae):
+        fail(f"--resolution {args.resolution} is not a multiple of {vae_scale_factor(vae)}, which this VAE needs")
     # Old tokenizers do not know how many tokens the text encoder takes.
     tokenizer.model_max_length = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
     return vae.eval(), text_encoder.eval(), tokenizer
@@ -629,9 +639,8 @@ def make_schedulers(args):
     source, flags = args.pretrained_model_name_or_path, {}
     if args.prediction_type is not None:
         flags["prediction_type"] = args.prediction_type
-    if (
-        args.rescale_betas_zero_snr
-    ):  # sampling must then start at the last timestep, which "leading" spacing leaves out
+    if args.rescale_betas_zero_snr:
+        # Sampling must then start at the last timestep, which "leading" spacing leaves out.
         flags.update(rescale_betas_zero_snr=True, timestep_spacing="trailing")
     options = {"subfolder": "scheduler", "cache_dir": args.cache_dir, "revision": args.revision}
     try:
@@ -666,10 +675,8 @@ def prepare_latents(batch, encoders, empty_prompt, cache, caption_dropout):
         prompt_embeds = batch["prompt_embeds"].float().unflatten(1, cache["prompt_embeds_shape"])
     else:
         vae, text_encoder = encoders
-        latents, prompt_embeds = (
-            encode_images(vae, batch["pixel_values"]),
-            encode_prompts(text_encoder, batch["input_ids"]),
-        )
+        latents = encode_images(vae, batch["pixel_values"])
+        prompt_embeds = encode_prompts(text_encoder, batch["input_ids"])
     if cache["latents"] == "moments":
         mean, std = latents.chunk(2, dim=1)
         latents = mean + std * torch.randn_like(mean)
@@ -1051,6 +1058,7 @@ def main(args):
     accelerator.wait_for_everyone()
     checkpoint = find_checkpoint(args)
 
+    memory_format = torch.channels_last if device.type == "cuda" else torch.preserve_format
     # Data: latents and embeddings from a cache, or images and captions with the models that encode them in the step
     encoders = None
     if args.latents_dir:
@@ -1077,14 +1085,16 @@ def main(args):
         rows = rows.select_columns([column, args.caption_column])
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
         vae, text_encoder, tokenizer = load_models(args, dtype)
-        encoders = (vae.requires_grad_(False).to(device), text_encoder.requires_grad_(False).to(device))
+        vae.requires_grad_(False).to(device, memory_format=memory_format)
+        encoders = (vae, text_encoder.requires_grad_(False).to(device))
         tokens = tokenizer("", padding="max_length", truncation=True, return_tensors="pt").input_ids
         with torch.no_grad():
             empty_prompt = encode_prompts(text_encoder, tokens.to(device))[0]
-        cache = {
+        tiny, side = isinstance(vae, AutoencoderTiny), args.resolution // vae_scale_factor(vae)
+        cache = {  # what a cache would say
             "vae": {"scaling_factor": vae.config.scaling_factor, "shift_factor": vae.config.shift_factor or 0.0},
-            "latents": "sample" if isinstance(vae, AutoencoderTiny) else "moments",
-            "latents_shape": [vae.config.latent_channels * (1 if isinstance(vae, AutoencoderTiny) else 2)],
+            "latents": "sample" if tiny else "moments",
+            "latents_shape": [vae.config.latent_channels * (1 if tiny else 2), side, side],
         }
         dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizer, args)
     num_images = len(dataset)
@@ -1101,9 +1111,9 @@ def main(args):
     torch.manual_seed(args.seed)  # every process starts from the same weights
     latent_channels = cache["latents_shape"][0] // (2 if cache["latents"] == "moments" else 1)
     unet = make_unet(args, latent_channels, empty_prompt.shape[-1])
-    if args.unet_config_name_or_path and args.latents_dir:
+    if args.unet_config_name_or_path:
         unet.register_to_config(sample_size=cache["latents_shape"][1])  # what the pipeline draws unless told otherwise
-    unet.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format)
+    unet.to(device, memory_format=memory_format)
     ema_unet = copy.deepcopy(unet).eval().requires_grad_(False) if args.use_ema else None
     if args.gradient_checkpointing:
         unet.enable_gradient_checkpointing()

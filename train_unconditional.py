@@ -510,9 +510,8 @@ def make_noise_scheduler(args):
         "prediction_type": args.prediction_type,
     }
     flags = {key: value for key, value in flags.items() if value is not None}
-    if (
-        args.rescale_betas_zero_snr
-    ):  # sampling must then start at the last timestep, which "leading" spacing leaves out
+    if args.rescale_betas_zero_snr:
+        # Sampling must then start at the last timestep, which "leading" spacing leaves out.
         flags.update(rescale_betas_zero_snr=True, timestep_spacing="trailing")
     source = args.pretrained_model_name_or_path
     try:
@@ -897,7 +896,8 @@ def main(args):
         args.max_train_steps = args.num_train_epochs * steps_per_epoch
 
     # Models and optimizer
-    unet.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format)
+    memory_format = torch.channels_last if device.type == "cuda" else torch.preserve_format
+    unet.to(device, memory_format=memory_format)
     ema_unet = copy.deepcopy(unet).eval().requires_grad_(False) if args.use_ema else None
     if args.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
