@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,8 +21,11 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from PIL import Image  # noqa: E402
+from tqdm.auto import tqdm  # noqa: E402
 
 torch.set_num_threads(1)
+# tqdm's own lock is one for all forks: a process that is killed while it holds it would stop all the others for good.
+tqdm.set_lock(threading.RLock())
 
 
 @pytest.fixture(autouse=True)
