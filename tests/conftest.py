@@ -21,7 +21,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from PIL import Image  # noqa: E402
-from tqdm.auto import tqdm  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 torch.set_num_threads(1)
 # tqdm's own lock is one for all forks: a process that is killed while it holds it would stop all the others for good.
