@@ -384,7 +384,10 @@ def load_cache(folder):
         cache = json.loads((folder / "cache.json").read_text())
         if not (folder / "state.json").is_file():
             fail(f"{folder} is not finished: run the command that made it again")
-        empty_prompt, batches = torch.from_numpy(np.load(folder / "empty_prompt.npy")), []
+        content, batches = (folder / "empty_prompt.npy").read_bytes(), []
+        if hashlib.sha256(content).hexdigest() != cache["empty_prompt_sha256"]:
+            raise ValueError("empty_prompt.npy is not as it was written")
+        empty_prompt = torch.from_numpy(np.load(io.BytesIO(content)))
         for shard, record in cache["shards"].items():
             shard = folder / shard
             read = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all().to_batches()
@@ -853,6 +856,7 @@ def log_validation(accelerator, unet, sampler, step, args):
     it, in float32 because the VAE's decoder may overflow in float16, and let go afterwards.
     """
     vae, text_encoder, tokenizer = load_models(args, torch.float32)
+    vae.enable_slicing()  # one image at a time: decoding a batch may need more memory than training
     device, training = accelerator.device, unet.training
     pipeline = make_pipeline(unet.eval(), sampler, (vae.to(device), text_encoder.to(device), tokenizer))
     pipeline.set_progress_bar_config(disable=True)

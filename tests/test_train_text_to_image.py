@@ -482,6 +482,11 @@ def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cach
     shard.write_bytes((tmp_path / "cache/data-00000-of-00002.arrow").read_bytes())
     assert "4 rows instead of 2" in refused(capfd, *cached)
     shard.write_bytes(data)
+    empty_prompt = (tmp_path / "cache/empty_prompt.npy").read_bytes()
+    (tmp_path / "cache/empty_prompt.npy").write_bytes(empty_prompt[:-1] + b"x")
+    assert "empty_prompt.npy is not as it was written" in refused(capfd, *cached)
+    make_cache(tmp_path)  # mends it
+    assert (tmp_path / "cache/empty_prompt.npy").read_bytes() == empty_prompt
     (tmp_path / "cache/state.json").unlink()
     assert "is not finished" in refused(capfd, *cached)
 
