@@ -301,6 +301,33 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, cached, num_processes):
     assert re.search(rf"Stopped by SIGTERM after step {step} of", (tmp_path / "log").read_text())
 
 
+def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached):
+    """6 rows in steps of 2 x 2, two epochs: what each process really trained on, from inside the loss."""
+    prepare_latents = script.prepare_latents
+
+    def recording(batch, *rest):
+        with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
+            means = batch["latents"].double().mean(1).tolist()
+            file.write(json.dumps([means, batch["weight"].tolist(), torch.initial_seed()]) + "\n")
+        return prepare_latents(batch, *rest)
+
+    def run():
+        script.prepare_latents = recording
+        train(*cached, "--train_batch_size=2", "--num_train_epochs=2", "--scale_lr", "--learning_rate=1e-4")
+
+    assert finish(start(run, 2, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
+    ranks = [[json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()] for r in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == 4  # two steps an epoch
+    for epoch in (0, 2):
+        seen = [row for rank in ranks for rows, _, _ in rank[epoch : epoch + 2] for row in rows]
+        assert len(seen) == len(set(seen)) == 6
+    seeds = [seed for rank in ranks for _, _, seed in rank]
+    assert len(set(seeds)) == len(seeds)
+    weights = [weight for rank in ranks for _, weights, _ in rank for weight in weights]
+    assert sorted(set(weights)) == [0.5, 1.0]  # of 4 rows, and of 2; averaged over two processes
+    assert metrics(tmp_path / "out")[-1]["lr"] == pytest.approx(4e-4)  # times 2 processes and 2 rows
+
+
 @pytest.mark.parametrize("flip", [[], ["--random_flip"]])
 @pytest.mark.parametrize("crop", [[], ["--center_crop"]])
 def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images, flags, flip, crop):
@@ -415,6 +442,8 @@ def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, flags):
         flipped += not torch.equal(got, plain)
         assert torch.equal(batch["prompt_embeds"][i].float(), torch.tensor(expected[row]["prompt_embeds"]))
     assert 12 < flipped < 36 and batch["latents"].dtype == torch.float16
+    again = data.__getitems__([(epoch, 0, 0.5) for epoch in range(8)])["latents"]
+    assert len(again.unique(dim=0)) == 2  # the same row is mirrored in some epochs
 
 
 def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models):
