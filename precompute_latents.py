@@ -220,11 +220,11 @@ def draw_choices(seed, epoch, row):
     return np.random.default_rng([seed, epoch, row]).random(4)
 
 
-def transform(row, epoch, item, column, channels, tokenizer, args):
-    """Stage 1, on CPU cores: a row of the source -> the tokens of its caption and its pixels, cropped and resized.
+def transform(row, epoch, item, column, channels, args):
+    """Stage 1, on CPU cores: a row of the source -> its caption and its pixels, cropped and resized in uint8.
 
-    Returns {"row", "key", "text", "input_ids": [model_max_length], "pixel_values": uint8 [channels, resolution,
-    resolution], "skipped"}; the last says why the row can't be used, else it is None.
+    Returns {"row", "key", "text", "pixel_values": [channels, resolution, resolution], "skipped"}; the last says why
+    the row can't be used, else it is None.
     """
     size, key, reason = args.resolution, name_image(row, item[column]), None
     folder = args.train_data_dir or args.dataset_name
@@ -243,26 +243,35 @@ def transform(row, epoch, item, column, channels, tokenizer, args):
     except Exception as error:  # a placeholder keeps the batch in shape
         text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
         reason = str(error).split(" <_io")[0] or type(error).__name__  # without the address of Pillow's buffer
-    input_ids = tokenizer(text, padding="max_length", truncation=True, return_tensors="pt").input_ids[0]
-    return {"row": row, "key": key, "text": text, "input_ids": input_ids, "pixel_values": image, "skipped": reason}
+    return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
+
+
+def tokenize(tokenizer, texts):
+    """Captions -> tokens [N, model_max_length], filled up or cut off."""
+    return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
 class TransformedRows(torch.utils.data.Dataset):
-    """The rows of the source after `transform`, as the trainers see them in epoch 0."""
+    """Turns a list of rows into a batch of what `transform` makes of them, as the trainers see them in epoch 0.
 
-    def __init__(self, rows, *settings):
-        self.rows, self.settings = rows, settings
+    {"row", "key", "text", "skipped": lists, "pixel_values": uint8 [N, C, H, W], "input_ids": [N, model_max_length]}
+    """
+
+    def __init__(self, rows, tokenizer, *settings):
+        self.rows, self.tokenizer, self.settings = rows, tokenizer, settings
 
     def __getitems__(self, indices):  # a batch at once: looking up single rows costs more than a small image
         columns = self.rows[indices]
         items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return [transform(row, 0, item, *self.settings) for row, item in zip(indices, items, strict=True)]
+        items = [transform(row, 0, item, *self.settings) for row, item in zip(indices, items, strict=True)]
+        batch = {name: [item[name] for item in items] for name in items[0]}
+        batch["pixel_values"] = torch.stack(batch["pixel_values"])
+        return {**batch, "input_ids": tokenize(self.tokenizer, batch["text"])}
 
 
-def collate(items):
-    """Items of `transform` -> {"row", "key", "text", "skipped": lists, "input_ids", "pixel_values": tensors}."""
-    batch = {name: [item[name] for item in items] for name in items[0]}
-    return {name: torch.stack(values) if torch.is_tensor(values[0]) else values for name, values in batch.items()}
+def keep(batch):
+    """What the data sets give is a batch already."""
+    return batch
 
 
 def ignore_signals(worker_id):
@@ -659,8 +668,7 @@ def main(args):
             num_channels, height, width = encode_images(vae, blank).shape[1:]
         except RuntimeError as error:
             fail(f"the VAE can't encode {args.resolution} x {args.resolution} pixels ({error})")
-        tokens = tokenizer("", padding="max_length", truncation=True, return_tensors="pt").input_ids
-        empty_prompt = encode_prompts(text_encoder, tokens.to(device))[0].half().cpu().numpy()
+        empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]).to(device))[0].half().cpu().numpy()
     if args.latents == "sample" and not isinstance(vae, AutoencoderTiny):
         num_channels //= 2
 
@@ -739,13 +747,13 @@ def main(args):
     if num_workers is None:  # a core per process stays free for the encoder
         num_workers = max(0, min(8, cores - 1))
     dataloader = torch.utils.data.DataLoader(
-        TransformedRows(rows, column, channels, tokenizer, args),
+        TransformedRows(rows, tokenizer, column, channels, args),
         batch_sampler=(
             range(first, min(first + args.batch_size, end))
             for start, end in missing.items()
             for first in range(start, end, args.batch_size)
         ),
-        collate_fn=collate,
+        collate_fn=keep,
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=ignore_signals,

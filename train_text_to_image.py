@@ -297,11 +297,11 @@ def draw_choices(seed, epoch, row):
     return np.random.default_rng([seed, epoch, row]).random(4)
 
 
-def transform(row, epoch, item, column, channels, tokenizer, args):
-    """Stage 1, on CPU cores: a row of the source -> the tokens of its caption and its pixels, cropped and resized.
+def transform(row, epoch, item, column, channels, args):
+    """Stage 1, on CPU cores: a row of the source -> its caption and its pixels, cropped and resized in uint8.
 
-    Returns {"row", "key", "text", "input_ids": [model_max_length], "pixel_values": uint8 [channels, resolution,
-    resolution], "skipped"}; the last says why the row can't be used, else it is None.
+    Returns {"row", "key", "text", "pixel_values": [channels, resolution, resolution], "skipped"}; the last says why
+    the row can't be used, else it is None.
     """
     size, key, reason = args.resolution, name_image(row, item[column]), None
     folder = args.train_data_dir or args.dataset_name
@@ -320,8 +320,12 @@ def transform(row, epoch, item, column, channels, tokenizer, args):
     except Exception as error:  # a placeholder keeps the batch in shape
         text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
         reason = str(error).split(" <_io")[0] or type(error).__name__  # without the address of Pillow's buffer
-    input_ids = tokenizer(text, padding="max_length", truncation=True, return_tensors="pt").input_ids[0]
-    return {"row": row, "key": key, "text": text, "input_ids": input_ids, "pixel_values": image, "skipped": reason}
+    return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
+
+
+def tokenize(tokenizer, texts):
+    """Captions -> tokens [N, model_max_length], filled up or cut off."""
+    return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
 def step_batches(rows, args, rank, num_processes, first_step):
@@ -354,7 +358,7 @@ class CaptionedImages(torch.utils.data.Dataset):
     """
 
     def __init__(self, rows, column, channels, tokenizer, args):
-        self.rows, self.args, self.settings = rows, args, (column, channels, tokenizer, args)
+        self.rows, self.tokenizer, self.args, self.settings = rows, tokenizer, args, (column, channels, args)
 
     def __len__(self):
         return len(self.rows)
@@ -371,7 +375,7 @@ class CaptionedImages(torch.utils.data.Dataset):
         weights = [0.0 if item["skipped"] else weight for (_, _, weight), item in zip(keys, items, strict=True)]
         return {
             "pixel_values": torch.stack([item["pixel_values"] for item in items]),
-            "input_ids": torch.stack([item["input_ids"] for item in items]),
+            "input_ids": tokenize(self.tokenizer, [item["text"] for item in items]),
             "weight": torch.tensor(weights),
             "skipped": [(item["key"], item["skipped"]) for item in items if item["skipped"]],
         }
@@ -1091,9 +1095,8 @@ def main(args):
         vae, text_encoder, tokenizer = load_models(args, dtype)
         vae.requires_grad_(False).to(device, memory_format=memory_format)
         encoders = (vae, text_encoder.requires_grad_(False).to(device))
-        tokens = tokenizer("", padding="max_length", truncation=True, return_tensors="pt").input_ids
         with torch.no_grad():
-            empty_prompt = encode_prompts(text_encoder, tokens.to(device))[0]
+            empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]).to(device))[0]
         tiny, side = isinstance(vae, AutoencoderTiny), args.resolution // vae_scale_factor(vae)
         cache = {  # what a cache would say
             "vae": {"scaling_factor": vae.config.scaling_factor, "shift_factor": vae.config.shift_factor or 0.0},
