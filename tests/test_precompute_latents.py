@@ -159,7 +159,7 @@ def test_sample_is_a_draw_around_the_mean_and_half_the_size(tmp_path, flags):
     z = (sample - mean) / std
     assert sample.shape == mean.shape and abs(z.mean()) < 0.1 and 0.9 < z.std() < 1.1
     assert not np.array_equal(sample, other)
-    assert not np.allclose(z[0], z[2], atol=0.1)  # the first of one batch and the first of the next
+    assert np.corrcoef(z[0], z[2])[0, 1] < 0.5  # the first of one batch and the first of the next
 
 
 def test_autoencoder_tiny_and_models_from_several_places(tmp_path, flags, capfd):
