@@ -161,6 +161,14 @@ def load_rows(args):
     return rows, column
 
 
+def select_captioned(rows, image_column, args):
+    """Keep the columns of images and of captions."""
+    if args.caption_column not in rows.column_names:
+        source, names = args.dataset_name or args.train_data_dir, ", ".join(rows.column_names)
+        fail(f"{source} has no column {args.caption_column!r} but {names}: choose with --caption_column")
+    return rows.select_columns([image_column, args.caption_column])
+
+
 def decode_image(source, channels, keep_precision=False):
     """Decode an image file to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
 
@@ -614,6 +622,21 @@ def finish(output_dir, empty_prompt, max_skipped):
 # ------------------------------------------------------------------------------------------------- main
 
 
+def check_processes(accelerator):
+    """Refuse processes that do not know of each other: each would write the same files."""
+    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
+        fail(
+            f"{os.environ['WORLD_SIZE']} processes were launched but each sees {accelerator.num_processes}: on CPUs "
+            "set ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
+        )
+
+
+def count_cores():
+    """The number of cores for each process of this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 def show_progress(encoded, batches, progress_bar):
     """Pass on what `encode_all` yields, and show the speed and how long the device waited for images."""
     start = time.perf_counter()
@@ -638,13 +661,7 @@ def main(args):
         mixed_precision=args.mixed_precision, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=100))]
     )
     device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
-    if int(os.environ.get("WORLD_SIZE", 1)) != num_processes:
-        fail(
-            f"{os.environ['WORLD_SIZE']} processes were launched but each sees {num_processes}: on CPUs set "
-            "ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
-        )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for each process
+    check_processes(accelerator)
 
     # Models
     transformers.utils.logging.disable_progress_bar()
@@ -653,6 +670,8 @@ def main(args):
         fail(f"--mixed_precision {accelerator.mixed_precision} is not supported: choose no, fp16 or bf16")
     dtype, (*exact_models, tokenizer) = dtypes[accelerator.mixed_precision], load_models(args, torch.float32)
     description = describe_models(*exact_models, tokenizer)
+    with torch.inference_mode():
+        empty_prompt = encode_prompts(exact_models[1], tokenize(tokenizer, [""]))[0].half().numpy()
     models = exact_models if dtype == torch.float32 else load_models(args, dtype)[:2]
     vae, text_encoder = models
     if args.latents is None:
@@ -668,17 +687,12 @@ def main(args):
             num_channels, height, width = encode_images(vae, blank).shape[1:]
         except RuntimeError as error:
             fail(f"the VAE can't encode {args.resolution} x {args.resolution} pixels ({error})")
-        empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]).to(device))[0].half().cpu().numpy()
     if args.latents == "sample" and not isinstance(vae, AutoencoderTiny):
         num_channels //= 2
 
     # Data
     rows, column = load_rows(args)
-    if args.caption_column not in rows.column_names:
-        source = args.dataset_name or args.train_data_dir
-        names = ", ".join(rows.column_names)
-        fail(f"{source} has no column {args.caption_column!r} but {names}: choose with --caption_column")
-    rows = rows.select_columns([column, args.caption_column])
+    rows = select_captioned(rows, column, args)
     transform_flags = ["resolution", "center_crop", "image_interpolation_mode", "random_flip", "seed"]
     settings = {
         "format_version": 1,
@@ -745,7 +759,7 @@ def main(args):
         (output_dir / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
     num_workers = args.dataloader_num_workers
     if num_workers is None:  # a core per process stays free for the encoder
-        num_workers = max(0, min(8, cores - 1))
+        num_workers = max(0, min(8, count_cores() - 1))
     dataloader = torch.utils.data.DataLoader(
         TransformedRows(rows, tokenizer, column, channels, args),
         batch_sampler=(

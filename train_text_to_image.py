@@ -238,6 +238,14 @@ def load_rows(args):
     return rows, column
 
 
+def select_captioned(rows, image_column, args):
+    """Keep the columns of images and of captions."""
+    if args.caption_column not in rows.column_names:
+        source, names = args.dataset_name or args.train_data_dir, ", ".join(rows.column_names)
+        fail(f"{source} has no column {args.caption_column!r} but {names}: choose with --caption_column")
+    return rows.select_columns([image_column, args.caption_column])
+
+
 def decode_image(source, channels, keep_precision=False):
     """Decode an image file to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
 
@@ -984,13 +992,24 @@ image = pipeline({json.dumps(prompt)}, height={args.resolution}, width={args.res
 # ------------------------------------------------------------------------------------------------- main
 
 
-def check_launch(accelerator):
-    """Refuse what would train wrongly or in vain."""
+def check_processes(accelerator):
+    """Refuse processes that do not know of each other: each would write the same files."""
     if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
         fail(
             f"{os.environ['WORLD_SIZE']} processes were launched but each sees {accelerator.num_processes}: on CPUs "
             "set ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
         )
+
+
+def count_cores():
+    """The number of cores for each process of this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def check_launch(accelerator):
+    """Refuse what would train wrongly or in vain."""
+    check_processes(accelerator)
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
@@ -999,8 +1018,7 @@ def check_launch(accelerator):
 
 def use_cores(device):
     """The number of cores for each process; on a CPU the process takes them, if the launcher left it only one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    cores = count_cores()
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if device.type == "cpu" and launched:
         torch.set_num_threads(cores)
@@ -1087,10 +1105,7 @@ def main(args):
     else:
         args.resolution = args.resolution or 512
         rows, column = load_rows(args)
-        if args.caption_column not in rows.column_names:
-            source, names = args.dataset_name or args.train_data_dir, ", ".join(rows.column_names)
-            fail(f"{source} has no column {args.caption_column!r} but {names}: choose with --caption_column")
-        rows = rows.select_columns([column, args.caption_column])
+        rows = select_captioned(rows, column, args)
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
         vae, text_encoder, tokenizer = load_models(args, dtype)
         vae.requires_grad_(False).to(device, memory_format=memory_format)
@@ -1216,9 +1231,16 @@ def main(args):
             latents, prompt_embeds = prepare_latents(batch, encoders, empty_prompt, cache, args.caption_dropout)
             # The processes' gradients are averaged once a step, in its last backward.
             with contextlib.nullcontext() if micro_batch == micro_batches - 1 else accelerator.no_sync(unet):
-                knobs = (args.snr_gamma, args.noise_offset, args.input_perturbation)
-                condition = {"encoder_hidden_states": prompt_embeds}
-                loss = compute_loss(unet, noise_scheduler, latents, batch["weight"], *knobs, **condition)
+                loss = compute_loss(
+                    unet,
+                    noise_scheduler,
+                    latents,
+                    batch["weight"],
+                    args.snr_gamma,
+                    args.noise_offset,
+                    args.input_perturbation,
+                    encoder_hidden_states=prompt_embeds,
+                )
                 accelerator.backward(loss)
             step_sums += torch.stack([loss.detach(), batch["weight"].sum()])
             new_skipped.update(batch["skipped"])

@@ -796,13 +796,24 @@ image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]
 # ------------------------------------------------------------------------------------------------- main
 
 
-def check_launch(accelerator):
-    """Refuse what would train wrongly or in vain."""
+def check_processes(accelerator):
+    """Refuse processes that do not know of each other: each would write the same files."""
     if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
         fail(
             f"{os.environ['WORLD_SIZE']} processes were launched but each sees {accelerator.num_processes}: on CPUs "
             "set ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
         )
+
+
+def count_cores():
+    """The number of cores for each process of this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def check_launch(accelerator):
+    """Refuse what would train wrongly or in vain."""
+    check_processes(accelerator)
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
@@ -811,8 +822,7 @@ def check_launch(accelerator):
 
 def use_cores(device):
     """The number of cores for each process; on a CPU the process takes them, if the launcher left it only one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    cores = count_cores()
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if device.type == "cpu" and launched:
         torch.set_num_threads(cores)
@@ -989,8 +999,15 @@ def main(args):
             images = prepare_images(batch["pixel_values"], args.random_flip)
             # The processes' gradients are averaged once a step, in its last backward.
             with contextlib.nullcontext() if micro_batch == micro_batches - 1 else accelerator.no_sync(unet):
-                knobs = (args.snr_gamma, args.noise_offset, args.input_perturbation)
-                loss = compute_loss(unet, noise_scheduler, images, batch["weight"], *knobs)
+                loss = compute_loss(
+                    unet,
+                    noise_scheduler,
+                    images,
+                    batch["weight"],
+                    args.snr_gamma,
+                    args.noise_offset,
+                    args.input_perturbation,
+                )
                 accelerator.backward(loss)
             step_sums += torch.stack([loss.detach(), batch["weight"].sum()])
             new_skipped.update(batch["skipped"])

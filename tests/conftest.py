@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from PIL import Image  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 torch.set_num_threads(1)
@@ -33,8 +35,7 @@ def alone(tmp_path, monkeypatch):
     """Every test has its own caches and leaves no Accelerate state and no signal handler behind."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets-cache"))
     monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)  # 5 s a pass of a stream
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in handlers.items():
@@ -73,6 +74,35 @@ def make_captioned(folder, count, captions=None):
     captions = captions or [f"a digit {'zero one two'.split()[i % 3]}" for i in range(count)]
     lines = [json.dumps({"file_name": f"{i}.png", "text": caption}) for i, caption in enumerate(captions)]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
+
+
+def reset():
+    """Forget the Accelerate state of the run before."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def launch(*argv, env=None):
+    """The command line of the README, as its own process."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *map(str, argv)]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **(env or {})}, capture_output=True, text=True)
+
+
+def checkpoints(folder):
+    return {name for name in os.listdir(folder) if "checkpoint" in name}
+
+
+def metrics(folder):
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return load_file(Path(folder) / "diffusion_pytorch_model.safetensors")
+
+
+def assert_same_weights(one, other):
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def free_port():

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -16,11 +14,21 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, finish, kill, make_images, start, wait_until
+from conftest import (
+    assert_same_weights,
+    checkpoints,
+    finish,
+    kill,
+    launch,
+    make_images,
+    metrics,
+    start,
+    wait_until,
+    weights,
+)
 from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from diffusers.training_utils import EMAModel
 from PIL import Image
-from safetensors.torch import load_file
 
 import train_unconditional as script
 
@@ -49,29 +57,6 @@ def refused(capfd, flags, *argv):
         assert stop.code == 1
         return capfd.readouterr().err
     pytest.fail("the run was not refused")
-
-
-def checkpoints(folder):
-    return {name for name in os.listdir(folder) if "checkpoint" in name}
-
-
-def metrics(folder):
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(folder):
-    return load_file(Path(folder) / "diffusion_pytorch_model.safetensors")
-
-
-def assert_same_weights(one, other):
-    one, other = weights(one), weights(other)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def launch(*argv, env=None):
-    """The command line of the README, as its own process."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", *map(str, argv)]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **(env or {})}, capture_output=True, text=True)
 
 
 # ------------------------------------------------------------------- commands and what they leave
