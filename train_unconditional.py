@@ -270,6 +270,14 @@ def name_image(row, source):
     return (isinstance(source, dict) and source.get("path")) or f"row {row}"
 
 
+def draw_choices(seed, epoch, row):
+    """Four numbers in [0, 1) for a row in an epoch: place of the crop (y, x), mirroring, caption.
+
+    Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did.
+    """
+    return np.random.default_rng([seed, epoch, row]).random(4)
+
+
 def cache_batch(batch, indices, column, resolution, center_crop, channels):
     """Decode and resize a batch of rows for `cache_images`; rows that can't be decoded are named and left out."""
     pixels, sizes, threads = [], [], torch.get_num_threads()
@@ -365,7 +373,7 @@ class ImageDataset(torch.utils.data.Dataset):
     def __init__(self, rows, column, args, channels):
         self.rows, self.column, self.channels = rows, column, channels
         self.seed, self.resolution, self.center_crop = args.seed, args.resolution, args.center_crop
-        self.keep_precision = args.preserve_input_precision
+        self.random_flip, self.keep_precision = args.random_flip, args.preserve_input_precision
 
     def __getitems__(self, keys):  # a batch at once: for small images, looking up single rows costs more than decoding
         if len(keys[0]) == 4:  # streamed
@@ -375,8 +383,9 @@ class ImageDataset(torch.utils.data.Dataset):
         return [self.load(*key, item) for key, item in zip(keys, items, strict=True)]
 
     def load(self, epoch, row, weight, item):
-        # Keyed by what it is for, not drawn from a worker's generator: a resumed run crops as the first one did.
-        y, x = (0.5, 0.5) if self.center_crop else np.random.default_rng([self.seed, epoch, row]).random(2)
+        y, x, flip, _ = draw_choices(self.seed, epoch, row)
+        if self.center_crop:
+            y, x = 0.5, 0.5
         try:
             if "pixels" in item:
                 image = torch.frombuffer(bytearray(item["pixels"]), dtype=torch.uint8).view(item["size"])
@@ -384,6 +393,8 @@ class ImageDataset(torch.utils.data.Dataset):
                 image = decode_image(item[self.column], self.channels, self.keep_precision)
             # Cropped first, because a long strip resized whole may not fit into memory.
             image = resize(crop_square(image, y, x), self.resolution)
+            if self.random_flip and flip < 0.5:
+                image = image.flip(-1)
             return {"pixel_values": image, "weight": weight, "skipped": None}
         except Exception as error:
             dtype = torch.float32 if self.keep_precision else torch.uint8
@@ -463,13 +474,9 @@ class Prefetcher:
                 pass
 
 
-def prepare_images(pixel_values, random_flip):
-    """Images as loaded [N, C, H, W] (uint8, or float32 in [0, 1]) -> float32 in [-1, 1], half of them mirrored."""
-    images = pixel_values * 2 - 1 if pixel_values.is_floating_point() else pixel_values / 127.5 - 1
-    if random_flip:
-        flipped = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
-        images = torch.where(flipped, images.flip(-1), images)
-    return images
+def prepare_images(pixel_values):
+    """Images as loaded [N, C, H, W] (uint8, or float32 in [0, 1]) -> float32 in [-1, 1]."""
+    return pixel_values * 2 - 1 if pixel_values.is_floating_point() else pixel_values / 127.5 - 1
 
 
 # ------------------------------------------------------------------------------------------------- model
@@ -996,7 +1003,7 @@ def main(args):
         for micro_batch in range(micro_batches):
             batch = next(batches)
             torch.manual_seed(step_seed(args.seed, data_step, micro_batch, rank))
-            images = prepare_images(batch["pixel_values"], args.random_flip)
+            images = prepare_images(batch["pixel_values"])
             # The processes' gradients are averaged once a step, in its last backward.
             with contextlib.nullcontext() if micro_batch == micro_batches - 1 else accelerator.no_sync(unet):
                 loss = compute_loss(

@@ -11,8 +11,8 @@ from conftest import ROOT
 SCRIPTS = ("train_unconditional.py", "precompute_latents.py", "train_text_to_image.py")
 # What must be shared, so that a renamed function can't leave the comparison empty.
 IMAGES = {"fail", "load_rows", "decode_image", "crop_square", "resize", "name_image", "ignore_signals", "Prefetcher",
-          "step_seed", "check_processes", "count_cores"}  # fmt: skip
-MODELS = {"select_captioned", "draw_choices", "transform", "tokenize", "keep", "locate_model", "vae_scale_factor",
+          "step_seed", "draw_choices", "check_processes", "count_cores"}  # fmt: skip
+MODELS = {"select_captioned", "transform", "tokenize", "keep", "locate_model", "vae_scale_factor",
           "load_models", "encode_images", "encode_prompts", "hash_weights", "describe_models",
           "find_differences"}  # fmt: skip
 TRAINING = {"step_batches", "compute_loss", "update_ema", "remove", "replace", "saving", "find_checkpoints",
