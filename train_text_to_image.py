@@ -694,7 +694,8 @@ def prepare_latents(batch, encoders, empty_prompt, cache, caption_dropout):
         prompt_embeds = encode_prompts(text_encoder, batch["input_ids"])
     if cache["latents"] == "moments":
         mean, std = latents.chunk(2, dim=1)
-        latents = mean + std * torch.randn_like(mean)
+        # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
+        latents = mean + std * torch.randn(mean.shape, device=mean.device)
     latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
     dropped = torch.rand(len(latents), 1, 1, device=latents.device) < caption_dropout
     return latents, torch.where(dropped, empty_prompt, prompt_embeds)
@@ -714,10 +715,12 @@ def compute_loss(
     `noise_offset`: noise that is the same all over a channel (crosslabs.org/blog/diffusion-with-offset-noise).
     `input_perturbation`: more noise in the input than the target tells of (arXiv:2301.11706).
     """
-    noise = torch.randn_like(images)
+    noise = torch.randn(images.shape, device=images.device)  # by shape: `like` would draw in the order of the memory
     if noise_offset:
         noise = noise + noise_offset * torch.randn(*images.shape[:2], 1, 1, device=images.device)
-    perturbed = noise + input_perturbation * torch.randn_like(noise) if input_perturbation else noise
+    perturbed = (
+        noise + input_perturbation * torch.randn(noise.shape, device=noise.device) if input_perturbation else noise
+    )
     timesteps = torch.randint(noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device)
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
     prediction = unet(noisy_images, timesteps, **condition).sample.float()

@@ -337,6 +337,32 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images,
     assert others != pytest.approx([record["loss"] for record in one], rel=2e-3)
 
 
+def test_noise_does_not_depend_on_the_memory_layout(models):
+    """A VAE on a GPU, or a convolution's choice on a CPU, gives latents whose strides are channels_last."""
+    mean, std = torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)
+    plain, last = torch.cat([mean, std], 1), torch.cat([mean, std], 1).to(memory_format=torch.channels_last)
+    cache = {"latents": "moments", "vae": {"scaling_factor": 1.0, "shift_factor": 0.0}}
+    unet = UNet2DConditionModel.from_pretrained(models, subfolder="unet").eval()
+    drawn = []
+    for moments in (plain, last):
+        torch.manual_seed(0)
+        script.encode_images, kept = (lambda vae, images, moments=moments: moments), script.encode_images
+        script.encode_prompts, kept_prompts = (lambda encoder, ids: torch.ones(2, 8, 32)), script.encode_prompts
+        try:
+            batch = {"pixel_values": None, "input_ids": None}
+            latents, embeds = script.prepare_latents(batch, (None, None), torch.zeros(8, 32), cache, 0.0)
+        finally:
+            script.encode_images, script.encode_prompts = kept, kept_prompts
+        loss = script.compute_loss(
+            unet, DDPMScheduler(), latents, torch.ones(2) / 2, noise_offset=0.1, input_perturbation=0.1,
+            encoder_hidden_states=embeds,
+        )  # fmt: skip
+        drawn.append((latents, loss))
+    assert drawn[1][0].stride() != drawn[0][0].stride()
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    torch.testing.assert_close(drawn[0][1], drawn[1][1])
+
+
 def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached):
     prompts = ["a digit one", "a digit two"]
     train(*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--num_inference_steps=4")
