@@ -6,8 +6,22 @@
         --validation_prompts "a red bicycle" --output_dir sd-photos
 
 Reads caches of precompute_latents.py (--latents_dir), or images and captions as that script does, encoded in the step.
-Writes into --output_dir: the pipeline with its model card, samples/, metrics.jsonl, loss.png, the tracker's logs, and
-every --checkpointing_steps a checkpoint-N that the same command with --resume_from_checkpoint latest goes on from.
+Writes into --output_dir: the pipeline with its model card, samples/, metrics.jsonl, loss.png, the tracker's logs,
+run.args (this command again: @sd-photos/run.args), and every --checkpointing_steps a checkpoint-N that the same
+command with --resume_from_checkpoint latest goes on from.
+
+What stands where:
+    parse_args                       the flags, one a line; bad values end here, before anything is loaded or written
+    transform, CaptionedImages       keys -> a batch of images and captions; all choices follow from the key, so
+                                     resuming repeats them
+    load_cache, CachedLatents        keys -> a batch of a cache, read in place: nothing is copied but into its batch
+    make_unet, make_schedulers       the model, how its latents are noised, and how the pipeline samples
+    prepare_batch, compute_loss      a batch -> what the U-Net is given, and the loss
+    log_validation, save_model_card  what people look at
+    main                             the run in phases, the training loop among them
+After main the text is that of the other scripts, and `python tests/copy_shared.py train_text_to_image.py` copies a
+change: images, batches from a thread so that the device need not wait, models and their hashes, launch, step, records,
+checkpoints, output.
 """
 
 import argparse
@@ -21,14 +35,15 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
-import queue
 import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import datasets
@@ -41,7 +56,13 @@ import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration, gather_object
+from accelerate.utils import (
+    DynamoBackend,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    gather_object,
+)
 from diffusers import (
     AutoencoderKL,
     AutoencoderTiny,
@@ -56,61 +77,64 @@ from filelock import FileLock, Timeout
 from huggingface_hub import create_repo, repo_info, upload_folder
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torchvision.io import ImageReadMode, decode_jpeg
 from tqdm.auto import tqdm
 from transformers import CLIPTextModel, CLIPTokenizer
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers complain about the loader's processes
-HERE = Path(os.path.relpath(Path(__file__).parent))
-# What the script runs with when it is given no data.
-DEMO = {
-    "latents_dir": ["latents-digits"],
-    "pretrained_model_name_or_path": str(HERE / "demo/models"),
-    "unet_config_name_or_path": str(HERE / "demo/digits_text_to_image_unet.json"),
-    "output_dir": "sd-digits",
-    "train_batch_size": 64,
-    "num_train_epochs": 80,
-    "learning_rate": 3e-3,
-    "lr_scheduler": "cosine",
-    "lr_warmup_steps": 100,
-    "snr_gamma": 5.0,
-    "validation_prompts": [
-        f"a handwritten digit {name}" for name in "zero one two three four five six seven eight nine".split()
-    ],
-    "validation_epochs": 40,
-    "guidance_scale": 3.0,
-    "checkpointing_steps": 10000,  # none, so that the demo can be run again
-}
+try:
+    from torchcodec.decoders import decode_jpeg  # twice as fast as Pillow, and the same pixels
+except (ImportError, OSError, RuntimeError):  # not installed, or not made for this torch
+    decode_jpeg = None
 
-# ------------------------------------------------------------------------------------------------- arguments
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers complain about the loader's processes
+HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
+# The command line that stands for no data at all; flags that are given come after it, and win.
+DEMO = f"""
+    --latents_dir latents-digits --pretrained_model_name_or_path {HERE}/demo/models
+    --unet_config_name_or_path {HERE}/demo/digits_text_to_image_unet.json
+    --output_dir sd-digits --train_batch_size 64 --num_train_epochs 80
+    --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 100 --snr_gamma 5
+    --validation_prompts "a handwritten digit zero" "a handwritten digit one" "a handwritten digit two"
+        "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
+        "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
+    --validation_epochs 40 --guidance_scale 3 --checkpointing_steps 10000
+"""
+
+# ------------------------------------------------------------------------------------------------- the flags
 
 
 def parse_args(argv=None):
     """Parse and check the command line: a bad argument ends with one line and status 2 before anything is loaded."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add = parser.add_argument
-    # Data: a cache
+        description=__doc__.split("\n")[0], epilog="@FILE stands for the flags in a file, such as a run's run.args",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, fromfile_prefix_chars="@",
+    )  # fmt: skip
+    parser.convert_arg_line_to_args = functools.partial(shlex.split, comments=True)
+    switch = {"action": argparse.BooleanOptionalAction, "default": False}  # --flag, and --no-flag against a @FILE
+    count = number(1, 10**9, int)
+
+    add = parser.add_argument_group("data: a cache").add_argument
     add("--latents_dir", nargs="+", help="caches of precompute_latents.py")
-    # or images, encoded in every step
+
+    add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add("--dataset_name", help="data set on the hub, or a local folder")
     add("--dataset_config_name", help="configuration of the data set, if it has several")
     add("--dataset_split", default="train", help="split to read")
     add("--train_data_dir", help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
     add("--caption_column", default="text", help="column of captions; of a list one is drawn")
-    add("--max_train_samples", type=int, help="drawn at random; of a stream the first")
+    add("--max_train_samples", type=count, help="drawn at random; of a stream the first")
     add("--cache_dir", help="where downloads and data sets are kept")
-    add("--resolution", type=int, help="side of the square images, pixels")
-    add("--center_crop", action="store_true", help="crop the centre, not a random square")
+    add("--resolution", type=number(1, 16384, int), help="side of the square images, pixels")
+    add("--center_crop", **switch, help="crop the centre, not a random square")
     modes = ["bicubic", "bilinear", "nearest-exact"]
     add("--image_interpolation_mode", choices=modes, default="bicubic", help="for resizing, antialiased")
-    add("--dataloader_num_workers", type=int, help="processes that decode (None: by the cores)")
-    # both
-    add("--random_flip", action="store_true", help="mirrored images as well")
-    add("--caption_dropout", type=float, default=0.1, help="share of captions left out, for guidance")
-    # Model
+    add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
+
+    add = parser.add_argument_group("data: both").add_argument
+    add("--random_flip", **switch, help="mirrored images as well")
+    add("--caption_dropout", type=number(0, 1), default=0.1, help="share of captions left out, for guidance")
+
+    add = parser.add_argument_group("model").add_argument
     add("--pretrained_model_name_or_path", help="hub id or folder of a pipeline")
     add("--revision", help="branch, tag or commit of the models on the hub")
     add("--variant", help="of the weight files, such as fp16")
@@ -118,191 +142,80 @@ def parse_args(argv=None):
     add("--vae_name_or_path", help="AutoencoderKL or AutoencoderTiny instead")
     add("--text_encoder_name_or_path", help="CLIP text model instead, with its tokenizer")
     add("--tokenizer_name_or_path", help="tokenizer, if not beside the text encoder")
-    add("--gradient_checkpointing", action="store_true", help="less memory, about a third slower")
-    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the U-Net")
-    add("--allow_tf32", action="store_true", help="TF32 matrix products on Ampere and later")
+    add("--gradient_checkpointing", **switch, help="less memory, about a third slower")
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
+    add("--allow_tf32", **switch, help="TF32 matrix products on Ampere and later")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
-    # Objective
+
+    add = parser.add_argument_group("objective").add_argument
     add("--prediction_type", choices=["epsilon", "sample", "v_prediction"], help="(None: epsilon, or the pretrained)")
-    add("--rescale_betas_zero_snr", action="store_true", help="last timestep is pure noise (arXiv:2305.08891)")
-    add("--snr_gamma", type=float, help="min-SNR loss weight, 5.0 is usual (arXiv:2303.09556)")
-    add("--noise_offset", type=float, default=0.0, help="for darker and lighter images, 0.1 is usual")
-    add("--input_perturbation", type=float, default=0.0, help="noise beyond the target's, 0.1 is usual")
-    # Optimization
-    add("--seed", type=int, default=0, help="fixes all that is random")
-    add("--train_batch_size", type=int, default=16, help="images per process and micro-batch")
-    add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step")
-    add("--num_train_epochs", "--num_epochs", type=int, default=100, help="passes over the images")
-    add("--max_train_steps", type=int, help="optimizer steps; overrides the epochs")
-    add("--learning_rate", type=float, default=1e-4, help="peak, after the warm-up")
-    add("--scale_lr", action="store_true", help="times processes, batch size and accumulation")
+    add("--rescale_betas_zero_snr", **switch, help="last timestep is pure noise (arXiv:2305.08891)")
+    add("--snr_gamma", type=number(1e-3, 1e6), help="min-SNR loss weight, 5.0 is usual (arXiv:2303.09556)")
+    add("--noise_offset", type=number(0, 10), default=0.0, help="for darker and lighter images, 0.1 is usual")
+    add("--input_perturbation", type=number(0, 10), default=0.0, help="noise beyond the target's, 0.1 is usual")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--seed", type=number(0, 2**63 - 1, int), default=0, help="fixes all that is random")
+    add("--train_batch_size", type=number(1, 10**5, int), default=16, help="images per process and micro-batch")
+    add("--gradient_accumulation_steps", type=count, default=1, help="micro-batches per optimizer step")
+    add("--num_train_epochs", "--num_epochs", type=count, default=100, help="passes over the images")
+    add("--max_train_steps", type=count, help="optimizer steps; overrides the epochs")
+    add("--learning_rate", type=number(0, 100), default=1e-4, help="peak, after the warm-up")
+    add("--scale_lr", **switch, help="times processes, batch size and accumulation")
     add("--lr_scheduler", choices=[s.value for s in SchedulerType], default="constant", help="shape of the decay")
-    add("--lr_warmup_steps", type=int, default=500, help="optimizer steps")
-    add("--lr_num_cycles", type=int, default=1, help="restarts of cosine_with_restarts")
-    add("--lr_power", type=float, default=1.0, help="power of polynomial")
+    add("--lr_warmup_steps", type=number(0, 10**9, int), default=500, help="optimizer steps")
+    add("--lr_num_cycles", type=count, default=1, help="restarts of cosine_with_restarts")
+    add("--lr_power", type=number(0, 100), default=1.0, help="power of polynomial")
     add("--lr_step_rules", help="piecewise_constant: 1:1000,0.1:2000,0.01")
-    add("--adam_beta1", type=float, default=0.9, help="decay of the gradient's mean")
-    add("--adam_beta2", type=float, default=0.999, help="decay of its square's mean")
-    add("--adam_weight_decay", type=float, default=1e-2, help="decoupled weight decay")
-    add("--adam_epsilon", type=float, default=1e-8, help="added to the denominator")
-    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient's norm; 0: don't")
+    add("--adam_beta1", type=number(0, 0.999999), default=0.9, help="decay of the gradient's mean")
+    add("--adam_beta2", type=number(0, 0.999999), default=0.999, help="decay of its square's mean")
+    add("--adam_weight_decay", type=number(0, 100), default=1e-2, help="decoupled weight decay")
+    add("--adam_epsilon", type=number(1e-30, 1), default=1e-8, help="added to the denominator")
+    add("--max_grad_norm", type=number(0, 1e9), default=1.0, help="clip the gradient's norm; 0: don't")
     add("--use_ema", action=argparse.BooleanOptionalAction, default=True, help="average the weights")
-    add("--ema_inv_gamma", type=float, default=1.0, help="warm-up 1 - (1 + step / inv_gamma) ** -power")
-    add("--ema_power", type=float, default=0.75, help="2/3 suits over a million steps")
-    add("--ema_max_decay", type=float, default=0.9999, help="the decay that the warm-up ends at")
-    # Logging and samples
-    add("--logging_steps", type=int, default=10, help="steps between records; each waits for the device")
+    add("--ema_inv_gamma", type=number(1e-3, 1e12), default=1.0, help="warm-up 1 - (1 + step / inv_gamma) ** -power")
+    add("--ema_power", type=number(0, 10), default=0.75, help="2/3 suits over a million steps")
+    add("--ema_max_decay", type=number(0, 1), default=0.9999, help="the decay that the warm-up ends at")
+
+    add = parser.add_argument_group("logging and samples").add_argument
+    add("--logging_steps", type=count, default=10, help="steps between records, which wait for the device")
     trackers = ["tensorboard", "wandb", "all", "none"]
     add("--report_to", "--logger", choices=trackers, default="tensorboard", help="besides metrics.jsonl")
     add("--tracker_project_name", default="text2image-fine-tune", help="project in the trackers")
     add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
     add("--validation_prompts", nargs="+", help="what to draw samples of")
-    add("--validation_steps", type=int, help="steps between samples; overrides the epochs")
-    add("--validation_epochs", type=int, default=5, help="epochs between samples")
-    add("--num_validation_images", type=int, default=4, help="samples of each prompt")
-    add("--guidance_scale", type=float, default=7.5, help="of the samples; 1: no guidance (arXiv:2207.12598)")
-    add("--num_inference_steps", type=int, default=20, help="sampling steps")
-    # Saving
+    add("--validation_steps", type=count, help="steps between samples; overrides the epochs")
+    add("--validation_epochs", type=count, default=5, help="epochs between samples")
+    add("--num_validation_images", type=number(1, 10**4, int), default=4, help="samples of each prompt")
+    add(
+        "--guidance_scale", type=number(1, 1000), default=7.5, help="of the samples; 1: no guidance (arXiv:2207.12598)"
+    )
+    add("--num_inference_steps", type=count, default=20, help="sampling steps")
+
+    add = parser.add_argument_group("saving").add_argument
     add("--output_dir", default="sd-model-finetuned", help="everything is written here")
-    add("--checkpointing_steps", type=int, default=500, help="optimizer steps between checkpoints")
-    add("--checkpoints_total_limit", type=int, help="checkpoints to keep (None: all)")
+    add("--checkpointing_steps", type=count, default=500, help="optimizer steps between checkpoints")
+    add("--checkpoints_total_limit", type=count, help="checkpoints to keep (None: all)")
     add("--resume_from_checkpoint", help="a checkpoint's path, or `latest`")
-    add("--push_to_hub", action="store_true", help="upload the pipeline, as the logged-in user")
+    add("--push_to_hub", **switch, help="upload the pipeline, as the logged-in user")
     add("--hub_model_id", help="repository (None: named like --output_dir)")
-    add("--hub_private_repo", action="store_true", help="create it private")
+    add("--hub_private_repo", **switch, help="create it private")
 
     args = parser.parse_args(argv)
     if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
-        parser.set_defaults(**DEMO)
-        args = parser.parse_args(argv)
-        if os.environ.get("RANK", "0") == "0":
-            values = [(key, value if isinstance(value, list) else [str(value)]) for key, value in DEMO.items()]
-            flags = " ".join(f"--{key} {shlex.join(value)}" for key, value in values)
-            given = shlex.join(sys.argv[1:] if argv is None else argv)
-            print(
-                f"No data given: this is the demo, short for\naccelerate launch {Path(__file__).name} {flags} {given}"
-            )
-    args.streaming = False  # make a cache instead
+        args = parse_demo(parser, DEMO, argv)
 
-    for name, value in vars(args).items():
-        least = 0 if name in ("seed", "dataloader_num_workers", "lr_warmup_steps") else 1
-        if type(value) is int and value < least:
-            parser.error(f"--{name} {value} is less than {least}")
     if args.pretrained_model_name_or_path is None:
         parser.error("--pretrained_model_name_or_path is needed: a Stable Diffusion pipeline")
     if args.latents_dir and (args.dataset_name or args.train_data_dir):
         parser.error("--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data")
     if args.latents_dir is None and args.dataset_name is None and not Path(args.train_data_dir).is_dir():
         parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
-    if not 0 <= args.caption_dropout <= 1:
-        parser.error(f"--caption_dropout {args.caption_dropout} is not a share between 0 and 1")
-    if args.lr_scheduler == "piecewise_constant" and args.lr_step_rules is None:
-        parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules")
-    for tracker in {"tensorboard", "wandb"} & {args.report_to}:
-        if importlib.util.find_spec(tracker) is None:
-            parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
+    check_training_args(parser, args)
     return args
 
 
-def fail(message, rank=0):
-    """End the program with status 1 and one sentence, printed by process `rank` however many come here."""
-    if os.environ.get("RANK", "0") == str(rank):
-        print(f"\n{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(1)
-
-
-# ------------------------------------------------------------------------------------------------- data
-
-
-def load_rows(args):
-    """Open the data set. Returns (its rows, with images left undecoded; name of the column of images)."""
-    source = args.dataset_name or args.train_data_dir
-    load = functools.partial(datasets.load_dataset, split=args.dataset_split, streaming=args.streaming)
-    try:
-        rows = load(source, args.dataset_config_name, cache_dir=args.cache_dir)
-    except Exception as error:
-        fail(f"{source} can't be loaded as a data set: {error}")
-    features = rows.features or {}
-    columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
-    if column not in features:
-        fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
-    if isinstance(features[column], datasets.Image):
-        rows = rows.cast_column(column, datasets.Image(decode=False))
-    if args.max_train_samples is not None and args.streaming:
-        rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
-    elif args.max_train_samples is not None:
-        rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
-    if not args.streaming and len(rows) == 0:
-        fail(f"{source} holds no images in split {args.dataset_split!r}")
-    return rows, column
-
-
-def select_captioned(rows, image_column, args):
-    """Keep the columns of images and of captions."""
-    if args.caption_column not in rows.column_names:
-        source, names = args.dataset_name or args.train_data_dir, ", ".join(rows.column_names)
-        fail(f"{source} has no column {args.caption_column!r} but {names}: choose with --caption_column")
-    return rows.select_columns([image_column, args.caption_column])
-
-
-def decode_image(source, channels, keep_precision=False):
-    """Decode an image file to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
-
-    `source` is the file's bytes or the {"bytes", "path"} of an undecoded `datasets.Image`; `channels` is 1 or 3.
-    EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
-    Raises whatever Pillow raises for a file that it can't read whole.
-    """
-    if isinstance(source, dict) and source["bytes"] is None:
-        with fsspec.open(source["path"]) as file:
-            source = file.read()
-    elif isinstance(source, dict):
-        source = source["bytes"]
-    image = Image.open(io.BytesIO(source))  # reads the header, and refuses decompression bombs
-    if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
-        try:
-            mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
-            data = torch.frombuffer(bytearray(source), dtype=torch.uint8)
-            return decode_jpeg(data, mode=mode, apply_exif_orientation=True)
-        except RuntimeError:
-            pass  # Pillow reads some JPEGs that torchvision does not, and says better what is wrong with the others
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I") or image.mode == "F":  # deep grey; Pillow's own conversion would clip it at 255
-        values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
-        pixels = torch.from_numpy(values).clamp(0, 1).expand(channels, -1, -1)
-        return pixels.contiguous() if keep_precision else (pixels * 255).round().byte()
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    pixels = np.array(image.convert("L" if channels == 1 else "RGB")).reshape(image.height, image.width, channels)
-    pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-    return pixels.float() / 255 if keep_precision else pixels
-
-
-def crop_square(image, y, x):
-    """Cut the largest square out of [C, H, W]; `y` and `x` in [0, 1] place it, 0.5 is the centre."""
-    height, width = image.shape[-2:]
-    side = min(height, width)
-    return TF.crop(image, round((height - side) * y), round((width - side) * x), side, side)
-
-
-def resize(image, resolution, interpolation="bicubic"):
-    """Resize [C, H, W] to a short side of `resolution` pixels: antialiased, in the image's own dtype."""
-    image = TF.resize(image, [resolution], interpolation=TF.InterpolationMode(interpolation), antialias=True)
-    return image.clamp(0, 1) if image.is_floating_point() else image
-
-
-def name_image(row, source):
-    """What the reader knows an image by."""
-    return (isinstance(source, dict) and source.get("path")) or f"row {row}"
-
-
-def draw_choices(seed, epoch, row):
-    """Four numbers in [0, 1) for a row in an epoch: place of the crop (y, x), mirroring, caption.
-
-    Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did.
-    """
-    return np.random.default_rng([seed, epoch, row]).random(4)
+# ------------------------------------------------------------------------------------------------- the data
 
 
 def transform(row, epoch, item, column, channels, args):
@@ -322,44 +235,16 @@ def transform(row, epoch, item, column, channels, args):
             text = text[int(choice * len(text))]
         if not isinstance(text, str):
             raise ValueError(f"the caption is {text!r}")
-        image = decode_image(item[column], channels)
-        image = crop_square(image, 0.5, 0.5) if args.center_crop else crop_square(image, y, x)
-        image = resize(image, size, args.image_interpolation_mode)
+        place = (0.5, 0.5) if args.center_crop else (y, x)
+        image = shrink(decode_image(item[column], channels), size, place, args.image_interpolation_mode)
     except Exception as error:  # a placeholder keeps the batch in shape
         text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
-        reason = str(error).split(" <_io")[0] or type(error).__name__  # without the address of Pillow's buffer
+        reason = explain(error)
     return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
 
 
-def tokenize(tokenizer, texts):
-    """Captions -> tokens [N, model_max_length], filled up or cut off."""
-    return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
-
-
-def step_batches(rows, args, rank, num_processes, first_step):
-    """Yield without end one process's micro-batches of keys (epoch, row, weight), from optimizer step `first_step` on.
-
-    (seed, epoch) alone fixes an epoch's order, so any step can be started from. A step takes the next images of that
-    order; the last one of an epoch takes what is left, so every image comes exactly once an epoch: none is dropped or
-    repeated. The weights make the sum of loss * weight over a step's micro-batches, averaged over the processes as DDP
-    does, the mean over the step's images. A process with no image left gets one of weight 0, because DDP needs all to
-    take part.
-    """
-    per_micro = args.train_batch_size * num_processes
-    per_step = per_micro * args.gradient_accumulation_steps
-    first_epoch, step_in_epoch = divmod(first_step, math.ceil(len(rows) / per_step))
-    for epoch in itertools.count(first_epoch):
-        order = np.random.default_rng([args.seed, epoch]).permutation(len(rows)).tolist()
-        for step_start in range(step_in_epoch * per_step, len(rows), per_step):
-            step = order[step_start : step_start + per_step]
-            for start in range(0, len(step), per_micro):
-                mine = step[start : start + per_micro][rank::num_processes]
-                yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]
-        step_in_epoch = 0
-
-
 class CaptionedImages(torch.utils.data.Dataset):
-    """Turns keys of `step_batches` into a batch of images and captions, to be encoded in the step.
+    """Turns the keys (epoch, row, weight) of `step_batches` into a batch of images and captions: `dataset[keys]`.
 
     {"pixel_values": uint8 [N, C, resolution, resolution], "input_ids": [N, model_max_length], "weight": [N],
     "skipped": [(name, reason)]}; a row that can't be used has weight 0.
@@ -371,11 +256,10 @@ class CaptionedImages(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.rows)
 
-    def __getitems__(self, keys):
-        columns = self.rows[[row for _, row, _ in keys]]
-        items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    def __getitem__(self, keys):
         items = [
-            transform(row, epoch, item, *self.settings) for (epoch, row, _), item in zip(keys, items, strict=True)
+            transform(row, epoch, item, *self.settings)
+            for (epoch, row, _), item in zip(keys, read_items(self.rows, keys), strict=True)
         ]
         for (epoch, row, _), item in zip(keys, items, strict=True):
             if self.args.random_flip and draw_choices(self.args.seed, epoch, row)[2] < 0.5:
@@ -441,7 +325,7 @@ class CachedLatents(torch.utils.data.Dataset):
             out[i] = self.views[column][chunk][row - self.ends[chunk]]  # counted from the chunk's end
         return torch.from_numpy(out)
 
-    def __getitems__(self, keys):
+    def __getitem__(self, keys):
         rows, latents = [row for _, row, _ in keys], ["latents"] * len(keys)
         if self.random_flip:
             flipped = [draw_choices(self.seed, epoch, row)[2] < 0.5 for epoch, row, _ in keys]
@@ -454,9 +338,561 @@ class CachedLatents(torch.utils.data.Dataset):
         }
 
 
-def keep(batch):
-    """What the data sets give is a batch already."""
-    return batch
+def load_data(accelerator, args):
+    """The data of the caches, or images with the models that encode them in the step.
+
+    Returns (dataset, frozen). `frozen` is what `prepare_batch` needs: the VAE and the text encoder (None with a cache,
+    which has what they gave), the empty prompt's embedding [tokens, D], and what cache.json says, or would say.
+    """
+    if args.latents_dir:
+        caches = [load_cache(folder) for folder in args.latents_dir]
+        cache, empty_prompt, _ = caches[0]
+        if accelerator.is_main_process:  # the models are loaded to be compared, and let go
+            description = describe_models(*load_models(args, torch.float32))
+            description |= {name: cache[name] for name in ("latents", "latents_shape", "prompt_embeds_shape")}
+            for folder, (other, _, _) in zip(args.latents_dir, caches, strict=True):
+                check_cache(folder, other, description, args)
+        accelerator.wait_for_everyone()
+        args.resolution = args.resolution or cache["transform"]["resolution"]
+        args.dataloader_num_workers = (
+            0  # a thread reads faster than processes that would have to pass on what they read
+        )
+        dataset = CachedLatents([batch for _, _, batches in caches for batch in batches], args)
+        return dataset, (None, empty_prompt.float().to(accelerator.device), cache)
+    args.resolution = args.resolution or 512
+    rows, column = load_rows(args, caption_column=args.caption_column)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
+    vae, text_encoder, tokenizer = load_models(args, dtype)
+    put_on_device(vae.requires_grad_(False), accelerator.device)
+    text_encoder.requires_grad_(False).to(accelerator.device)
+    with torch.no_grad():
+        empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]).to(accelerator.device))[0]
+    tiny, side = isinstance(vae, AutoencoderTiny), args.resolution // vae_scale_factor(vae)
+    cache = {
+        "vae": {"scaling_factor": vae.config.scaling_factor, "shift_factor": vae.config.shift_factor or 0.0},
+        "latents": "sample" if tiny else "moments",
+        "latents_shape": [vae.config.latent_channels * (1 if tiny else 2), side, side],
+    }
+    dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizer, args)
+    return dataset, ((vae, text_encoder), empty_prompt, cache)
+
+
+def check_cache(folder, cache, description, args):
+    """Refuse a cache that other models than `description` tells of have made, or that lacks what the flags ask for."""
+    differences = find_differences({name: cache.get(name) for name in description}, description)
+    if differences:
+        fail(
+            f"{folder} was not made with these models ({', '.join(differences)}): choose the models or the cache anew"
+        )
+    if args.random_flip and not cache["transform"]["random_flip"]:
+        fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
+    if args.resolution not in (None, cache["transform"]["resolution"]):
+        fail(f"--resolution {args.resolution}: {folder} holds {cache['transform']['resolution']} px")
+
+
+# ------------------------------------------------------------------------------------------------- the model
+
+
+def make_unet(args, latents_shape, embed_dim):
+    """The U-Net to train for latents [C, h, w]: the pretrained pipeline's, or a new one of the given config."""
+    source = args.unet_config_name_or_path or args.pretrained_model_name_or_path
+    options = {"cache_dir": args.cache_dir}
+    with explained(f"{source} holds no UNet2DConditionModel"):
+        if args.unet_config_name_or_path:
+            unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(source, **options))
+            unet.register_to_config(sample_size=latents_shape[1])  # what the pipeline draws unless told otherwise
+        else:
+            options |= {"subfolder": "unet", "revision": args.revision, "variant": args.variant}
+            unet = UNet2DConditionModel.from_pretrained(source, **options)
+    if (unet.config.in_channels, unet.config.cross_attention_dim) != (latents_shape[0], embed_dim):
+        fail(
+            f"the U-Net of {source} takes {unet.config.in_channels} channels and embeddings of "
+            f"{unet.config.cross_attention_dim}; the latents have {latents_shape[0]}, the embeddings {embed_dim}"
+        )
+    return unet
+
+
+def make_schedulers(args):
+    """(the scheduler that noises in training, the sampler of the pipeline), both of the trained objective."""
+    source, flags = args.pretrained_model_name_or_path, objective_flags(args)
+    options = {"subfolder": "scheduler", "cache_dir": args.cache_dir, "revision": args.revision}
+    with explained(f"{source} holds no scheduler"):
+        noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
+        sampler = DDIMScheduler  # of the samplers the one that can start from pure noise
+        if not noise_scheduler.config.rescale_betas_zero_snr:
+            sampler = getattr(diffusers, DDPMScheduler.load_config(source, **options)["_class_name"])
+        sampler = sampler.from_pretrained(source, **options, **flags)
+    check_objective(noise_scheduler)
+    return noise_scheduler, sampler
+
+
+# ------------------------------------------------------------------------------------------------- the loss
+
+
+@torch.no_grad()
+def prepare_batch(batch, frozen, args):
+    """A batch as loaded -> (latents [N, C, h, w] of about unit size, what the U-Net is given besides), in float32.
+
+    A fresh draw of the latents each time, and the empty prompt in place of a share of the captions.
+    """
+    encoders, empty_prompt, cache = frozen
+    if encoders is None:
+        latents = batch["latents"].float().unflatten(1, cache["latents_shape"])
+        prompt_embeds = batch["prompt_embeds"].float().unflatten(1, cache["prompt_embeds_shape"])
+    else:
+        vae, text_encoder = encoders
+        latents = encode_images(vae, batch["pixel_values"])
+        prompt_embeds = encode_prompts(text_encoder, batch["input_ids"])
+    if cache["latents"] == "moments":
+        mean, std = latents.chunk(2, dim=1)
+        # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
+        latents = mean + std * torch.randn(mean.shape, device=mean.device)
+    latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
+    # Without dropped captions, guidance would have no unconditional model to lean on (arXiv:2207.12598).
+    dropped = torch.rand(len(latents), 1, 1, device=latents.device) < args.caption_dropout
+    return latents, {"encoder_hidden_states": torch.where(dropped, empty_prompt, prompt_embeds)}
+
+
+def compute_loss(unet, noise_scheduler, images, weight, args, **condition):
+    """The denoising loss of DDPM (arXiv:2006.11239, eq. 14): the sum over images of weight * mean squared error.
+
+    images, or their latents: [N, C, H, W] float32 of about unit size. weight: [N]; it adds up to 1 over a step's
+    micro-batches, averaged over the processes, and is 0 for a placeholder: so return (weight * loss per image).sum(),
+    whatever the loss. condition: what the U-Net is given besides, such as encoder_hidden_states.
+    """
+    noise = torch.randn(images.shape, device=images.device)  # by shape: `like` would draw in the order of the memory
+    if args.noise_offset:  # the same all over a channel (crosslabs.org/blog/diffusion-with-offset-noise)
+        noise = noise + args.noise_offset * torch.randn(*images.shape[:2], 1, 1, device=images.device)
+    perturbed = noise
+    if args.input_perturbation:  # more noise in the input than the target tells of (arXiv:2301.11706)
+        perturbed = noise + args.input_perturbation * torch.randn(noise.shape, device=noise.device)
+    timesteps = torch.randint(noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device)
+    # In float32 under any precision: in bfloat16 the first timesteps would get no noise at all.
+    noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
+    prediction = unet(noisy_images, timesteps, **condition).sample.float()
+    prediction_type = noise_scheduler.config.prediction_type
+    if prediction_type == "epsilon":
+        target = noise
+    elif prediction_type == "sample":
+        target = images
+    else:
+        target = noise_scheduler.get_velocity(images, noise, timesteps)
+    loss = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
+    if args.snr_gamma is not None:  # the min-SNR weight (arXiv:2303.09556)
+        snr = compute_snr(noise_scheduler, timesteps)
+        if prediction_type == "epsilon":
+            weight = weight * snr.clamp(max=args.snr_gamma) / snr
+        elif prediction_type == "sample":
+            weight = weight * snr.clamp(max=args.snr_gamma)
+        else:  # SNR + 1, as diffusers had it first: the paper's weight is 0 at the pure noise of a zero terminal SNR
+            weight = weight * (snr + 1).clamp(max=args.snr_gamma) / (snr + 1)
+    return (weight * loss).sum()
+
+
+# ------------------------------------------------------------------------------------------------- the output
+
+
+def make_pipeline(unet, sampler, args):
+    """What is sampled from, saved and uploaded: the U-Net and the models that it was trained with, in float32."""
+    vae, text_encoder, tokenizer = load_models(args, torch.float32)
+    return StableDiffusionPipeline(
+        vae, text_encoder, tokenizer, unet, sampler, None, None, requires_safety_checker=False
+    )
+
+
+def log_validation(accelerator, pipeline, step, args):
+    """Draw --num_validation_images of each prompt, a share on each process, into samples/step-N.png and the trackers.
+
+    An image starts from its own seed, whatever the number of processes.
+    """
+    device, unet = accelerator.device, pipeline.unet
+    pipeline.vae.to(device).enable_slicing()  # one image at a time: a batch may need more memory than training
+    pipeline.text_encoder.to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    training = unet.training
+    unet.eval()  # without dropout
+    prompts = [prompt for prompt in args.validation_prompts for _ in range(args.num_validation_images)]
+    mine, images = range(accelerator.process_index, len(prompts), accelerator.num_processes), []
+    for start in range(0, len(mine), args.train_batch_size):
+        batch = mine[start : start + args.train_batch_size]
+        drawn = pipeline(
+            [prompts[i] for i in batch],
+            height=args.resolution,
+            width=args.resolution,
+            num_inference_steps=args.num_inference_steps,
+            guidance_scale=args.guidance_scale,
+            generator=[torch.Generator(device).manual_seed(step_seed(args.seed, i)) for i in batch],
+            output_type="np",
+        )
+        images.extend(drawn.images)
+    unet.train(training)
+    images = gather_object(list(zip(mine, images, strict=True)))
+    if accelerator.is_main_process:
+        images = np.stack([image for _, image in sorted(images, key=lambda pair: pair[0])])
+        images = (images * 255).round().astype(np.uint8)
+        grid = draw_grid(images.reshape(len(args.validation_prompts), -1, *images.shape[1:]), args.validation_prompts)
+        save_samples(accelerator, grid, step, args)
+
+
+def draw_grid(images, prompts):
+    """Images uint8 [prompts, per prompt, H, W, C] -> a picture with a row for each prompt, which stands beside it."""
+    size = max(64, images.shape[2])
+    font, margin = ImageFont.load_default(14), 4
+    label = min(400, max(math.ceil(font.getlength(prompt)) for prompt in prompts)) + 2 * margin
+    step = size + margin
+    grid = Image.new("RGB", (label + images.shape[1] * step, len(prompts) * step), "white")
+    draw = ImageDraw.Draw(grid)
+    for y, (prompt, row) in enumerate(zip(prompts, images, strict=True)):
+        while font.getlength(prompt) > label - 2 * margin:
+            prompt = prompt[:-2].rstrip("…") + "…"
+        draw.text((margin, y * step + size // 2), prompt, "black", font, anchor="lm")
+        for x, image in enumerate(row):
+            picture = Image.fromarray(image.squeeze()).convert("RGB").resize((size, size), Image.NEAREST)
+            grid.paste(picture, (label + x * step, y * step))
+    return grid
+
+
+def save_model_card(step, args):
+    """Write README.md as the hub shows it: data, samples, loss curve and settings."""
+    output_dir, loss = Path(args.output_dir), plot_loss(args.output_dir)
+    name, base = args.hub_model_id or output_dir.resolve().name, args.pretrained_model_name_or_path
+    data = args.latents_dir or [args.dataset_name or args.train_data_dir]
+    prompt = (args.validation_prompts or ["a photograph"])[0]
+    write_card(f"""---
+library_name: diffusers
+pipeline_tag: text-to-image
+tags: [diffusers, text-to-image, stable-diffusion, diffusers-training]
+---
+
+# {name}
+
+A Stable Diffusion pipeline whose U-Net was {"trained from scratch" if args.unet_config_name_or_path else "fine-tuned"}
+on `{", ".join(Path(path).name for path in data)}` for {step} steps, to a loss of {loss}; the other models are those of
+`{base if not Path(base).exists() else Path(base).resolve().name}`.
+
+```python
+from diffusers import StableDiffusionPipeline
+
+pipeline = StableDiffusionPipeline.from_pretrained("{name}")
+image = pipeline({json.dumps(prompt)}, height={args.resolution}, width={args.resolution}).images[0]
+```
+""", args)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- the run
+
+
+def main(args):
+    """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
+    transformers.utils.logging.disable_progress_bar()
+    # The launch first: it says which device, which process of how many, and in which precision all else happens.
+    project = ProjectConfiguration(args.output_dir, logging_dir=str(Path(args.output_dir, args.logging_dir)))
+    log_with = None if args.report_to == "none" else args.report_to
+    accelerator, cores = make_accelerator(args, log_with=log_with, project_config=project)
+    device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
+    torch.set_float32_matmul_precision("high" if args.allow_tf32 else "highest")
+    lock, checkpoint = open_output_dir(accelerator, args)  # locked to the end, so that no second run writes here
+
+    # The data before the model, which must fit the latents and embeddings. A core per process stays free.
+    noise_scheduler, sampler = make_schedulers(args)
+    if args.dataloader_num_workers is None:
+        args.dataloader_num_workers = min(8, cores - 1)
+    dataset, frozen = load_data(accelerator, args)
+    _, empty_prompt, cache = frozen
+    num_images = len(dataset)
+    images_per_micro_batch = args.train_batch_size * num_processes
+    images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(num_images / images_per_step)
+    if args.max_train_steps is None:
+        args.max_train_steps = args.num_train_epochs * steps_per_epoch
+
+    if args.scale_lr:
+        args.learning_rate *= images_per_step
+
+    # Weights, averaged weights and optimizer, all in float32: autocast lowers the precision of what is computed only.
+    channels, *size = cache["latents_shape"]
+    channels //= 2 if cache["latents"] == "moments" else 1
+    torch.manual_seed(args.seed)  # every process starts from the same weights
+    unet = make_unet(args, [channels, *size], empty_prompt.shape[-1])
+    put_on_device(unet, device)
+    models = {"unet": unet}
+    if args.use_ema:
+        models["unet_ema"] = copy.deepcopy(unet).eval().requires_grad_(False)
+    if args.gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    optimizer = torch.optim.AdamW(
+        [{"params": unet.parameters(), "initial_lr": args.learning_rate}],  # as a resumed schedule needs
+        lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon,
+        weight_decay=args.adam_weight_decay,
+        fused=accelerator.scaler is None,  # fused skips fp16 overflows by itself, unseen by Accelerate
+    )  # fmt: skip
+    settings = {**vars(args), "num_processes": num_processes, "num_images": num_images}
+    state = {"global_step": 0, "data_step": 0}
+    if checkpoint is not None:  # before `prepare`, which wraps what is loaded here
+        state = load_checkpoint(accelerator, checkpoint, models, optimizer, settings, args)
+    global_step, data_step = state["global_step"], state["data_step"]  # data_step also counts steps that fp16 skipped
+    # Started at `global_step`, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
+    lr_scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, step_rules=args.lr_step_rules, num_warmup_steps=args.lr_warmup_steps,
+        num_training_steps=args.max_train_steps + 1, num_cycles=args.lr_num_cycles, power=args.lr_power,
+        last_epoch=global_step,
+    )  # fmt: skip
+    if args.compile:
+        compile_model(unet, args.compile)
+    ddp_unet, optimizer = accelerator.prepare(unet, optimizer)  # what is called; `unet` is what is saved and averaged
+    sampled = unet
+    if args.use_ema:
+        sampled = accelerator.prepare_model(models["unet_ema"], evaluation_mode=True)  # autocast as in training
+
+    # Batches come without end, across epochs, so the device never waits for one to begin.
+    keys = step_batches(dataset, args, rank, num_processes, data_step)
+    loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
+    records = Records(accelerator, global_step, 0, checkpoint is not None, args)
+    batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
+    stop = 0
+    if checkpoint and is_due(args.validation_steps, args.validation_epochs, steps_per_epoch, global_step, data_step):
+        if args.validation_prompts and not samples_path(global_step, args).exists():  # a kill came before them
+            log_validation(accelerator, make_pipeline(sampled, sampler, args), global_step, args)
+
+    unet.train()
+    while global_step < args.max_train_steps and not stop:
+        # An epoch's last step takes what is left. This too follows from data_step alone, so that a resumed run agrees.
+        epoch, step_in_epoch = divmod(data_step, steps_per_epoch)
+        step_images = min(images_per_step, num_images - step_in_epoch * images_per_step)
+        micro_batches = math.ceil(step_images / images_per_micro_batch)
+        sums = train_step(
+            accelerator, ddp_unet, optimizer, noise_scheduler, batches, micro_batches, data_step, frozen, args
+        )
+        data_step += 1
+        if stepped := not accelerator.optimizer_step_was_skipped:
+            global_step += 1
+            if args.use_ema:
+                update_ema(models["unet_ema"], unet, global_step, args)
+            records.add(sums, step_images, epoch, lr_scheduler.get_last_lr()[0])
+            lr_scheduler.step()
+        else:  # fp16 overflowed: the scaler lowers its scale, the weights are as before
+            check_overflows(data_step - global_step, data_step)
+
+        # What is due. Steps that were skipped count for epochs only, or the same step would be due again.
+        stop, last = stop_signal.agree(), global_step == args.max_train_steps
+        new_step = global_step if stepped else 0
+        log_due = stepped and (last or is_due(args.logging_steps, None, steps_per_epoch, new_step, data_step))
+        checkpoint_due = stop or is_due(args.checkpointing_steps, None, steps_per_epoch, new_step, data_step)
+        samples_due = is_due(args.validation_steps, args.validation_epochs, steps_per_epoch, new_step, data_step)
+        if log_due or checkpoint_due:  # the only place where the host waits for the device
+            records.update(global_step, log_due, last)
+        with records.paused():
+            if checkpoint_due:  # before the samples, which may take longer than a preempted job has left
+                state = {"global_step": global_step, "data_step": data_step, "settings": settings}
+                save_checkpoint(accelerator, models, optimizer, state, args)
+            if samples_due and args.validation_prompts and not last and not stop:
+                log_validation(accelerator, make_pipeline(sampled, sampler, args), global_step, args)
+
+    loaded.close()  # and with it the thread and the loader's processes
+    records.bar.close()
+    stop_signal.close()
+    if stop:
+        accelerator.print(
+            f"Stopped by {signal.Signals(stop).name} after step {global_step} of {args.max_train_steps}; "
+            "the same command with --resume_from_checkpoint latest goes on from there"
+        )
+        accelerator.end_training()
+        sys.exit(128 + stop)
+    # The pipeline before the samples, again because of the time that they take.
+    pipeline = make_pipeline(sampled, sampler, args)
+    if accelerator.is_main_process:
+        save_pipeline(pipeline, args)
+    if args.validation_prompts:
+        log_validation(accelerator, pipeline, global_step, args)
+    if accelerator.is_main_process:
+        save_model_card(global_step, args)
+    samples = "samples/" if args.validation_prompts else "no samples (no --validation_prompts)"
+    folders = ["unet/*", "vae/*", "text_encoder/*", "tokenizer/*", "scheduler/*"]
+    end_run(accelerator, lock, f"Done: pipeline, {samples} and loss.png are in {args.output_dir}", folders, args)
+
+
+# --------------------------------------------------------------- shared by all scripts: flags, errors, images, batches
+
+
+def number(low, high, kind=float):
+    """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf."""
+
+    def parse(text):
+        if not low <= (value := kind(text)) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
+        return value
+
+    parse.__name__, parse.bounds = kind.__name__, (low, high, kind)
+    return parse
+
+
+def parse_demo(parser, demo, argv):
+    """The arguments of the demo, which every flag in `argv` wins over; prints the command that they stand for."""
+    command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
+    if os.environ.get("RANK", "0") == "0":
+        print("No data given: this is the demo, short for")
+        print(f"accelerate launch {Path(__file__).name} {shlex.join(command)}")
+    return parser.parse_args(command)
+
+
+def format_args(args, leave_out=()):
+    """The flags as a file that @FILE reads, a flag a line."""
+    lines = [f"# accelerate launch {Path(__file__).name} @run.args"]
+    for name, value in vars(args).items():
+        if name in leave_out or value is None:
+            continue
+        if isinstance(value, bool):
+            lines.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            lines.append(f"--{name} {shlex.join(value)}")
+        else:
+            lines.append(f"--{name}={shlex.quote(str(value))}")
+    return "\n".join(lines) + "\n"
+
+
+def fail(message, alone=False):
+    """End the program with status 1 and one sentence.
+
+    All processes come here for the same reason, so the first of each machine says it; `alone`: this one may be the
+    only one to know.
+    """
+    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"\n{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def explain(error):
+    """An error in one line: the cause where `datasets` wrapped it, and nothing of Pillow's buffers."""
+    if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
+        error = error.__cause__
+    return " ".join(str(error).split(" <_io")[0].split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def explained(sentence):
+    """Ends the program with `sentence` and, in parentheses, the reason if what is done inside fails."""
+    try:
+        yield
+    except Exception as error:
+        fail(f"{sentence} ({explain(error)})")
+
+
+def load_rows(args, streaming=False, caption_column=None):
+    """Open the data set. Returns (its rows, with images left undecoded as {"bytes", "path"}; the column of images)."""
+    source = args.dataset_name or args.train_data_dir
+    with explained(f"{source} can't be loaded as a data set"):
+        rows = datasets.load_dataset(
+            source, args.dataset_config_name, split=args.dataset_split, streaming=streaming, cache_dir=args.cache_dir
+        )
+    features = rows.features or {}
+    columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
+    if column not in features:
+        fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
+    if caption_column not in (None, *features):
+        fail(f"{source} has no column {caption_column!r} but {', '.join(features)}: choose with --caption_column")
+    with explained(f"column {column!r} of {source} can't be read as images"):
+        rows = rows.cast_column(column, datasets.Image(decode=False))  # also from plain bytes, and from paths
+    # Other columns, which may be images too, are not read for nothing.
+    rows = rows.select_columns([column] if caption_column is None else [column, caption_column])
+    if args.max_train_samples is not None and streaming:
+        rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
+    elif args.max_train_samples is not None:
+        rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
+    if not streaming and len(rows) == 0:
+        fail(f"{source} holds no images in split {args.dataset_split!r}")
+    return rows, column
+
+
+def read_items(rows, keys):
+    """The rows that keys (epoch, row, ...) name, as dicts. At once: single rows cost more than a small image."""
+    if len(keys[0]) == 4:  # streamed: the key has it with it
+        return [item for _, _, _, item in keys]
+    columns = rows[[key[1] for key in keys]]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def decode_image(source, channels, keep_precision=False):
+    """Decode an image to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
+
+    `source` is the {"bytes", "path"} of an undecoded `datasets.Image`; a "size" beside them says that the bytes are
+    those of such a tensor. `channels` is 1 or 3.
+    EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
+    Raises whatever Pillow raises for a file that it can't read whole.
+    """
+    if source is None:
+        raise ValueError("there is no image")
+    data = source["bytes"]
+    if "size" in source:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])
+    if data is None:
+        with fsspec.open(source["path"]) as file:
+            data = file.read()
+    Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
+    formats = {
+        "AVIF",
+        "BMP",
+        "GIF",
+        "JPEG",
+        "JPEG2000",
+        "PNG",
+        "PPM",
+        "QOI",
+        "TGA",
+        "TIFF",
+        "WEBP",
+    } & Image.OPEN.keys()
+    image = Image.open(io.BytesIO(data), formats=list(formats))  # reads the header, and refuses decompression bombs
+    if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
+        if image.getexif().get(0x0112, 1) == 1:  # Pillow alone decides what is turned, and turns it below
+            with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
+                data = data.replace(b"Exif\0\0", b"exif\0\0", 1)
+                return decode_jpeg(data, mode="GRAY" if channels == 1 else "RGB")
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I") or image.mode == "F":  # deep grey; Pillow's own conversion would clip it at 255
+        values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
+        pixels = torch.from_numpy(values).clamp(0, 1).expand(channels, -1, -1)
+        return pixels.contiguous() if keep_precision else (pixels * 255).round().byte()
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    pixels = np.array(image.convert("L" if channels == 1 else "RGB")).reshape(image.height, image.width, channels)
+    pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    return pixels.float() / 255 if keep_precision else pixels
+
+
+def shrink(image, resolution, place=None, interpolation="bicubic"):
+    """Crop [C, H, W] to the largest square and resize it to `resolution` pixels: antialiased, in its own dtype.
+
+    `place` is (y, x) of the crop in [0, 1], (0.5, 0.5) the centre. None crops no more than strips, to 4 : 1, and makes
+    the short side `resolution`. Cropped first, because a long strip that is resized whole may not fit into memory.
+    """
+    height, width = image.shape[-2:]
+    side = min(height, width)
+    if place is None:
+        image = TF.center_crop(image, [min(height, 4 * side), min(width, 4 * side)])
+    else:
+        image = TF.crop(image, round((height - side) * place[0]), round((width - side) * place[1]), side, side)
+    image = TF.resize(image, [resolution], interpolation=TF.InterpolationMode(interpolation), antialias=True)
+    return image.clamp(0, 1) if image.is_floating_point() else image
+
+
+def name_image(row, source):
+    """What the reader knows an image by."""
+    return (source and source["path"]) or f"row {row}"
+
+
+def step_seed(*key):
+    """A 64-bit seed from integers, such as (seed, step, micro-batch, process)."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
+def draw_choices(seed, epoch, row):
+    """Four numbers in [0, 1) for a row in an epoch: place of the crop (y, x), mirroring, caption.
+
+    Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did.
+    """
+    return np.random.default_rng([seed, epoch, row]).random(4)
 
 
 def ignore_signals(worker_id):
@@ -465,60 +901,64 @@ def ignore_signals(worker_id):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class Prefetcher:
-    """Iterates `dataloader` in a thread, two batches ahead, with the tensors on their way to `device`.
+def end_workers():
+    """End what is left of the loader's processes, which ignore the signal that Python's own exit would send them."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
-    `waited` adds up the seconds in which the device had nothing left to do and the next batch was not there.
+
+def load_batches(dataset, keys, num_workers, device):
+    """Yield `dataset[key]` for each of `keys`, two ahead, with the tensors on their way to the device.
+
+    A thread reads ahead, so that also a data set without processes of its own is read while the device computes. Each
+    batch has "waited": two marks, before and after the wait for it, of which `seconds_between` makes seconds.
     """
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, sampler=keys, num_workers=num_workers, worker_init_fn=ignore_signals,
+        pin_memory=device.type == "cuda",
+    )  # fmt: skip
+    batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock
+    atexit.register(end_workers)
 
-    def __init__(self, dataloader, device):
-        self.device, self.waited = device, 0.0
-        self.queue, self.closed = queue.Queue(maxsize=2), threading.Event()
-        # iter() starts the loader's processes here, not in the thread: forking beside a busy main thread can deadlock.
-        self.thread = threading.Thread(target=self.fill, args=(iter(dataloader),), daemon=True)
-        self.thread.start()
-        # After an error, too: the loader's processes, deaf to SIGTERM, would otherwise hold up the exit.
-        atexit.register(self.close)
+    def load():
+        # On the stream that computes: the copy is queued there, and nobody waits for it.
+        batch = next(batches, None)
+        return batch and {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
 
-    def fill(self, batches):
+    with ThreadPoolExecutor(1) as thread:
+        ahead = [thread.submit(load) for _ in range(2)]
         try:
-            while not self.closed.is_set():
-                batch = next(batches)
-                for name, value in batch.items():  # on the stream that computes: queued there, not waited for
-                    batch[name] = value.to(self.device, non_blocking=True) if torch.is_tensor(value) else value
-                self.queue.put(batch)
-        except BaseException as error:
-            self.queue.put(error)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        idle_since = None if self.device.type == "cuda" else time.perf_counter()
-        while True:
-            try:
-                batch = self.queue.get(timeout=0.001)
-                break
-            except queue.Empty:  # the host runs ahead of a GPU: only what it waits after that has run dry counts
-                if idle_since is None and torch.cuda.current_stream(self.device).query():
-                    idle_since = time.perf_counter()
-        if idle_since is not None:
-            self.waited += time.perf_counter() - idle_since
-        if isinstance(batch, BaseException):
-            raise batch
-        return batch
-
-    def close(self):
-        """End the thread and with it the loader's processes."""
-        self.closed.set()
-        while self.thread.is_alive():
-            try:
-                self.queue.get(timeout=0.1)
-            except queue.Empty:
-                pass
+            while True:
+                begin = mark_time(device)
+                batch = ahead.pop(0).result()
+                if batch is None:
+                    return
+                ahead.append(thread.submit(load))
+                yield {**batch, "waited": (begin, mark_time(device))}
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
-# ------------------------------------------------------------------------------------------------- models
+def mark_time(device):
+    """This moment of a device: on CUDA when it has done all that was queued before, else now."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin, end):
+    """The time between two marks; those of a CUDA device must have happened."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+
+
+# ----------------------------------------------------------- shared by the scripts of latents: models and their hashes
+
+
+def tokenize(tokenizer, texts):
+    """Captions -> tokens [N, model_max_length], filled up or cut off."""
+    return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
 def locate_model(args, own_path, subfolder):
@@ -620,127 +1060,108 @@ def find_differences(before, now, prefix=""):
     return found
 
 
-def check_cache(folder, cache, description):
-    """Refuse a cache that other models than `description` tells of have made."""
-    differences = find_differences({name: cache.get(name) for name in description}, description)
-    if differences:
-        fail(
-            f"{folder} was not made with these models ({', '.join(differences)}): choose the models or the cache anew"
-        )
+def make_accelerator(args, timeout=timedelta(hours=2), **options):
+    """The Accelerator; what `accelerate config` and its launcher say goes into `args`, or is refused in a sentence.
 
-
-def make_unet(args, latent_channels, embed_dim):
-    """The U-Net to train: the pretrained pipeline's, or a new one of --unet_config_name_or_path."""
-    source = args.unet_config_name_or_path or args.pretrained_model_name_or_path
-    options = {"cache_dir": args.cache_dir}
-    try:
-        if args.unet_config_name_or_path:
-            unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(source, **options))
-        else:
-            options |= {"subfolder": "unet", "revision": args.revision, "variant": args.variant}
-            unet = UNet2DConditionModel.from_pretrained(source, **options)
-    except Exception as error:
-        fail(f"{source} holds no UNet2DConditionModel ({error})")
-    if (unet.config.in_channels, unet.config.cross_attention_dim) != (latent_channels, embed_dim):
-        fail(
-            f"the U-Net of {source} takes {unet.config.in_channels} channels and embeddings of "
-            f"{unet.config.cross_attention_dim}; the latents have {latent_channels}, the embeddings {embed_dim}"
-        )
-    return unet
-
-
-def make_schedulers(args):
-    """(the scheduler that noises in training, the sampler of the pipeline), both of the trained objective."""
-    source, flags = args.pretrained_model_name_or_path, {}
-    if args.prediction_type is not None:
-        flags["prediction_type"] = args.prediction_type
-    if args.rescale_betas_zero_snr:
-        # Sampling must then start at the last timestep, which "leading" spacing leaves out.
-        flags.update(rescale_betas_zero_snr=True, timestep_spacing="trailing")
-    options = {"subfolder": "scheduler", "cache_dir": args.cache_dir, "revision": args.revision}
-    try:
-        noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
-        sampler = DDIMScheduler  # of the samplers the one that can start from pure noise
-        if not noise_scheduler.config.rescale_betas_zero_snr:
-            sampler = getattr(diffusers, DDPMScheduler.load_config(source, **options)["_class_name"])
-        sampler = sampler.from_pretrained(source, **options, **flags)
-    except Exception as error:
-        fail(f"{source} holds no scheduler ({error})")
-    if noise_scheduler.config.rescale_betas_zero_snr and noise_scheduler.config.prediction_type == "epsilon":
-        fail("--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon has nothing to learn")
-    return noise_scheduler, sampler
-
-
-# ------------------------------------------------------------------------------------------------- loss and EMA
-
-
-def step_seed(*key):
-    """A 64-bit seed from integers: (seed, step, micro-batch, process)."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-
-
-@torch.no_grad()
-def prepare_latents(batch, encoders, empty_prompt, cache, caption_dropout):
-    """A batch as loaded -> (latents [N, C, h, w] of about unit size, prompt_embeds [N, tokens, D]), in float32.
-
-    A fresh draw of the latents each time, and the empty prompt in place of a share of the captions.
+    Returns (accelerator, number of cores for each process of this machine). `timeout`: how long processes wait for
+    each other; some wait while the first downloads or checks a model.
     """
-    if encoders is None:
-        latents = batch["latents"].float().unflatten(1, cache["latents_shape"])
-        prompt_embeds = batch["prompt_embeds"].float().unflatten(1, cache["prompt_embeds_shape"])
-    else:
-        vae, text_encoder = encoders
-        latents = encode_images(vae, batch["pixel_values"])
-        prompt_embeds = encode_prompts(text_encoder, batch["input_ids"])
-    if cache["latents"] == "moments":
-        mean, std = latents.chunk(2, dim=1)
-        # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
-        latents = mean + std * torch.randn(mean.shape, device=mean.device)
-    latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
-    dropped = torch.rand(len(latents), 1, 1, device=latents.device) < caption_dropout
-    return latents, torch.where(dropped, empty_prompt, prompt_embeds)
+    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # on a CPU Accelerate would drop them
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() not in ("false", "0", "no"):
+            fail(f"{engine} is not supported: launch on one device, or on several with DDP (--multi_gpu)")
+    args.mixed_precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if args.mixed_precision not in ("no", "fp16", "bf16"):
+        fail(f"mixed precision {args.mixed_precision} is not supported: choose no, fp16 or bf16")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with explained("the processes can't be set up as they were launched"):
+        cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        num_launched = int(os.environ.get("WORLD_SIZE", 1))
+        dynamo = TorchDynamoPlugin()  # what the launcher says; `compile_model` does it, for the weights' names
+        options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout)]
+        accelerator = Accelerator(mixed_precision=args.mixed_precision, dynamo_backend="no", **options)
+    device, num_processes = accelerator.device, accelerator.num_processes
+    if num_processes == 1 and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
+        num_launched = max(
+            2, num_launched
+        )  # what the launcher leaves of several processes on CPUs: one, and an address
+    if num_launched != num_processes:
+        fail(
+            f"{num_launched} processes were launched but each sees {num_processes}: on CPUs set "
+            "ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
+        )
+    if not accelerator.distributed_type.value.startswith(("NO", "MULTI_")):  # MULTI_...: DDP, whatever the device
+        fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
+    if args.mixed_precision == "fp16" and device.type == "cpu":
+        fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
+    if args.compile is None and dynamo.backend != DynamoBackend.NO:
+        args.compile = dynamo.backend.value.lower()
+    # The trainers accumulate by themselves: with a number of its own, Accelerate would divide the gradients once more.
+    steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
+    if steps != 1 and "gradient_accumulation_steps" in args:
+        if args.gradient_accumulation_steps not in (1, steps):
+            fail(f"--gradient_accumulation_steps {args.gradient_accumulation_steps}, but the launch says {steps}")
+        args.gradient_accumulation_steps = steps
+    if device.type == "cpu" and threads_are_default():
+        torch.set_num_threads(cores)
+    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    accelerator.print(f"Processes: {num_processes} on {device.type}{threads}; mixed precision: {args.mixed_precision}")
+    return accelerator, cores
 
 
-def compute_loss(
-    unet, noise_scheduler, images, weight, snr_gamma=None, noise_offset=0.0, input_perturbation=0.0, **condition
-):
-    """The denoising loss of DDPM (arXiv:2006.11239, eq. 14): the sum over images of weight * mean squared error.
+def threads_are_default():
+    """Whether one thread is the launcher's own idea, said neither in its environment nor in its command line."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
+        return False
+    try:
+        launcher = Path(f"/proc/{os.getppid()}")
+        words = (launcher / "environ").read_bytes() + (launcher / "cmdline").read_bytes().replace(b"-", b"_")
+        return b"OMP_NUM_THREADS=" not in words and b"num_cpu_threads" not in words
+    except OSError:  # no Linux, or no right to look
+        return True
 
-    images, or their latents: [N, C, H, W] float32 of about unit size. weight: [N]; it adds up to 1 over a step's
-    micro-batches, averaged over the processes, and is 0 for a placeholder: so return (weight * loss per image).sum(),
-    whatever the loss. condition: what the U-Net is given besides, such as encoder_hidden_states.
-    The noising is done in float32: in bfloat16 the first timesteps would get no noise at all.
-    `snr_gamma`: the min-SNR weight of arXiv:2303.09556; for v_prediction with SNR + 1 in place of SNR, as diffusers
-    had it first, because the paper's weight is 0 where a zero terminal SNR has its pure noise.
-    `noise_offset`: noise that is the same all over a channel (crosslabs.org/blog/diffusion-with-offset-noise).
-    `input_perturbation`: more noise in the input than the target tells of (arXiv:2301.11706).
-    """
-    noise = torch.randn(images.shape, device=images.device)  # by shape: `like` would draw in the order of the memory
-    if noise_offset:
-        noise = noise + noise_offset * torch.randn(*images.shape[:2], 1, 1, device=images.device)
-    perturbed = (
-        noise + input_perturbation * torch.randn(noise.shape, device=noise.device) if input_perturbation else noise
-    )
-    timesteps = torch.randint(noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device)
-    noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
-    prediction = unet(noisy_images, timesteps, **condition).sample.float()
-    prediction_type = noise_scheduler.config.prediction_type
-    if prediction_type == "epsilon":
-        target = noise
-    elif prediction_type == "sample":
-        target = images
-    else:
-        target = noise_scheduler.get_velocity(images, noise, timesteps)
-    loss = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
-    if snr_gamma is not None:
-        snr = compute_snr(noise_scheduler, timesteps)
-        if prediction_type == "epsilon":
-            weight = weight * snr.clamp(max=snr_gamma) / snr
-        elif prediction_type == "sample":
-            weight = weight * snr.clamp(max=snr_gamma)
+
+def put_on_device(model, device):
+    """Move a model; on CUDA its convolutions get the memory layout that they are fastest in."""
+    return model.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format)
+
+
+def compile_model(model, backend):
+    """torch.compile in place, which keeps the names of the weights, with the options that `accelerate config` set."""
+    options, dynamo = {}, TorchDynamoPlugin()
+    if dynamo.backend != DynamoBackend.NO:  # else the launcher's dynamic=False is nobody's wish
+        options = {"mode": dynamo.mode, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
+    with explained(f"torch.compile with {backend} is not possible"):
+        if options and dynamo.use_regional_compilation:
+            model.compile_repeated_blocks(backend=backend, **options)
         else:
-            weight = weight * (snr + 1).clamp(max=snr_gamma) / (snr + 1)
-    return (weight * loss).sum()
+            model.compile(backend=backend, **options)
+
+
+# ------------------------------------------------------------------------------------ shared by the trainers: steps
+
+
+def train_step(accelerator, unet, optimizer, noise_scheduler, batches, micro_batches, data_step, frozen, args):
+    """One optimizer step on the next `micro_batches` of `batches`.
+
+    Returns [sum of weight * loss, sum of weight, norm of the gradient] on the device, of this process; after it,
+    accelerator.optimizer_step_was_skipped tells of an fp16 overflow. Nothing here waits for the device.
+    """
+    sums = torch.zeros(2, device=accelerator.device)
+    for micro_batch in range(micro_batches):
+        batch = next(batches)
+        # What is drawn depends on the step alone, not on what was drawn before: a resumed run draws the same.
+        torch.manual_seed(step_seed(args.seed, data_step, micro_batch, accelerator.process_index))
+        images, condition = prepare_batch(batch, frozen, args)
+        # The processes' gradients are averaged once a step, in its last backward.
+        last = micro_batch == micro_batches - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(unet):
+            loss = compute_loss(unet, noise_scheduler, images, batch["weight"], args, **condition)
+            accelerator.backward(loss)
+        sums += torch.stack([loss.detach(), batch["weight"].sum()])
+    grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.cat([sums, grad_norm[None]])
 
 
 def update_ema(ema_unet, unet, step, args):
@@ -752,50 +1173,234 @@ def update_ema(ema_unet, unet, step, args):
     get_ema_multi_avg_fn(decay)(list(ema_unet.parameters()), list(unet.parameters()), None)
 
 
-# ------------------------------------------------------------------------------------------------- checkpoints
+def check_training_args(parser, args):
+    """What both trainers refuse in their arguments, besides numbers out of their bounds."""
+    if args.lr_scheduler == "piecewise_constant" and args.lr_step_rules is None:
+        parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules")
+    for tracker in {"tensorboard", "wandb"} & {args.report_to}:
+        if importlib.util.find_spec(tracker) is None:
+            parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
 
 
-def remove(path):
-    """Delete a folder in such a way that no half of it is ever seen under its name."""
-    shutil.rmtree(path.rename(path.parent / f".tmp-old-{path.name}"))
+def step_batches(rows, args, rank, num_processes, first_step):
+    """Yield without end one process's micro-batches of keys (epoch, row, weight), from optimizer step `first_step` on.
+
+    (seed, epoch) alone fixes an epoch's order, so any step can be started from. A step takes the next images of that
+    order; the last one of an epoch takes what is left, so every image comes exactly once an epoch: none is dropped or
+    repeated. The weights make the sum of loss * weight over a step's micro-batches, averaged over the processes as DDP
+    does, the mean over the step's images. A process with no image left gets one of weight 0, because DDP needs all to
+    take part.
+    """
+    per_micro = args.train_batch_size * num_processes
+    per_step = per_micro * args.gradient_accumulation_steps
+    first_epoch, step_in_epoch = divmod(first_step, math.ceil(len(rows) / per_step))
+    for epoch in itertools.count(first_epoch):
+        order = np.random.default_rng([args.seed, epoch]).permutation(len(rows)).tolist()
+        for step_start in range(step_in_epoch * per_step, len(rows), per_step):
+            step = order[step_start : step_start + per_step]
+            for start in range(0, len(step), per_micro):
+                mine = step[start : start + per_micro][rank::num_processes]
+                yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]
+        step_in_epoch = 0
 
 
-def replace(path, new):
-    """Move `new` to `path`; a folder that stands there is moved out of the way first and deleted last."""
-    if not path.is_dir():
-        new.replace(path)
-        return
-    old = path.rename(path.parent / f".tmp-old-{path.name}")
-    new.rename(path)
-    shutil.rmtree(old)
+def objective_flags(args):
+    """What the flags say of a scheduler's objective; the rest is left as the scheduler has it."""
+    flags = {} if args.prediction_type is None else {"prediction_type": args.prediction_type}
+    if args.rescale_betas_zero_snr:
+        # Sampling must then start at the last timestep, which "leading" spacing leaves out.
+        flags |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    return flags
+
+
+def check_objective(scheduler):
+    """Refuse a scheduler that `compute_loss` can't train."""
+    if scheduler.config.prediction_type not in ("epsilon", "sample", "v_prediction"):
+        fail(f"the scheduler's prediction type {scheduler.config.prediction_type!r} is unknown: set --prediction_type")
+    if scheduler.config.rescale_betas_zero_snr and scheduler.config.prediction_type == "epsilon":
+        fail("--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon has nothing to learn")
+
+
+def is_due(steps, epochs, steps_per_epoch, global_step, data_step):
+    """Whether what comes every `steps`, or if that is None every so many epochs, comes after this step; 0 is none."""
+    if steps is not None:
+        return global_step > 0 and global_step % steps == 0
+    return data_step % (epochs * steps_per_epoch) == 0
+
+
+def check_overflows(overflows, data_step):
+    """End a run in fp16 that skips step after step; some at the start are how the scaler finds its scale."""
+    if overflows > 50 + data_step / 100:
+        fail(f"{overflows} of {data_step} fp16 steps overflowed: use bf16 or a lower --learning_rate")
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM, noted here, end the run after the step in work and on all processes alike."""
+
+    def __init__(self, num_processes):
+        self.received, self.times = 0, 0
+        self.handlers = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        # The processes agree over gloo, so that no device has to wait.
+        self.group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
+
+    def note(self, number, frame):
+        self.received, self.times = number, self.times + 1
+        if self.times == 3:  # torchrun passes each on a second time; who sends a third means it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def agree(self):
+        """The signal's number if any process has received one, else 0: the same on all, once a step."""
+        number = torch.tensor(self.received)
+        if self.group is not None:
+            torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self.group)
+        return int(number)
+
+    def close(self):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+
+class Records:
+    """What a run tells while it trains: metrics.jsonl, trackers, the bar, skipped images, the share of waiting.
+
+    `watch` and `add` only take notes; `update` alone waits for the device.
+    """
+
+    def __init__(self, accelerator, global_step, num_left_out, resumed, args):
+        self.accelerator, self.output_dir = accelerator, Path(args.output_dir)
+        if accelerator.is_main_process:  # what was recorded after the checkpoint comes again
+            kept = read_metrics(args.output_dir, global_step) if resumed else []
+            with saving(args.output_dir, "metrics.jsonl") as unfinished:
+                (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+        shown = {key: value for key, value in vars(args).items() if value is not None}
+        shown = {key: " | ".join(value) if isinstance(value, list) else value for key, value in shown.items()}
+        with explained(f"--report_to {args.report_to}: `wandb login`, or set WANDB_MODE=offline, or --report_to none"):
+            accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})
+        main = accelerator.is_main_process
+        self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
+        self.sums = torch.zeros(4, device=accelerator.device)  # loss, weight, gradient norm, steps since the record
+        self.waits, self.num_images, self.start = [], 0, time.perf_counter()
+        self.skipped, self.new_skipped, self.num_left_out, self.any_decoded = {}, {}, num_left_out, resumed
+
+    def watch(self, batches):
+        """Pass batches on, and note what could not be decoded and how long each was waited for."""
+        for batch in batches:
+            self.new_skipped.update(batch["skipped"])
+            self.waits.append(batch["waited"])
+            yield batch
+
+    def add(self, sums, num_images, epoch, lr):
+        """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
+        self.sums += torch.cat([sums, torch.ones_like(sums[:1])])
+        self.num_images, self.epoch, self.lr = self.num_images + num_images, epoch, lr
+        self.bar.update(1)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Saving and sampling are no part of the rate."""
+        begin = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - begin
+
+    def update(self, step, log, last):
+        """Wait for the device, check what has come since the last record and, if it is time to `log`, write one."""
+        total_loss, total_weight, total_norm, steps = self.accelerator.reduce(self.sums).tolist()
+        for name, reason in gather_object(sorted(self.new_skipped.items())):
+            if name not in self.skipped and self.accelerator.is_main_process:
+                self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
+            self.skipped[name] = reason
+        self.new_skipped = {}
+        self.any_decoded = self.any_decoded or total_weight > 0
+        if total_weight == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
+            fail(f"none of the last {self.num_images} images could be decoded")
+        if not math.isfinite(total_loss + total_norm):  # before anything is saved
+            kept = find_checkpoints(self.output_dir)
+            fail(
+                f"the loss is not finite at step {step} (last checkpoint: {kept[-1] if kept else 'none'}); "
+                "try a lower --learning_rate or more --lr_warmup_steps"
+            )
+        if not log or total_weight == 0:
+            return
+        now = time.perf_counter()
+        duration = now - self.start
+        record = {
+            "step": step,
+            "epoch": self.epoch,
+            "loss": total_loss / total_weight,
+            "lr": self.lr,
+            "grad_norm": total_norm / steps,
+            "images_per_second": self.num_images / duration,
+            "data_wait": sum(seconds_between(*wait) for wait in self.waits) / duration,  # share of the time
+            "skipped_images": len(self.skipped) + self.num_left_out,
+        }
+        self.bar.set_postfix_str(
+            f"loss={record['loss']:.4f}, lr={self.lr:.1e}, {record['images_per_second']:.1f} img/s, "
+            f"{record['data_wait']:.1%} waiting for data"
+        )
+        if self.accelerator.is_main_process:
+            with (self.output_dir / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step)
+        self.sums.zero_()
+        self.waits, self.num_images, self.start = [], 0, now
+
+
+# ------------------------------------------------------------------------------ shared by the trainers: checkpoints
+
+
+def clean(output_dir):
+    """Put back what a kill left half-moved by `saving`, and delete what it left half-written."""
+    for old in output_dir.glob(".tmp-old-*"):
+        path = output_dir / old.name.removeprefix(".tmp-old-")
+        if not path.exists():
+            old.rename(path)
+    for leftover in output_dir.glob(".tmp-*"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 @contextlib.contextmanager
-def saving(output_dir, what):
-    """Give a temporary folder to write into; if that fails, delete it and end with a sentence."""
-    unfinished = Path(output_dir) / ".tmp-saving"
+def saving(folder, what):
+    """Give an empty folder; what is written there then takes its place in `folder`, each item whole or not at all.
+
+    If that fails, it ends with a sentence, and what stood there before stays.
+    """
+    folder = Path(folder)
+    unfinished = folder / ".tmp-saving"
     try:
+        unfinished.mkdir(parents=True)
         yield unfinished
+        for path in unfinished.rglob("*"):
+            if path.is_file():  # on the disk before it has its name, or a power cut leaves empty files
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        for item in unfinished.iterdir():
+            path, old = folder / item.name, folder / f".tmp-old-{item.name}"
+            if path.is_dir():  # a folder can't be replaced in one go: `clean` puts it back if a kill comes here
+                path.rename(old)
+            item.replace(path)
+            shutil.rmtree(old, ignore_errors=True)
+        unfinished.rmdir()
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        fail(f"{what} could not be saved ({error}); what was saved before is untouched")
+        fail(f"{what} could not be saved ({explain(error)}); what was saved before is untouched", alone=True)
 
 
 def find_checkpoints(output_dir):
     """The whole checkpoints in a folder, oldest first."""
     found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
     steps = {path: path.name.removeprefix("checkpoint-") for path in found}
-    return sorted((path for path in found if steps[path].isdigit()), key=lambda path: int(steps[path]))
+    return sorted((path for path in found if steps[path].isdecimal()), key=lambda path: int(steps[path]))
 
 
 def find_checkpoint(args):
-    """The checkpoint that --resume_from_checkpoint means, None to start afresh."""
-    given, found = args.resume_from_checkpoint, find_checkpoints(args.output_dir)
+    """The checkpoint that --resume_from_checkpoint means, None to start afresh; the same on all machines."""
+    given, found, path = args.resume_from_checkpoint, find_checkpoints(args.output_dir), None
     if given == "latest":
-        if not found and os.environ.get("RANK", "0") == "0":
+        path = found[-1] if found else None
+        if path is None and os.environ.get("RANK", "0") == "0":
             print(f"No checkpoint in {args.output_dir} yet: starting afresh")
-        return found[-1] if found else None
-    if given:
+    elif given:
         path = Path(given) if Path(given).is_dir() else Path(args.output_dir, given)
         if not (path / "trainer_state.json").is_file():
             fail(
@@ -803,15 +1408,17 @@ def find_checkpoint(args):
             )
         if path.resolve() in [older.resolve() for older in found[:-1]]:
             fail(f"{found[-1]} is newer than {path}: delete what is newer, or choose another --output_dir")
-        return path
-    if found:
+    elif found:
         fail(
             f"{args.output_dir} holds {found[-1].name} of an earlier run: go on from it with --resume_from_checkpoint "
             "latest, or choose another --output_dir"
         )
+    if len(set(gather_object([path and path.name]))) > 1:
+        fail("the machines found different checkpoints: --output_dir must be a folder that they share")
+    return path
 
 
-def save_checkpoint(accelerator, unet, ema_unet, optimizer, state, args):
+def save_checkpoint(accelerator, models, optimizer, state, args):
     """Write checkpoint-N and then prune the oldest: call it on every process.
 
     Weights, optimizer and `state` are all there is to restore: data order and noise follow from the step.
@@ -819,119 +1426,102 @@ def save_checkpoint(accelerator, unet, ema_unet, optimizer, state, args):
     path, scaler = Path(args.output_dir) / f"checkpoint-{state['global_step']}", accelerator.scaler
     if accelerator.is_main_process:
         with saving(args.output_dir, path) as unfinished:
-            accelerator.unwrap_model(unet).save_pretrained(unfinished / "unet")
-            if ema_unet is not None:
-                ema_unet.save_pretrained(unfinished / "unet_ema")
-            torch.save(optimizer.state_dict(), unfinished / "optimizer.bin")
-            torch.save(scaler.state_dict() if scaler else {}, unfinished / "scaler.bin")
-            (unfinished / "trainer_state.json").write_text(json.dumps(state, indent=2))
-            replace(path, unfinished)
+            for name, model in models.items():
+                model.save_pretrained(unfinished / path.name / name)
+            torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
+            torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
+            (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
         if args.checkpoints_total_limit is not None:
             others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != path]
             for checkpoint in others[: max(0, len(others) - args.checkpoints_total_limit + 1)]:
-                remove(checkpoint)
+                # Under another name first, so that no half of it is ever taken for a checkpoint.
+                shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
     accelerator.wait_for_everyone()
 
 
-def load_checkpoint(path, unet, ema_unet, optimizer, scaler):
-    """Load checkpoint-N into the models, the optimizer and the fp16 scaler, and return its `state`."""
+def load_checkpoint(accelerator, path, models, optimizer, settings, args):
+    """Load checkpoint-N into models, optimizer and fp16 scaler; say which settings have changed; return its state."""
     try:
-        unet.load_state_dict(type(unet).from_pretrained(path / "unet").state_dict())
-        if ema_unet is not None:
-            ema_unet.load_state_dict(type(unet).from_pretrained(path / "unet_ema").state_dict())
+        for name, model in models.items():
+            folder = path / name if (path / name).is_dir() else path / "unet"  # --use_ema from here on
+            model.load_state_dict(type(model).from_pretrained(folder).state_dict())
         moments = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
         moments["param_groups"] = optimizer.state_dict()["param_groups"]  # the flags of this run count
         optimizer.load_state_dict(moments)
         for parameter, moments in optimizer.state.items():  # saved channels_last on CUDA, which other devices are not
             for name in ("exp_avg", "exp_avg_sq"):
                 moments[name] = torch.empty_like(parameter).copy_(moments[name])
-        if scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
-            scaler.load_state_dict(saved)
-        return json.loads((path / "trainer_state.json").read_text())
+        if accelerator.scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
+            accelerator.scaler.load_state_dict(saved)
+        state = json.loads((path / "trainer_state.json").read_text())
     except Exception as error:
         reason = str(error).strip().split("\n")[-1]
         fail(f"{path} is damaged or from another model ({reason}); resume from another or choose a new --output_dir")
+    before = {**state["settings"], "resume_from_checkpoint": args.resume_from_checkpoint}
+    changed = [f", {key} {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value]
+    accelerator.print(f"Resuming from {path}{''.join(changed)}")
+    return state
 
 
-# ------------------------------------------------------------------------------------------------- samples and output
+# ----------------------------------------------------------------------------- shared by the trainers: the output
 
 
-def make_pipeline(unet, sampler, models):
-    """The pipeline that is sampled from, saved and uploaded: what was trained and what it was trained with."""
-    vae, text_encoder, tokenizer = models
-    return StableDiffusionPipeline(
-        vae, text_encoder, tokenizer, unet, sampler, None, None, requires_safety_checker=False
-    )
+def open_output_dir(accelerator, args):
+    """Make, lock and clean --output_dir, find the hub repository, and write run.args, which is this command again.
 
-
-def log_validation(accelerator, unet, sampler, step, args):
-    """Draw --num_validation_images of each prompt, a share on each process, into samples/step-N.png and the trackers.
-
-    An image starts from its own seed, whatever the number of processes. The VAE and the text encoder are loaded for
-    it, in float32 because the VAE's decoder may overflow in float16, and let go afterwards.
+    Returns (the lock, which only the first process holds; the checkpoint to go on from, or None).
     """
-    vae, text_encoder, tokenizer = load_models(args, torch.float32)
-    vae.enable_slicing()  # one image at a time: decoding a batch may need more memory than training
-    device, training = accelerator.device, unet.training
-    pipeline = make_pipeline(unet.eval(), sampler, (vae.to(device), text_encoder.to(device), tokenizer))
-    pipeline.set_progress_bar_config(disable=True)
-    prompts = [prompt for prompt in args.validation_prompts for _ in range(args.num_validation_images)]
-    rank, num_processes = accelerator.process_index, accelerator.num_processes
-    share = [
-        i % len(prompts) for i in range(rank, math.ceil(len(prompts) / num_processes) * num_processes, num_processes)
-    ]
-    images = []
-    for start in range(0, len(share), args.train_batch_size):
-        batch = share[start : start + args.train_batch_size]
-        images += pipeline(
-            [prompts[i] for i in batch],
-            height=args.resolution,
-            width=args.resolution,
-            num_inference_steps=args.num_inference_steps,
-            guidance_scale=args.guidance_scale,
-            generator=[torch.Generator(device).manual_seed(step_seed(args.seed, i)) for i in batch],
-            output_type="pt",
-        ).images
-    unet.train(training)
-    images = accelerator.gather(torch.stack(images).contiguous())  # process by process
+    output_dir = Path(args.output_dir)
+    lock = FileLock(output_dir / ".lock")
     if accelerator.is_main_process:
-        images = images.unflatten(0, (num_processes, -1)).transpose(0, 1).flatten(0, 1)[: len(prompts)]
-        images = (images.permute(0, 2, 3, 1).float().cpu().numpy() * 255).round().astype(np.uint8)
-        grid = draw_grid(images.reshape(len(args.validation_prompts), -1, *images.shape[1:]), args.validation_prompts)
-        path = Path(args.output_dir) / "samples" / f"step-{step:07d}.png"
-        path.parent.mkdir(exist_ok=True)
-        grid.save(path)
-        for tracker in accelerator.trackers:
-            if hasattr(tracker, "log_images"):
-                layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                tracker.log_images({"samples": np.asarray(grid)[None]}, step=step, **layout)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+            clean(output_dir)
+        except Timeout:
+            fail(f"another process is training into {output_dir}: end it, or choose another --output_dir")
+        except OSError as error:
+            fail(f"--output_dir {output_dir} can't be written to ({error})")
+    accelerator.wait_for_everyone()
+    checkpoint = find_checkpoint(args)
+    if accelerator.is_main_process:
+        with saving(output_dir, "run.args") as unfinished:
+            (unfinished / "run.args").write_text(format_args(args))
+    if accelerator.is_main_process and args.push_to_hub:
+        name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
+        with explained(f"--push_to_hub: no repository {name}; `hf auth login` first, or leave it out"):
+            args.hub_model_id = create_repo(name, private=private, exist_ok=True).repo_id
+            public = private and not repo_info(args.hub_model_id).private
+        if public:
+            fail(f"--hub_private_repo: {args.hub_model_id} exists and is public; make it private, or choose another")
+    return lock, checkpoint
 
 
-def draw_grid(images, prompts):
-    """Images uint8 [prompts, per prompt, H, W, C] -> a picture with a row for each prompt, which stands beside it."""
-    size = max(64, images.shape[2])
-    font, margin = ImageFont.load_default(14), 4
-    label = min(400, max(math.ceil(font.getlength(prompt)) for prompt in prompts)) + 2 * margin
-    step = size + margin
-    grid = Image.new("RGB", (label + images.shape[1] * step, len(prompts) * step), "white")
-    draw = ImageDraw.Draw(grid)
-    for y, (prompt, row) in enumerate(zip(prompts, images, strict=True)):
-        while font.getlength(prompt) > label - 2 * margin:
-            prompt = prompt[:-2].rstrip("…") + "…"
-        draw.text((margin, y * step + size // 2), prompt, "black", font, anchor="lm")
-        for x, image in enumerate(row):
-            picture = Image.fromarray(image.squeeze()).convert("RGB").resize((size, size), Image.NEAREST)
-            grid.paste(picture, (label + x * step, y * step))
-    return grid
+def samples_path(step, args):
+    """Where the samples after a step are."""
+    return Path(args.output_dir) / "samples" / f"step-{step:07d}.png"
+
+
+def save_samples(accelerator, picture, step, args):
+    """Write a PIL picture of samples whole or not at all, and pass it to the trackers that take pictures."""
+    path = samples_path(step, args)
+    with saving(path.parent, path) as unfinished:
+        picture.save(unfinished / path.name)
+    for tracker in accelerator.trackers:
+        if hasattr(tracker, "log_images"):
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 
 def read_metrics(output_dir, last_step=math.inf):
-    """The records of metrics.jsonl up to a step; the line that a kill cut short is left out."""
-    path = Path(output_dir) / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [
-        record for record in map(json.loads, (x for x in lines if x.endswith("}\n"))) if record["step"] <= last_step
-    ]
+    """The records of metrics.jsonl up to a step; a line that a kill or a power cut has spoilt is left out."""
+    path, records = Path(output_dir) / "metrics.jsonl", []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = json.loads(line)
+            if record["step"] <= last_step and math.isfinite(record["loss"]):
+                records.append(record)
+    return records
 
 
 def plot_loss(output_dir):
@@ -949,408 +1539,32 @@ def plot_loss(output_dir):
 
 def save_pipeline(pipeline, args):
     """Write the pipeline folder; the one that stood there stays until the new one is whole."""
-    output_dir = Path(args.output_dir)
-    with saving(output_dir, f"the pipeline in {output_dir}") as unfinished:
+    with saving(args.output_dir, f"the pipeline in {args.output_dir}") as unfinished:
         pipeline.save_pretrained(unfinished)
-        for item in unfinished.iterdir():
-            replace(output_dir / item.name, item)
-        unfinished.rmdir()
 
 
-def save_model_card(step, args):
-    """Write README.md as the hub shows it: data, samples, loss curve and settings."""
-    output_dir, loss = Path(args.output_dir), plot_loss(args.output_dir)
-    name, base = args.hub_model_id or output_dir.resolve().name, args.pretrained_model_name_or_path
-    data = args.latents_dir or [args.dataset_name or args.train_data_dir]
+def write_card(text, args):
+    """Write README.md: `text`, the last samples, the loss curve and the settings, paths by their last name only."""
+    output_dir = Path(args.output_dir)
     samples = sorted((output_dir / "samples").glob("step-*.png"))
     settings = {key: value for key, value in vars(args).items() if value is not None and not key.endswith("_dir")}
-    prompt = (args.validation_prompts or ["a photograph"])[0]
-    (output_dir / "README.md").write_text(f"""---
-library_name: diffusers
-pipeline_tag: text-to-image
-tags: [diffusers, text-to-image, stable-diffusion, diffusers-training]
----
-
-# {name}
-
-A Stable Diffusion pipeline whose U-Net was {"trained from scratch" if args.unet_config_name_or_path else "fine-tuned"}
-on `{", ".join(Path(path).name for path in data)}` for {step} steps, to a loss of {loss}; the other models are those of
-`{base if not Path(base).exists() else Path(base).resolve().name}`.
-
-```python
-from diffusers import StableDiffusionPipeline
-
-pipeline = StableDiffusionPipeline.from_pretrained("{name}")
-image = pipeline({json.dumps(prompt)}, height={args.resolution}, width={args.resolution}).images[0]
-```
-
-{f"![samples](samples/{samples[-1].name})" if samples else ""}
-![loss](loss.png)
-
-| setting | value |
-|---|---|
-{"".join(f"| {key} | {value} |{chr(10)}" for key, value in settings.items())}""")
+    settings = {k: Path(v).name if k.endswith("_path") and Path(v).exists() else v for k, v in settings.items()}
+    table = "".join(f"| {key} | {value} |\n" for key, value in settings.items())
+    picture = f"![samples](samples/{samples[-1].name})" if samples else ""
+    with saving(output_dir, "the model card") as unfinished:
+        card = f"{text}\n{picture}\n![loss](loss.png)\n\n| setting | value |\n|---|---|\n{table}"
+        (unfinished / "README.md").write_text(card)
 
 
-# ------------------------------------------------------------------------------------------------- main
-
-
-def check_processes(accelerator):
-    """Refuse processes that do not know of each other: each would write the same files."""
-    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
-        fail(
-            f"{os.environ['WORLD_SIZE']} processes were launched but each sees {accelerator.num_processes}: on CPUs "
-            "set ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
-        )
-
-
-def count_cores():
-    """The number of cores for each process of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def check_launch(accelerator):
-    """Refuse what would train wrongly or in vain."""
-    check_processes(accelerator)
-    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        fail("fp16 does nothing on a CPU: use --mixed_precision bf16 or no")
-
-
-def use_cores(device):
-    """The number of cores for each process; on a CPU the process takes them, if the launcher left it only one."""
-    cores = count_cores()
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
-    if device.type == "cpu" and launched:
-        torch.set_num_threads(cores)
-    return cores
-
-
-def open_output_dir(lock, args):
-    """Make --output_dir and lock it, clean up what a killed run left half-written, and find the hub repository."""
-    output_dir = Path(args.output_dir)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        fail(f"another process is training into {output_dir}: end it, or choose another --output_dir")
-    except OSError as error:
-        fail(f"--output_dir {output_dir} can't be written to ({error})")
-    for leftover in output_dir.glob(".tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    if args.push_to_hub:
-        name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
-        try:
-            args.hub_model_id = create_repo(name, private=private, exist_ok=True).repo_id
-            public = private and not repo_info(args.hub_model_id).private
-        except Exception as error:
-            fail(f"--push_to_hub: no repository {name} ({error}); `hf auth login` first, or leave it out")
-        if public:
-            fail(f"--hub_private_repo: {args.hub_model_id} exists and is public; make it private, or choose another")
-
-
-def start_records(accelerator, last_step, args):
-    """Open the trackers and metrics.jsonl; of an earlier run the records up to `last_step` are kept."""
-    if accelerator.is_main_process:
-        records, output_dir = read_metrics(args.output_dir, last_step), Path(args.output_dir)
-        (output_dir / ".tmp-metrics").write_text("".join(json.dumps(record) + "\n" for record in records))
-        replace(output_dir / "metrics.jsonl", output_dir / ".tmp-metrics")
-    try:
-        shown = {key: value for key, value in vars(args).items() if value is not None}
-        shown = {key: " | ".join(value) if isinstance(value, list) else value for key, value in shown.items()}
-        accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})
-    except Exception as error:
-        fail(f"--report_to {args.report_to}: {error}; `wandb login`, or set WANDB_MODE=offline, or --report_to none")
-
-
-def main(args):
-    """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
-    transformers.utils.logging.disable_progress_bar()
-    output_dir = Path(args.output_dir)
-    noise_scheduler, sampler = make_schedulers(args)
-    accelerator = Accelerator(
-        mixed_precision=args.mixed_precision,
-        log_with=None if args.report_to == "none" else args.report_to,
-        project_config=ProjectConfiguration(args.output_dir, logging_dir=str(output_dir / args.logging_dir)),
-    )
-    device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
-    check_launch(accelerator)
-    cores = use_cores(device)
-    if args.allow_tf32:
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
-    lock = FileLock(output_dir / ".lock")
-    if accelerator.is_main_process:
-        open_output_dir(lock, args)
-    accelerator.wait_for_everyone()
-    checkpoint = find_checkpoint(args)
-
-    memory_format = torch.channels_last if device.type == "cuda" else torch.preserve_format
-    # Data: latents and embeddings from a cache, or images and captions with the models that encode them in the step
-    encoders = None
-    if args.latents_dir:
-        caches = [load_cache(folder) for folder in args.latents_dir]
-        cache, empty_prompt, _ = caches[0]
-        if accelerator.is_main_process:  # loaded to be compared, and let go
-            description = describe_models(*load_models(args, torch.float32))
-            description |= {name: cache[name] for name in ("latents", "latents_shape", "prompt_embeds_shape")}
-            for folder, (other, _, _) in zip(args.latents_dir, caches, strict=True):
-                check_cache(folder, other, description)
-                if args.random_flip and not other["transform"]["random_flip"]:
-                    fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
-                if args.resolution not in (None, other["transform"]["resolution"]):
-                    fail(f"--resolution {args.resolution}: {folder} holds {other['transform']['resolution']} px")
-        accelerator.wait_for_everyone()
-        args.resolution = args.resolution or cache["transform"]["resolution"]
-        dataset = CachedLatents([batch for _, _, batches in caches for batch in batches], args)
-    else:
-        args.resolution = args.resolution or 512
-        rows, column = load_rows(args)
-        rows = select_captioned(rows, column, args)
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
-        vae, text_encoder, tokenizer = load_models(args, dtype)
-        vae.requires_grad_(False).to(device, memory_format=memory_format)
-        encoders = (vae, text_encoder.requires_grad_(False).to(device))
-        with torch.no_grad():
-            empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]).to(device))[0]
-        tiny, side = isinstance(vae, AutoencoderTiny), args.resolution // vae_scale_factor(vae)
-        cache = {  # what a cache would say
-            "vae": {"scaling_factor": vae.config.scaling_factor, "shift_factor": vae.config.shift_factor or 0.0},
-            "latents": "sample" if tiny else "moments",
-            "latents_shape": [vae.config.latent_channels * (1 if tiny else 2), side, side],
-        }
-        dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizer, args)
-    num_images = len(dataset)
-    empty_prompt = empty_prompt.float().to(device)
-    images_per_micro_batch = args.train_batch_size * num_processes
-    images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
-    steps_per_epoch = math.ceil(num_images / images_per_step)
-    if args.max_train_steps is None:
-        args.max_train_steps = args.num_train_epochs * steps_per_epoch
-    if args.scale_lr:
-        args.learning_rate *= images_per_step
-
-    # Models and optimizer
-    torch.manual_seed(args.seed)  # every process starts from the same weights
-    latent_channels = cache["latents_shape"][0] // (2 if cache["latents"] == "moments" else 1)
-    unet = make_unet(args, latent_channels, empty_prompt.shape[-1])
-    if args.unet_config_name_or_path:
-        unet.register_to_config(sample_size=cache["latents_shape"][1])  # what the pipeline draws unless told otherwise
-    unet.to(device, memory_format=memory_format)
-    ema_unet = copy.deepcopy(unet).eval().requires_grad_(False) if args.use_ema else None
-    if args.gradient_checkpointing:
-        unet.enable_gradient_checkpointing()
-    optimizer = torch.optim.AdamW(
-        unet.parameters(),
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        weight_decay=args.adam_weight_decay,
-        eps=args.adam_epsilon,
-        fused=accelerator.scaler is None,  # fused skips fp16 overflows by itself, unseen by Accelerate
-    )
-    settings = {**vars(args), "num_processes": num_processes, "num_images": num_images}
-    settings["mixed_precision"] = accelerator.mixed_precision
-    state = {"global_step": 0, "data_step": 0}
-    if checkpoint is not None:
-        state = load_checkpoint(checkpoint, unet, ema_unet, optimizer, accelerator.scaler)
-        before = {**state["settings"], "resume_from_checkpoint": args.resume_from_checkpoint}
-        changed = [
-            f", {key} {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value
-        ]
-        accelerator.print(f"Resuming from {checkpoint}{''.join(changed)}")
-    global_step, data_step = state["global_step"], state["data_step"]  # data_step also counts steps that fp16 skipped
-    if len(set(gather_object([global_step]))) > 1:
-        fail("the machines found different checkpoints: --output_dir must be a folder that they share")
-    for group in optimizer.param_groups:
-        group["initial_lr"] = args.learning_rate
-    # Started at `global_step`, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
-    lr_scheduler = get_scheduler(
-        args.lr_scheduler,
-        optimizer,
-        step_rules=args.lr_step_rules,
-        num_warmup_steps=args.lr_warmup_steps,
-        num_training_steps=args.max_train_steps + 1,
-        num_cycles=args.lr_num_cycles,
-        power=args.lr_power,
-        last_epoch=global_step,
-    )
-    if args.compile:
-        unet.compile(backend=args.compile)  # in place, which keeps the names of the weights
-    unet, optimizer = accelerator.prepare(unet, optimizer)
-    if ema_unet is not None:
-        ema_unet = accelerator.prepare_model(ema_unet, evaluation_mode=True)  # the same autocast as in training
-    plain_unet = accelerator.unwrap_model(unet)
-    sample_unet = plain_unet if ema_unet is None else ema_unet
-
-    # Loader: batches come without end, across epochs, so the device never waits for one to begin.
-    num_workers = args.dataloader_num_workers
-    if args.latents_dir:
-        num_workers = 0  # a thread reads faster than processes that would have to pass on what they read
-    elif num_workers is None:  # a core per process stays free for the trainer
-        num_workers = max(0, min(8, cores - 1))
-    dataloader = torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=step_batches(dataset, args, rank, num_processes, data_step),
-        collate_fn=keep,
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=ignore_signals,
-    )
-
-    # Records
-    start_records(accelerator, global_step if checkpoint else -1, args)
-    progress_bar = tqdm(
-        total=args.max_train_steps, initial=global_step, desc="Steps", disable=not accelerator.is_main_process
-    )
-    received = []
-
-    def note_signal(number, frame):
-        received.append(number)
-        if len(received) == 3:  # torchrun passes each on a second time; who sends a third means it
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    # The processes agree on signals after each step, over gloo, so that no device has to wait.
-    signal_group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
-
-    # Train
-    unet.train()
-    batches = Prefetcher(dataloader, device)
-    sums = torch.zeros(4, device=device)  # since the last record: loss, weight, gradient norm, steps
-    skipped_images, new_skipped, skipped_in_a_row, any_decoded = {}, {}, 0, checkpoint is not None
-    window_start, window_images, stop = time.perf_counter(), 0, 0
-    while global_step < args.max_train_steps and not stop:
-        # `data_step` alone fixes the images and, through the seed, all that is random: noise, flips, dropout ...
-        epoch, step_in_epoch = divmod(data_step, steps_per_epoch)
-        step_images = min(images_per_step, num_images - step_in_epoch * images_per_step)
-        micro_batches = math.ceil(step_images / images_per_micro_batch)
-        step_sums = torch.zeros(2, device=device)
-        for micro_batch in range(micro_batches):
-            batch = next(batches)
-            torch.manual_seed(step_seed(args.seed, data_step, micro_batch, rank))
-            latents, prompt_embeds = prepare_latents(batch, encoders, empty_prompt, cache, args.caption_dropout)
-            # The processes' gradients are averaged once a step, in its last backward.
-            with contextlib.nullcontext() if micro_batch == micro_batches - 1 else accelerator.no_sync(unet):
-                loss = compute_loss(
-                    unet,
-                    noise_scheduler,
-                    latents,
-                    batch["weight"],
-                    args.snr_gamma,
-                    args.noise_offset,
-                    args.input_perturbation,
-                    encoder_hidden_states=prompt_embeds,
-                )
-                accelerator.backward(loss)
-            step_sums += torch.stack([loss.detach(), batch["weight"].sum()])
-            new_skipped.update(batch["skipped"])
-        data_step += 1
-        grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-        if accelerator.optimizer_step_was_skipped:  # fp16 overflow: the scale is lowered, the weights are as before
-            skipped_in_a_row += 1
-            if skipped_in_a_row == 50:
-                fail(
-                    f"50 fp16 steps in a row overflowed after step {global_step}: use bf16 or a lower --learning_rate"
-                )
-            continue
-        lr, skipped_in_a_row = lr_scheduler.get_last_lr()[0], 0
-        lr_scheduler.step()
-        global_step += 1
-        if ema_unet is not None:
-            update_ema(ema_unet, plain_unet, global_step, args)
-        sums += torch.cat([step_sums, torch.stack([grad_norm, torch.ones_like(grad_norm)])])
-        window_images += step_images
-        progress_bar.update(1)
-
-        flag = torch.tensor(max(received, default=0))
-        if signal_group is not None:
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=signal_group)
-        stop, last = int(flag), global_step == args.max_train_steps
-        epochs_done = data_step // steps_per_epoch if data_step % steps_per_epoch == 0 else None
-        log_due = global_step % args.logging_steps == 0 or last
-        checkpoint_due = global_step % args.checkpointing_steps == 0 or stop
-        samples_due = epochs_done is not None and epochs_done % args.validation_epochs == 0
-        if args.validation_steps is not None:
-            samples_due = global_step % args.validation_steps == 0
-        if log_due or checkpoint_due:  # the only place where the host waits for the device
-            total_loss, total_weight, total_norm, steps = accelerator.reduce(sums).tolist()
-            for name, reason in gather_object(sorted(new_skipped.items())):
-                if name not in skipped_images and accelerator.is_main_process:
-                    progress_bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
-                skipped_images[name] = reason
-            new_skipped = {}
-            any_decoded = any_decoded or total_weight > 0
-            if total_weight == 0 and (window_images >= 100 or (last and not any_decoded)):
-                fail(f"none of the last {window_images} images could be decoded")
-            if not math.isfinite(total_loss + total_norm):
-                kept = find_checkpoints(output_dir)
-                fail(
-                    f"the loss is not finite at step {global_step} (last checkpoint: {kept[-1] if kept else 'none'}); "
-                    "try a lower --learning_rate or more --lr_warmup_steps"
-                )
-        if log_due and total_weight > 0:
-            now = time.perf_counter()
-            record = {
-                "step": global_step,
-                "epoch": epoch,
-                "loss": total_loss / total_weight,
-                "lr": lr,
-                "grad_norm": total_norm / steps,
-                "images_per_second": window_images / (now - window_start),
-                "data_wait": batches.waited / (now - window_start),  # share of the time
-                "skipped_images": len(skipped_images),
-            }
-            progress_bar.set_postfix_str(
-                f"loss={record['loss']:.4f}, lr={lr:.1e}, {record['images_per_second']:.1f} img/s, "
-                f"{record['data_wait']:.1%} waiting for data"
-            )
-            if accelerator.is_main_process:
-                with (output_dir / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-            accelerator.log({key: value for key, value in record.items() if key != "step"}, step=global_step)
-            sums.zero_()
-            window_start, window_images, batches.waited = now, 0, 0.0
-
-        pause = time.perf_counter()
-        if checkpoint_due:
-            state = {"global_step": global_step, "data_step": data_step, "settings": settings}
-            save_checkpoint(accelerator, unet, ema_unet, optimizer, state, args)
-        if samples_due and args.validation_prompts and not last and not stop:
-            log_validation(accelerator, sample_unet, sampler, global_step, args)
-        window_start += time.perf_counter() - pause
-
-    batches.close()
-    progress_bar.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    if stop:
-        accelerator.print(
-            f"Stopped by {signal.Signals(stop).name} after step {global_step} of {args.max_train_steps}; "
-            "the same command with --resume_from_checkpoint latest goes on from there"
-        )
-        accelerator.end_training()
-        sys.exit(128 + stop)
-    if accelerator.is_main_process:  # before the samples, which may take longer than a preempted job has left
-        save_pipeline(make_pipeline(sample_unet, sampler, load_models(args, torch.float32)), args)
-    if args.validation_prompts:
-        log_validation(accelerator, sample_unet, sampler, global_step, args)
-    if accelerator.is_main_process:
-        save_model_card(global_step, args)
+def end_run(accelerator, lock, done, files, args):
+    """Upload if asked for, say `done`, and let go of everything."""
     accelerator.wait_for_everyone()
     time.sleep(0.1)  # torch 2.11 can hang on the way out if gloo's thread has not yet let go of the last gather
     if accelerator.is_main_process and args.push_to_hub:
-        folders = ("unet", "vae", "text_encoder", "tokenizer", "scheduler", "samples")
-        files = ["model_index.json", "README.md", "loss.png", *(f"{folder}/*" for folder in folders)]
-        try:
-            upload_folder(repo_id=args.hub_model_id, folder_path=output_dir, allow_patterns=files)
-        except Exception as error:
-            fail(f"the upload to {args.hub_model_id} failed ({error}); the pipeline is whole in {output_dir}")
-    accelerator.print(f"Done: pipeline, samples/ and loss.png are in {output_dir}")
+        files = ["model_index.json", "README.md", "loss.png", "samples/*", *files]
+        with explained(f"the upload to {args.hub_model_id} failed; the pipeline is whole in {args.output_dir}"):
+            upload_folder(repo_id=args.hub_model_id, folder_path=args.output_dir, allow_patterns=files)
+    accelerator.print(done)
     lock.release()
     accelerator.end_training()
 

@@ -5,8 +5,20 @@
         --train_data_dir photos --resolution 64 --random_flip --output_dir ddpm-photos
 
 Reads a hub data set, or a local folder of anything that `datasets.load_dataset` opens (images, parquet, webdataset).
-Writes into --output_dir: the pipeline with its model card, samples/, metrics.jsonl, loss.png, the tracker's logs, and
-every --checkpointing_steps a checkpoint-N that the same command with --resume_from_checkpoint latest goes on from.
+Writes into --output_dir: the pipeline with its model card, samples/, metrics.jsonl, loss.png, the tracker's logs,
+run.args (this command again: @ddpm-photos/run.args), and every --checkpointing_steps a checkpoint-N that the same
+command with --resume_from_checkpoint latest goes on from.
+
+What stands where:
+    parse_args                       the flags, one a line; bad values end here, before anything is loaded or written
+    ImageDataset                     keys -> a batch; crops and flips follow from the key, so resuming repeats them
+    cache_images, stream_batches     --cache_images decodes once; --streaming is for what no disk holds
+    make_unet, make_noise_scheduler  the model, and how its images are noised
+    prepare_batch, compute_loss      a batch -> what the U-Net is given, and the loss
+    log_validation, save_model_card  what people look at
+    main                             the run in phases, the training loop among them
+After main the text is that of the other scripts, and `python tests/copy_shared.py train_unconditional.py` copies a
+change: images, batches from a thread so that the device need not wait, launch, step, records, checkpoints, output.
 """
 
 import argparse
@@ -20,14 +32,15 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
-import queue
 import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import datasets
@@ -37,138 +50,137 @@ import torch
 import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration, gather_object
+from accelerate.utils import (
+    DynamoBackend,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    gather_object,
+)
 from datasets.distributed import split_dataset_by_node
-from diffusers import DDIMPipeline, DDIMScheduler, DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import DDIMPipeline, DDPMPipeline, DDPMScheduler, UNet2DModel
 from diffusers.optimization import SchedulerType, get_scheduler
 from diffusers.training_utils import compute_snr
 from filelock import FileLock, Timeout
 from huggingface_hub import create_repo, repo_info, upload_folder
 from PIL import Image, ImageOps
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.utils import make_grid
 from tqdm.auto import tqdm
 
-HERE = Path(os.path.relpath(Path(__file__).parent))
-# What the script runs with when it is given no data.
-DEMO = {
-    "train_data_dir": str(HERE / "demo/digits"),
-    "model_config_name_or_path": str(HERE / "demo/digits_unet.json"),
-    "output_dir": "ddpm-digits",
-    "resolution": 8,
-    "train_batch_size": 64,
-    "num_train_epochs": 100,
-    "learning_rate": 4e-3,
-    "lr_warmup_steps": 100,
-    "prediction_type": "v_prediction",
-    "ddpm_beta_schedule": "squaredcos_cap_v2",
-    "snr_gamma": 5.0,
-    "validation_scheduler": "ddim",
-    "ddpm_num_inference_steps": 50,
-    "eval_batch_size": 64,
-    "dataloader_num_workers": 0,
-    "checkpointing_steps": 10000,  # none, so that the demo can be run again
-}
+try:
+    from torchcodec.decoders import decode_jpeg  # twice as fast as Pillow, and the same pixels
+except (ImportError, OSError, RuntimeError):  # not installed, or not made for this torch
+    decode_jpeg = None
 
-# ------------------------------------------------------------------------------------------------- arguments
+HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
+# The command line that stands for no data at all; flags that are given come after it, and win.
+DEMO = f"""
+    --train_data_dir {HERE}/demo/digits
+    --model_config_name_or_path {HERE}/demo/digits_unet.json
+    --output_dir ddpm-digits --resolution 8 --train_batch_size 64 --num_train_epochs 100
+    --learning_rate 4e-3 --lr_warmup_steps 100 --prediction_type v_prediction
+    --ddpm_beta_schedule squaredcos_cap_v2 --snr_gamma 5 --validation_scheduler ddim
+    --ddpm_num_inference_steps 50 --eval_batch_size 64 --dataloader_num_workers 0
+    --checkpointing_steps 10000
+"""
+
+# ------------------------------------------------------------------------------------------------- the flags
 
 
 def parse_args(argv=None):
     """Parse and check the command line: a bad argument ends with one line and status 2 before anything is loaded."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add = parser.add_argument
-    # Data
+        description=__doc__.split("\n")[0], epilog="@FILE stands for the flags in a file, such as a run's run.args",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, fromfile_prefix_chars="@",
+    )  # fmt: skip
+    parser.convert_arg_line_to_args = functools.partial(shlex.split, comments=True)
+    switch = {"action": argparse.BooleanOptionalAction, "default": False}  # --flag, and --no-flag against a @FILE
+    count = number(1, 10**9, int)
+
+    add = parser.add_argument_group("data").add_argument
     add("--dataset_name", help="data set on the hub, or a local folder")
     add("--dataset_config_name", help="configuration of the data set, if it has several")
     add("--dataset_split", default="train", help="split to read")
     add("--train_data_dir", help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
-    add("--max_train_samples", type=int, help="drawn at random; of a stream the first")
-    add("--streaming", action="store_true", help="read while training; needs --max_train_steps")
-    add("--cache_images", action="store_true", help="decode and resize once, into --output_dir")
+    add("--max_train_samples", type=count, help="drawn at random; of a stream the first")
+    add("--streaming", **switch, help="read while training; needs --max_train_steps")
+    add("--cache_images", **switch, help="decode and resize once, into --output_dir")
     add("--cache_dir", help="where downloads and data sets are kept")
-    add("--resolution", type=int, default=64, help="side of the square images, pixels")
-    add("--center_crop", action="store_true", help="crop the centre, not a random square")
-    add("--random_flip", action="store_true", help="mirrored images as well")
-    add("--preserve_input_precision", action="store_true", help="keep 16 and 32 bit grey images in float32")
-    add("--dataloader_num_workers", type=int, help="processes that decode (None: by the cores)")
-    # Model
+    add("--resolution", type=number(1, 16384, int), default=64, help="side of the square images, pixels")
+    add("--center_crop", **switch, help="crop the centre, not a random square")
+    add("--random_flip", **switch, help="mirrored images as well")
+    add("--preserve_input_precision", **switch, help="keep 16 and 32 bit grey images in float32")
+    add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
+
+    add = parser.add_argument_group("model").add_argument
     add("--model_config_name_or_path", help="U-Net config: hub id, folder or JSON file")
     add("--pretrained_model_name_or_path", help="hub id or folder of a pipeline")
-    add("--gradient_checkpointing", action="store_true", help="less memory, about a third slower")
-    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the U-Net")
-    add("--allow_tf32", action="store_true", help="TF32 matrix products on Ampere and later")
+    add("--gradient_checkpointing", **switch, help="less memory, about a third slower")
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
+    add("--allow_tf32", **switch, help="TF32 matrix products on Ampere and later")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
-    # Objective
+
+    add = parser.add_argument_group("objective").add_argument
     add("--prediction_type", choices=["epsilon", "sample", "v_prediction"], help="(None: epsilon, or the pretrained)")
-    add("--ddpm_num_steps", type=int, help="training timesteps (None: 1000, or the pretrained)")
+    add("--ddpm_num_steps", type=count, help="training timesteps (None: 1000, or the pretrained)")
     add("--ddpm_beta_schedule", choices=["linear", "scaled_linear", "squaredcos_cap_v2"], help="(None: linear)")
-    add("--rescale_betas_zero_snr", action="store_true", help="last timestep is pure noise (arXiv:2305.08891)")
-    add("--snr_gamma", type=float, help="min-SNR loss weight, 5.0 is usual (arXiv:2303.09556)")
-    add("--noise_offset", type=float, default=0.0, help="for darker and lighter images, 0.1 is usual")
-    add("--input_perturbation", type=float, default=0.0, help="noise beyond the target's, 0.1 is usual")
-    # Optimization
-    add("--seed", type=int, default=0, help="fixes all that is random")
-    add("--train_batch_size", type=int, default=16, help="images per process and micro-batch")
-    add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step")
-    add("--num_train_epochs", "--num_epochs", type=int, default=100, help="passes over the images")
-    add("--max_train_steps", type=int, help="optimizer steps; overrides the epochs")
-    add("--learning_rate", type=float, default=1e-4, help="peak, after the warm-up")
+    add("--rescale_betas_zero_snr", **switch, help="last timestep is pure noise (arXiv:2305.08891)")
+    add("--snr_gamma", type=number(1e-3, 1e6), help="min-SNR loss weight, 5.0 is usual (arXiv:2303.09556)")
+    add("--noise_offset", type=number(0, 10), default=0.0, help="for darker and lighter images, 0.1 is usual")
+    add("--input_perturbation", type=number(0, 10), default=0.0, help="noise beyond the target's, 0.1 is usual")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--seed", type=number(0, 2**63 - 1, int), default=0, help="fixes all that is random")
+    add("--train_batch_size", type=number(1, 10**5, int), default=16, help="images per process and micro-batch")
+    add("--gradient_accumulation_steps", type=count, default=1, help="micro-batches per optimizer step")
+    add("--num_train_epochs", "--num_epochs", type=count, default=100, help="passes over the images")
+    add("--max_train_steps", type=count, help="optimizer steps; overrides the epochs")
+    add("--learning_rate", type=number(0, 100), default=1e-4, help="peak, after the warm-up")
     add("--lr_scheduler", choices=[s.value for s in SchedulerType], default="cosine", help="shape of the decay")
-    add("--lr_warmup_steps", type=int, default=500, help="optimizer steps")
-    add("--lr_num_cycles", type=int, default=1, help="restarts of cosine_with_restarts")
-    add("--lr_power", type=float, default=1.0, help="power of polynomial")
+    add("--lr_warmup_steps", type=number(0, 10**9, int), default=500, help="optimizer steps")
+    add("--lr_num_cycles", type=count, default=1, help="restarts of cosine_with_restarts")
+    add("--lr_power", type=number(0, 100), default=1.0, help="power of polynomial")
     add("--lr_step_rules", help="piecewise_constant: 1:1000,0.1:2000,0.01")
-    add("--adam_beta1", type=float, default=0.95, help="decay of the gradient's mean")
-    add("--adam_beta2", type=float, default=0.999, help="decay of its square's mean")
-    add("--adam_weight_decay", type=float, default=1e-6, help="decoupled weight decay")
-    add("--adam_epsilon", type=float, default=1e-8, help="added to the denominator")
-    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient's norm; 0: don't")
+    add("--adam_beta1", type=number(0, 0.999999), default=0.95, help="decay of the gradient's mean")
+    add("--adam_beta2", type=number(0, 0.999999), default=0.999, help="decay of its square's mean")
+    add("--adam_weight_decay", type=number(0, 100), default=1e-6, help="decoupled weight decay")
+    add("--adam_epsilon", type=number(1e-30, 1), default=1e-8, help="added to the denominator")
+    add("--max_grad_norm", type=number(0, 1e9), default=1.0, help="clip the gradient's norm; 0: don't")
     add("--use_ema", action=argparse.BooleanOptionalAction, default=True, help="average the weights")
-    add("--ema_inv_gamma", type=float, default=1.0, help="warm-up 1 - (1 + step / inv_gamma) ** -power")
-    add("--ema_power", type=float, default=0.75, help="2/3 suits over a million steps")
-    add("--ema_max_decay", type=float, default=0.9999, help="the decay that the warm-up ends at")
-    # Logging and samples
-    add("--logging_steps", type=int, default=10, help="steps between records; each waits for the device")
+    add("--ema_inv_gamma", type=number(1e-3, 1e12), default=1.0, help="warm-up 1 - (1 + step / inv_gamma) ** -power")
+    add("--ema_power", type=number(0, 10), default=0.75, help="2/3 suits over a million steps")
+    add("--ema_max_decay", type=number(0, 1), default=0.9999, help="the decay that the warm-up ends at")
+
+    add = parser.add_argument_group("logging and samples").add_argument
+    add("--logging_steps", type=count, default=10, help="steps between records, which wait for the device")
     trackers = ["tensorboard", "wandb", "all", "none"]
     add("--report_to", "--logger", choices=trackers, default="tensorboard", help="besides metrics.jsonl")
     add("--tracker_project_name", default="train_unconditional", help="project in the trackers")
     add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
-    add("--validation_steps", type=int, help="steps between samples; overrides the epochs")
-    add("--save_images_epochs", type=int, default=10, help="epochs between samples")
-    add("--eval_batch_size", type=int, default=16, help="images to sample, over all processes")
+    add("--validation_steps", type=count, help="steps between samples; overrides the epochs")
+    add("--save_images_epochs", type=count, default=10, help="epochs between samples")
+    add("--eval_batch_size", type=number(1, 10**4, int), default=16, help="images to sample, over all processes")
     add("--validation_scheduler", choices=["ddpm", "ddim"], default="ddpm", help="sampler, saved with the pipeline")
-    add("--ddpm_num_inference_steps", type=int, default=1000, help="sampling steps")
-    # Saving
+    add("--ddpm_num_inference_steps", type=count, default=1000, help="sampling steps")
+
+    add = parser.add_argument_group("saving").add_argument
     add("--output_dir", default="ddpm-model-64", help="everything is written here")
-    add("--save_model_epochs", type=int, default=10, help="epochs between saves of the pipeline")
-    add("--checkpointing_steps", type=int, default=500, help="optimizer steps between checkpoints")
-    add("--checkpoints_total_limit", type=int, help="checkpoints to keep (None: all)")
+    add("--save_model_epochs", type=count, default=10, help="epochs between saves of the pipeline")
+    add("--checkpointing_steps", type=count, default=500, help="optimizer steps between checkpoints")
+    add("--checkpoints_total_limit", type=count, help="checkpoints to keep (None: all)")
     add("--resume_from_checkpoint", help="a checkpoint's path, or `latest`")
-    add("--push_to_hub", action="store_true", help="upload the pipeline, as the logged-in user")
+    add("--push_to_hub", **switch, help="upload the pipeline, as the logged-in user")
     add("--hub_model_id", help="repository (None: named like --output_dir)")
-    add("--hub_private_repo", action="store_true", help="create it private")
+    add("--hub_private_repo", **switch, help="create it private")
 
     args = parser.parse_args(argv)
     go_on = args.pretrained_model_name_or_path is not None
     if args.dataset_name is None and args.train_data_dir is None:
-        demo = {key: value for key, value in DEMO.items() if key != "model_config_name_or_path" or not go_on}
-        parser.set_defaults(**demo)
-        args = parser.parse_args(argv)
-        if os.environ.get("RANK", "0") == "0":
-            flags = " ".join(f"--{key}" if value is True else f"--{key} {value}" for key, value in demo.items())
-            given = shlex.join(sys.argv[1:] if argv is None else argv)
-            print(
-                f"No data given: this is the demo, short for\naccelerate launch {Path(__file__).name} {flags} {given}"
-            )
+        demo = [line for line in DEMO.splitlines() if not (go_on and "--model_config_name_or_path" in line)]
+        args = parse_demo(parser, "\n".join(demo), argv)
 
-    for name, value in vars(args).items():
-        least = 0 if name in ("seed", "dataloader_num_workers", "lr_warmup_steps") else 1
-        if type(value) is int and value < least:
-            parser.error(f"--{name} {value} is less than {least}")
     if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
         parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
     if args.model_config_name_or_path and go_on:
@@ -177,68 +189,527 @@ def parse_args(argv=None):
         parser.error("--streaming needs --max_train_steps: a stream has no length to count epochs by")
     if args.cache_images and (args.streaming or args.preserve_input_precision):
         parser.error("--cache_images stores 8 bits of all images: it goes with neither stream nor preserved precision")
-    if args.lr_scheduler == "piecewise_constant" and args.lr_step_rules is None:
-        parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules")
-    for tracker in {"tensorboard", "wandb"} & {args.report_to}:
-        if importlib.util.find_spec(tracker) is None:
-            parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
+    check_training_args(parser, args)
     return args
 
 
-def fail(message, rank=0):
-    """End the program with status 1 and one sentence, printed by process `rank` however many come here."""
-    if os.environ.get("RANK", "0") == str(rank):
+# ------------------------------------------------------------------------------------------------- the data
+
+
+class ImageDataset(torch.utils.data.Dataset):
+    """Turns the keys (epoch, row, weight) of `step_batches` into a batch: `dataset[keys]`.
+
+    {"pixel_values": [N, C, resolution, resolution], "weight": [N], "skipped": [(name, reason)]}, pixels from 0 to 255
+    in uint8, with --preserve_input_precision in float32. What can't be decoded is black and has weight 0.
+    """
+
+    def __init__(self, rows, column, channels, args):
+        self.rows, self.column, self.channels, self.args = rows, column, channels, args
+        self.dtype = torch.float32 if args.preserve_input_precision else torch.uint8
+
+    def __getitem__(self, keys):
+        items = read_items(self.rows, keys)
+        pixel_values = torch.zeros(len(keys), self.channels, *[self.args.resolution] * 2, dtype=self.dtype)
+        weight, skipped = torch.tensor([key[2] for key in keys]), []
+        for i, (key, item) in enumerate(zip(keys, items, strict=True)):
+            try:
+                pixel_values[i] = self.load(*key[:2], item)
+            except Exception as error:  # whatever a file does to its decoder: one image is no reason to end a run
+                weight[i] = 0.0
+                skipped.append((name_image(key[1], item[self.column]), explain(error)))
+        return {"pixel_values": pixel_values, "weight": weight, "skipped": skipped}
+
+    def load(self, epoch, row, item):
+        """One image [C, resolution, resolution], cropped and mirrored as its key says."""
+        y, x, flip, _ = draw_choices(self.args.seed, epoch, row)
+        image = decode_image(item[self.column], self.channels, self.args.preserve_input_precision)
+        image = shrink(image, self.args.resolution, (0.5, 0.5) if self.args.center_crop else (y, x))
+        return image.flip(-1) if self.args.random_flip and flip < 0.5 else image
+
+
+def cache_batch(batch, indices, column, resolution, center_crop, channels):
+    """Decode and resize a batch of rows for `cache_images`; rows that can't be decoded are named and left out."""
+    images, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP does not survive the fork of `map`, and there is a process per core
+    for row, source in zip(indices, batch[column], strict=True):
+        try:
+            image = shrink(decode_image(source, channels), resolution, (0.5, 0.5) if center_crop else None)
+        except Exception as error:
+            tqdm.write(f"Skipped {name_image(row, source)} ({explain(error)})", file=sys.stderr)
+            continue
+        images.append({"bytes": image.numpy().tobytes(), "path": source["path"], "size": list(image.shape)})
+    torch.set_num_threads(threads)
+    return {column: images}
+
+
+def cache_images(rows, column, channels, num_workers, args):
+    """Decode and resize every image once, into a memory-mapped Arrow file whose name says which data and transform.
+
+    Returns (the same rows, with pixels in place of files, as `decode_image` takes them; number of images left out).
+    """
+    settings = {"column": column, "resolution": args.resolution, "center_crop": args.center_crop, "channels": channels}
+    key = hashlib.sha256(json.dumps([2, rows._fingerprint, settings]).encode()).hexdigest()[:16]  # 2: of this layout
+    path = Path(args.output_dir) / "image_cache" / f"{key}.arrow"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = datasets.List(datasets.Value("int32"), length=3)
+    image = {"bytes": datasets.Value("large_binary"), "path": datasets.Value("string"), "size": size}
+    with FileLock(f"{path}.lock"):  # the first process to come here writes it, the others find it whole
+        cached = rows.map(
+            cache_batch, with_indices=True, batched=True, batch_size=64, writer_batch_size=64, fn_kwargs=settings,
+            features=datasets.Features({column: image}), cache_file_name=str(path), new_fingerprint=key,
+            num_proc=num_workers if num_workers > 1 else None, desc="Caching images",
+        )  # fmt: skip
+    if len(cached) == 0:
+        fail(f"none of the {len(rows)} images could be decoded")
+    return cached, len(rows) - len(cached)
+
+
+def stream_batches(rows, args, rank, num_processes, first_step):
+    """Like `step_batches` for a stream, with the item itself as fourth part of a key.
+
+    Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was,
+    because a stream can't be entered in the middle.
+    """
+    shuffled = rows.shuffle(seed=args.seed, buffer_size=1000)
+    share = split_dataset_by_node(shuffled, rank, num_processes)
+    weight = 1 / (args.train_batch_size * args.gradient_accumulation_steps)
+
+    def keys():
+        for epoch in itertools.count():
+            share.set_epoch(epoch)  # another order in each
+            row = None
+            for row, item in enumerate(share):
+                yield epoch, row, weight, item
+            if row is None:
+                raise ValueError(f"process {rank} finds nothing in the stream: it has fewer images than processes")
+
+    endless = itertools.islice(keys(), first_step * args.gradient_accumulation_steps * args.train_batch_size, None)
+    while True:
+        yield list(itertools.islice(endless, args.train_batch_size))
+
+
+# ------------------------------------------------------------------------------------------------- the model
+
+
+def make_unet(args):
+    """The U-Net to train: a trained pipeline's, a config's, or the one of diffusers' script (114 million weights)."""
+    source = args.pretrained_model_name_or_path or args.model_config_name_or_path
+    with explained(f"{source} holds no UNet2DModel"):
+        if args.pretrained_model_name_or_path:
+            unet = UNet2DModel.from_pretrained(source, subfolder="unet", cache_dir=args.cache_dir)
+            unet.register_to_config(sample_size=args.resolution)
+        elif args.model_config_name_or_path:
+            config = UNet2DModel.load_config(source, cache_dir=args.cache_dir)
+            unet = UNet2DModel.from_config(config, sample_size=args.resolution)
+        else:
+            unet = UNet2DModel(
+                sample_size=args.resolution,
+                block_out_channels=(128, 128, 256, 256, 512, 512),
+                down_block_types=("DownBlock2D",) * 4 + ("AttnDownBlock2D", "DownBlock2D"),
+                up_block_types=("UpBlock2D", "AttnUpBlock2D") + ("UpBlock2D",) * 4,
+            )
+    channels, multiple = unet.config.in_channels, 2 ** (len(unet.config.block_out_channels) - 1)
+    if channels not in (1, 3) or unet.config.out_channels != channels:
+        fail(f"{source} takes {channels} and gives {unet.config.out_channels} channels; images have 1 or 3")
+    if args.resolution % multiple:
+        fail(f"--resolution {args.resolution} is not a multiple of {multiple}, which this U-Net needs")
+    return unet
+
+
+def make_noise_scheduler(args):
+    """The scheduler that noises in training: the flags that are given, over what the pretrained pipeline says."""
+    flags = {"num_train_timesteps": args.ddpm_num_steps, "beta_schedule": args.ddpm_beta_schedule}
+    flags = {key: value for key, value in flags.items() if value is not None} | objective_flags(args)
+    source = args.pretrained_model_name_or_path
+    with explained(f"{source} holds no scheduler"):
+        if source:
+            options = {"subfolder": "scheduler", "cache_dir": args.cache_dir}
+            scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
+        else:
+            scheduler = DDPMScheduler(**flags)
+    check_objective(scheduler)
+    timesteps = scheduler.config.num_train_timesteps
+    if args.ddpm_num_inference_steps > timesteps:
+        fail(f"--ddpm_num_inference_steps {args.ddpm_num_inference_steps} exceeds the {timesteps} training timesteps")
+    return scheduler
+
+
+# ------------------------------------------------------------------------------------------------- the loss
+
+
+def prepare_batch(batch, frozen, args):
+    """A batch as loaded -> (images float32 [N, C, H, W] in [-1, 1], what the U-Net is given besides).
+
+    `frozen`: models that are used here and not trained; an unconditional model has none.
+    """
+    images = batch["pixel_values"]
+    return images * 2 - 1 if images.is_floating_point() else images / 127.5 - 1, {}
+
+
+def compute_loss(unet, noise_scheduler, images, weight, args, **condition):
+    """The denoising loss of DDPM (arXiv:2006.11239, eq. 14): the sum over images of weight * mean squared error.
+
+    images, or their latents: [N, C, H, W] float32 of about unit size. weight: [N]; it adds up to 1 over a step's
+    micro-batches, averaged over the processes, and is 0 for a placeholder: so return (weight * loss per image).sum(),
+    whatever the loss. condition: what the U-Net is given besides, such as encoder_hidden_states.
+    """
+    noise = torch.randn(images.shape, device=images.device)  # by shape: `like` would draw in the order of the memory
+    if args.noise_offset:  # the same all over a channel (crosslabs.org/blog/diffusion-with-offset-noise)
+        noise = noise + args.noise_offset * torch.randn(*images.shape[:2], 1, 1, device=images.device)
+    perturbed = noise
+    if args.input_perturbation:  # more noise in the input than the target tells of (arXiv:2301.11706)
+        perturbed = noise + args.input_perturbation * torch.randn(noise.shape, device=noise.device)
+    timesteps = torch.randint(noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device)
+    # In float32 under any precision: in bfloat16 the first timesteps would get no noise at all.
+    noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
+    prediction = unet(noisy_images, timesteps, **condition).sample.float()
+    prediction_type = noise_scheduler.config.prediction_type
+    if prediction_type == "epsilon":
+        target = noise
+    elif prediction_type == "sample":
+        target = images
+    else:
+        target = noise_scheduler.get_velocity(images, noise, timesteps)
+    loss = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
+    if args.snr_gamma is not None:  # the min-SNR weight (arXiv:2303.09556)
+        snr = compute_snr(noise_scheduler, timesteps)
+        if prediction_type == "epsilon":
+            weight = weight * snr.clamp(max=args.snr_gamma) / snr
+        elif prediction_type == "sample":
+            weight = weight * snr.clamp(max=args.snr_gamma)
+        else:  # SNR + 1, as diffusers had it first: the paper's weight is 0 at the pure noise of a zero terminal SNR
+            weight = weight * (snr + 1).clamp(max=args.snr_gamma) / (snr + 1)
+    return (weight * loss).sum()
+
+
+# ------------------------------------------------------------------------------------------------- the output
+
+
+@torch.no_grad()
+def log_validation(accelerator, pipeline, step, args):
+    """Draw --eval_batch_size images, a share on each process, into samples/step-N.png and the trackers.
+
+    What is drawn is what the pipeline draws, here with its loop in the open: a U-Net that is given more than noise and
+    timestep (class labels, say) is given it here. Image i starts from its own seed, however many processes there are.
+    """
+    unet, scheduler, device = pipeline.unet, pipeline.scheduler, accelerator.device
+    training, size = unet.training, unet.config.sample_size
+    unet.eval()  # without dropout
+    mine, images = range(accelerator.process_index, args.eval_batch_size, accelerator.num_processes), []
+    if mine:
+        generators = [torch.Generator(device).manual_seed(step_seed(args.seed, i)) for i in mine]
+        shape = (unet.config.in_channels, size, size)
+        images = torch.stack([torch.randn(shape, generator=generator, device=device) for generator in generators])
+        scheduler.set_timesteps(args.ddpm_num_inference_steps)
+        hidden = not accelerator.is_main_process
+        for timestep in tqdm(scheduler.timesteps, "Sampling", leave=False, disable=hidden):
+            prediction = unet(images, timestep).sample
+            images = scheduler.step(prediction, timestep, images, generator=generators).prev_sample
+        images = (images / 2 + 0.5).clamp(0, 1).cpu()
+    unet.train(training)
+    images = gather_object(list(zip(mine, images, strict=True)))
+    if accelerator.is_main_process:
+        images = torch.stack([image for _, image in sorted(images, key=lambda pair: pair[0])])
+        grid = make_grid(images, nrow=math.ceil(math.sqrt(len(images))), padding=1, pad_value=0.5)
+        grid = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
+        scale = max(1, 512 // grid.width)  # so that digits of 8 px can be looked at
+        save_samples(accelerator, grid.resize((grid.width * scale, grid.height * scale), Image.NEAREST), step, args)
+
+
+def save_model_card(step, args):
+    """Write README.md as the hub shows it: data, samples, loss curve and settings."""
+    output_dir, loss = Path(args.output_dir), plot_loss(args.output_dir)
+    name = args.hub_model_id or output_dir.resolve().name
+    write_card(f"""---
+library_name: diffusers
+pipeline_tag: unconditional-image-generation
+tags: [diffusers, unconditional-image-generation, diffusion-models-class]
+---
+
+# {name}
+
+An unconditional diffusion model, trained on `{args.dataset_name or Path(args.train_data_dir).resolve().name}`
+for {step} steps, to a loss of {loss}.
+
+```python
+from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained("{name}")
+image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]
+```
+""", args)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- the run
+
+
+def main(args):
+    """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
+    # The launch first: it says which device, which process of how many, and in which precision all else happens.
+    project = ProjectConfiguration(args.output_dir, logging_dir=str(Path(args.output_dir, args.logging_dir)))
+    log_with = None if args.report_to == "none" else args.report_to
+    accelerator, cores = make_accelerator(args, log_with=log_with, project_config=project)
+    device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
+    torch.set_float32_matmul_precision("high" if args.allow_tf32 else "highest")
+    lock, checkpoint = open_output_dir(accelerator, args)  # locked to the end, so that no second run writes here
+
+    # The model before the data, because its channels say whether images are decoded to grey or to colour.
+    noise_scheduler = make_noise_scheduler(args)
+    torch.manual_seed(args.seed)  # every process starts from the same weights
+    unet = make_unet(args)
+
+    # The data. A core per process stays free for the trainer.
+    rows, column = load_rows(args, args.streaming)
+    num_left_out, num_workers = 0, min(8, cores - 1)
+    if args.cache_images:
+        rows, num_left_out = cache_images(rows, column, unet.config.in_channels, min(8, cores), args)
+    if args.dataloader_num_workers is None:
+        args.dataloader_num_workers = num_workers
+    dataset = ImageDataset(rows, column, unet.config.in_channels, args)
+    num_images = sys.maxsize if args.streaming else len(rows)  # a stream never ends its first epoch
+    images_per_micro_batch = args.train_batch_size * num_processes
+    images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(num_images / images_per_step)
+    if args.max_train_steps is None:
+        args.max_train_steps = args.num_train_epochs * steps_per_epoch
+
+    # Weights, averaged weights and optimizer, all in float32: autocast lowers the precision of what is computed only.
+    put_on_device(unet, device)
+    models = {"unet": unet}
+    if args.use_ema:
+        models["unet_ema"] = copy.deepcopy(unet).eval().requires_grad_(False)
+    if args.gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    optimizer = torch.optim.AdamW(
+        [{"params": unet.parameters(), "initial_lr": args.learning_rate}],  # as a resumed schedule needs
+        lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon,
+        weight_decay=args.adam_weight_decay,
+        fused=accelerator.scaler is None,  # fused skips fp16 overflows by itself, unseen by Accelerate
+    )  # fmt: skip
+    settings = {**vars(args), "num_processes": num_processes, "num_images": num_images}
+    state = {"global_step": 0, "data_step": 0}
+    if checkpoint is not None:  # before `prepare`, which wraps what is loaded here
+        state = load_checkpoint(accelerator, checkpoint, models, optimizer, settings, args)
+    global_step, data_step = state["global_step"], state["data_step"]  # data_step also counts steps that fp16 skipped
+    # Started at `global_step`, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
+    lr_scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, step_rules=args.lr_step_rules, num_warmup_steps=args.lr_warmup_steps,
+        num_training_steps=args.max_train_steps + 1, num_cycles=args.lr_num_cycles, power=args.lr_power,
+        last_epoch=global_step,
+    )  # fmt: skip
+    if args.compile:
+        compile_model(unet, args.compile)
+    ddp_unet, optimizer = accelerator.prepare(unet, optimizer)  # what is called; `unet` is what is saved and averaged
+    sampled = unet
+    if args.use_ema:
+        sampled = accelerator.prepare_model(models["unet_ema"], evaluation_mode=True)  # autocast as in training
+    # What is drawn from, and saved in the end; a DDIMPipeline makes the scheduler its own.
+    pipeline = (DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline)(sampled, noise_scheduler)
+
+    # Batches come without end, across epochs, so the device never waits for one to begin.
+    keys = (stream_batches if args.streaming else step_batches)(rows, args, rank, num_processes, data_step)
+    loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
+    records = Records(accelerator, global_step, num_left_out, checkpoint is not None, args)
+    batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
+    stop = 0
+    if checkpoint and is_due(args.validation_steps, args.save_images_epochs, steps_per_epoch, global_step, data_step):
+        if not samples_path(global_step, args).exists():  # a kill came between this checkpoint and its samples
+            log_validation(accelerator, pipeline, global_step, args)
+
+    unet.train()
+    while global_step < args.max_train_steps and not stop:
+        # An epoch's last step takes what is left. This too follows from data_step alone, so that a resumed run agrees.
+        epoch, step_in_epoch = divmod(data_step, steps_per_epoch)
+        step_images = min(images_per_step, num_images - step_in_epoch * images_per_step)
+        micro_batches = math.ceil(step_images / images_per_micro_batch)
+        sums = train_step(
+            accelerator, ddp_unet, optimizer, noise_scheduler, batches, micro_batches, data_step, None, args
+        )
+        data_step += 1
+        if stepped := not accelerator.optimizer_step_was_skipped:
+            global_step += 1
+            if args.use_ema:
+                update_ema(models["unet_ema"], unet, global_step, args)
+            records.add(sums, step_images, epoch, lr_scheduler.get_last_lr()[0])
+            lr_scheduler.step()
+        else:  # fp16 overflowed: the scaler lowers its scale, the weights are as before
+            check_overflows(data_step - global_step, data_step)
+
+        # What is due. Steps that were skipped count for epochs only, or the same step would be due again.
+        stop, last = stop_signal.agree(), global_step == args.max_train_steps
+        new_step = global_step if stepped else 0
+        log_due = stepped and (last or is_due(args.logging_steps, None, steps_per_epoch, new_step, data_step))
+        checkpoint_due = stop or is_due(args.checkpointing_steps, None, steps_per_epoch, new_step, data_step)
+        pipeline_due = is_due(None, args.save_model_epochs, steps_per_epoch, new_step, data_step)
+        samples_due = is_due(args.validation_steps, args.save_images_epochs, steps_per_epoch, new_step, data_step)
+        if log_due or checkpoint_due or pipeline_due:  # the only place where the host waits for the device
+            records.update(global_step, log_due, last)
+        with records.paused():
+            if checkpoint_due:  # before the samples, which may take longer than a preempted job has left
+                state = {"global_step": global_step, "data_step": data_step, "settings": settings}
+                save_checkpoint(accelerator, models, optimizer, state, args)
+            if pipeline_due and not last and not stop and accelerator.is_main_process:
+                save_pipeline(pipeline, args)
+            if samples_due and not last and not stop:
+                log_validation(accelerator, pipeline, global_step, args)
+
+    loaded.close()  # and with it the thread and the loader's processes
+    records.bar.close()
+    stop_signal.close()
+    if stop:
+        accelerator.print(
+            f"Stopped by {signal.Signals(stop).name} after step {global_step} of {args.max_train_steps}; "
+            "the same command with --resume_from_checkpoint latest goes on from there"
+        )
+        accelerator.end_training()
+        sys.exit(128 + stop)
+    # The pipeline before the samples, again because of the time that they take.
+    if accelerator.is_main_process:
+        save_pipeline(pipeline, args)
+    log_validation(accelerator, pipeline, global_step, args)
+    if accelerator.is_main_process:
+        save_model_card(global_step, args)
+    done = f"Done: pipeline, samples/ and loss.png are in {args.output_dir}"
+    end_run(accelerator, lock, done, ["unet/*", "scheduler/*"], args)
+
+
+# --------------------------------------------------------------- shared by all scripts: flags, errors, images, batches
+
+
+def number(low, high, kind=float):
+    """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf."""
+
+    def parse(text):
+        if not low <= (value := kind(text)) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
+        return value
+
+    parse.__name__, parse.bounds = kind.__name__, (low, high, kind)
+    return parse
+
+
+def parse_demo(parser, demo, argv):
+    """The arguments of the demo, which every flag in `argv` wins over; prints the command that they stand for."""
+    command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
+    if os.environ.get("RANK", "0") == "0":
+        print("No data given: this is the demo, short for")
+        print(f"accelerate launch {Path(__file__).name} {shlex.join(command)}")
+    return parser.parse_args(command)
+
+
+def format_args(args, leave_out=()):
+    """The flags as a file that @FILE reads, a flag a line."""
+    lines = [f"# accelerate launch {Path(__file__).name} @run.args"]
+    for name, value in vars(args).items():
+        if name in leave_out or value is None:
+            continue
+        if isinstance(value, bool):
+            lines.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            lines.append(f"--{name} {shlex.join(value)}")
+        else:
+            lines.append(f"--{name}={shlex.quote(str(value))}")
+    return "\n".join(lines) + "\n"
+
+
+def fail(message, alone=False):
+    """End the program with status 1 and one sentence.
+
+    All processes come here for the same reason, so the first of each machine says it; `alone`: this one may be the
+    only one to know.
+    """
+    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
-# ------------------------------------------------------------------------------------------------- data
+def explain(error):
+    """An error in one line: the cause where `datasets` wrapped it, and nothing of Pillow's buffers."""
+    if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
+        error = error.__cause__
+    return " ".join(str(error).split(" <_io")[0].split()) or type(error).__name__
 
 
-def load_rows(args):
-    """Open the data set. Returns (its rows, with images left undecoded; name of the column of images)."""
-    source = args.dataset_name or args.train_data_dir
-    load = functools.partial(datasets.load_dataset, split=args.dataset_split, streaming=args.streaming)
+@contextlib.contextmanager
+def explained(sentence):
+    """Ends the program with `sentence` and, in parentheses, the reason if what is done inside fails."""
     try:
-        rows = load(source, args.dataset_config_name, cache_dir=args.cache_dir)
+        yield
     except Exception as error:
-        fail(f"{source} can't be loaded as a data set: {error}")
+        fail(f"{sentence} ({explain(error)})")
+
+
+def load_rows(args, streaming=False, caption_column=None):
+    """Open the data set. Returns (its rows, with images left undecoded as {"bytes", "path"}; the column of images)."""
+    source = args.dataset_name or args.train_data_dir
+    with explained(f"{source} can't be loaded as a data set"):
+        rows = datasets.load_dataset(
+            source, args.dataset_config_name, split=args.dataset_split, streaming=streaming, cache_dir=args.cache_dir
+        )
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
     if column not in features:
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
-    if isinstance(features[column], datasets.Image):
-        rows = rows.cast_column(column, datasets.Image(decode=False))
-    if args.max_train_samples is not None and args.streaming:
+    if caption_column not in (None, *features):
+        fail(f"{source} has no column {caption_column!r} but {', '.join(features)}: choose with --caption_column")
+    with explained(f"column {column!r} of {source} can't be read as images"):
+        rows = rows.cast_column(column, datasets.Image(decode=False))  # also from plain bytes, and from paths
+    # Other columns, which may be images too, are not read for nothing.
+    rows = rows.select_columns([column] if caption_column is None else [column, caption_column])
+    if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
         rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
-    if not args.streaming and len(rows) == 0:
+    if not streaming and len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return rows, column
 
 
-def decode_image(source, channels, keep_precision=False):
-    """Decode an image file to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
+def read_items(rows, keys):
+    """The rows that keys (epoch, row, ...) name, as dicts. At once: single rows cost more than a small image."""
+    if len(keys[0]) == 4:  # streamed: the key has it with it
+        return [item for _, _, _, item in keys]
+    columns = rows[[key[1] for key in keys]]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
-    `source` is the file's bytes or the {"bytes", "path"} of an undecoded `datasets.Image`; `channels` is 1 or 3.
+
+def decode_image(source, channels, keep_precision=False):
+    """Decode an image to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
+
+    `source` is the {"bytes", "path"} of an undecoded `datasets.Image`; a "size" beside them says that the bytes are
+    those of such a tensor. `channels` is 1 or 3.
     EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
     Raises whatever Pillow raises for a file that it can't read whole.
     """
-    if isinstance(source, dict) and source["bytes"] is None:
+    if source is None:
+        raise ValueError("there is no image")
+    data = source["bytes"]
+    if "size" in source:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])
+    if data is None:
         with fsspec.open(source["path"]) as file:
-            source = file.read()
-    elif isinstance(source, dict):
-        source = source["bytes"]
-    image = Image.open(io.BytesIO(source))  # reads the header, and refuses decompression bombs
-    if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
-        try:
-            mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
-            data = torch.frombuffer(bytearray(source), dtype=torch.uint8)
-            return decode_jpeg(data, mode=mode, apply_exif_orientation=True)
-        except RuntimeError:
-            pass  # Pillow reads some JPEGs that torchvision does not, and says better what is wrong with the others
+            data = file.read()
+    Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
+    formats = {
+        "AVIF",
+        "BMP",
+        "GIF",
+        "JPEG",
+        "JPEG2000",
+        "PNG",
+        "PPM",
+        "QOI",
+        "TGA",
+        "TIFF",
+        "WEBP",
+    } & Image.OPEN.keys()
+    image = Image.open(io.BytesIO(data), formats=list(formats))  # reads the header, and refuses decompression bombs
+    if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
+        if image.getexif().get(0x0112, 1) == 1:  # Pillow alone decides what is turned, and turns it below
+            with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
+                data = data.replace(b"Exif\0\0", b"exif\0\0", 1)
+                return decode_jpeg(data, mode="GRAY" if channels == 1 else "RGB")
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I") or image.mode == "F":  # deep grey; Pillow's own conversion would clip it at 255
         values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
@@ -252,22 +723,30 @@ def decode_image(source, channels, keep_precision=False):
     return pixels.float() / 255 if keep_precision else pixels
 
 
-def crop_square(image, y, x):
-    """Cut the largest square out of [C, H, W]; `y` and `x` in [0, 1] place it, 0.5 is the centre."""
+def shrink(image, resolution, place=None, interpolation="bicubic"):
+    """Crop [C, H, W] to the largest square and resize it to `resolution` pixels: antialiased, in its own dtype.
+
+    `place` is (y, x) of the crop in [0, 1], (0.5, 0.5) the centre. None crops no more than strips, to 4 : 1, and makes
+    the short side `resolution`. Cropped first, because a long strip that is resized whole may not fit into memory.
+    """
     height, width = image.shape[-2:]
     side = min(height, width)
-    return TF.crop(image, round((height - side) * y), round((width - side) * x), side, side)
-
-
-def resize(image, resolution, interpolation="bicubic"):
-    """Resize [C, H, W] to a short side of `resolution` pixels: antialiased, in the image's own dtype."""
+    if place is None:
+        image = TF.center_crop(image, [min(height, 4 * side), min(width, 4 * side)])
+    else:
+        image = TF.crop(image, round((height - side) * place[0]), round((width - side) * place[1]), side, side)
     image = TF.resize(image, [resolution], interpolation=TF.InterpolationMode(interpolation), antialias=True)
     return image.clamp(0, 1) if image.is_floating_point() else image
 
 
 def name_image(row, source):
     """What the reader knows an image by."""
-    return (isinstance(source, dict) and source.get("path")) or f"row {row}"
+    return (source and source["path"]) or f"row {row}"
+
+
+def step_seed(*key):
+    """A 64-bit seed from integers, such as (seed, step, micro-batch, process)."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
 
 def draw_choices(seed, epoch, row):
@@ -278,45 +757,184 @@ def draw_choices(seed, epoch, row):
     return np.random.default_rng([seed, epoch, row]).random(4)
 
 
-def cache_batch(batch, indices, column, resolution, center_crop, channels):
-    """Decode and resize a batch of rows for `cache_images`; rows that can't be decoded are named and left out."""
-    pixels, sizes, threads = [], [], torch.get_num_threads()
-    torch.set_num_threads(1)  # OpenMP does not survive the fork of `map`, and there is a process per core
-    for row, source in zip(indices, batch[column], strict=True):
-        try:
-            image = decode_image(source, channels)
-            if center_crop:
-                image = crop_square(image, 0.5, 0.5)
-            longest = 4 * min(image.shape[-2:])  # a strip of 1 x 10000 would grow without bound
-            image = resize(TF.center_crop(image, [min(side, longest) for side in image.shape[-2:]]), resolution)
-        except Exception as error:
-            tqdm.write(f"Skipped {name_image(row, source)} ({error})", file=sys.stderr)
-            continue
-        pixels.append(image.numpy().tobytes())
-        sizes.append(list(image.shape))
-    torch.set_num_threads(threads)
-    return {"pixels": pixels, "size": sizes}
+def ignore_signals(worker_id):
+    """Loader processes outlive Ctrl-C and SIGTERM: the trainer still needs data to finish its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def cache_images(rows, column, args, channels, num_workers):
-    """Decode and resize every image once, into a memory-mapped Arrow file whose name says which data and transform.
+def end_workers():
+    """End what is left of the loader's processes, which ignore the signal that Python's own exit would send them."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
-    Returns (data set with columns `pixels`, the bytes of uint8 [C, H, W], and `size`; number of images left out).
+
+def load_batches(dataset, keys, num_workers, device):
+    """Yield `dataset[key]` for each of `keys`, two ahead, with the tensors on their way to the device.
+
+    A thread reads ahead, so that also a data set without processes of its own is read while the device computes. Each
+    batch has "waited": two marks, before and after the wait for it, of which `seconds_between` makes seconds.
     """
-    settings = {"column": column, "resolution": args.resolution, "center_crop": args.center_crop, "channels": channels}
-    key = hashlib.sha256(json.dumps([rows._fingerprint, settings]).encode()).hexdigest()[:16]
-    path = Path(args.output_dir) / "image_cache" / f"{key}.arrow"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    features = {"pixels": datasets.Value("large_binary"), "size": datasets.List(datasets.Value("int32"), length=3)}
-    with FileLock(f"{path}.lock"):  # the first process to come here writes it, the others find it whole
-        cached = rows.map(
-            cache_batch, with_indices=True, batched=True, batch_size=64, writer_batch_size=64, fn_kwargs=settings,
-            remove_columns=[column], features=datasets.Features(features), cache_file_name=str(path),
-            new_fingerprint=key, num_proc=num_workers if num_workers > 1 else None, desc="Caching images",
-        )  # fmt: skip
-    if len(cached) == 0:
-        fail(f"none of the {len(rows)} images could be decoded")
-    return cached, len(rows) - len(cached)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, sampler=keys, num_workers=num_workers, worker_init_fn=ignore_signals,
+        pin_memory=device.type == "cuda",
+    )  # fmt: skip
+    batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock
+    atexit.register(end_workers)
+
+    def load():
+        # On the stream that computes: the copy is queued there, and nobody waits for it.
+        batch = next(batches, None)
+        return batch and {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
+
+    with ThreadPoolExecutor(1) as thread:
+        ahead = [thread.submit(load) for _ in range(2)]
+        try:
+            while True:
+                begin = mark_time(device)
+                batch = ahead.pop(0).result()
+                if batch is None:
+                    return
+                ahead.append(thread.submit(load))
+                yield {**batch, "waited": (begin, mark_time(device))}
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
+def mark_time(device):
+    """This moment of a device: on CUDA when it has done all that was queued before, else now."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin, end):
+    """The time between two marks; those of a CUDA device must have happened."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+
+
+def make_accelerator(args, timeout=timedelta(hours=2), **options):
+    """The Accelerator; what `accelerate config` and its launcher say goes into `args`, or is refused in a sentence.
+
+    Returns (accelerator, number of cores for each process of this machine). `timeout`: how long processes wait for
+    each other; some wait while the first downloads or checks a model.
+    """
+    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # on a CPU Accelerate would drop them
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() not in ("false", "0", "no"):
+            fail(f"{engine} is not supported: launch on one device, or on several with DDP (--multi_gpu)")
+    args.mixed_precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if args.mixed_precision not in ("no", "fp16", "bf16"):
+        fail(f"mixed precision {args.mixed_precision} is not supported: choose no, fp16 or bf16")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with explained("the processes can't be set up as they were launched"):
+        cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        num_launched = int(os.environ.get("WORLD_SIZE", 1))
+        dynamo = TorchDynamoPlugin()  # what the launcher says; `compile_model` does it, for the weights' names
+        options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout)]
+        accelerator = Accelerator(mixed_precision=args.mixed_precision, dynamo_backend="no", **options)
+    device, num_processes = accelerator.device, accelerator.num_processes
+    if num_processes == 1 and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
+        num_launched = max(
+            2, num_launched
+        )  # what the launcher leaves of several processes on CPUs: one, and an address
+    if num_launched != num_processes:
+        fail(
+            f"{num_launched} processes were launched but each sees {num_processes}: on CPUs set "
+            "ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
+        )
+    if not accelerator.distributed_type.value.startswith(("NO", "MULTI_")):  # MULTI_...: DDP, whatever the device
+        fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
+    if args.mixed_precision == "fp16" and device.type == "cpu":
+        fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
+    if args.compile is None and dynamo.backend != DynamoBackend.NO:
+        args.compile = dynamo.backend.value.lower()
+    # The trainers accumulate by themselves: with a number of its own, Accelerate would divide the gradients once more.
+    steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
+    if steps != 1 and "gradient_accumulation_steps" in args:
+        if args.gradient_accumulation_steps not in (1, steps):
+            fail(f"--gradient_accumulation_steps {args.gradient_accumulation_steps}, but the launch says {steps}")
+        args.gradient_accumulation_steps = steps
+    if device.type == "cpu" and threads_are_default():
+        torch.set_num_threads(cores)
+    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    accelerator.print(f"Processes: {num_processes} on {device.type}{threads}; mixed precision: {args.mixed_precision}")
+    return accelerator, cores
+
+
+def threads_are_default():
+    """Whether one thread is the launcher's own idea, said neither in its environment nor in its command line."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
+        return False
+    try:
+        launcher = Path(f"/proc/{os.getppid()}")
+        words = (launcher / "environ").read_bytes() + (launcher / "cmdline").read_bytes().replace(b"-", b"_")
+        return b"OMP_NUM_THREADS=" not in words and b"num_cpu_threads" not in words
+    except OSError:  # no Linux, or no right to look
+        return True
+
+
+def put_on_device(model, device):
+    """Move a model; on CUDA its convolutions get the memory layout that they are fastest in."""
+    return model.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format)
+
+
+def compile_model(model, backend):
+    """torch.compile in place, which keeps the names of the weights, with the options that `accelerate config` set."""
+    options, dynamo = {}, TorchDynamoPlugin()
+    if dynamo.backend != DynamoBackend.NO:  # else the launcher's dynamic=False is nobody's wish
+        options = {"mode": dynamo.mode, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
+    with explained(f"torch.compile with {backend} is not possible"):
+        if options and dynamo.use_regional_compilation:
+            model.compile_repeated_blocks(backend=backend, **options)
+        else:
+            model.compile(backend=backend, **options)
+
+
+# ------------------------------------------------------------------------------------ shared by the trainers: steps
+
+
+def train_step(accelerator, unet, optimizer, noise_scheduler, batches, micro_batches, data_step, frozen, args):
+    """One optimizer step on the next `micro_batches` of `batches`.
+
+    Returns [sum of weight * loss, sum of weight, norm of the gradient] on the device, of this process; after it,
+    accelerator.optimizer_step_was_skipped tells of an fp16 overflow. Nothing here waits for the device.
+    """
+    sums = torch.zeros(2, device=accelerator.device)
+    for micro_batch in range(micro_batches):
+        batch = next(batches)
+        # What is drawn depends on the step alone, not on what was drawn before: a resumed run draws the same.
+        torch.manual_seed(step_seed(args.seed, data_step, micro_batch, accelerator.process_index))
+        images, condition = prepare_batch(batch, frozen, args)
+        # The processes' gradients are averaged once a step, in its last backward.
+        last = micro_batch == micro_batches - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(unet):
+            loss = compute_loss(unet, noise_scheduler, images, batch["weight"], args, **condition)
+            accelerator.backward(loss)
+        sums += torch.stack([loss.detach(), batch["weight"].sum()])
+    grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.cat([sums, grad_norm[None]])
+
+
+def update_ema(ema_unet, unet, step, args):
+    """Move the averaged weights towards the trained ones after optimizer step `step`, counted from 1.
+
+    The decay warms up as in diffusers' EMAModel (after @crowsonkb); the first step copies.
+    """
+    decay = min(args.ema_max_decay, 1 - (1 + (step - 1) / args.ema_inv_gamma) ** -args.ema_power)
+    get_ema_multi_avg_fn(decay)(list(ema_unet.parameters()), list(unet.parameters()), None)
+
+
+def check_training_args(parser, args):
+    """What both trainers refuse in their arguments, besides numbers out of their bounds."""
+    if args.lr_scheduler == "piecewise_constant" and args.lr_step_rules is None:
+        parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules")
+    for tracker in {"tensorboard", "wandb"} & {args.report_to}:
+        if importlib.util.find_spec(tracker) is None:
+            parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
 
 
 def step_batches(rows, args, rank, num_processes, first_step):
@@ -341,304 +959,203 @@ def step_batches(rows, args, rank, num_processes, first_step):
         step_in_epoch = 0
 
 
-def stream_batches(rows, args, rank, num_processes, first_step):
-    """Like `step_batches` for a stream, with the item itself as fourth part of a key.
-
-    Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was.
-    """
-    shuffled = rows.shuffle(seed=args.seed, buffer_size=1000)
-    share = split_dataset_by_node(shuffled, rank, num_processes)
-    weight = 1 / (args.train_batch_size * args.gradient_accumulation_steps)
-
-    def keys():
-        for epoch in itertools.count():
-            share.set_epoch(epoch)
-            row = None
-            for row, item in enumerate(share):
-                yield epoch, row, weight, item
-            if row is None:
-                raise ValueError(f"process {rank} finds nothing in the stream: it has fewer images than processes")
-
-    endless = itertools.islice(keys(), first_step * args.gradient_accumulation_steps * args.train_batch_size, None)
-    while True:
-        yield list(itertools.islice(endless, args.train_batch_size))
-
-
-class ImageDataset(torch.utils.data.Dataset):
-    """Turns keys of `step_batches` into items {"pixel_values": [C, resolution, resolution], "weight", "skipped"}.
-
-    An image that can't be decoded comes as zeros of weight 0, with its name and the reason in "skipped".
-    """
-
-    def __init__(self, rows, column, args, channels):
-        self.rows, self.column, self.channels = rows, column, channels
-        self.seed, self.resolution, self.center_crop = args.seed, args.resolution, args.center_crop
-        self.random_flip, self.keep_precision = args.random_flip, args.preserve_input_precision
-
-    def __getitems__(self, keys):  # a batch at once: for small images, looking up single rows costs more than decoding
-        if len(keys[0]) == 4:  # streamed
-            return [self.load(epoch, row, weight, item) for epoch, row, weight, item in keys]
-        columns = self.rows[[row for _, row, _ in keys]]
-        items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return [self.load(*key, item) for key, item in zip(keys, items, strict=True)]
-
-    def load(self, epoch, row, weight, item):
-        y, x, flip, _ = draw_choices(self.seed, epoch, row)
-        if self.center_crop:
-            y, x = 0.5, 0.5
-        try:
-            if "pixels" in item:
-                image = torch.frombuffer(bytearray(item["pixels"]), dtype=torch.uint8).view(item["size"])
-            else:
-                image = decode_image(item[self.column], self.channels, self.keep_precision)
-            # Cropped first, because a long strip resized whole may not fit into memory.
-            image = resize(crop_square(image, y, x), self.resolution)
-            if self.random_flip and flip < 0.5:
-                image = image.flip(-1)
-            return {"pixel_values": image, "weight": weight, "skipped": None}
-        except Exception as error:
-            dtype = torch.float32 if self.keep_precision else torch.uint8
-            image = torch.zeros(self.channels, self.resolution, self.resolution, dtype=dtype)
-            return {
-                "pixel_values": image,
-                "weight": 0.0,
-                "skipped": (name_image(row, item.get(self.column)), str(error)),
-            }
-
-
-def collate(items):
-    """Stack the items of `ImageDataset`; "skipped" becomes a list of those that are not None."""
-    return {
-        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
-        "weight": torch.tensor([item["weight"] for item in items]),
-        "skipped": [item["skipped"] for item in items if item["skipped"]],
-    }
-
-
-def ignore_signals(worker_id):
-    """Loader processes outlive Ctrl-C and SIGTERM: the trainer still needs data to finish its step."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-class Prefetcher:
-    """Iterates `dataloader` in a thread, two batches ahead, with the tensors on their way to `device`.
-
-    `waited` adds up the seconds in which the device had nothing left to do and the next batch was not there.
-    """
-
-    def __init__(self, dataloader, device):
-        self.device, self.waited = device, 0.0
-        self.queue, self.closed = queue.Queue(maxsize=2), threading.Event()
-        # iter() starts the loader's processes here, not in the thread: forking beside a busy main thread can deadlock.
-        self.thread = threading.Thread(target=self.fill, args=(iter(dataloader),), daemon=True)
-        self.thread.start()
-        # After an error, too: the loader's processes, deaf to SIGTERM, would otherwise hold up the exit.
-        atexit.register(self.close)
-
-    def fill(self, batches):
-        try:
-            while not self.closed.is_set():
-                batch = next(batches)
-                for name, value in batch.items():  # on the stream that computes: queued there, not waited for
-                    batch[name] = value.to(self.device, non_blocking=True) if torch.is_tensor(value) else value
-                self.queue.put(batch)
-        except BaseException as error:
-            self.queue.put(error)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        idle_since = None if self.device.type == "cuda" else time.perf_counter()
-        while True:
-            try:
-                batch = self.queue.get(timeout=0.001)
-                break
-            except queue.Empty:  # the host runs ahead of a GPU: only what it waits after that has run dry counts
-                if idle_since is None and torch.cuda.current_stream(self.device).query():
-                    idle_since = time.perf_counter()
-        if idle_since is not None:
-            self.waited += time.perf_counter() - idle_since
-        if isinstance(batch, BaseException):
-            raise batch
-        return batch
-
-    def close(self):
-        """End the thread and with it the loader's processes."""
-        self.closed.set()
-        while self.thread.is_alive():
-            try:
-                self.queue.get(timeout=0.1)
-            except queue.Empty:
-                pass
-
-
-def prepare_images(pixel_values):
-    """Images as loaded [N, C, H, W] (uint8, or float32 in [0, 1]) -> float32 in [-1, 1]."""
-    return pixel_values * 2 - 1 if pixel_values.is_floating_point() else pixel_values / 127.5 - 1
-
-
-# ------------------------------------------------------------------------------------------------- model
-
-
-def make_unet(args):
-    """The U-Net to train: a trained pipeline's, a config's, or the one of diffusers' script (114 million weights)."""
-    source = args.pretrained_model_name_or_path or args.model_config_name_or_path
-    try:
-        if args.pretrained_model_name_or_path:
-            unet = UNet2DModel.from_pretrained(source, subfolder="unet", cache_dir=args.cache_dir)
-            unet.register_to_config(sample_size=args.resolution)
-        elif args.model_config_name_or_path:
-            config = UNet2DModel.load_config(source, cache_dir=args.cache_dir)
-            unet = UNet2DModel.from_config(config, sample_size=args.resolution)
-        else:
-            unet = UNet2DModel(
-                sample_size=args.resolution,
-                block_out_channels=(128, 128, 256, 256, 512, 512),
-                down_block_types=("DownBlock2D",) * 4 + ("AttnDownBlock2D", "DownBlock2D"),
-                up_block_types=("UpBlock2D", "AttnUpBlock2D") + ("UpBlock2D",) * 4,
-            )
-    except Exception as error:
-        fail(f"{source} holds no UNet2DModel ({error})")
-    channels, multiple = unet.config.in_channels, 2 ** (len(unet.config.block_out_channels) - 1)
-    if channels not in (1, 3) or unet.config.out_channels != channels:
-        fail(f"{source} takes {channels} and gives {unet.config.out_channels} channels; images have 1 or 3")
-    if args.resolution % multiple:
-        fail(f"--resolution {args.resolution} is not a multiple of {multiple}, which this U-Net needs")
-    return unet
-
-
-def make_noise_scheduler(args):
-    """The scheduler that noises in training: the flags that are given, over what the pretrained pipeline says."""
-    flags = {
-        "num_train_timesteps": args.ddpm_num_steps,
-        "beta_schedule": args.ddpm_beta_schedule,
-        "prediction_type": args.prediction_type,
-    }
-    flags = {key: value for key, value in flags.items() if value is not None}
+def objective_flags(args):
+    """What the flags say of a scheduler's objective; the rest is left as the scheduler has it."""
+    flags = {} if args.prediction_type is None else {"prediction_type": args.prediction_type}
     if args.rescale_betas_zero_snr:
         # Sampling must then start at the last timestep, which "leading" spacing leaves out.
-        flags.update(rescale_betas_zero_snr=True, timestep_spacing="trailing")
-    source = args.pretrained_model_name_or_path
-    try:
-        load = functools.partial(
-            DDPMScheduler.from_pretrained, source, subfolder="scheduler", cache_dir=args.cache_dir
-        )
-        scheduler = load(**flags) if source else DDPMScheduler(**flags)
-    except Exception as error:
-        fail(f"{source} holds no scheduler ({error})")
+        flags |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    return flags
+
+
+def check_objective(scheduler):
+    """Refuse a scheduler that `compute_loss` can't train."""
+    if scheduler.config.prediction_type not in ("epsilon", "sample", "v_prediction"):
+        fail(f"the scheduler's prediction type {scheduler.config.prediction_type!r} is unknown: set --prediction_type")
     if scheduler.config.rescale_betas_zero_snr and scheduler.config.prediction_type == "epsilon":
         fail("--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon has nothing to learn")
-    timesteps = scheduler.config.num_train_timesteps
-    if args.ddpm_num_inference_steps > timesteps:
-        fail(f"--ddpm_num_inference_steps {args.ddpm_num_inference_steps} exceeds the {timesteps} training timesteps")
-    return scheduler
 
 
-# ------------------------------------------------------------------------------------------------- loss and EMA
+def is_due(steps, epochs, steps_per_epoch, global_step, data_step):
+    """Whether what comes every `steps`, or if that is None every so many epochs, comes after this step; 0 is none."""
+    if steps is not None:
+        return global_step > 0 and global_step % steps == 0
+    return data_step % (epochs * steps_per_epoch) == 0
 
 
-def step_seed(*key):
-    """A 64-bit seed from integers: (seed, step, micro-batch, process)."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+def check_overflows(overflows, data_step):
+    """End a run in fp16 that skips step after step; some at the start are how the scaler finds its scale."""
+    if overflows > 50 + data_step / 100:
+        fail(f"{overflows} of {data_step} fp16 steps overflowed: use bf16 or a lower --learning_rate")
 
 
-def compute_loss(
-    unet, noise_scheduler, images, weight, snr_gamma=None, noise_offset=0.0, input_perturbation=0.0, **condition
-):
-    """The denoising loss of DDPM (arXiv:2006.11239, eq. 14): the sum over images of weight * mean squared error.
+class StopSignal:
+    """Ctrl-C and SIGTERM, noted here, end the run after the step in work and on all processes alike."""
 
-    images, or their latents: [N, C, H, W] float32 of about unit size. weight: [N]; it adds up to 1 over a step's
-    micro-batches, averaged over the processes, and is 0 for a placeholder: so return (weight * loss per image).sum(),
-    whatever the loss. condition: what the U-Net is given besides, such as encoder_hidden_states.
-    The noising is done in float32: in bfloat16 the first timesteps would get no noise at all.
-    `snr_gamma`: the min-SNR weight of arXiv:2303.09556; for v_prediction with SNR + 1 in place of SNR, as diffusers
-    had it first, because the paper's weight is 0 where a zero terminal SNR has its pure noise.
-    `noise_offset`: noise that is the same all over a channel (crosslabs.org/blog/diffusion-with-offset-noise).
-    `input_perturbation`: more noise in the input than the target tells of (arXiv:2301.11706).
+    def __init__(self, num_processes):
+        self.received, self.times = 0, 0
+        self.handlers = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        # The processes agree over gloo, so that no device has to wait.
+        self.group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
+
+    def note(self, number, frame):
+        self.received, self.times = number, self.times + 1
+        if self.times == 3:  # torchrun passes each on a second time; who sends a third means it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def agree(self):
+        """The signal's number if any process has received one, else 0: the same on all, once a step."""
+        number = torch.tensor(self.received)
+        if self.group is not None:
+            torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self.group)
+        return int(number)
+
+    def close(self):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+
+class Records:
+    """What a run tells while it trains: metrics.jsonl, trackers, the bar, skipped images, the share of waiting.
+
+    `watch` and `add` only take notes; `update` alone waits for the device.
     """
-    noise = torch.randn(images.shape, device=images.device)  # by shape: `like` would draw in the order of the memory
-    if noise_offset:
-        noise = noise + noise_offset * torch.randn(*images.shape[:2], 1, 1, device=images.device)
-    perturbed = (
-        noise + input_perturbation * torch.randn(noise.shape, device=noise.device) if input_perturbation else noise
-    )
-    timesteps = torch.randint(noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device)
-    noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
-    prediction = unet(noisy_images, timesteps, **condition).sample.float()
-    prediction_type = noise_scheduler.config.prediction_type
-    if prediction_type == "epsilon":
-        target = noise
-    elif prediction_type == "sample":
-        target = images
-    else:
-        target = noise_scheduler.get_velocity(images, noise, timesteps)
-    loss = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
-    if snr_gamma is not None:
-        snr = compute_snr(noise_scheduler, timesteps)
-        if prediction_type == "epsilon":
-            weight = weight * snr.clamp(max=snr_gamma) / snr
-        elif prediction_type == "sample":
-            weight = weight * snr.clamp(max=snr_gamma)
-        else:
-            weight = weight * (snr + 1).clamp(max=snr_gamma) / (snr + 1)
-    return (weight * loss).sum()
+
+    def __init__(self, accelerator, global_step, num_left_out, resumed, args):
+        self.accelerator, self.output_dir = accelerator, Path(args.output_dir)
+        if accelerator.is_main_process:  # what was recorded after the checkpoint comes again
+            kept = read_metrics(args.output_dir, global_step) if resumed else []
+            with saving(args.output_dir, "metrics.jsonl") as unfinished:
+                (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+        shown = {key: value for key, value in vars(args).items() if value is not None}
+        shown = {key: " | ".join(value) if isinstance(value, list) else value for key, value in shown.items()}
+        with explained(f"--report_to {args.report_to}: `wandb login`, or set WANDB_MODE=offline, or --report_to none"):
+            accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})
+        main = accelerator.is_main_process
+        self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
+        self.sums = torch.zeros(4, device=accelerator.device)  # loss, weight, gradient norm, steps since the record
+        self.waits, self.num_images, self.start = [], 0, time.perf_counter()
+        self.skipped, self.new_skipped, self.num_left_out, self.any_decoded = {}, {}, num_left_out, resumed
+
+    def watch(self, batches):
+        """Pass batches on, and note what could not be decoded and how long each was waited for."""
+        for batch in batches:
+            self.new_skipped.update(batch["skipped"])
+            self.waits.append(batch["waited"])
+            yield batch
+
+    def add(self, sums, num_images, epoch, lr):
+        """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
+        self.sums += torch.cat([sums, torch.ones_like(sums[:1])])
+        self.num_images, self.epoch, self.lr = self.num_images + num_images, epoch, lr
+        self.bar.update(1)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Saving and sampling are no part of the rate."""
+        begin = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - begin
+
+    def update(self, step, log, last):
+        """Wait for the device, check what has come since the last record and, if it is time to `log`, write one."""
+        total_loss, total_weight, total_norm, steps = self.accelerator.reduce(self.sums).tolist()
+        for name, reason in gather_object(sorted(self.new_skipped.items())):
+            if name not in self.skipped and self.accelerator.is_main_process:
+                self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
+            self.skipped[name] = reason
+        self.new_skipped = {}
+        self.any_decoded = self.any_decoded or total_weight > 0
+        if total_weight == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
+            fail(f"none of the last {self.num_images} images could be decoded")
+        if not math.isfinite(total_loss + total_norm):  # before anything is saved
+            kept = find_checkpoints(self.output_dir)
+            fail(
+                f"the loss is not finite at step {step} (last checkpoint: {kept[-1] if kept else 'none'}); "
+                "try a lower --learning_rate or more --lr_warmup_steps"
+            )
+        if not log or total_weight == 0:
+            return
+        now = time.perf_counter()
+        duration = now - self.start
+        record = {
+            "step": step,
+            "epoch": self.epoch,
+            "loss": total_loss / total_weight,
+            "lr": self.lr,
+            "grad_norm": total_norm / steps,
+            "images_per_second": self.num_images / duration,
+            "data_wait": sum(seconds_between(*wait) for wait in self.waits) / duration,  # share of the time
+            "skipped_images": len(self.skipped) + self.num_left_out,
+        }
+        self.bar.set_postfix_str(
+            f"loss={record['loss']:.4f}, lr={self.lr:.1e}, {record['images_per_second']:.1f} img/s, "
+            f"{record['data_wait']:.1%} waiting for data"
+        )
+        if self.accelerator.is_main_process:
+            with (self.output_dir / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step)
+        self.sums.zero_()
+        self.waits, self.num_images, self.start = [], 0, now
 
 
-def update_ema(ema_unet, unet, step, args):
-    """Move the averaged weights towards the trained ones after optimizer step `step`, counted from 1.
-
-    The decay warms up as in diffusers' EMAModel (after @crowsonkb); the first step copies.
-    """
-    decay = min(args.ema_max_decay, 1 - (1 + (step - 1) / args.ema_inv_gamma) ** -args.ema_power)
-    get_ema_multi_avg_fn(decay)(list(ema_unet.parameters()), list(unet.parameters()), None)
+# ------------------------------------------------------------------------------ shared by the trainers: checkpoints
 
 
-# ------------------------------------------------------------------------------------------------- checkpoints
-
-
-def remove(path):
-    """Delete a folder in such a way that no half of it is ever seen under its name."""
-    shutil.rmtree(path.rename(path.parent / f".tmp-old-{path.name}"))
-
-
-def replace(path, new):
-    """Move `new` to `path`; a folder that stands there is moved out of the way first and deleted last."""
-    if not path.is_dir():
-        new.replace(path)
-        return
-    old = path.rename(path.parent / f".tmp-old-{path.name}")
-    new.rename(path)
-    shutil.rmtree(old)
+def clean(output_dir):
+    """Put back what a kill left half-moved by `saving`, and delete what it left half-written."""
+    for old in output_dir.glob(".tmp-old-*"):
+        path = output_dir / old.name.removeprefix(".tmp-old-")
+        if not path.exists():
+            old.rename(path)
+    for leftover in output_dir.glob(".tmp-*"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 @contextlib.contextmanager
-def saving(output_dir, what):
-    """Give a temporary folder to write into; if that fails, delete it and end with a sentence."""
-    unfinished = Path(output_dir) / ".tmp-saving"
+def saving(folder, what):
+    """Give an empty folder; what is written there then takes its place in `folder`, each item whole or not at all.
+
+    If that fails, it ends with a sentence, and what stood there before stays.
+    """
+    folder = Path(folder)
+    unfinished = folder / ".tmp-saving"
     try:
+        unfinished.mkdir(parents=True)
         yield unfinished
+        for path in unfinished.rglob("*"):
+            if path.is_file():  # on the disk before it has its name, or a power cut leaves empty files
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        for item in unfinished.iterdir():
+            path, old = folder / item.name, folder / f".tmp-old-{item.name}"
+            if path.is_dir():  # a folder can't be replaced in one go: `clean` puts it back if a kill comes here
+                path.rename(old)
+            item.replace(path)
+            shutil.rmtree(old, ignore_errors=True)
+        unfinished.rmdir()
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        fail(f"{what} could not be saved ({error}); what was saved before is untouched")
+        fail(f"{what} could not be saved ({explain(error)}); what was saved before is untouched", alone=True)
 
 
 def find_checkpoints(output_dir):
     """The whole checkpoints in a folder, oldest first."""
     found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
     steps = {path: path.name.removeprefix("checkpoint-") for path in found}
-    return sorted((path for path in found if steps[path].isdigit()), key=lambda path: int(steps[path]))
+    return sorted((path for path in found if steps[path].isdecimal()), key=lambda path: int(steps[path]))
 
 
 def find_checkpoint(args):
-    """The checkpoint that --resume_from_checkpoint means, None to start afresh."""
-    given, found = args.resume_from_checkpoint, find_checkpoints(args.output_dir)
+    """The checkpoint that --resume_from_checkpoint means, None to start afresh; the same on all machines."""
+    given, found, path = args.resume_from_checkpoint, find_checkpoints(args.output_dir), None
     if given == "latest":
-        if not found and os.environ.get("RANK", "0") == "0":
+        path = found[-1] if found else None
+        if path is None and os.environ.get("RANK", "0") == "0":
             print(f"No checkpoint in {args.output_dir} yet: starting afresh")
-        return found[-1] if found else None
-    if given:
+    elif given:
         path = Path(given) if Path(given).is_dir() else Path(args.output_dir, given)
         if not (path / "trainer_state.json").is_file():
             fail(
@@ -646,15 +1163,17 @@ def find_checkpoint(args):
             )
         if path.resolve() in [older.resolve() for older in found[:-1]]:
             fail(f"{found[-1]} is newer than {path}: delete what is newer, or choose another --output_dir")
-        return path
-    if found:
+    elif found:
         fail(
             f"{args.output_dir} holds {found[-1].name} of an earlier run: go on from it with --resume_from_checkpoint "
             "latest, or choose another --output_dir"
         )
+    if len(set(gather_object([path and path.name]))) > 1:
+        fail("the machines found different checkpoints: --output_dir must be a folder that they share")
+    return path
 
 
-def save_checkpoint(accelerator, unet, ema_unet, optimizer, state, args):
+def save_checkpoint(accelerator, models, optimizer, state, args):
     """Write checkpoint-N and then prune the oldest: call it on every process.
 
     Weights, optimizer and `state` are all there is to restore: data order and noise follow from the step.
@@ -662,89 +1181,102 @@ def save_checkpoint(accelerator, unet, ema_unet, optimizer, state, args):
     path, scaler = Path(args.output_dir) / f"checkpoint-{state['global_step']}", accelerator.scaler
     if accelerator.is_main_process:
         with saving(args.output_dir, path) as unfinished:
-            accelerator.unwrap_model(unet).save_pretrained(unfinished / "unet")
-            if ema_unet is not None:
-                ema_unet.save_pretrained(unfinished / "unet_ema")
-            torch.save(optimizer.state_dict(), unfinished / "optimizer.bin")
-            torch.save(scaler.state_dict() if scaler else {}, unfinished / "scaler.bin")
-            (unfinished / "trainer_state.json").write_text(json.dumps(state, indent=2))
-            replace(path, unfinished)
+            for name, model in models.items():
+                model.save_pretrained(unfinished / path.name / name)
+            torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
+            torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
+            (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
         if args.checkpoints_total_limit is not None:
             others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != path]
             for checkpoint in others[: max(0, len(others) - args.checkpoints_total_limit + 1)]:
-                remove(checkpoint)
+                # Under another name first, so that no half of it is ever taken for a checkpoint.
+                shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
     accelerator.wait_for_everyone()
 
 
-def load_checkpoint(path, unet, ema_unet, optimizer, scaler):
-    """Load checkpoint-N into the models, the optimizer and the fp16 scaler, and return its `state`."""
+def load_checkpoint(accelerator, path, models, optimizer, settings, args):
+    """Load checkpoint-N into models, optimizer and fp16 scaler; say which settings have changed; return its state."""
     try:
-        unet.load_state_dict(type(unet).from_pretrained(path / "unet").state_dict())
-        if ema_unet is not None:
-            ema_unet.load_state_dict(type(unet).from_pretrained(path / "unet_ema").state_dict())
+        for name, model in models.items():
+            folder = path / name if (path / name).is_dir() else path / "unet"  # --use_ema from here on
+            model.load_state_dict(type(model).from_pretrained(folder).state_dict())
         moments = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
         moments["param_groups"] = optimizer.state_dict()["param_groups"]  # the flags of this run count
         optimizer.load_state_dict(moments)
         for parameter, moments in optimizer.state.items():  # saved channels_last on CUDA, which other devices are not
             for name in ("exp_avg", "exp_avg_sq"):
                 moments[name] = torch.empty_like(parameter).copy_(moments[name])
-        if scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
-            scaler.load_state_dict(saved)
-        return json.loads((path / "trainer_state.json").read_text())
+        if accelerator.scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
+            accelerator.scaler.load_state_dict(saved)
+        state = json.loads((path / "trainer_state.json").read_text())
     except Exception as error:
         reason = str(error).strip().split("\n")[-1]
         fail(f"{path} is damaged or from another model ({reason}); resume from another or choose a new --output_dir")
+    before = {**state["settings"], "resume_from_checkpoint": args.resume_from_checkpoint}
+    changed = [f", {key} {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value]
+    accelerator.print(f"Resuming from {path}{''.join(changed)}")
+    return state
 
 
-# ------------------------------------------------------------------------------------------------- samples and output
+# ----------------------------------------------------------------------------- shared by the trainers: the output
 
 
-def make_pipeline(unet, noise_scheduler, args):
-    """The pipeline that is sampled from, saved and uploaded: what was trained, with the chosen sampler."""
-    if args.validation_scheduler == "ddim":
-        return DDIMPipeline(unet, DDIMScheduler.from_config(noise_scheduler.config))
-    return DDPMPipeline(unet, DDPMScheduler.from_config(noise_scheduler.config))
+def open_output_dir(accelerator, args):
+    """Make, lock and clean --output_dir, find the hub repository, and write run.args, which is this command again.
 
-
-def log_validation(accelerator, unet, noise_scheduler, step, args):
-    """Draw --eval_batch_size images, a share on each process, into samples/step-N.png and the trackers.
-
-    Image i starts from its own seed, so the grid does not depend on the number of processes.
+    Returns (the lock, which only the first process holds; the checkpoint to go on from, or None).
     """
-    training = unet.training
-    pipeline = make_pipeline(unet.eval(), noise_scheduler, args)
-    pipeline.set_progress_bar_config(disable=not accelerator.is_main_process, leave=False, desc="Sampling")
-    rank, num_processes = accelerator.process_index, accelerator.num_processes
-    share = math.ceil(args.eval_batch_size / num_processes)
-    generators = [
-        torch.Generator(accelerator.device).manual_seed(step_seed(args.seed, i * num_processes + rank))
-        for i in range(share)
-    ]
-    images = pipeline(share, generators, num_inference_steps=args.ddpm_num_inference_steps, output_type="np").images
-    unet.train(training)
-    images = torch.from_numpy(images).permute(0, 3, 1, 2).to(accelerator.device).contiguous()
-    images = accelerator.gather(images)  # [num_processes * share, C, H, W], process by process
+    output_dir = Path(args.output_dir)
+    lock = FileLock(output_dir / ".lock")
     if accelerator.is_main_process:
-        images = images.unflatten(0, (num_processes, share)).transpose(0, 1).flatten(0, 1)[: args.eval_batch_size]
-        grid = make_grid(images.cpu(), nrow=math.ceil(math.sqrt(len(images))), padding=1, pad_value=0.5)
-        grid = (grid * 255).round().byte().permute(1, 2, 0).numpy()
-        path = Path(args.output_dir) / "samples" / f"step-{step:07d}.png"
-        path.parent.mkdir(exist_ok=True)
-        scale = max(1, 512 // grid.shape[1])  # so that digits of 8 px can be looked at
-        Image.fromarray(grid).resize((grid.shape[1] * scale, grid.shape[0] * scale), Image.NEAREST).save(path)
-        for tracker in accelerator.trackers:
-            if hasattr(tracker, "log_images"):
-                layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-                tracker.log_images({"samples": grid[None]}, step=step, **layout)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+            clean(output_dir)
+        except Timeout:
+            fail(f"another process is training into {output_dir}: end it, or choose another --output_dir")
+        except OSError as error:
+            fail(f"--output_dir {output_dir} can't be written to ({error})")
+    accelerator.wait_for_everyone()
+    checkpoint = find_checkpoint(args)
+    if accelerator.is_main_process:
+        with saving(output_dir, "run.args") as unfinished:
+            (unfinished / "run.args").write_text(format_args(args))
+    if accelerator.is_main_process and args.push_to_hub:
+        name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
+        with explained(f"--push_to_hub: no repository {name}; `hf auth login` first, or leave it out"):
+            args.hub_model_id = create_repo(name, private=private, exist_ok=True).repo_id
+            public = private and not repo_info(args.hub_model_id).private
+        if public:
+            fail(f"--hub_private_repo: {args.hub_model_id} exists and is public; make it private, or choose another")
+    return lock, checkpoint
+
+
+def samples_path(step, args):
+    """Where the samples after a step are."""
+    return Path(args.output_dir) / "samples" / f"step-{step:07d}.png"
+
+
+def save_samples(accelerator, picture, step, args):
+    """Write a PIL picture of samples whole or not at all, and pass it to the trackers that take pictures."""
+    path = samples_path(step, args)
+    with saving(path.parent, path) as unfinished:
+        picture.save(unfinished / path.name)
+    for tracker in accelerator.trackers:
+        if hasattr(tracker, "log_images"):
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 
 def read_metrics(output_dir, last_step=math.inf):
-    """The records of metrics.jsonl up to a step; the line that a kill cut short is left out."""
-    path = Path(output_dir) / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [
-        record for record in map(json.loads, (x for x in lines if x.endswith("}\n"))) if record["step"] <= last_step
-    ]
+    """The records of metrics.jsonl up to a step; a line that a kill or a power cut has spoilt is left out."""
+    path, records = Path(output_dir) / "metrics.jsonl", []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = json.loads(line)
+            if record["step"] <= last_step and math.isfinite(record["loss"]):
+                records.append(record)
+    return records
 
 
 def plot_loss(output_dir):
@@ -762,370 +1294,32 @@ def plot_loss(output_dir):
 
 def save_pipeline(pipeline, args):
     """Write the pipeline folder; the one that stood there stays until the new one is whole."""
-    output_dir = Path(args.output_dir)
-    with saving(output_dir, f"the pipeline in {output_dir}") as unfinished:
+    with saving(args.output_dir, f"the pipeline in {args.output_dir}") as unfinished:
         pipeline.save_pretrained(unfinished)
-        for item in unfinished.iterdir():
-            replace(output_dir / item.name, item)
-        unfinished.rmdir()
 
 
-def save_model_card(step, args):
-    """Write README.md as the hub shows it: data, samples, loss curve and settings."""
-    output_dir, loss = Path(args.output_dir), plot_loss(args.output_dir)
-    name = args.hub_model_id or output_dir.resolve().name
+def write_card(text, args):
+    """Write README.md: `text`, the last samples, the loss curve and the settings, paths by their last name only."""
+    output_dir = Path(args.output_dir)
     samples = sorted((output_dir / "samples").glob("step-*.png"))
     settings = {key: value for key, value in vars(args).items() if value is not None and not key.endswith("_dir")}
-    (output_dir / "README.md").write_text(f"""---
-library_name: diffusers
-pipeline_tag: unconditional-image-generation
-tags: [diffusers, unconditional-image-generation, diffusion-models-class]
----
-
-# {name}
-
-An unconditional diffusion model, trained on `{args.dataset_name or Path(args.train_data_dir).resolve().name}`
-for {step} steps, to a loss of {loss}.
-
-```python
-from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("{name}")
-image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]
-```
-
-{f"![samples](samples/{samples[-1].name})" if samples else ""}
-![loss](loss.png)
-
-| setting | value |
-|---|---|
-{"".join(f"| {key} | {value} |{chr(10)}" for key, value in settings.items())}""")
+    settings = {k: Path(v).name if k.endswith("_path") and Path(v).exists() else v for k, v in settings.items()}
+    table = "".join(f"| {key} | {value} |\n" for key, value in settings.items())
+    picture = f"![samples](samples/{samples[-1].name})" if samples else ""
+    with saving(output_dir, "the model card") as unfinished:
+        card = f"{text}\n{picture}\n![loss](loss.png)\n\n| setting | value |\n|---|---|\n{table}"
+        (unfinished / "README.md").write_text(card)
 
 
-# ------------------------------------------------------------------------------------------------- main
-
-
-def check_processes(accelerator):
-    """Refuse processes that do not know of each other: each would write the same files."""
-    if int(os.environ.get("WORLD_SIZE", 1)) != accelerator.num_processes:
-        fail(
-            f"{os.environ['WORLD_SIZE']} processes were launched but each sees {accelerator.num_processes}: on CPUs "
-            "set ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
-        )
-
-
-def count_cores():
-    """The number of cores for each process of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def check_launch(accelerator):
-    """Refuse what would train wrongly or in vain."""
-    check_processes(accelerator)
-    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        fail("fp16 does nothing on a CPU: use --mixed_precision bf16 or no")
-
-
-def use_cores(device):
-    """The number of cores for each process; on a CPU the process takes them, if the launcher left it only one."""
-    cores = count_cores()
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
-    if device.type == "cpu" and launched:
-        torch.set_num_threads(cores)
-    return cores
-
-
-def open_output_dir(lock, args):
-    """Make --output_dir and lock it, clean up what a killed run left half-written, and find the hub repository."""
-    output_dir = Path(args.output_dir)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        fail(f"another process is training into {output_dir}: end it, or choose another --output_dir")
-    except OSError as error:
-        fail(f"--output_dir {output_dir} can't be written to ({error})")
-    for leftover in output_dir.glob(".tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    if args.push_to_hub:
-        name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
-        try:
-            args.hub_model_id = create_repo(name, private=private, exist_ok=True).repo_id
-            public = private and not repo_info(args.hub_model_id).private
-        except Exception as error:
-            fail(f"--push_to_hub: no repository {name} ({error}); `hf auth login` first, or leave it out")
-        if public:
-            fail(f"--hub_private_repo: {args.hub_model_id} exists and is public; make it private, or choose another")
-
-
-def start_records(accelerator, last_step, args):
-    """Open the trackers and metrics.jsonl; of an earlier run the records up to `last_step` are kept."""
-    if accelerator.is_main_process:
-        records, output_dir = read_metrics(args.output_dir, last_step), Path(args.output_dir)
-        (output_dir / ".tmp-metrics").write_text("".join(json.dumps(record) + "\n" for record in records))
-        replace(output_dir / "metrics.jsonl", output_dir / ".tmp-metrics")
-    try:
-        shown = {key: value for key, value in vars(args).items() if value is not None}
-        shown = {key: " | ".join(value) if isinstance(value, list) else value for key, value in shown.items()}
-        accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})
-    except Exception as error:
-        fail(f"--report_to {args.report_to}: {error}; `wandb login`, or set WANDB_MODE=offline, or --report_to none")
-
-
-def main(args):
-    """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
-    output_dir, noise_scheduler = Path(args.output_dir), make_noise_scheduler(args)
-    accelerator = Accelerator(
-        mixed_precision=args.mixed_precision,
-        log_with=None if args.report_to == "none" else args.report_to,
-        project_config=ProjectConfiguration(args.output_dir, logging_dir=str(output_dir / args.logging_dir)),
-    )
-    device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
-    check_launch(accelerator)
-    cores = use_cores(device)
-    if args.allow_tf32:
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
-    lock = FileLock(output_dir / ".lock")
-    if accelerator.is_main_process:
-        open_output_dir(lock, args)
-    accelerator.wait_for_everyone()
-    checkpoint = find_checkpoint(args)
-    torch.manual_seed(args.seed)  # every process starts from the same weights
-    unet = make_unet(args)
-    channels = unet.config.in_channels
-
-    # Data
-    rows, column = load_rows(args)
-    rows = rows.select_columns([column])
-    num_workers = args.dataloader_num_workers
-    if num_workers is None:  # a core per process stays free for the trainer
-        num_workers = max(0, min(8, cores - 1))
-    num_left_out = 0
-    if args.cache_images:
-        rows, num_left_out = cache_images(rows, column, args, channels, min(8, cores))
-    num_images = sys.maxsize if args.streaming else len(rows)  # a stream never ends its first epoch
-    images_per_micro_batch = args.train_batch_size * num_processes
-    images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
-    steps_per_epoch = math.ceil(num_images / images_per_step)
-    if args.max_train_steps is None:
-        args.max_train_steps = args.num_train_epochs * steps_per_epoch
-
-    # Models and optimizer
-    memory_format = torch.channels_last if device.type == "cuda" else torch.preserve_format
-    unet.to(device, memory_format=memory_format)
-    ema_unet = copy.deepcopy(unet).eval().requires_grad_(False) if args.use_ema else None
-    if args.gradient_checkpointing:
-        unet.enable_gradient_checkpointing()
-    optimizer = torch.optim.AdamW(
-        unet.parameters(),
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        weight_decay=args.adam_weight_decay,
-        eps=args.adam_epsilon,
-        fused=accelerator.scaler is None,  # fused skips fp16 overflows by itself, unseen by Accelerate
-    )
-    settings = {**vars(args), "num_processes": num_processes, "num_images": num_images}
-    settings["mixed_precision"] = accelerator.mixed_precision
-    state = {"global_step": 0, "data_step": 0}
-    if checkpoint is not None:
-        state = load_checkpoint(checkpoint, unet, ema_unet, optimizer, accelerator.scaler)
-        before = {**state["settings"], "resume_from_checkpoint": args.resume_from_checkpoint}
-        changed = [
-            f", {key} {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value
-        ]
-        accelerator.print(f"Resuming from {checkpoint}{''.join(changed)}")
-    global_step, data_step = state["global_step"], state["data_step"]  # data_step also counts steps that fp16 skipped
-    if len(set(gather_object([global_step]))) > 1:
-        fail("the machines found different checkpoints: --output_dir must be a folder that they share")
-    for group in optimizer.param_groups:
-        group["initial_lr"] = args.learning_rate
-    # Started at `global_step`, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
-    lr_scheduler = get_scheduler(
-        args.lr_scheduler,
-        optimizer,
-        step_rules=args.lr_step_rules,
-        num_warmup_steps=args.lr_warmup_steps,
-        num_training_steps=args.max_train_steps + 1,
-        num_cycles=args.lr_num_cycles,
-        power=args.lr_power,
-        last_epoch=global_step,
-    )
-    if args.compile:
-        unet.compile(backend=args.compile)  # in place, which keeps the names of the weights
-    unet, optimizer = accelerator.prepare(unet, optimizer)
-    if ema_unet is not None:
-        ema_unet = accelerator.prepare_model(ema_unet, evaluation_mode=True)  # the same autocast as in training
-    plain_unet = accelerator.unwrap_model(unet)
-    sample_unet = plain_unet if ema_unet is None else ema_unet
-
-    # Loader: batches come without end, across epochs, so the device never waits for one to begin.
-    batch_keys = stream_batches if args.streaming else step_batches
-    dataloader = torch.utils.data.DataLoader(
-        ImageDataset(rows, column, args, channels),
-        batch_sampler=batch_keys(rows, args, rank, num_processes, data_step),
-        collate_fn=collate,
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=ignore_signals,
-    )
-
-    # Records
-    start_records(accelerator, global_step if checkpoint else -1, args)
-    progress_bar = tqdm(
-        total=args.max_train_steps, initial=global_step, desc="Steps", disable=not accelerator.is_main_process
-    )
-    received = []
-
-    def note_signal(number, frame):
-        received.append(number)
-        if len(received) == 3:  # torchrun passes each on a second time; who sends a third means it
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    handlers = {number: signal.signal(number, note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    # The processes agree on signals after each step, over gloo, so that no device has to wait.
-    signal_group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
-
-    # Train
-    unet.train()
-    batches = Prefetcher(dataloader, device)
-    sums = torch.zeros(4, device=device)  # since the last record: loss, weight, gradient norm, steps
-    skipped_images, new_skipped, skipped_in_a_row, any_decoded = {}, {}, 0, checkpoint is not None
-    window_start, window_images, stop = time.perf_counter(), 0, 0
-    while global_step < args.max_train_steps and not stop:
-        # `data_step` alone fixes the images and, through the seed, all that is random: noise, flips, dropout ...
-        epoch, step_in_epoch = divmod(data_step, steps_per_epoch)
-        step_images = min(images_per_step, num_images - step_in_epoch * images_per_step)
-        micro_batches = math.ceil(step_images / images_per_micro_batch)
-        step_sums = torch.zeros(2, device=device)
-        for micro_batch in range(micro_batches):
-            batch = next(batches)
-            torch.manual_seed(step_seed(args.seed, data_step, micro_batch, rank))
-            images = prepare_images(batch["pixel_values"])
-            # The processes' gradients are averaged once a step, in its last backward.
-            with contextlib.nullcontext() if micro_batch == micro_batches - 1 else accelerator.no_sync(unet):
-                loss = compute_loss(
-                    unet,
-                    noise_scheduler,
-                    images,
-                    batch["weight"],
-                    args.snr_gamma,
-                    args.noise_offset,
-                    args.input_perturbation,
-                )
-                accelerator.backward(loss)
-            step_sums += torch.stack([loss.detach(), batch["weight"].sum()])
-            new_skipped.update(batch["skipped"])
-        data_step += 1
-        grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-        if accelerator.optimizer_step_was_skipped:  # fp16 overflow: the scale is lowered, the weights are as before
-            skipped_in_a_row += 1
-            if skipped_in_a_row == 50:
-                fail(
-                    f"50 fp16 steps in a row overflowed after step {global_step}: use bf16 or a lower --learning_rate"
-                )
-            continue
-        lr, skipped_in_a_row = lr_scheduler.get_last_lr()[0], 0
-        lr_scheduler.step()
-        global_step += 1
-        if ema_unet is not None:
-            update_ema(ema_unet, plain_unet, global_step, args)
-        sums += torch.cat([step_sums, torch.stack([grad_norm, torch.ones_like(grad_norm)])])
-        window_images += step_images
-        progress_bar.update(1)
-
-        flag = torch.tensor(max(received, default=0))
-        if signal_group is not None:
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=signal_group)
-        stop, last = int(flag), global_step == args.max_train_steps
-        epochs_done = data_step // steps_per_epoch if data_step % steps_per_epoch == 0 else None
-        log_due = global_step % args.logging_steps == 0 or last
-        checkpoint_due = global_step % args.checkpointing_steps == 0 or stop
-        pipeline_due = epochs_done is not None and epochs_done % args.save_model_epochs == 0
-        samples_due = epochs_done is not None and epochs_done % args.save_images_epochs == 0
-        if args.validation_steps is not None:
-            samples_due = global_step % args.validation_steps == 0
-        if log_due or checkpoint_due or pipeline_due:  # the only place where the host waits for the device
-            total_loss, total_weight, total_norm, steps = accelerator.reduce(sums).tolist()
-            for name, reason in gather_object(sorted(new_skipped.items())):
-                if name not in skipped_images and accelerator.is_main_process:
-                    progress_bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
-                skipped_images[name] = reason
-            new_skipped = {}
-            any_decoded = any_decoded or total_weight > 0
-            if total_weight == 0 and (window_images >= 100 or (last and not any_decoded)):
-                fail(f"none of the last {window_images} images could be decoded")
-            if not math.isfinite(total_loss + total_norm):
-                kept = find_checkpoints(output_dir)
-                fail(
-                    f"the loss is not finite at step {global_step} (last checkpoint: {kept[-1] if kept else 'none'}); "
-                    "try a lower --learning_rate or more --lr_warmup_steps"
-                )
-        if log_due and total_weight > 0:
-            now = time.perf_counter()
-            record = {
-                "step": global_step,
-                "epoch": epoch,
-                "loss": total_loss / total_weight,
-                "lr": lr,
-                "grad_norm": total_norm / steps,
-                "images_per_second": window_images / (now - window_start),
-                "data_wait": batches.waited / (now - window_start),  # share of the time
-                "skipped_images": len(skipped_images) + num_left_out,
-            }
-            progress_bar.set_postfix_str(
-                f"loss={record['loss']:.4f}, lr={lr:.1e}, {record['images_per_second']:.1f} img/s, "
-                f"{record['data_wait']:.1%} waiting for data"
-            )
-            if accelerator.is_main_process:
-                with (output_dir / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-            accelerator.log({key: value for key, value in record.items() if key != "step"}, step=global_step)
-            sums.zero_()
-            window_start, window_images, batches.waited = now, 0, 0.0
-
-        pause = time.perf_counter()
-        if checkpoint_due:
-            state = {"global_step": global_step, "data_step": data_step, "settings": settings}
-            save_checkpoint(accelerator, unet, ema_unet, optimizer, state, args)
-        if pipeline_due and not last and not stop and accelerator.is_main_process:
-            save_pipeline(make_pipeline(sample_unet, noise_scheduler, args), args)
-            save_model_card(global_step, args)
-        if samples_due and not last and not stop:
-            log_validation(accelerator, sample_unet, noise_scheduler, global_step, args)
-        window_start += time.perf_counter() - pause
-
-    batches.close()
-    progress_bar.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    if stop:
-        accelerator.print(
-            f"Stopped by {signal.Signals(stop).name} after step {global_step} of {args.max_train_steps}; "
-            "the same command with --resume_from_checkpoint latest goes on from there"
-        )
-        accelerator.end_training()
-        sys.exit(128 + stop)
-    if accelerator.is_main_process:  # before the samples, which may take longer than a preempted job has left
-        save_pipeline(make_pipeline(sample_unet, noise_scheduler, args), args)
-    log_validation(accelerator, sample_unet, noise_scheduler, global_step, args)
-    if accelerator.is_main_process:
-        save_model_card(global_step, args)
+def end_run(accelerator, lock, done, files, args):
+    """Upload if asked for, say `done`, and let go of everything."""
     accelerator.wait_for_everyone()
     time.sleep(0.1)  # torch 2.11 can hang on the way out if gloo's thread has not yet let go of the last gather
     if accelerator.is_main_process and args.push_to_hub:
-        files = ["model_index.json", "README.md", "unet/*", "scheduler/*", "samples/*", "loss.png"]
-        try:
-            upload_folder(repo_id=args.hub_model_id, folder_path=output_dir, allow_patterns=files)
-        except Exception as error:
-            fail(f"the upload to {args.hub_model_id} failed ({error}); the pipeline is whole in {output_dir}")
-    accelerator.print(f"Done: pipeline, samples/ and loss.png are in {output_dir}")
+        files = ["model_index.json", "README.md", "loss.png", "samples/*", *files]
+        with explained(f"the upload to {args.hub_model_id} failed; the pipeline is whole in {args.output_dir}"):
+            upload_folder(repo_id=args.hub_model_id, folder_path=args.output_dir, allow_patterns=files)
+    accelerator.print(done)
     lock.release()
     accelerator.end_training()
 

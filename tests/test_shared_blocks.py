@@ -1,40 +1,43 @@
 """Scripts import nothing from each other; what they share is text, and this keeps it the same."""
 
 import argparse
-import ast
 import difflib
 import itertools
+import math
+import shutil
 
 import pytest
 from conftest import ROOT
+from copy_shared import SCRIPTS, copy, shared_blocks
 
-SCRIPTS = ("train_unconditional.py", "precompute_latents.py", "train_text_to_image.py")
 # What must be shared, so that a renamed function can't leave the comparison empty.
-IMAGES = {"fail", "load_rows", "decode_image", "crop_square", "resize", "name_image", "ignore_signals", "Prefetcher",
-          "step_seed", "draw_choices", "check_processes", "count_cores"}  # fmt: skip
-MODELS = {"select_captioned", "transform", "tokenize", "keep", "locate_model", "vae_scale_factor",
-          "load_models", "encode_images", "encode_prompts", "hash_weights", "describe_models",
-          "find_differences"}  # fmt: skip
-TRAINING = {"step_batches", "compute_loss", "update_ema", "remove", "replace", "saving", "find_checkpoints",
-            "find_checkpoint", "save_checkpoint", "load_checkpoint", "read_metrics", "plot_loss", "save_pipeline",
-            "check_launch", "use_cores", "open_output_dir", "start_records"}  # fmt: skip
+IMAGES = {"number", "parse_demo", "format_args", "fail", "explain", "explained", "load_rows", "read_items",
+          "decode_image", "shrink", "name_image", "step_seed", "draw_choices", "ignore_signals", "end_workers",
+          "load_batches", "mark_time", "seconds_between", "make_accelerator", "threads_are_default", "put_on_device",
+          "compile_model"}  # fmt: skip
+MODELS = {"transform", "tokenize", "locate_model", "vae_scale_factor", "load_models", "encode_images",
+          "encode_prompts", "hash_weights", "describe_models", "find_differences"}  # fmt: skip
+TRAINING = {"compute_loss", "train_step", "update_ema", "check_training_args", "step_batches", "objective_flags",
+            "check_objective", "is_due", "check_overflows", "StopSignal", "Records", "clean", "saving",
+            "find_checkpoints", "find_checkpoint", "save_checkpoint", "load_checkpoint", "open_output_dir",
+            "samples_path", "save_samples", "read_metrics", "plot_loss", "save_pipeline", "write_card",
+            "end_run"}  # fmt: skip
 SHARED = {
     ("precompute_latents.py", "train_unconditional.py"): IMAGES,
     ("precompute_latents.py", "train_text_to_image.py"): IMAGES | MODELS,
     ("train_text_to_image.py", "train_unconditional.py"): IMAGES | TRAINING,
 }
-# The same name for another thing: each script has its own, because it is what the script is about.
-OWN = {"parse_args", "main", "collate", "make_unet", "make_pipeline", "log_validation", "save_model_card"}
+# Flags whose defaults differ, because those of diffusers' two scripts do, or because a script has its own data.
+DEFAULTS = {"--resolution", "--output_dir", "--lr_scheduler", "--adam_beta1", "--adam_weight_decay",
+            "--tracker_project_name"}  # fmt: skip
 
 
 def blocks(name):
-    source = (ROOT / name).read_text()
-    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return {node.name: ast.get_source_segment(source, node) for node in nodes if node.name not in OWN}
+    return {block: text for block, (_, _, text) in shared_blocks((ROOT / name).read_text()).items()}
 
 
-def flags(name):
-    """{flag: (type, choices, help, ...)} of a script, read from its parser."""
+def parser_of(name):
+    """The parser that a script's parse_args builds."""
     parser, parse = None, argparse.ArgumentParser.parse_args
 
     def catch(self, *args):
@@ -49,26 +52,87 @@ def flags(name):
         pass
     finally:
         argparse.ArgumentParser.parse_args = parse
+    return parser
+
+
+def flags(name):
+    """{flag: what it takes and says, its default if that is shared}."""
     return {
-        option: (type(action).__name__, action.type, action.nargs, tuple(action.choices or ()), action.help)
-        for action in parser._actions
+        option: (
+            type(action).__name__, getattr(action.type, "bounds", action.type), action.nargs,
+            tuple(action.choices or ()), action.help, None if option in DEFAULTS else action.default,
+        )
+        for action in parser_of(name)._actions
         for option in action.option_strings
-    }
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("one, other", itertools.combinations(sorted(SCRIPTS), 2))
+@pytest.mark.parametrize("one, other", itertools.combinations(SCRIPTS, 2))
 def test_functions_of_the_same_name_are_the_same(one, other):
     mine, theirs = blocks(one), blocks(other)
     common = mine.keys() & theirs.keys()
     assert common >= SHARED[one, other], SHARED[one, other] - common
     for name in sorted(common):
         diff = difflib.unified_diff(mine[name].splitlines(), theirs[name].splitlines(), one, other, lineterm="")
-        assert mine[name] == theirs[name], "\n".join(diff)
+        assert mine[name] == theirs[name], "\n".join(
+            [*diff, "run: python tests/copy_shared.py <the script that you edited>"]
+        )
 
 
-@pytest.mark.parametrize("one, other", itertools.combinations(sorted(SCRIPTS), 2))
+@pytest.mark.parametrize("one, other", itertools.combinations(SCRIPTS, 2))
 def test_flags_of_the_same_name_mean_the_same(one, other):
     mine, theirs = flags(one), flags(other)
     common = mine.keys() & theirs.keys()
     assert len(common) > 15
     assert {name: mine[name] for name in common} == {name: theirs[name] for name in common}
+
+
+def test_defaults_that_are_listed_as_different_do_differ():
+    found = {name: {f: parser_of(name).get_default(f.strip("-")) for f in flags(name)} for name in SCRIPTS}
+    for flag in DEFAULTS:
+        assert len({defaults[flag] for defaults in found.values() if flag in defaults}) > 1, flag
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_number_has_bounds_and_every_flag_a_chapter(name):
+    parser = parser_of(name)
+    chapters = [group.title for group in parser._action_groups[2:]]
+    assert len(chapters) >= 3
+    for action in parser._actions[1:]:
+        assert action.container.title in chapters, action.option_strings
+        assert action.type not in (int, float), f"{action.option_strings}: say its bounds with number()"
+        if action.type is None:
+            continue
+        low, high, kind = action.type.bounds
+        assert math.isfinite(low) and math.isfinite(high) and low < high
+        for value in ("nan", "inf", "-inf", "x", "", str(low - 1), str(high * 10 + 1)):
+            with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+                action.type(value)
+        assert action.type(str(low)) == low and type(action.type(str(low))) is kind
+        assert action.default is None or low <= action.default <= high
+
+
+@pytest.mark.parametrize("change", ["body", "decorator", "class"])
+def test_copying_makes_scripts_the_same_again(tmp_path, change):
+    (tmp_path / "tests").mkdir()
+    for name in SCRIPTS:
+        shutil.copy(ROOT / name, tmp_path)
+    edited = tmp_path / "train_unconditional.py"
+    source = edited.read_text()
+    old, new, block = {
+        "body": (
+            "    return np.random.default_rng([seed, epoch, row]).random(4)",
+            "    return [seed] * 4",
+            "draw_choices",
+        ),
+        "decorator": ("@contextlib.contextmanager\ndef explained(", "def explained(", "explained"),
+        "class": ("    def agree(self):", "    def agree_on(self):", "StopSignal"),
+    }[change]
+    assert source.count(old) == 1
+    edited.write_text(source.replace(old, new))
+    copied = copy("train_unconditional.py", tmp_path)
+    sharing = [name for name in SCRIPTS[:2] if block in blocks(name)]
+    assert sorted(copied) == sorted(f"{block} -> {name}" for name in sharing) and copied
+    for name in sharing:
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text().replace(old, new)
+    assert copy("train_unconditional.py", tmp_path) == []

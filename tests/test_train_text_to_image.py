@@ -1,3 +1,4 @@
+import argparse
 import itertools
 import json
 import math
@@ -233,9 +234,10 @@ def test_demo_trains_from_the_demo_cache(tmp_path, capfd):
     assert "make the cache with precompute_latents.py" in refused(capfd, *[x for x in quick if "latents" not in x])
     reset()
     precompute_latents.main(precompute_latents.parse_args([f"--output_dir={tmp_path / 'latents'}"]))
+    args = script.parse_args([])
     train(
         *quick,
-        *[f"--{name}={script.DEMO[name]}" for name in ("pretrained_model_name_or_path", "unet_config_name_or_path")],
+        *[f"--{name}={getattr(args, name)}" for name in ("pretrained_model_name_or_path", "unet_config_name_or_path")],
     )
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
     assert pipeline("a handwritten digit seven", num_inference_steps=1).images[0].size == (8, 8)
@@ -295,16 +297,16 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, cached, num_processes):
 
 def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached):
     """6 rows in steps of 2 x 2, two epochs: what each process really trained on, from inside the loss."""
-    prepare_latents = script.prepare_latents
+    prepare_batch = script.prepare_batch
 
     def recording(batch, *rest):
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             means = batch["latents"].double().mean(1).tolist()
             file.write(json.dumps([means, batch["weight"].tolist(), torch.initial_seed()]) + "\n")
-        return prepare_latents(batch, *rest)
+        return prepare_batch(batch, *rest)
 
     def run():
-        script.prepare_latents = recording
+        script.prepare_batch = recording
         train(*cached, "--train_batch_size=2", "--num_train_epochs=2", "--scale_lr", "--learning_rate=1e-4")
 
     assert finish(start(run, 2, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
@@ -337,26 +339,21 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images,
     assert others != pytest.approx([record["loss"] for record in one], rel=2e-3)
 
 
-def test_noise_does_not_depend_on_the_memory_layout(models):
+def test_noise_does_not_depend_on_the_memory_layout(models, monkeypatch):
     """A VAE on a GPU, or a convolution's choice on a CPU, gives latents whose strides are channels_last."""
     mean, std = torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)
     plain, last = torch.cat([mean, std], 1), torch.cat([mean, std], 1).to(memory_format=torch.channels_last)
     cache = {"latents": "moments", "vae": {"scaling_factor": 1.0, "shift_factor": 0.0}}
     unet = UNet2DConditionModel.from_pretrained(models, subfolder="unet").eval()
+    args = argparse.Namespace(caption_dropout=0.0, snr_gamma=None, noise_offset=0.1, input_perturbation=0.1)
+    monkeypatch.setattr(script, "encode_prompts", lambda text_encoder, input_ids: torch.ones(2, 8, 32))
     drawn = []
     for moments in (plain, last):
         torch.manual_seed(0)
-        script.encode_images, kept = (lambda vae, images, moments=moments: moments), script.encode_images
-        script.encode_prompts, kept_prompts = (lambda encoder, ids: torch.ones(2, 8, 32)), script.encode_prompts
-        try:
-            batch = {"pixel_values": None, "input_ids": None}
-            latents, embeds = script.prepare_latents(batch, (None, None), torch.zeros(8, 32), cache, 0.0)
-        finally:
-            script.encode_images, script.encode_prompts = kept, kept_prompts
-        loss = script.compute_loss(
-            unet, DDPMScheduler(), latents, torch.ones(2) / 2, noise_offset=0.1, input_perturbation=0.1,
-            encoder_hidden_states=embeds,
-        )  # fmt: skip
+        monkeypatch.setattr(script, "encode_images", lambda vae, images, moments=moments: moments)
+        batch, frozen = {"pixel_values": None, "input_ids": None}, ((None, None), torch.zeros(8, 32), cache)
+        latents, condition = script.prepare_batch(batch, frozen, args)
+        loss = script.compute_loss(unet, DDPMScheduler(), latents, torch.ones(2) / 2, args, **condition)
         drawn.append((latents, loss))
     assert drawn[1][0].stride() != drawn[0][0].stride()
     assert torch.equal(drawn[0][0], drawn[1][0])
@@ -397,16 +394,22 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     cache = {"latents": "moments", "latents_shape": [8, 2, 2], "prompt_embeds_shape": [3, 5]}
     cache["vae"] = {"scaling_factor": 0.5, "shift_factor": 2.0}
     batch = {"latents": torch.cat([mean, std], 1).flatten(1).half(), "prompt_embeds": torch.ones(1000, 15).half()}
-    latents, embeds = script.prepare_latents(batch, None, torch.zeros(3, 5), cache, 0.25)
+
+    def prepare(cache, caption_dropout):
+        args = argparse.Namespace(caption_dropout=caption_dropout)
+        latents, condition = script.prepare_batch(batch, (None, torch.zeros(3, 5), cache), args)
+        return latents, condition["encoder_hidden_states"]
+
+    latents, embeds = prepare(cache, 0.25)
     z = (latents / 0.5 + 2.0 - mean) / std
     assert latents.dtype == torch.float32 and abs(z.mean()) < 0.05 and abs(z.std() - 1) < 0.05
-    again, _ = script.prepare_latents(batch, None, torch.zeros(3, 5), cache, 0.0)
+    again, _ = prepare(cache, 0.0)
     assert not torch.equal(latents, again)  # another draw
     assert embeds.shape == (1000, 3, 5) and set(embeds.mean((1, 2)).tolist()) == {0.0, 1.0}
     assert 0.2 < 1 - embeds.mean() < 0.3
     sample = {**cache, "latents": "sample", "latents_shape": [4, 2, 2]}
     batch["latents"] = mean.flatten(1).half()
-    fixed, embeds = script.prepare_latents(batch, None, torch.zeros(3, 5), sample, 0.0)
+    fixed, embeds = prepare(sample, 0.0)
     torch.testing.assert_close(fixed, (mean.half().float() - 2.0) * 0.5)
     assert embeds.min() == 1
 
@@ -422,9 +425,9 @@ def test_offset_noise_and_perturbation_enter_as_they_should():
 
     def run(**knobs):
         torch.manual_seed(0)
-        loss = script.compute_loss(
-            Model(), scheduler, images, torch.full((4000,), 1 / 4000), encoder_hidden_states="it", **knobs
-        )
+        args = argparse.Namespace(**{"snr_gamma": None, "noise_offset": 0.0, "input_perturbation": 0.0, **knobs})
+        weight = torch.full((4000,), 1 / 4000)
+        loss = script.compute_loss(Model(), scheduler, images, weight, args, encoder_hidden_states="it")
         level = (1 - scheduler.alphas_cumprod[seen["timesteps"]]).sqrt().view(-1, 1, 1, 1)
         return loss.item(), seen["noisy"] / level  # the noise that the model sees
 
@@ -451,7 +454,7 @@ def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, flags):
     expected = datasets.concatenate_datasets(rows)
     assert len(data) == 11
     keys = [(epoch, row, 0.5) for epoch in range(8) for row in (10, 0, 5, 3, 4, 6)]
-    batch = data.__getitems__(keys)
+    batch = data[keys]
     flipped = 0
     for i, (_, row, _) in enumerate(keys):
         plain, mirrored = (torch.tensor(expected[row][name]) for name in ("latents", "latents_flipped"))
@@ -460,7 +463,7 @@ def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, flags):
         flipped += not torch.equal(got, plain)
         assert torch.equal(batch["prompt_embeds"][i].float(), torch.tensor(expected[row]["prompt_embeds"]))
     assert 12 < flipped < 36 and batch["latents"].dtype == torch.float16
-    again = data.__getitems__([(epoch, 0, 0.5) for epoch in range(8)])["latents"]
+    again = data[[(epoch, 0, 0.5) for epoch in range(8)]]["latents"]
     assert len(again.unique(dim=0)) == 2  # the same row is mirrored in some epochs
 
 
@@ -563,8 +566,8 @@ def test_bad_checkpoints_and_models_are_refused(tmp_path, cached, models, capfd)
     (["--train_data_dir=nowhere", "--pretrained_model_name_or_path=sd"], "--train_data_dir nowhere is not a folder"),
     (["--latents_dir=a"], "--pretrained_model_name_or_path is needed"),
     (["--latents_dir=a", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "--latents_dir excludes"),
-    (["--caption_dropout=2", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "not a share between 0"),
-    (["--train_batch_size=0", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "is less than 1"),
+    (["--caption_dropout=2", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "2 is not between 0 and 1"),
+    (["--train_batch_size=0", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "0 is not between 1 and"),
 ])  # fmt: skip
 def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -623,6 +626,7 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
         (script.Accelerator, "backward"),
         (script.Accelerator, "clip_grad_norm_"),
         (torch.optim.AdamW, "step"),
+        (torch.optim.AdamW, "zero_grad"),
     ):
         monkeypatch.setattr(owner, name, timed(getattr(owner, name)))
     make_captioned(tmp_path / "images", 64)

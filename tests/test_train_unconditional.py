@@ -1,3 +1,4 @@
+import argparse
 import io
 import json
 import math
@@ -176,7 +177,7 @@ def test_every_flag_of_diffusers_has_its_default(tmp_path, capsys):
 def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
     args = script.parse_args(["--num_epochs", "3", "--output_dir", str(tmp_path)])
     printed = capsys.readouterr().out.strip().split("\n")[-1]
-    assert args.num_train_epochs == 3 and args.train_batch_size == script.DEMO["train_batch_size"]
+    assert args.num_train_epochs == 3 and args.train_batch_size == 64
     same = script.parse_args(printed.split("train_unconditional.py ")[1].split())
     assert vars(same) == vars(args)
     assert len(datasets.load_dataset(args.train_data_dir, split="train")) == 1797
@@ -251,11 +252,11 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
     make_images(tmp_path / "images", 7)
     compute_loss = script.compute_loss
 
-    def recording(unet, noise_scheduler, images, weight, *knobs):
+    def recording(unet, noise_scheduler, images, weight, args):
         levels = ((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().tolist()
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps([levels, weight.tolist(), torch.initial_seed()]) + "\n")
-        return compute_loss(unet, noise_scheduler, images, weight, *knobs)
+        return compute_loss(unet, noise_scheduler, images, weight, args)
 
     def run():
         script.compute_loss = recording
@@ -329,7 +330,7 @@ def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
     """One step of 5 images in micro-batches of 2, 2 and 1 has the gradient of one batch of 5."""
     make_images(tmp_path / "images", 5)
     monkeypatch.setattr(
-        script, "compute_loss", lambda unet, s, images, w, *knobs: (w * unet(images, 5).sample.mean((1, 2, 3))).sum()
+        script, "compute_loss", lambda unet, s, images, w, args: (w * unet(images, 5).sample.mean((1, 2, 3))).sum()
     )
     shared = [*flags, "--center_crop", "--num_epochs=1", "--max_grad_norm=0"]
     config = tmp_path / "tiny-unet/config.json"
@@ -368,13 +369,12 @@ def test_skipped_fp16_steps_advance_neither_step_nor_ema(tmp_path, flags, monkey
 
 
 def test_without_ema_samples_come_from_the_weights_without_dropout(tmp_path, flags, monkeypatch):
-    modes, make_pipeline = [], script.make_pipeline
+    states, drawn, pipelines = [], DDPMScheduler.step, []
+    made = script.DDPMPipeline
+    monkeypatch.setattr(script, "DDPMPipeline", lambda *parts: (pipelines.append(made(*parts)), pipelines[-1])[1])
     monkeypatch.setattr(
-        script, "make_pipeline", lambda unet, *rest: (modes.append(unet), make_pipeline(unet, *rest))[1]
+        DDPMScheduler, "step", lambda *a, **k: (states.append(pipelines[-1].unet.training), drawn(*a, **k))[1]
     )
-    drawn = DDPMScheduler.step
-    states = []
-    monkeypatch.setattr(DDPMScheduler, "step", lambda *a, **k: (states.append(modes[-1].training), drawn(*a, **k))[1])
     train(*flags, "--no-use_ema", "--validation_steps=2", "--checkpointing_steps=6")
     assert sorted(path.name[-6:-4] for path in (tmp_path / "out/samples").iterdir()) == ["02", "04", "06"]
     assert states == [False] * 6 and not (tmp_path / "out/checkpoint-6/unet_ema").exists()
@@ -413,6 +413,10 @@ def test_ema_is_that_of_diffusers():
 # ------------------------------------------------------------------- loss
 
 
+def objective(**flags):
+    return argparse.Namespace(**{"snr_gamma": None, "noise_offset": 0.0, "input_perturbation": 0.0, **flags})
+
+
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("snr_gamma", [None, 5.0])
 def test_loss_matches_the_formulas(prediction_type, snr_gamma):
@@ -426,7 +430,7 @@ def test_loss_matches_the_formulas(prediction_type, snr_gamma):
             return type("Output", (), {"sample": torch.full_like(noisy, 0.1)})
 
     torch.manual_seed(3)
-    loss = script.compute_loss(Model(), scheduler, images, weight, snr_gamma)
+    loss = script.compute_loss(Model(), scheduler, images, weight, objective(snr_gamma=snr_gamma))
     torch.manual_seed(3)
     noise = torch.randn_like(images)
     alpha_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)[inputs["timesteps"]].view(-1, 1, 1, 1)
@@ -448,7 +452,7 @@ def test_min_snr_keeps_the_pure_noise_of_a_zero_terminal_snr():
     scheduler = DDPMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True, num_train_timesteps=1)
     scheduler.alphas_cumprod = torch.zeros(1)
     model = lambda noisy, timesteps: type("Output", (), {"sample": torch.zeros_like(noisy)})  # noqa: E731
-    loss = script.compute_loss(model, scheduler, torch.ones(2, 1, 4, 4), torch.ones(2), 5.0)
+    loss = script.compute_loss(model, scheduler, torch.ones(2, 1, 4, 4), torch.ones(2), objective(snr_gamma=5.0))
     assert torch.isfinite(loss) and loss > 0
 
 
@@ -456,9 +460,10 @@ def test_min_snr_keeps_the_pure_noise_of_a_zero_terminal_snr():
 
 
 def encoded(image, format, **options):
+    """An image as an undecoded column has it."""
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
-    return buffer.getvalue()
+    return {"bytes": buffer.getvalue(), "path": None}
 
 
 def photo(mode="RGB"):
@@ -487,7 +492,7 @@ def test_every_kind_of_image_decodes_right():
         ("rgba", encoded(photo("RGBA"), "PNG"), 0),
     ):
         close(script.decode_image(data, 3), rgb, tolerance)
-        close(script.decode_image({"bytes": data, "path": name}, 1), grey, max(tolerance, 1))
+        close(script.decode_image({**data, "path": name}, 1), grey, max(tolerance, 1))
     for data in (encoded(photo("L"), "PNG"), encoded(photo("L"), "JPEG", quality=100), encoded(photo("LA"), "PNG")):
         close(script.decode_image(data, 3), grey.expand(3, -1, -1), 2)
         close(script.decode_image(data, 1), grey, 2)
@@ -531,26 +536,25 @@ def test_deep_grey_is_scaled_and_kept_on_demand(format, dtype):
 
 def test_crops_are_square_in_place_and_keyed(tmp_path):
     ramp = torch.arange(30, dtype=torch.uint8).expand(3, 10, 30)
-    assert script.crop_square(ramp, 0.5, 0.5)[0, 0].tolist() == list(range(10, 20))
-    assert script.crop_square(ramp, 0, 1)[0, 0].tolist() == list(range(20, 30))
+    assert script.shrink(ramp, 10, (0.5, 0.5))[0, 0].tolist() == list(range(10, 20))
+    assert script.shrink(ramp, 10, (0, 1))[0, 0].tolist() == list(range(20, 30))
     make_images(tmp_path / "images", 2, size=(60, 20))
     args = script.parse_args([f"--train_data_dir={tmp_path / 'images'}", "--resolution=16"])
     rows, column = script.load_rows(args)
-    data = script.ImageDataset(rows, column, args, 3)
-    crops = [data.__getitems__([(epoch, 1, 1.0)])[0]["pixel_values"] for epoch in (0, 0, 1, 2)]
+    data = script.ImageDataset(rows, column, 3, args)
+    crops = [data[[(epoch, 1, 1.0)]]["pixel_values"][0] for epoch in (0, 0, 1, 2)]
     assert crops[0].shape == (3, 16, 16) and torch.equal(crops[0], crops[1])
     assert not torch.equal(crops[0], crops[2]) and not torch.equal(crops[2], crops[3])
     args.center_crop = True
-    data = script.ImageDataset(rows, column, args, 3)
-    assert torch.equal(
-        data.__getitems__([(0, 1, 1.0)])[0]["pixel_values"], data.__getitems__([(1, 1, 1.0)])[0]["pixel_values"]
-    )
+    data = script.ImageDataset(rows, column, 3, args)
+    assert torch.equal(data[[(0, 1, 1.0)]]["pixel_values"], data[[(1, 1, 1.0)]]["pixel_values"])
 
 
 def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path):
     images = torch.tensor([0, 255], dtype=torch.uint8).expand(200, 3, 4, 2)
-    assert script.prepare_images(images)[0, 0, 0].tolist() == [-1, 1]
-    assert script.prepare_images(images / 255)[0, 0, 0].tolist() == [-1, 1]
+    for pixel_values in (images, images / 255):
+        prepared, condition = script.prepare_batch({"pixel_values": pixel_values}, None, None)
+        assert prepared[0, 0, 0].tolist() == [-1, 1] and prepared.dtype == torch.float32 and condition == {}
     (tmp_path / "images").mkdir()
     Image.fromarray(np.tile(np.repeat([0, 255], 8), (16, 1)).astype(np.uint8)).save(tmp_path / "images/0.png")
     args = script.parse_args([f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--random_flip"])
@@ -558,10 +562,7 @@ def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path):
     keys = [(epoch, 0, 1.0) for epoch in range(200)]
 
     def left():
-        return [
-            item["pixel_values"][0, 0, 0].item()
-            for item in script.ImageDataset(rows, column, args, 1).__getitems__(keys)
-        ]
+        return script.ImageDataset(rows, column, 1, args)[keys]["pixel_values"][:, 0, 0, 0].tolist()
 
     once = left()
     assert once == left() and 70 < once.count(255) < 130  # keyed by epoch and row: the same again
@@ -571,9 +572,9 @@ def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path):
 
 def test_a_strip_of_pixels_does_not_fill_the_memory(tmp_path):
     Image.new("L", (40000, 2)).save(tmp_path / "strip.png")
-    source = (tmp_path / "strip.png").read_bytes()
+    source = {"bytes": (tmp_path / "strip.png").read_bytes(), "path": None}
     for center_crop in (True, False):
-        size = script.cache_batch({"image": [source]}, [0], "image", 64, center_crop, 3)["size"][0]
+        size = script.cache_batch({"image": [source]}, [0], "image", 64, center_crop, 3)["image"][0]["size"]
         assert size == [3, 64, 64] if center_crop else size == [3, 64, 256]
 
 
@@ -644,7 +645,7 @@ def test_stream_trains_and_resumes_exactly(tmp_path, flags, num_processes):
 
 def test_stream_of_the_first_images_is_the_same_every_pass(tmp_path, flags):
     args = script.parse_args([*flags, "--streaming", "--max_train_steps=1", "--max_train_samples=3"])
-    rows, column = script.load_rows(args)
+    rows, column = script.load_rows(args, streaming=True)
     batches = script.stream_batches(rows, args, 0, 1, 0)
     paths = [next(batches)[0][3][column]["path"] for _ in range(6)]
     assert sorted(paths[:3]) == sorted(paths[3:]) and len(set(paths)) == 3
@@ -652,7 +653,7 @@ def test_stream_of_the_first_images_is_the_same_every_pass(tmp_path, flags):
 
 def test_stream_gives_every_image_once_a_pass(tmp_path, flags):
     args = script.parse_args([*flags, "--streaming", "--max_train_steps=1", "--train_batch_size=4"])
-    rows, column = script.load_rows(args)
+    rows, column = script.load_rows(args, streaming=True)
     batches = script.stream_batches(rows, args, 0, 1, 0)
     keys = [key for _ in range(3) for key in next(batches)]
     paths = [key[3][column]["path"] for key in keys]
@@ -680,19 +681,20 @@ def test_cache_is_reused_for_the_same_data_and_transform_only(tmp_path, flags, m
     def cache():
         calls.clear()
         rows, column = script.load_rows(args)
-        cached, left_out = script.cache_images(rows, column, args, 3, 1)
+        cached, left_out = script.cache_images(rows, column, 3, 1, args)
         assert left_out == 0
-        item = script.ImageDataset(cached, column, args, 3).__getitems__([(0, 2, 1.0)])[0]
-        assert item["pixel_values"].shape == (3, args.resolution, args.resolution)
-        return len(calls)
+        count = len(calls)
+        item = script.ImageDataset(cached, column, 3, args)[[(0, 2, 1.0)]]
+        assert item["pixel_values"].shape == (1, 3, args.resolution, args.resolution)
+        return count
 
     assert cache() == 6 and cache() == 0
     args.resolution = 32
     assert cache() == 6
     make_images(tmp_path / "images", 7)
     assert cache() == 7
-    left_by_many = script.cache_images(*script.load_rows(args), args, 1, 2)[0]  # decoded in forked processes
-    assert len(left_by_many) == 7 and left_by_many[6]["size"] == [1, 32, 38]
+    left_by_many = script.cache_images(*script.load_rows(args), 1, 2, args)[0]  # decoded in forked processes
+    assert len(left_by_many) == 7 and left_by_many[6]["image"]["size"] == [1, 32, 38]
 
 
 # ------------------------------------------------------------------- things that go wrong
@@ -732,7 +734,7 @@ def test_decompression_bomb_is_skipped():
     bomb = io.BytesIO()
     Image.new("1", (50000, 50000)).save(bomb, "PNG")
     with pytest.raises(Image.DecompressionBombError):
-        script.decode_image(bomb.getvalue(), 3)
+        script.decode_image({"bytes": bomb.getvalue(), "path": None}, 3)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
@@ -838,10 +840,10 @@ def test_bad_checkpoints_are_refused_in_one_sentence(tmp_path, flags, capfd):
 
 @pytest.mark.parametrize("argv, sentence", [
     (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-    (["--resolution=0"], "--resolution 0 is less than 1"),
+    (["--resolution=0"], "argument --resolution: 0 is not between 1 and 16384"),
     (["--streaming"], "--streaming needs --max_train_steps"),
     (["--streaming", "--max_train_steps=1", "--cache_images"], "--cache_images"),
-    (["--seed=-1"], "--seed -1 is less than 0"),
+    (["--seed=-1"], "argument --seed: -1 is not between 0 and"),
     (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
     (["--model_config_name_or_path=a", "--pretrained_model_name_or_path=b"], "exclude each other"),
 ])  # fmt: skip
@@ -885,23 +887,34 @@ def test_wrong_launches_are_refused(tmp_path, flags, capfd, monkeypatch):
 # ------------------------------------------------------------------- watching
 
 
-def test_prefetcher_counts_the_wait_passes_errors_on_and_ends():
-    def batches(delay):
-        for i in range(5):
-            time.sleep(delay)
-            yield {"pixel_values": torch.full((1,), i), "weight": torch.ones(1)}
-        raise ValueError("bad row")
+def test_batches_come_ahead_with_the_wait_for_them_and_errors_pass(tmp_path):
+    class Slow(torch.utils.data.Dataset):
+        def __getitem__(self, key):
+            time.sleep(key)
+            if key > 1:
+                raise ValueError("bad row")
+            return {"pixel_values": torch.full((1,), key), "skipped": []}
 
     threads = threading.active_count()
     for delay, low, high in ((0.1, 0.35, 10.0), (0.0, 0.0, 0.3)):
-        prefetcher = script.Prefetcher(batches(delay), torch.device("cpu"))
-        time.sleep(0.1 if delay == 0 else 0)
-        assert [next(prefetcher)["pixel_values"].item() for _ in range(5)] == [0, 1, 2, 3, 4]
-        assert low <= prefetcher.waited <= high
+        batches = script.load_batches(Slow(), [delay] * 5 + [2] + [0.0] * 3, 0, torch.device("cpu"))
+        waits = []
+        for _ in range(5):
+            batch = next(batches)
+            assert batch["pixel_values"].item() == pytest.approx(delay)
+            waits.append(script.seconds_between(*batch["waited"]))
+        assert low <= sum(waits) <= high
         with pytest.raises(ValueError, match="bad row"):
-            next(prefetcher)
-        prefetcher.close()
+            next(batches)
+        batches.close()
     assert threading.active_count() == threads
+    assert len(list(script.load_batches(Slow(), [0.0] * 3, 0, torch.device("cpu")))) == 3  # keys may have an end
+    slow = script.load_batches(Slow(), [0.2] * 4, 0, torch.device("cpu"))
+    next(slow)
+    begin = time.perf_counter()
+    time.sleep(0.5)  # the device computes; meanwhile two more are read
+    next(slow), next(slow)
+    assert time.perf_counter() - begin < 0.6
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
