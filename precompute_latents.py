@@ -475,7 +475,7 @@ def main(args):
 
     # The models before the data, because the VAE says whether images are decoded to grey or to colour.
     models, exact_models, tokenizer, empty_prompt, settings = load_encoders(device, args)
-    rows, column = load_rows(args, caption_column=args.caption_column)
+    rows, column = load_rows(args, others=[args.caption_column])
 
     # What decides the content, and with it whether a cache that is there can be gone on with.
     transform_flags = ["resolution", "center_crop", "image_interpolation_mode", "random_flip", "seed"]
@@ -616,8 +616,11 @@ def explained(sentence):
         fail(f"{sentence} ({explain(error)})")
 
 
-def load_rows(args, streaming=False, caption_column=None):
-    """Open the data set. Returns (its rows, with images left undecoded as {"bytes", "path"}; the column of images)."""
+def load_rows(args, streaming=False, others=()):
+    """Open the data set. Returns (its rows, with images left undecoded as {"bytes", "path"}; the column of images).
+
+    `others`: further columns that are wanted. The rest, which may be images too, is not read for nothing.
+    """
     source = args.dataset_name or args.train_data_dir
     with explained(f"{source} can't be loaded as a data set"):
         rows = datasets.load_dataset(
@@ -628,12 +631,13 @@ def load_rows(args, streaming=False, caption_column=None):
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
     if column not in features:
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
-    if caption_column not in (None, *features):
-        fail(f"{source} has no column {caption_column!r} but {', '.join(features)}: choose with --caption_column")
+    for name in others:
+        if name not in features:
+            fail(f"{source} has no column {name!r} but {', '.join(features)}: choose with --caption_column")
+    rows = rows.select_columns([column, *others])
     with explained(f"column {column!r} of {source} can't be read as images"):
-        rows = rows.cast_column(column, datasets.Image(decode=False))  # also from plain bytes, and from paths
-    # Other columns, which may be images too, are not read for nothing.
-    rows = rows.select_columns([column] if caption_column is None else [column, caption_column])
+        for name in [column, *(name for name in others if name in columns)]:
+            rows = rows.cast_column(name, datasets.Image(decode=False))  # also from plain bytes, and from paths
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:

@@ -360,7 +360,7 @@ def load_data(accelerator, args):
         dataset = CachedLatents([batch for _, _, batches in caches for batch in batches], args)
         return dataset, (None, empty_prompt.float().to(accelerator.device), cache)
     args.resolution = args.resolution or 512
-    rows, column = load_rows(args, caption_column=args.caption_column)
+    rows, column = load_rows(args, others=[args.caption_column])
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
     vae, text_encoder, tokenizer = load_models(args, dtype)
     put_on_device(vae.requires_grad_(False), accelerator.device)
@@ -777,8 +777,11 @@ def explained(sentence):
         fail(f"{sentence} ({explain(error)})")
 
 
-def load_rows(args, streaming=False, caption_column=None):
-    """Open the data set. Returns (its rows, with images left undecoded as {"bytes", "path"}; the column of images)."""
+def load_rows(args, streaming=False, others=()):
+    """Open the data set. Returns (its rows, with images left undecoded as {"bytes", "path"}; the column of images).
+
+    `others`: further columns that are wanted. The rest, which may be images too, is not read for nothing.
+    """
     source = args.dataset_name or args.train_data_dir
     with explained(f"{source} can't be loaded as a data set"):
         rows = datasets.load_dataset(
@@ -789,12 +792,13 @@ def load_rows(args, streaming=False, caption_column=None):
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
     if column not in features:
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
-    if caption_column not in (None, *features):
-        fail(f"{source} has no column {caption_column!r} but {', '.join(features)}: choose with --caption_column")
+    for name in others:
+        if name not in features:
+            fail(f"{source} has no column {name!r} but {', '.join(features)}: choose with --caption_column")
+    rows = rows.select_columns([column, *others])
     with explained(f"column {column!r} of {source} can't be read as images"):
-        rows = rows.cast_column(column, datasets.Image(decode=False))  # also from plain bytes, and from paths
-    # Other columns, which may be images too, are not read for nothing.
-    rows = rows.select_columns([column] if caption_column is None else [column, caption_column])
+        for name in [column, *(name for name in others if name in columns)]:
+            rows = rows.cast_column(name, datasets.Image(decode=False))  # also from plain bytes, and from paths
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:

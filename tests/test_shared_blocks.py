@@ -67,7 +67,7 @@ def flags(name):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("one, other", itertools.combinations(SCRIPTS, 2))
+@pytest.mark.parametrize("one, other", list(itertools.combinations(SCRIPTS, 2)))
 def test_functions_of_the_same_name_are_the_same(one, other):
     mine, theirs = blocks(one), blocks(other)
     common = mine.keys() & theirs.keys()
@@ -79,7 +79,7 @@ def test_functions_of_the_same_name_are_the_same(one, other):
         )
 
 
-@pytest.mark.parametrize("one, other", itertools.combinations(SCRIPTS, 2))
+@pytest.mark.parametrize("one, other", list(itertools.combinations(SCRIPTS, 2)))
 def test_flags_of_the_same_name_mean_the_same(one, other):
     mine, theirs = flags(one), flags(other)
     common = mine.keys() & theirs.keys()
