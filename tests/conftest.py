@@ -83,9 +83,10 @@ def reset():
 
 
 def launch(*argv, env=None):
-    """The command line of the README, as its own process."""
+    """The command line of the README, as its own process; `env` adds variables, or with None takes them away."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *map(str, argv)]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **(env or {})}, capture_output=True, text=True)
+    env = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 def checkpoints(folder):
@@ -139,6 +140,7 @@ def start(function, num_processes=1, log=os.devnull):
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, ACCELERATE_USE_CPU="true")
             sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+            torch.set_num_threads(1)  # makes the fork's thread pool; two threads that come for it at once crash
             function()
             code = 0
         except SystemExit as stop:
