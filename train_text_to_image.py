@@ -289,7 +289,7 @@ def load_cache(folder):
             read = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all().to_batches()
             if sum(map(len, read)) != record["rows"]:
                 raise ValueError(f"{sum(map(len, read))} rows instead of {record['rows']}")
-            batches += read
+            batches += [batch for batch in read if len(batch)]
         if not batches:
             raise ValueError("it holds no rows")
         return cache, empty_prompt, batches

@@ -471,6 +471,40 @@ def test_folders_that_can_not_be_written_or_hold_something_else_are_refused(tmp_
     assert "is damaged" in refused(capfd, *flags)
 
 
+def test_the_decoder_is_written_down_and_said_when_it_is_another(tmp_path, flags, capsys, monkeypatch):
+    precompute(*flags)
+    cache = json.loads((tmp_path / "out/cache.json").read_text())
+    assert cache["decoder"].startswith("torchcodec ") and "another" not in capsys.readouterr().out
+    (tmp_path / "out/data-00001-of-00004.arrow").unlink()
+    monkeypatch.setattr(script, "decode_jpeg", None)
+    precompute(*flags)
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'out'} was begun with {cache['decoder']}; its JPEGs are decoded with pillow " in said
+    assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 10
+
+
+def test_run_args_are_the_flags_again(tmp_path, flags):
+    precompute(*flags, "--max_skipped=0.5")
+    again = [f"@{tmp_path / 'out/run.args'}", f"--output_dir={tmp_path / 'again'}"]
+    precompute(*again)
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")
+
+
+def test_a_record_that_a_full_disk_cut_short_is_made_again(tmp_path, flags, monkeypatch):
+    """Half a record, under its name or a temporary one: the same command goes on and calls nothing damaged."""
+    precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
+    finish_cache = script.finish
+    monkeypatch.setattr(script, "finish", lambda *args: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception):
+        precompute(*flags)
+    unfinished = tmp_path / "out/unfinished"
+    (unfinished / ".tmp-data-00001-of-00004.arrow.json").write_text("")
+    (unfinished / "data-00002-of-00004.arrow.json").write_text('{"rows": 3, "sha')
+    monkeypatch.setattr(script, "finish", finish_cache)
+    precompute(*flags)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, monkeypatch):
     monkeypatch.setattr(script, "decode_image", lambda *args: pytest.fail("an image was read"))
     precompute(*flags, "--dry_run", "--random_flip")

@@ -212,6 +212,13 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(tmp_path, cached
     assert not list(out.glob(".tmp-*"))
 
 
+def test_run_args_are_the_command_again(tmp_path, cached):
+    argv = [*cached, "--validation_prompts", 'it\'s a "dog"', "# two", "--random_flip", "--mixed_precision=no"]
+    args = script.parse_args([*argv, "--no-random_flip", "--scale_lr", "--allow_tf32"])
+    train(*argv, "--no-random_flip", "--scale_lr", "--allow_tf32")
+    assert vars(script.parse_args([f"@{tmp_path / 'out/run.args'}"])) == vars(args)  # before the rate was scaled
+
+
 def test_launched_for_real_on_one_and_two_processes(tmp_path, cached):
     two = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     for launcher, name in (([], "one"), (two, "two")):
@@ -281,6 +288,19 @@ def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, sour
     shown = [[(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(tmp_path / name)]
              for name in ("whole", "killed")]  # fmt: skip
     assert shown[0] == shown[1]
+
+
+def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(tmp_path, cached, monkeypatch):
+    cached = [*cached, "--checkpointing_steps=2", "--validation_steps=2", "--validation_prompts", "a digit one"]
+    train(*cached, f"--output_dir={tmp_path / 'whole'}")
+    with monkeypatch.context() as killed:
+        killed.setattr(script, "log_validation", lambda *args: os._exit(9))
+        assert finish(start(lambda: train(*cached), log=tmp_path / "log")) == [9], (tmp_path / "log").read_text()
+    assert checkpoints(tmp_path / "out") == {"checkpoint-2"} and not (tmp_path / "out/samples").exists()
+    train(*cached, "--resume_from_checkpoint=latest")
+    for path in (tmp_path / "whole/samples").iterdir():
+        assert path.read_bytes() == (tmp_path / "out/samples" / path.name).read_bytes()
+    assert len(list((tmp_path / "out/samples").iterdir())) == 3
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -539,6 +559,25 @@ def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cach
     assert (tmp_path / "cache/empty_prompt.npy").read_bytes() == empty_prompt
     (tmp_path / "cache/state.json").unlink()
     assert "is not finished" in refused(capfd, *cached)
+
+
+def test_a_cache_with_batches_of_bad_rows_trains(tmp_path, flags):
+    """All rows of an encode batch skipped, while their shard has good ones; and a cache with such an empty batch."""
+    make_captioned(tmp_path / "images", 9)
+    for i in (3, 4, 5):
+        (tmp_path / f"images/{i}.png").write_bytes(b"no image")
+    make_cache(tmp_path, "--max_skipped=0.5", "--rows_per_shard=9")
+    train(*flags, f"--latents_dir={tmp_path / 'cache'}")
+    _, _, batches = script.load_cache(tmp_path / "cache")
+    assert [len(batch) for batch in batches] == [3, 3]
+    path = next((tmp_path / "cache").glob("data-*"))
+    table = script.pa.ipc.open_stream(path.read_bytes()).read_all()
+    with script.pa.OSFile(str(path), "wb") as file, script.pa.ipc.new_stream(file, table.schema) as writer:
+        for batch in (table[:3], table[:0], table[3:]):
+            for part in batch.to_batches() or [script.pa.RecordBatch.from_pylist([], schema=table.schema)]:
+                writer.write_batch(part)
+    train(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'again'}")
+    assert_same_weights(tmp_path / "out/unet", tmp_path / "again/unet")
 
 
 def test_a_bad_row_is_named_skipped_and_counted(tmp_path, images, capfd):

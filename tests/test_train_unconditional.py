@@ -183,6 +183,30 @@ def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
     assert len(datasets.load_dataset(args.train_data_dir, split="train")) == 1797
 
 
+def test_run_args_are_the_command_again(tmp_path, flags, capsys, monkeypatch):
+    train(
+        *flags,
+        "--random_flip",
+        "--no-use_ema",
+        "--tracker_project_name=it's a # test",
+        "--lr_power=0.30000000000000004",
+    )
+    again = [f"@{tmp_path / 'out/run.args'}"]
+    first = script.parse_args([*flags, "--random_flip", "--no-use_ema", "--tracker_project_name=it's a # test",
+                               "--lr_power=0.30000000000000004", "--mixed_precision=no"])  # fmt: skip
+    assert vars(script.parse_args(again)) == vars(first)
+    later = script.parse_args([*again, "--no-random_flip", "--seed=3"])
+    assert (later.random_flip, later.use_ema, later.seed) == (False, False, 3)
+    (tmp_path / "own.args").write_text("# mine\n--resolution 32  # small\n\n--train_data_dir 'a b'\n--center_crop\n")
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    args = script.parse_args(["@own.args", "--lr_warmup_steps=7"])
+    assert (args.resolution, args.train_data_dir, args.center_crop, args.lr_warmup_steps) == (32, "a b", True, 7)
+    with pytest.raises(SystemExit) as stop:
+        script.parse_args(["@nowhere.args"])
+    assert stop.value.code == 2 and "nowhere.args" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------- exactness
 
 EXACT = ["--train_batch_size=2", "--num_epochs=3", "--random_flip", "--checkpointing_steps=1",
@@ -237,6 +261,27 @@ def test_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, flags, 
     assert re.search(
         rf"Stopped by {signal.Signals(number).name} after step {step} of .*--resume_from_checkpoint latest", log
     )
+
+
+def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(tmp_path, flags, monkeypatch):
+    """The checkpoint is written first, because samples may take minutes; what it says is done is done in the end."""
+    flags = [*flags, "--checkpointing_steps=2", "--validation_steps=2"]
+    train(*flags, f"--output_dir={tmp_path / 'whole'}")
+    with monkeypatch.context() as killed:
+        killed.setattr(script, "log_validation", lambda *args: os._exit(9))
+        assert finish(start(lambda: train(*flags), log=tmp_path / "log")) == [9], (tmp_path / "log").read_text()
+    assert checkpoints(tmp_path / "out") == {"checkpoint-2"} and not (tmp_path / "out/samples").exists()
+    train(*flags, "--resume_from_checkpoint=latest")
+    for path in (tmp_path / "whole/samples").iterdir():
+        assert path.read_bytes() == (tmp_path / "out/samples" / path.name).read_bytes()
+    assert len(list((tmp_path / "out/samples").iterdir())) == 3
+
+
+def test_averaging_can_begin_at_a_checkpoint_without(tmp_path, flags, capsys):
+    train(*flags, "--no-use_ema", "--checkpointing_steps=3")
+    train(*flags, "--checkpointing_steps=3", "--resume_from_checkpoint=latest", "--num_epochs=2")
+    assert "use_ema False -> True" in capsys.readouterr().out
+    assert (tmp_path / "out/checkpoint-12/unet_ema").is_dir()
 
 
 def test_same_seed_same_weights_and_another_seed_others(tmp_path, flags):
@@ -509,6 +554,50 @@ def test_exif_orientation_is_applied(format):
     assert image.shape == (3, 12, 8) and image[0, 2, 4] > 180 and image[2, 9, 4] > 80
 
 
+def exif(orientation, damage=b""):
+    data = Image.Exif()
+    data[0x0112] = orientation
+    return damage + data.tobytes()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_jpegs_are_the_same_from_both_decoders(orientation, monkeypatch):
+    """torchcodec where it is installed, else Pillow; both turned as Pillow understands the EXIF."""
+    rng = np.random.default_rng(orientation)
+    noise = rng.integers(0, 255, (9, 13, 3)).astype(np.uint8)
+    picture = Image.fromarray(noise).resize((130, 90), Image.BICUBIC)
+    xmp = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x='adobe:ns:meta/'></x:xmpmeta>"
+    plain, turned = encoded(picture, "JPEG", quality=90)["bytes"], exif(orientation)
+    segment = lambda content: b"\xff\xe1" + (len(content) + 2).to_bytes(2, "big") + content  # noqa: E731
+    files = {
+        "exif": encoded(picture, "JPEG", quality=90, exif=turned)["bytes"],
+        "xmp before exif": plain[:2]
+        + segment(xmp)
+        + segment(b"Exif\0\0" + turned.removeprefix(b"Exif\0\0"))
+        + plain[2:],
+        "damaged exif": plain[:2] + segment(b"Exif\0\0II*\0" + bytes([orientation] * 20)) + plain[2:],
+        "grey": encoded(picture.convert("L"), "JPEG", quality=90, exif=turned)["bytes"],
+    }
+    assert script.decode_jpeg is not None
+    for name, data in files.items():
+        for channels in (1, 3):
+            with monkeypatch.context() as fallback:
+                one = script.decode_image({"bytes": data, "path": None}, channels)
+                fallback.setattr(script, "decode_jpeg", None)
+                other = script.decode_image({"bytes": data, "path": None}, channels)
+            assert one.shape == other.shape, name
+            # One decodes to grey, the other to colours and those to grey: some levels apart where colours are clipped.
+            assert (one.int() - other.int()).abs().max() <= (0 if channels == 3 or name == "grey" else 8), name
+            assert one.shape[1:] == ((130, 90) if orientation > 4 and name != "damaged exif" else (90, 130)), name
+
+
+def test_a_program_is_never_handed_to_another():
+    eps = io.BytesIO()
+    photo().save(eps, "EPS")
+    with pytest.raises(Image.UnidentifiedImageError):
+        script.decode_image({"bytes": eps.getvalue(), "path": "cat.png"}, 3)
+
+
 def test_transparency_is_laid_onto_white():
     image = photo("RGBA")
     image.putalpha(Image.fromarray(np.tile(np.repeat([[255, 0]], [6, 6], axis=1), (8, 1)).astype(np.uint8)))
@@ -711,6 +800,18 @@ def test_a_bad_image_is_named_once_skipped_and_counted(tmp_path, flags, capfd, w
     records = metrics(tmp_path / "out")
     assert len(records) == 12 and records[-1]["skipped_images"] == 2  # a step without any image has no loss to record
     assert all(math.isfinite(record["loss"]) for record in records)
+
+
+@pytest.mark.parametrize("cache", [[], ["--cache_images"]])
+def test_a_row_without_an_image_is_skipped_and_named(tmp_path, flags, capfd, cache):
+    (tmp_path / "parquet").mkdir()
+    png = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(6)]
+    kinds = datasets.Features({"image": datasets.Image()})
+    rows = {"image": [{"bytes": data, "path": None} for data in png[:5]] + [None]}
+    datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / "parquet/train.parquet")
+    train(*flags, f"--train_data_dir={tmp_path / 'parquet'}", *cache)
+    assert capfd.readouterr().err.count("Skipped row 5 (there is no image)") == 1
+    assert metrics(tmp_path / "out")[-1]["skipped_images"] == 1
 
 
 @pytest.mark.parametrize("cache", [[], ["--cache_images"]])
