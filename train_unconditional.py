@@ -657,14 +657,16 @@ def load_rows(args, streaming=False, others=()):
     for name in others:
         if name not in features:
             fail(f"{source} has no column {name!r} but {', '.join(features)}: choose with --caption_column")
-    rows = rows.select_columns([column, *others])
     with explained(f"column {column!r} of {source} can't be read as images"):
         for name in [column, *(name for name in others if name in columns)]:
-            rows = rows.cast_column(name, datasets.Image(decode=False))  # also from plain bytes, and from paths
+            # Plain bytes and paths become images too; a cache that was made of them knows them by this fingerprint.
+            same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
+            rows = rows.cast_column(name, datasets.Image(decode=False), **same)
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
         rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
+    rows = rows.select_columns([column, *others])
     if not streaming and len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return rows, column
