@@ -37,6 +37,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -459,13 +460,6 @@ def show_progress(encoded, waits, progress_bar):
         yield item
 
 
-def stop(number, frame):
-    """End at once: what is whole stays, and the shard in work is deleted on the way out."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"\nStopped by {signal.Signals(number).name}; the same command goes on from here", flush=True)
-    raise SystemExit(128 + number)
-
-
 def main(args):
     """Make the cache; ends with status 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
     transformers.utils.logging.disable_progress_bar()
@@ -497,7 +491,6 @@ def main(args):
     lock, _, records = open_cache(accelerator, settings, args)
 
     # Each process takes every so many shards, and checks them before it makes those that are missing or damaged.
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     missing = {}  # first row of a shard: the row after its last
     mine = range(rank, len(shards), num_processes)
     for number in tqdm(mine, "Checking", disable=not records or rank > 0, leave=False):
@@ -543,8 +536,6 @@ def main(args):
         lock.release()
         (output_dir / ".lock").unlink()
         print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {output_dir}")
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     accelerator.wait_for_everyone()
     time.sleep(0.1)  # torch 2.11 can hang on the way out if gloo's thread has not yet let go of the last gather
     accelerator.end_training()
@@ -605,6 +596,42 @@ def explain(error):
     if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
         error = error.__cause__
     return " ".join(str(error).split(" <_io")[0].split()) or type(error).__name__
+
+
+def in_one_sentence(main):
+    """Makes what can happen to any run end in a sentence, on whichever process; the unforeseen keeps its traceback."""
+
+    def stop(number, frame):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            name = signal.Signals(number).name
+            print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
+        raise SystemExit(128 + number)
+
+    @functools.wraps(main)
+    def guarded(args):
+        handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            main(args)
+        except torch.OutOfMemoryError as error:
+            less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
+            less = less if "train_batch_size" in args else "--batch_size"
+            fail(f"the device has not enough memory ({explain(error)}): try a smaller {less}", alone=True)
+        except (OSError, EOFError, tarfile.TarError) as error:  # a full disk, a file that went away, a cut stream
+            fail(f"{explain(error)}; what was saved before is whole", alone=True)
+        except RuntimeError as error:
+            if "DataLoader worker" in str(error):
+                fail(
+                    "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
+                    alone=True,
+                )
+            if "gloo" in str(error) or isinstance(error, torch.distributed.DistError):
+                fail(f"another process has ended, and says why ({explain(error)[:100]})", alone=True)
+            raise
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    return guarded
 
 
 @contextlib.contextmanager
@@ -762,8 +789,10 @@ def load_batches(dataset, keys, num_workers, device):
         dataset, batch_size=None, sampler=keys, num_workers=num_workers, worker_init_fn=ignore_signals,
         pin_memory=device.type == "cuda",
     )  # fmt: skip
-    batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock
-    atexit.register(end_workers)
+    try:
+        batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock
+    finally:
+        atexit.register(end_workers)  # after they are there, so that it comes before other ways to wait for them
 
     def load():
         # On the stream that computes: the copy is queued there, and nobody waits for it.
@@ -981,6 +1010,8 @@ def compile_model(model, backend):
         else:
             model.compile(backend=backend, **options)
 
+
+main = in_one_sentence(main)
 
 if __name__ == "__main__":
     main(parse_args())

@@ -41,6 +41,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -55,6 +56,7 @@ import torch
 import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
 import transformers
+import xxhash
 from accelerate import Accelerator
 from accelerate.utils import (
     DynamoBackend,
@@ -96,7 +98,7 @@ DEMO = f"""
     --validation_prompts "a handwritten digit zero" "a handwritten digit one" "a handwritten digit two"
         "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
         "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
-    --validation_epochs 40 --guidance_scale 3 --checkpointing_steps 10000
+    --validation_epochs 40 --guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest
 """
 
 # ------------------------------------------------------------------------------------------------- the flags
@@ -252,6 +254,7 @@ class CaptionedImages(torch.utils.data.Dataset):
 
     def __init__(self, rows, column, channels, tokenizer, args):
         self.rows, self.tokenizer, self.args, self.settings = rows, tokenizer, args, (column, channels, args)
+        self.fingerprint = rows._fingerprint
 
     def __len__(self):
         return len(self.rows)
@@ -358,6 +361,8 @@ def load_data(accelerator, args):
             0  # a thread reads faster than processes that would have to pass on what they read
         )
         dataset = CachedLatents([batch for _, _, batches in caches for batch in batches], args)
+        content = json.dumps([cache["shards"] for cache, _, _ in caches])
+        dataset.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         return dataset, (None, empty_prompt.float().to(accelerator.device), cache)
     args.resolution = args.resolution or 512
     rows, column = load_rows(args, others=[args.caption_column])
@@ -500,11 +505,19 @@ def make_pipeline(unet, sampler, args):
     )
 
 
-def log_validation(accelerator, pipeline, step, args):
+def log_validation(accelerator, pipeline, step, stop_signal, args):
     """Draw --num_validation_images of each prompt, a share on each process, into samples/step-N.png and the trackers.
 
-    An image starts from its own seed, whatever the number of processes.
+    An image starts from its own seed, whatever the number of processes. A signal breaks off: who sends it does not
+    wait for pictures, and a run that is resumed draws what is missing.
     """
+    if not args.validation_prompts:
+        return
+
+    def watch(pipeline, index, timestep, tensors):
+        pipeline._interrupt = bool(stop_signal.received)  # diffusers' way to leave the remaining steps out
+        return tensors
+
     device, unet = accelerator.device, pipeline.unet
     pipeline.vae.to(device).enable_slicing()  # one image at a time: a batch may need more memory than training
     pipeline.text_encoder.to(device)
@@ -523,11 +536,14 @@ def log_validation(accelerator, pipeline, step, args):
             guidance_scale=args.guidance_scale,
             generator=[torch.Generator(device).manual_seed(step_seed(args.seed, i)) for i in batch],
             output_type="np",
+            callback_on_step_end=watch,
         )
         images.extend(drawn.images)
+        if stop_signal.received:
+            break
     unet.train(training)
-    images = gather_object(list(zip(mine, images, strict=True)))
-    if accelerator.is_main_process:
+    images = gather_object([] if stop_signal.received else list(zip(mine, images, strict=True)))
+    if accelerator.is_main_process and len(images) == len(prompts):
         images = np.stack([image for _, image in sorted(images, key=lambda pair: pair[0])])
         images = (images * 255).round().astype(np.uint8)
         grid = draw_grid(images.reshape(len(args.validation_prompts), -1, *images.shape[1:]), args.validation_prompts)
@@ -602,12 +618,18 @@ def main(args):
     num_images = len(dataset)
     images_per_micro_batch = args.train_batch_size * num_processes
     images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
-    steps_per_epoch = math.ceil(num_images / images_per_step)
-    if args.max_train_steps is None:
-        args.max_train_steps = args.num_train_epochs * steps_per_epoch
-
     if args.scale_lr:
         args.learning_rate *= images_per_step
+
+    # Where the run is: data_step counts also the steps that fp16 skipped, images_seen is where the data goes on.
+    state = read_state(checkpoint, num_images)
+    global_step, data_step, images_seen = state["global_step"], state["data_step"], state["images_seen"]
+    if args.max_train_steps is None:
+        args.max_train_steps = count_steps(data_step, images_seen, num_images, images_per_step, args)
+    if global_step > args.max_train_steps:
+        accelerator.print(f"{checkpoint} is beyond step {args.max_train_steps}: there is nothing left to train")
+        return
+    settings = {**vars(args), "num_processes": num_processes, "num_images": num_images, "data": dataset.fingerprint}
 
     # Weights, averaged weights and optimizer, all in float32: autocast lowers the precision of what is computed only.
     channels, *size = cache["latents_shape"]
@@ -626,11 +648,8 @@ def main(args):
         weight_decay=args.adam_weight_decay,
         fused=accelerator.scaler is None,  # fused skips fp16 overflows by itself, unseen by Accelerate
     )  # fmt: skip
-    settings = {**vars(args), "num_processes": num_processes, "num_images": num_images}
-    state = {"global_step": 0, "data_step": 0}
-    if checkpoint is not None:  # before `prepare`, which wraps what is loaded here
-        state = load_checkpoint(accelerator, checkpoint, models, optimizer, settings, args)
-    global_step, data_step = state["global_step"], state["data_step"]  # data_step also counts steps that fp16 skipped
+    if checkpoint:  # before `prepare`, which wraps what is loaded here
+        load_checkpoint(accelerator, checkpoint, models, optimizer, state, settings)
     # Started at `global_step`, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
     lr_scheduler = get_scheduler(
         args.lr_scheduler, optimizer, step_rules=args.lr_step_rules, num_warmup_steps=args.lr_warmup_steps,
@@ -645,25 +664,26 @@ def main(args):
         sampled = accelerator.prepare_model(models["unet_ema"], evaluation_mode=True)  # autocast as in training
 
     # Batches come without end, across epochs, so the device never waits for one to begin.
-    keys = step_batches(dataset, args, rank, num_processes, data_step)
+    keys = step_batches(dataset, args, rank, num_processes, images_seen)
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
     records = Records(accelerator, global_step, 0, checkpoint is not None, args)
     batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
     stop = 0
-    if checkpoint and is_due(args.validation_steps, args.validation_epochs, steps_per_epoch, global_step, data_step):
-        if args.validation_prompts and not samples_path(global_step, args).exists():  # a kill came before them
-            log_validation(accelerator, make_pipeline(sampled, sampler, args), global_step, args)
+    samples_every = args.validation_steps, images_seen, args.validation_epochs * num_images
+    if checkpoint and is_due(global_step, *samples_every) and not samples_path(global_step, args).exists():
+        pipeline = make_pipeline(sampled, sampler, args)  # a kill came between the two
+        log_validation(accelerator, pipeline, global_step, stop_signal, args)
 
     unet.train()
     while global_step < args.max_train_steps and not stop:
-        # An epoch's last step takes what is left. This too follows from data_step alone, so that a resumed run agrees.
-        epoch, step_in_epoch = divmod(data_step, steps_per_epoch)
-        step_images = min(images_per_step, num_images - step_in_epoch * images_per_step)
+        # An epoch's last step takes what is left. This follows from images_seen alone, so that a resumed run agrees.
+        epoch, image = divmod(images_seen, num_images)
+        step_images = min(images_per_step, num_images - image)
         micro_batches = math.ceil(step_images / images_per_micro_batch)
         sums = train_step(
             accelerator, ddp_unet, optimizer, noise_scheduler, batches, micro_batches, data_step, frozen, args
         )
-        data_step += 1
+        data_step, images_seen = data_step + 1, images_seen + step_images
         if stepped := not accelerator.optimizer_step_was_skipped:
             global_step += 1
             if args.use_ema:
@@ -673,37 +693,32 @@ def main(args):
         else:  # fp16 overflowed: the scaler lowers its scale, the weights are as before
             check_overflows(data_step - global_step, data_step)
 
-        # What is due. Steps that were skipped count for epochs only, or the same step would be due again.
-        stop, last = stop_signal.agree(), global_step == args.max_train_steps
-        new_step = global_step if stepped else 0
-        log_due = stepped and (last or is_due(args.logging_steps, None, steps_per_epoch, new_step, data_step))
-        checkpoint_due = stop or is_due(args.checkpointing_steps, None, steps_per_epoch, new_step, data_step)
-        samples_due = is_due(args.validation_steps, args.validation_epochs, steps_per_epoch, new_step, data_step)
+        # What is due. A step that was skipped counts for epochs only, or what is due at a step would be due again.
+        stop, last, new_step = stop_signal.agree(), global_step == args.max_train_steps, global_step * stepped
+        log_due = is_due(new_step, args.logging_steps) or (stepped and last)
+        checkpoint_due = stop or last or is_due(new_step, args.checkpointing_steps)
+        samples_due = is_due(new_step, args.validation_steps, images_seen, args.validation_epochs * num_images)
         if log_due or checkpoint_due:  # the only place where the host waits for the device
             records.update(global_step, log_due, last)
         with records.paused():
             if checkpoint_due:  # before the samples, which may take longer than a preempted job has left
-                state = {"global_step": global_step, "data_step": data_step, "settings": settings}
+                state = {"global_step": global_step, "data_step": data_step, "images_seen": images_seen}
+                state["settings"] = settings
                 save_checkpoint(accelerator, models, optimizer, state, args)
-            if samples_due and args.validation_prompts and not last and not stop:
-                log_validation(accelerator, make_pipeline(sampled, sampler, args), global_step, args)
+            if samples_due and not last and not stop:
+                log_validation(accelerator, make_pipeline(sampled, sampler, args), global_step, stop_signal, args)
 
     loaded.close()  # and with it the thread and the loader's processes
     records.bar.close()
+    if not stop:
+        pipeline = make_pipeline(sampled, sampler, args)
+        if accelerator.is_main_process:  # before the samples, again because of the time that they take
+            save_pipeline(pipeline, args)
+        log_validation(accelerator, pipeline, global_step, stop_signal, args)
+        stop = stop_signal.agree()
     stop_signal.close()
     if stop:
-        accelerator.print(
-            f"Stopped by {signal.Signals(stop).name} after step {global_step} of {args.max_train_steps}; "
-            "the same command with --resume_from_checkpoint latest goes on from there"
-        )
-        accelerator.end_training()
-        sys.exit(128 + stop)
-    # The pipeline before the samples, again because of the time that they take.
-    pipeline = make_pipeline(sampled, sampler, args)
-    if accelerator.is_main_process:
-        save_pipeline(pipeline, args)
-    if args.validation_prompts:
-        log_validation(accelerator, pipeline, global_step, args)
+        end_stopped(accelerator, stop, global_step, args)
     if accelerator.is_main_process:
         save_model_card(global_step, args)
     samples = "samples/" if args.validation_prompts else "no samples (no --validation_prompts)"
@@ -766,6 +781,42 @@ def explain(error):
     if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
         error = error.__cause__
     return " ".join(str(error).split(" <_io")[0].split()) or type(error).__name__
+
+
+def in_one_sentence(main):
+    """Makes what can happen to any run end in a sentence, on whichever process; the unforeseen keeps its traceback."""
+
+    def stop(number, frame):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            name = signal.Signals(number).name
+            print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
+        raise SystemExit(128 + number)
+
+    @functools.wraps(main)
+    def guarded(args):
+        handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            main(args)
+        except torch.OutOfMemoryError as error:
+            less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
+            less = less if "train_batch_size" in args else "--batch_size"
+            fail(f"the device has not enough memory ({explain(error)}): try a smaller {less}", alone=True)
+        except (OSError, EOFError, tarfile.TarError) as error:  # a full disk, a file that went away, a cut stream
+            fail(f"{explain(error)}; what was saved before is whole", alone=True)
+        except RuntimeError as error:
+            if "DataLoader worker" in str(error):
+                fail(
+                    "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
+                    alone=True,
+                )
+            if "gloo" in str(error) or isinstance(error, torch.distributed.DistError):
+                fail(f"another process has ended, and says why ({explain(error)[:100]})", alone=True)
+            raise
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    return guarded
 
 
 @contextlib.contextmanager
@@ -923,8 +974,10 @@ def load_batches(dataset, keys, num_workers, device):
         dataset, batch_size=None, sampler=keys, num_workers=num_workers, worker_init_fn=ignore_signals,
         pin_memory=device.type == "cuda",
     )  # fmt: skip
-    batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock
-    atexit.register(end_workers)
+    try:
+        batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock
+    finally:
+        atexit.register(end_workers)  # after they are there, so that it comes before other ways to wait for them
 
     def load():
         # On the stream that computes: the copy is queued there, and nobody waits for it.
@@ -1188,26 +1241,26 @@ def check_training_args(parser, args):
             parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
 
 
-def step_batches(rows, args, rank, num_processes, first_step):
-    """Yield without end one process's micro-batches of keys (epoch, row, weight), from optimizer step `first_step` on.
+def step_batches(rows, args, rank, num_processes, images_seen):
+    """Yield without end one process's micro-batches of keys (epoch, row, weight), from the image `images_seen` on.
 
-    (seed, epoch) alone fixes an epoch's order, so any step can be started from. A step takes the next images of that
-    order; the last one of an epoch takes what is left, so every image comes exactly once an epoch: none is dropped or
-    repeated. The weights make the sum of loss * weight over a step's micro-batches, averaged over the processes as DDP
-    does, the mean over the step's images. A process with no image left gets one of weight 0, because DDP needs all to
-    take part.
+    (seed, epoch) alone fixes an epoch's order, so a run can go on at any image of it, also with another batch size or
+    number of processes. A step takes the next images of that order; the last one of an epoch takes what is left, so
+    every image comes exactly once an epoch: none is dropped or repeated. The weights make the sum of loss * weight
+    over a step's micro-batches, averaged over the processes as DDP does, the mean over the step's images. A process
+    with no image left gets one of weight 0, because DDP needs all to take part.
     """
     per_micro = args.train_batch_size * num_processes
     per_step = per_micro * args.gradient_accumulation_steps
-    first_epoch, step_in_epoch = divmod(first_step, math.ceil(len(rows) / per_step))
+    first_epoch, first_image = divmod(images_seen, len(rows))
     for epoch in itertools.count(first_epoch):
         order = np.random.default_rng([args.seed, epoch]).permutation(len(rows)).tolist()
-        for step_start in range(step_in_epoch * per_step, len(rows), per_step):
+        for step_start in range(first_image, len(rows), per_step):
             step = order[step_start : step_start + per_step]
             for start in range(0, len(step), per_micro):
                 mine = step[start : start + per_micro][rank::num_processes]
                 yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]
-        step_in_epoch = 0
+        first_image = 0
 
 
 def objective_flags(args):
@@ -1227,11 +1280,19 @@ def check_objective(scheduler):
         fail("--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon has nothing to learn")
 
 
-def is_due(steps, epochs, steps_per_epoch, global_step, data_step):
-    """Whether what comes every `steps`, or if that is None every so many epochs, comes after this step; 0 is none."""
+def is_due(global_step, steps, images_seen=1, images=0):
+    """Whether what comes every `steps`, or if that is None every so many `images`, comes now; step 0 is none."""
     if steps is not None:
         return global_step > 0 and global_step % steps == 0
-    return data_step % (epochs * steps_per_epoch) == 0
+    return images_seen % images == 0
+
+
+def count_steps(data_step, images_seen, num_images, images_per_step, args):
+    """The step at which --num_train_epochs end: the steps so far, and those for the images that are left."""
+    steps_per_epoch = math.ceil(num_images / images_per_step)
+    epoch, image = divmod(images_seen, num_images)
+    rest_of_epoch = math.ceil((num_images - image) / images_per_step)
+    return data_step + rest_of_epoch + (args.num_train_epochs - epoch - 1) * steps_per_epoch
 
 
 def check_overflows(overflows, data_step):
@@ -1407,7 +1468,8 @@ def find_checkpoint(args):
         if path is None and os.environ.get("RANK", "0") == "0":
             print(f"No checkpoint in {args.output_dir} yet: starting afresh")
     elif given:
-        path = Path(given) if Path(given).is_dir() else Path(args.output_dir, given)
+        path = Path(args.output_dir, given)  # first, so that a namesake in the working directory is not taken for it
+        path = path if path.is_dir() else Path(given)
         if not (path / "trainer_state.json").is_file():
             fail(
                 f"--resume_from_checkpoint {given} is no whole checkpoint, neither as a path nor in {args.output_dir}"
@@ -1424,6 +1486,19 @@ def find_checkpoint(args):
     return path
 
 
+def checksums(folder):
+    """{file: xxh3_128} of all files in a folder, but for the one that says them."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "trainer_state.json":
+            digest = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while block := file.read(1 << 24):
+                    digest.update(block)
+            found[str(path.relative_to(folder))] = digest.hexdigest()
+    return found
+
+
 def save_checkpoint(accelerator, models, optimizer, state, args):
     """Write checkpoint-N and then prune the oldest: call it on every process.
 
@@ -1436,6 +1511,7 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
                 model.save_pretrained(unfinished / path.name / name)
             torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
             torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
+            state["checksums"] = checksums(unfinished / path.name)
             (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
         if args.checkpoints_total_limit is not None:
             others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != path]
@@ -1445,9 +1521,32 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
     accelerator.wait_for_everyone()
 
 
-def load_checkpoint(accelerator, path, models, optimizer, settings, args):
-    """Load checkpoint-N into models, optimizer and fp16 scaler; say which settings have changed; return its state."""
+def read_state(checkpoint, num_images):
+    """Where a checkpoint is in the training and in the data, and its settings; zeros without one."""
+    if checkpoint is None:
+        return {"global_step": 0, "data_step": 0, "images_seen": 0, "settings": {}}
+    with explained(f"{checkpoint} is damaged; resume from another or choose a new --output_dir"):
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        before = state["settings"]
+        if "images_seen" not in state:  # of a checkpoint from before it was counted
+            per_step = before["train_batch_size"] * before["gradient_accumulation_steps"] * before["num_processes"]
+            epoch, step = divmod(state["data_step"], math.ceil(before["num_images"] / per_step))
+            state["images_seen"] = epoch * before["num_images"] + step * per_step
+        for name in ("global_step", "data_step", "images_seen"):
+            if type(state[name]) is not int or state[name] < 0:
+                raise ValueError(f"{name} is {state[name]!r}")
+        if before["num_images"] != num_images:  # other images: the epoch that was begun begins again
+            state["images_seen"] = state["images_seen"] // before["num_images"] * num_images
+    return state
+
+
+def load_checkpoint(accelerator, path, models, optimizer, state, settings):
+    """Load checkpoint-N into models, optimizer and fp16 scaler, and say which settings have changed."""
     try:
+        written, found = state.get("checksums"), checksums(path)
+        if written is not None and written != found:
+            names = [name for name in {**written, **found} if written.get(name) != found.get(name)]
+            raise ValueError(f"{names[0]} is not as it was written")
         for name, model in models.items():
             folder = path / name if (path / name).is_dir() else path / "unet"  # --use_ema from here on
             model.load_state_dict(type(model).from_pretrained(folder).state_dict())
@@ -1459,14 +1558,12 @@ def load_checkpoint(accelerator, path, models, optimizer, settings, args):
                 moments[name] = torch.empty_like(parameter).copy_(moments[name])
         if accelerator.scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
             accelerator.scaler.load_state_dict(saved)
-        state = json.loads((path / "trainer_state.json").read_text())
     except Exception as error:
         reason = str(error).strip().split("\n")[-1]
         fail(f"{path} is damaged or from another model ({reason}); resume from another or choose a new --output_dir")
-    before = {**state["settings"], "resume_from_checkpoint": args.resume_from_checkpoint}
-    changed = [f", {key} {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value]
+    before = {**settings, **state["settings"], "resume_from_checkpoint": settings["resume_from_checkpoint"]}
+    changed = [f", {key} {before[key]} -> {value}" for key, value in settings.items() if before[key] != value]
     accelerator.print(f"Resuming from {path}{''.join(changed)}")
-    return state
 
 
 # ----------------------------------------------------------------------------- shared by the trainers: the output
@@ -1482,6 +1579,9 @@ def open_output_dir(accelerator, args):
     if accelerator.is_main_process:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
+            others = [path.name for path in output_dir.iterdir() if not path.name.startswith(".")]
+            if others and not {"run.args", "metrics.jsonl"} & set(others):  # what each run leaves
+                fail(f"--output_dir {output_dir} holds {min(others)} and no run of this script: choose another folder")
             lock.acquire(timeout=0)
             clean(output_dir)
         except Timeout:
@@ -1545,6 +1645,8 @@ def plot_loss(output_dir):
 
 def save_pipeline(pipeline, args):
     """Write the pipeline folder; the one that stood there stays until the new one is whole."""
+    if not all(weight.isfinite().all() for weight in pipeline.unet.parameters()):
+        fail("the weights are not finite: they are not saved, and the pipeline that stood there stays", alone=True)
     with saving(args.output_dir, f"the pipeline in {args.output_dir}") as unfinished:
         pipeline.save_pretrained(unfinished)
 
@@ -1562,6 +1664,16 @@ def write_card(text, args):
         (unfinished / "README.md").write_text(card)
 
 
+def end_stopped(accelerator, stop, global_step, args):
+    """End the program after a signal, with the status that says so."""
+    accelerator.print(
+        f"Stopped by {signal.Signals(stop).name} after step {global_step} of {args.max_train_steps}; "
+        "the same command with --resume_from_checkpoint latest goes on from there"
+    )
+    accelerator.end_training()
+    sys.exit(128 + stop)
+
+
 def end_run(accelerator, lock, done, files, args):
     """Upload if asked for, say `done`, and let go of everything."""
     accelerator.wait_for_everyone()
@@ -1574,6 +1686,8 @@ def end_run(accelerator, lock, done, files, args):
     lock.release()
     accelerator.end_training()
 
+
+main = in_one_sentence(main)
 
 if __name__ == "__main__":
     main(parse_args())

@@ -38,6 +38,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -49,6 +50,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
+import xxhash
 from accelerate import Accelerator
 from accelerate.utils import (
     DynamoBackend,
@@ -82,7 +84,7 @@ DEMO = f"""
     --learning_rate 4e-3 --lr_warmup_steps 100 --prediction_type v_prediction
     --ddpm_beta_schedule squaredcos_cap_v2 --snr_gamma 5 --validation_scheduler ddim
     --ddpm_num_inference_steps 50 --eval_batch_size 64 --dataloader_num_workers 0
-    --checkpointing_steps 10000
+    --checkpointing_steps 10000 --resume_from_checkpoint latest
 """
 
 # ------------------------------------------------------------------------------------------------- the flags
@@ -206,6 +208,7 @@ class ImageDataset(torch.utils.data.Dataset):
     def __init__(self, rows, column, channels, args):
         self.rows, self.column, self.channels, self.args = rows, column, channels, args
         self.dtype = torch.float32 if args.preserve_input_precision else torch.uint8
+        self.fingerprint = getattr(rows, "_fingerprint", "a stream")
 
     def __getitem__(self, keys):
         items = read_items(self.rows, keys)
@@ -264,7 +267,7 @@ def cache_images(rows, column, channels, num_workers, args):
     return cached, len(rows) - len(cached)
 
 
-def stream_batches(rows, args, rank, num_processes, first_step):
+def stream_batches(rows, args, rank, num_processes, images_seen):
     """Like `step_batches` for a stream, with the item itself as fourth part of a key.
 
     Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was,
@@ -283,7 +286,7 @@ def stream_batches(rows, args, rank, num_processes, first_step):
             if row is None:
                 raise ValueError(f"process {rank} finds nothing in the stream: it has fewer images than processes")
 
-    endless = itertools.islice(keys(), first_step * args.gradient_accumulation_steps * args.train_batch_size, None)
+    endless = itertools.islice(keys(), math.ceil(images_seen / num_processes), None)
     while True:
         yield list(itertools.islice(endless, args.train_batch_size))
 
@@ -386,11 +389,12 @@ def compute_loss(unet, noise_scheduler, images, weight, args, **condition):
 
 
 @torch.no_grad()
-def log_validation(accelerator, pipeline, step, args):
+def log_validation(accelerator, pipeline, step, stop_signal, args):
     """Draw --eval_batch_size images, a share on each process, into samples/step-N.png and the trackers.
 
     What is drawn is what the pipeline draws, here with its loop in the open: a U-Net that is given more than noise and
     timestep (class labels, say) is given it here. Image i starts from its own seed, however many processes there are.
+    A signal breaks off: who sends it does not wait for pictures, and a run that is resumed draws what is missing.
     """
     unet, scheduler, device = pipeline.unet, pipeline.scheduler, accelerator.device
     training, size = unet.training, unet.config.sample_size
@@ -403,12 +407,14 @@ def log_validation(accelerator, pipeline, step, args):
         scheduler.set_timesteps(args.ddpm_num_inference_steps)
         hidden = not accelerator.is_main_process
         for timestep in tqdm(scheduler.timesteps, "Sampling", leave=False, disable=hidden):
+            if stop_signal.received:
+                break
             prediction = unet(images, timestep).sample
             images = scheduler.step(prediction, timestep, images, generator=generators).prev_sample
         images = (images / 2 + 0.5).clamp(0, 1).cpu()
     unet.train(training)
-    images = gather_object(list(zip(mine, images, strict=True)))
-    if accelerator.is_main_process:
+    images = gather_object([] if stop_signal.received else list(zip(mine, images, strict=True)))
+    if accelerator.is_main_process and len(images) == args.eval_batch_size:
         images = torch.stack([image for _, image in sorted(images, key=lambda pair: pair[0])])
         grid = make_grid(images, nrow=math.ceil(math.sqrt(len(images))), padding=1, pad_value=0.5)
         grid = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
@@ -469,9 +475,16 @@ def main(args):
     num_images = sys.maxsize if args.streaming else len(rows)  # a stream never ends its first epoch
     images_per_micro_batch = args.train_batch_size * num_processes
     images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
-    steps_per_epoch = math.ceil(num_images / images_per_step)
+
+    # Where the run is: data_step counts also the steps that fp16 skipped, images_seen is where the data goes on.
+    state = read_state(checkpoint, num_images)
+    global_step, data_step, images_seen = state["global_step"], state["data_step"], state["images_seen"]
     if args.max_train_steps is None:
-        args.max_train_steps = args.num_train_epochs * steps_per_epoch
+        args.max_train_steps = count_steps(data_step, images_seen, num_images, images_per_step, args)
+    if global_step > args.max_train_steps:
+        accelerator.print(f"{checkpoint} is beyond step {args.max_train_steps}: there is nothing left to train")
+        return
+    settings = {**vars(args), "num_processes": num_processes, "num_images": num_images, "data": dataset.fingerprint}
 
     # Weights, averaged weights and optimizer, all in float32: autocast lowers the precision of what is computed only.
     put_on_device(unet, device)
@@ -486,11 +499,8 @@ def main(args):
         weight_decay=args.adam_weight_decay,
         fused=accelerator.scaler is None,  # fused skips fp16 overflows by itself, unseen by Accelerate
     )  # fmt: skip
-    settings = {**vars(args), "num_processes": num_processes, "num_images": num_images}
-    state = {"global_step": 0, "data_step": 0}
-    if checkpoint is not None:  # before `prepare`, which wraps what is loaded here
-        state = load_checkpoint(accelerator, checkpoint, models, optimizer, settings, args)
-    global_step, data_step = state["global_step"], state["data_step"]  # data_step also counts steps that fp16 skipped
+    if checkpoint:  # before `prepare`, which wraps what is loaded here
+        load_checkpoint(accelerator, checkpoint, models, optimizer, state, settings)
     # Started at `global_step`, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
     lr_scheduler = get_scheduler(
         args.lr_scheduler, optimizer, step_rules=args.lr_step_rules, num_warmup_steps=args.lr_warmup_steps,
@@ -507,25 +517,25 @@ def main(args):
     pipeline = (DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline)(sampled, noise_scheduler)
 
     # Batches come without end, across epochs, so the device never waits for one to begin.
-    keys = (stream_batches if args.streaming else step_batches)(rows, args, rank, num_processes, data_step)
+    keys = (stream_batches if args.streaming else step_batches)(rows, args, rank, num_processes, images_seen)
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
     records = Records(accelerator, global_step, num_left_out, checkpoint is not None, args)
     batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
     stop = 0
-    if checkpoint and is_due(args.validation_steps, args.save_images_epochs, steps_per_epoch, global_step, data_step):
-        if not samples_path(global_step, args).exists():  # a kill came between this checkpoint and its samples
-            log_validation(accelerator, pipeline, global_step, args)
+    samples_every = args.validation_steps, images_seen, args.save_images_epochs * num_images
+    if checkpoint and is_due(global_step, *samples_every) and not samples_path(global_step, args).exists():
+        log_validation(accelerator, pipeline, global_step, stop_signal, args)  # a kill came between the two
 
     unet.train()
     while global_step < args.max_train_steps and not stop:
-        # An epoch's last step takes what is left. This too follows from data_step alone, so that a resumed run agrees.
-        epoch, step_in_epoch = divmod(data_step, steps_per_epoch)
-        step_images = min(images_per_step, num_images - step_in_epoch * images_per_step)
+        # An epoch's last step takes what is left. This follows from images_seen alone, so that a resumed run agrees.
+        epoch, image = divmod(images_seen, num_images)
+        step_images = min(images_per_step, num_images - image)
         micro_batches = math.ceil(step_images / images_per_micro_batch)
         sums = train_step(
             accelerator, ddp_unet, optimizer, noise_scheduler, batches, micro_batches, data_step, None, args
         )
-        data_step += 1
+        data_step, images_seen = data_step + 1, images_seen + step_images
         if stepped := not accelerator.optimizer_step_was_skipped:
             global_step += 1
             if args.use_ema:
@@ -535,38 +545,34 @@ def main(args):
         else:  # fp16 overflowed: the scaler lowers its scale, the weights are as before
             check_overflows(data_step - global_step, data_step)
 
-        # What is due. Steps that were skipped count for epochs only, or the same step would be due again.
-        stop, last = stop_signal.agree(), global_step == args.max_train_steps
-        new_step = global_step if stepped else 0
-        log_due = stepped and (last or is_due(args.logging_steps, None, steps_per_epoch, new_step, data_step))
-        checkpoint_due = stop or is_due(args.checkpointing_steps, None, steps_per_epoch, new_step, data_step)
-        pipeline_due = is_due(None, args.save_model_epochs, steps_per_epoch, new_step, data_step)
-        samples_due = is_due(args.validation_steps, args.save_images_epochs, steps_per_epoch, new_step, data_step)
+        # What is due. A step that was skipped counts for epochs only, or what is due at a step would be due again.
+        stop, last, new_step = stop_signal.agree(), global_step == args.max_train_steps, global_step * stepped
+        log_due = is_due(new_step, args.logging_steps) or (stepped and last)
+        checkpoint_due = stop or last or is_due(new_step, args.checkpointing_steps)
+        pipeline_due = is_due(new_step, None, images_seen, args.save_model_epochs * num_images)
+        samples_due = is_due(new_step, args.validation_steps, images_seen, args.save_images_epochs * num_images)
         if log_due or checkpoint_due or pipeline_due:  # the only place where the host waits for the device
             records.update(global_step, log_due, last)
         with records.paused():
             if checkpoint_due:  # before the samples, which may take longer than a preempted job has left
-                state = {"global_step": global_step, "data_step": data_step, "settings": settings}
+                state = {"global_step": global_step, "data_step": data_step, "images_seen": images_seen}
+                state["settings"] = settings
                 save_checkpoint(accelerator, models, optimizer, state, args)
             if pipeline_due and not last and not stop and accelerator.is_main_process:
                 save_pipeline(pipeline, args)
             if samples_due and not last and not stop:
-                log_validation(accelerator, pipeline, global_step, args)
+                log_validation(accelerator, pipeline, global_step, stop_signal, args)
 
     loaded.close()  # and with it the thread and the loader's processes
     records.bar.close()
+    if not stop:
+        if accelerator.is_main_process:  # before the samples, again because of the time that they take
+            save_pipeline(pipeline, args)
+        log_validation(accelerator, pipeline, global_step, stop_signal, args)
+        stop = stop_signal.agree()
     stop_signal.close()
     if stop:
-        accelerator.print(
-            f"Stopped by {signal.Signals(stop).name} after step {global_step} of {args.max_train_steps}; "
-            "the same command with --resume_from_checkpoint latest goes on from there"
-        )
-        accelerator.end_training()
-        sys.exit(128 + stop)
-    # The pipeline before the samples, again because of the time that they take.
-    if accelerator.is_main_process:
-        save_pipeline(pipeline, args)
-    log_validation(accelerator, pipeline, global_step, args)
+        end_stopped(accelerator, stop, global_step, args)
     if accelerator.is_main_process:
         save_model_card(global_step, args)
     done = f"Done: pipeline, samples/ and loss.png are in {args.output_dir}"
@@ -628,6 +634,42 @@ def explain(error):
     if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
         error = error.__cause__
     return " ".join(str(error).split(" <_io")[0].split()) or type(error).__name__
+
+
+def in_one_sentence(main):
+    """Makes what can happen to any run end in a sentence, on whichever process; the unforeseen keeps its traceback."""
+
+    def stop(number, frame):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            name = signal.Signals(number).name
+            print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
+        raise SystemExit(128 + number)
+
+    @functools.wraps(main)
+    def guarded(args):
+        handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            main(args)
+        except torch.OutOfMemoryError as error:
+            less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
+            less = less if "train_batch_size" in args else "--batch_size"
+            fail(f"the device has not enough memory ({explain(error)}): try a smaller {less}", alone=True)
+        except (OSError, EOFError, tarfile.TarError) as error:  # a full disk, a file that went away, a cut stream
+            fail(f"{explain(error)}; what was saved before is whole", alone=True)
+        except RuntimeError as error:
+            if "DataLoader worker" in str(error):
+                fail(
+                    "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
+                    alone=True,
+                )
+            if "gloo" in str(error) or isinstance(error, torch.distributed.DistError):
+                fail(f"another process has ended, and says why ({explain(error)[:100]})", alone=True)
+            raise
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    return guarded
 
 
 @contextlib.contextmanager
@@ -785,8 +827,10 @@ def load_batches(dataset, keys, num_workers, device):
         dataset, batch_size=None, sampler=keys, num_workers=num_workers, worker_init_fn=ignore_signals,
         pin_memory=device.type == "cuda",
     )  # fmt: skip
-    batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock
-    atexit.register(end_workers)
+    try:
+        batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock
+    finally:
+        atexit.register(end_workers)  # after they are there, so that it comes before other ways to wait for them
 
     def load():
         # On the stream that computes: the copy is queued there, and nobody waits for it.
@@ -943,26 +987,26 @@ def check_training_args(parser, args):
             parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
 
 
-def step_batches(rows, args, rank, num_processes, first_step):
-    """Yield without end one process's micro-batches of keys (epoch, row, weight), from optimizer step `first_step` on.
+def step_batches(rows, args, rank, num_processes, images_seen):
+    """Yield without end one process's micro-batches of keys (epoch, row, weight), from the image `images_seen` on.
 
-    (seed, epoch) alone fixes an epoch's order, so any step can be started from. A step takes the next images of that
-    order; the last one of an epoch takes what is left, so every image comes exactly once an epoch: none is dropped or
-    repeated. The weights make the sum of loss * weight over a step's micro-batches, averaged over the processes as DDP
-    does, the mean over the step's images. A process with no image left gets one of weight 0, because DDP needs all to
-    take part.
+    (seed, epoch) alone fixes an epoch's order, so a run can go on at any image of it, also with another batch size or
+    number of processes. A step takes the next images of that order; the last one of an epoch takes what is left, so
+    every image comes exactly once an epoch: none is dropped or repeated. The weights make the sum of loss * weight
+    over a step's micro-batches, averaged over the processes as DDP does, the mean over the step's images. A process
+    with no image left gets one of weight 0, because DDP needs all to take part.
     """
     per_micro = args.train_batch_size * num_processes
     per_step = per_micro * args.gradient_accumulation_steps
-    first_epoch, step_in_epoch = divmod(first_step, math.ceil(len(rows) / per_step))
+    first_epoch, first_image = divmod(images_seen, len(rows))
     for epoch in itertools.count(first_epoch):
         order = np.random.default_rng([args.seed, epoch]).permutation(len(rows)).tolist()
-        for step_start in range(step_in_epoch * per_step, len(rows), per_step):
+        for step_start in range(first_image, len(rows), per_step):
             step = order[step_start : step_start + per_step]
             for start in range(0, len(step), per_micro):
                 mine = step[start : start + per_micro][rank::num_processes]
                 yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]
-        step_in_epoch = 0
+        first_image = 0
 
 
 def objective_flags(args):
@@ -982,11 +1026,19 @@ def check_objective(scheduler):
         fail("--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon has nothing to learn")
 
 
-def is_due(steps, epochs, steps_per_epoch, global_step, data_step):
-    """Whether what comes every `steps`, or if that is None every so many epochs, comes after this step; 0 is none."""
+def is_due(global_step, steps, images_seen=1, images=0):
+    """Whether what comes every `steps`, or if that is None every so many `images`, comes now; step 0 is none."""
     if steps is not None:
         return global_step > 0 and global_step % steps == 0
-    return data_step % (epochs * steps_per_epoch) == 0
+    return images_seen % images == 0
+
+
+def count_steps(data_step, images_seen, num_images, images_per_step, args):
+    """The step at which --num_train_epochs end: the steps so far, and those for the images that are left."""
+    steps_per_epoch = math.ceil(num_images / images_per_step)
+    epoch, image = divmod(images_seen, num_images)
+    rest_of_epoch = math.ceil((num_images - image) / images_per_step)
+    return data_step + rest_of_epoch + (args.num_train_epochs - epoch - 1) * steps_per_epoch
 
 
 def check_overflows(overflows, data_step):
@@ -1162,7 +1214,8 @@ def find_checkpoint(args):
         if path is None and os.environ.get("RANK", "0") == "0":
             print(f"No checkpoint in {args.output_dir} yet: starting afresh")
     elif given:
-        path = Path(given) if Path(given).is_dir() else Path(args.output_dir, given)
+        path = Path(args.output_dir, given)  # first, so that a namesake in the working directory is not taken for it
+        path = path if path.is_dir() else Path(given)
         if not (path / "trainer_state.json").is_file():
             fail(
                 f"--resume_from_checkpoint {given} is no whole checkpoint, neither as a path nor in {args.output_dir}"
@@ -1179,6 +1232,19 @@ def find_checkpoint(args):
     return path
 
 
+def checksums(folder):
+    """{file: xxh3_128} of all files in a folder, but for the one that says them."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "trainer_state.json":
+            digest = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while block := file.read(1 << 24):
+                    digest.update(block)
+            found[str(path.relative_to(folder))] = digest.hexdigest()
+    return found
+
+
 def save_checkpoint(accelerator, models, optimizer, state, args):
     """Write checkpoint-N and then prune the oldest: call it on every process.
 
@@ -1191,6 +1257,7 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
                 model.save_pretrained(unfinished / path.name / name)
             torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
             torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
+            state["checksums"] = checksums(unfinished / path.name)
             (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
         if args.checkpoints_total_limit is not None:
             others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != path]
@@ -1200,9 +1267,32 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
     accelerator.wait_for_everyone()
 
 
-def load_checkpoint(accelerator, path, models, optimizer, settings, args):
-    """Load checkpoint-N into models, optimizer and fp16 scaler; say which settings have changed; return its state."""
+def read_state(checkpoint, num_images):
+    """Where a checkpoint is in the training and in the data, and its settings; zeros without one."""
+    if checkpoint is None:
+        return {"global_step": 0, "data_step": 0, "images_seen": 0, "settings": {}}
+    with explained(f"{checkpoint} is damaged; resume from another or choose a new --output_dir"):
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        before = state["settings"]
+        if "images_seen" not in state:  # of a checkpoint from before it was counted
+            per_step = before["train_batch_size"] * before["gradient_accumulation_steps"] * before["num_processes"]
+            epoch, step = divmod(state["data_step"], math.ceil(before["num_images"] / per_step))
+            state["images_seen"] = epoch * before["num_images"] + step * per_step
+        for name in ("global_step", "data_step", "images_seen"):
+            if type(state[name]) is not int or state[name] < 0:
+                raise ValueError(f"{name} is {state[name]!r}")
+        if before["num_images"] != num_images:  # other images: the epoch that was begun begins again
+            state["images_seen"] = state["images_seen"] // before["num_images"] * num_images
+    return state
+
+
+def load_checkpoint(accelerator, path, models, optimizer, state, settings):
+    """Load checkpoint-N into models, optimizer and fp16 scaler, and say which settings have changed."""
     try:
+        written, found = state.get("checksums"), checksums(path)
+        if written is not None and written != found:
+            names = [name for name in {**written, **found} if written.get(name) != found.get(name)]
+            raise ValueError(f"{names[0]} is not as it was written")
         for name, model in models.items():
             folder = path / name if (path / name).is_dir() else path / "unet"  # --use_ema from here on
             model.load_state_dict(type(model).from_pretrained(folder).state_dict())
@@ -1214,14 +1304,12 @@ def load_checkpoint(accelerator, path, models, optimizer, settings, args):
                 moments[name] = torch.empty_like(parameter).copy_(moments[name])
         if accelerator.scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
             accelerator.scaler.load_state_dict(saved)
-        state = json.loads((path / "trainer_state.json").read_text())
     except Exception as error:
         reason = str(error).strip().split("\n")[-1]
         fail(f"{path} is damaged or from another model ({reason}); resume from another or choose a new --output_dir")
-    before = {**state["settings"], "resume_from_checkpoint": args.resume_from_checkpoint}
-    changed = [f", {key} {before.get(key)} -> {value}" for key, value in settings.items() if before.get(key) != value]
+    before = {**settings, **state["settings"], "resume_from_checkpoint": settings["resume_from_checkpoint"]}
+    changed = [f", {key} {before[key]} -> {value}" for key, value in settings.items() if before[key] != value]
     accelerator.print(f"Resuming from {path}{''.join(changed)}")
-    return state
 
 
 # ----------------------------------------------------------------------------- shared by the trainers: the output
@@ -1237,6 +1325,9 @@ def open_output_dir(accelerator, args):
     if accelerator.is_main_process:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
+            others = [path.name for path in output_dir.iterdir() if not path.name.startswith(".")]
+            if others and not {"run.args", "metrics.jsonl"} & set(others):  # what each run leaves
+                fail(f"--output_dir {output_dir} holds {min(others)} and no run of this script: choose another folder")
             lock.acquire(timeout=0)
             clean(output_dir)
         except Timeout:
@@ -1300,6 +1391,8 @@ def plot_loss(output_dir):
 
 def save_pipeline(pipeline, args):
     """Write the pipeline folder; the one that stood there stays until the new one is whole."""
+    if not all(weight.isfinite().all() for weight in pipeline.unet.parameters()):
+        fail("the weights are not finite: they are not saved, and the pipeline that stood there stays", alone=True)
     with saving(args.output_dir, f"the pipeline in {args.output_dir}") as unfinished:
         pipeline.save_pretrained(unfinished)
 
@@ -1317,6 +1410,16 @@ def write_card(text, args):
         (unfinished / "README.md").write_text(card)
 
 
+def end_stopped(accelerator, stop, global_step, args):
+    """End the program after a signal, with the status that says so."""
+    accelerator.print(
+        f"Stopped by {signal.Signals(stop).name} after step {global_step} of {args.max_train_steps}; "
+        "the same command with --resume_from_checkpoint latest goes on from there"
+    )
+    accelerator.end_training()
+    sys.exit(128 + stop)
+
+
 def end_run(accelerator, lock, done, files, args):
     """Upload if asked for, say `done`, and let go of everything."""
     accelerator.wait_for_everyone()
@@ -1329,6 +1432,8 @@ def end_run(accelerator, lock, done, files, args):
     lock.release()
     accelerator.end_training()
 
+
+main = in_one_sentence(main)
 
 if __name__ == "__main__":
     main(parse_args())

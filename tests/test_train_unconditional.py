@@ -277,11 +277,83 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(tmp_
     assert len(list((tmp_path / "out/samples").iterdir())) == 3
 
 
+@pytest.mark.parametrize("change, processes", [("--train_batch_size=3", 1), ("--gradient_accumulation_steps=3", 1),
+                                               ("--seed=0", 2)])  # fmt: skip
+def test_resuming_with_another_batch_repeats_and_skips_no_image(tmp_path, flags, change, processes):
+    """7 images, 2 epochs: 4 of them in steps of 2, and then the rest in other steps."""
+    make_images(tmp_path / "images", 7)
+    flags = [*flags, "--train_batch_size=2", "--num_epochs=2", "--center_crop", "--checkpointing_steps=2"]
+    compute_loss = script.compute_loss
+
+    def run(*argv):
+        def recording(unet, noise_scheduler, images, weight, args):
+            levels = ((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor()[weight > 0].tolist()
+            with (tmp_path / "seen").open("a") as file:
+                file.write("".join(f"{level}\n" for level in levels))
+            return compute_loss(unet, noise_scheduler, images, weight, args)
+
+        script.compute_loss = recording
+        train(*flags, *argv)
+
+    assert finish(start(lambda: run("--max_train_steps=2"), log=tmp_path / "log")) == [0]
+    pids = start(lambda: run(change, "--resume_from_checkpoint=latest"), processes, log=tmp_path / "log")
+    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    seen = [float(line) for line in (tmp_path / "seen").read_text().split()]
+    assert sorted(seen[:7]) == sorted(seen[7:]) == list(range(7))
+    step = max(int(name.split("-")[1]) for name in checkpoints(tmp_path / "out"))
+    per_step = {"--train_batch_size=3": 3, "--gradient_accumulation_steps=3": 6, "--seed=0": 4}[change]
+    assert step == 2 + math.ceil(3 / per_step) + math.ceil(7 / per_step)
+    state = json.loads((tmp_path / f"out/checkpoint-{step}/trainer_state.json").read_text())
+    assert state["images_seen"] == 14 and state["settings"]["max_train_steps"] == step
+
+
+def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags, capsys):
+    train(*flags, "--num_epochs=2")
+    assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # at the end there always is one
+    train(*flags, "--num_epochs=3", f"--output_dir={tmp_path / 'whole'}", "--lr_scheduler=constant")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.safetensors")}
+    train(*flags, "--num_epochs=1", "--resume_from_checkpoint=latest")
+    assert "checkpoint-12 is beyond step 6: there is nothing left to train" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.safetensors")} == before
+    assert len(metrics(tmp_path / "out")) == 12
+    train(*flags, "--num_epochs=3", "--resume_from_checkpoint=latest")
+    assert len(metrics(tmp_path / "out")) == 18 and "checkpoint-18" in checkpoints(tmp_path / "out")
+
+
 def test_averaging_can_begin_at_a_checkpoint_without(tmp_path, flags, capsys):
     train(*flags, "--no-use_ema", "--checkpointing_steps=3")
     train(*flags, "--checkpointing_steps=3", "--resume_from_checkpoint=latest", "--num_epochs=2")
     assert "use_ema False -> True" in capsys.readouterr().out
     assert (tmp_path / "out/checkpoint-12/unet_ema").is_dir()
+
+
+@pytest.mark.parametrize("moment", ["first sample", "last sample"])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_processes):
+    """1,000 sampling steps of 50 ms: the signal comes in the first; one process gets it, all end."""
+    step = DDPMScheduler.step
+    steps = ["--max_train_steps=4", "--validation_steps=2"] if moment == "first sample" else ["--max_train_steps=2"]
+    flags = [*flags, *steps, "--ddpm_num_inference_steps=1000", "--eval_batch_size=2", "--checkpointing_steps=2"]
+
+    def run():
+        def slow(*args, **options):
+            (tmp_path / "sampling").touch()
+            time.sleep(0.05 if os.environ.get("RANK", "0") == str(num_processes - 1) else 0)
+            return step(*args, **options)
+
+        DDPMScheduler.step = slow
+        train(*flags)
+
+    begin = time.time()
+    pids = start(run, num_processes, tmp_path / "log")
+    wait_until((tmp_path / "sampling").is_file)
+    os.kill(pids[-1], signal.SIGTERM)
+    assert set(finish(pids)) == {143} and time.time() - begin < 30, (tmp_path / "log").read_text()
+    assert "checkpoint-2" in checkpoints(tmp_path / "out") and not (tmp_path / "out/samples").exists()
+    quick = [*flags, "--ddpm_num_inference_steps=2", "--resume_from_checkpoint=latest"]
+    assert set(finish(start(lambda: train(*quick), num_processes, tmp_path / "log"))) == {0}
+    drawn = sorted(path.name[-5:-4] for path in (tmp_path / "out/samples").iterdir())
+    assert drawn[-1] == steps[0][-1] and len(drawn) <= 2
 
 
 def test_same_seed_same_weights_and_another_seed_others(tmp_path, flags):
@@ -331,8 +403,8 @@ def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
     steps = math.ceil(num_images / per_step)
     micro = [math.ceil(min(per_step, num_images - s * per_step) / (batch_size * num_processes)) for s in range(steps)]
 
-    def take(rank, first_step, count):
-        batches = script.step_batches(range(num_images), args, rank, num_processes, first_step)
+    def take(rank, images_seen, count):
+        batches = script.step_batches(range(num_images), args, rank, num_processes, images_seen)
         return [next(batches) for _ in range(count)]
 
     epochs = [take(rank, 0, 2 * sum(micro)) for rank in range(num_processes)]
@@ -346,7 +418,14 @@ def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
             assert sum(step) / num_processes == pytest.approx(1) and len(set(step)) == 1
             done += count
     first = 1 if steps > 1 else 0
-    assert take(0, first, 3) == take(0, 0, sum(micro) + 3)[sum(micro[:first]) :][:3]
+    assert take(0, first * per_step, 3) == take(0, 0, sum(micro) + 3)[sum(micro[:first]) :][:3]
+    # From any image, as after a run with another batch size: what is left of the epoch, each once.
+    for seen in range(num_images):
+        count = math.ceil((num_images - seen) / per_step)
+        taken = [take(rank, num_images + seen, 3 * sum(micro)) for rank in range(num_processes)]
+        left = [[key for batch in batches for key in batch if key[0] == 1 and key[2]] for batches in taken]
+        order = np.random.default_rng([0, 1]).permutation(num_images).tolist()
+        assert sorted(row for keys in left for _, row, _ in keys) == sorted(order[seen:]) and count >= 1
 
 
 @pytest.mark.parametrize("num_processes, accumulation", [(1, 1), (1, 2), (2, 1)])
@@ -747,7 +826,7 @@ def test_stream_gives_every_image_once_a_pass(tmp_path, flags):
     keys = [key for _ in range(3) for key in next(batches)]
     paths = [key[3][column]["path"] for key in keys]
     assert len(set(paths[:6])) == 6 and sorted(paths[:6]) == sorted(paths[6:]) and paths[:6] != paths[6:]
-    again = script.stream_batches(rows, args, 0, 1, 2)
+    again = script.stream_batches(rows, args, 0, 1, 8)
     assert [key[:3] for key in next(again)] == [key[:3] for key in keys[8:]]
 
 
@@ -877,6 +956,74 @@ def test_an_error_ends_the_process_though_its_workers_ignore_signals(tmp_path, f
     assert "not finite" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize("error, sentence", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "the device has not enough memory (CUDA out of memory"),
+    (OSError(28, "No space left on device"), "[Errno 28] No space left on device; what was saved before is whole"),
+    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "a process that loads data was killed"),
+])  # fmt: skip
+def test_what_happens_to_any_run_is_one_sentence(tmp_path, flags, capfd, monkeypatch, error, sentence):
+    def failing(*args):
+        raise error
+
+    monkeypatch.setattr(script, "train_step", failing)
+    said = refused(capfd, flags)
+    assert sentence in said and "Traceback" not in said
+    monkeypatch.setattr(script, "train_step", lambda *args: [][1])
+    with pytest.raises(IndexError):  # what is not foreseen keeps its traceback
+        train(*flags, f"--output_dir={tmp_path / 'b'}")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_loader_process_ends_the_run(tmp_path, flags, workers):
+    """What the kernel does when memory runs out: one sentence and status 1, no hang, no orphan."""
+    make_images(tmp_path / "images", 40)
+
+    def run():
+        train(*flags, f"--dataloader_num_workers={workers}", "--num_epochs=1000")
+
+    (pid,) = start(run, log=tmp_path / "log")
+    children = lambda: Path(f"/proc/{pid}/task/{pid}/children").read_text().split()  # noqa: E731
+    wait_until(lambda: (tmp_path / "out/metrics.jsonl").is_file() and len(children()) == workers)
+    alive = children()
+    os.kill(int(alive[0]), signal.SIGKILL)
+    assert finish([pid], timeout=30) == [1], (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert "a process that loads data was killed" in log and "Traceback" not in log
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in alive), timeout=10)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_breaks_off_ends_the_run(tmp_path, flags, workers):
+    (tmp_path / "tars").mkdir()
+    make_images(tmp_path / "images", 12)
+    with tarfile.open(tmp_path / "tars/train.tar", "w") as tar:
+        for i in range(12):  # the first of them tell `datasets` what is in it
+            tar.add(tmp_path / f"images/{i}.png", f"{i}.png")
+    data = (tmp_path / "tars/train.tar").read_bytes()
+    (tmp_path / "tars/train.tar").write_bytes(data[: data.index(b"9.png") + 700])
+    argv = [*flags, f"--train_data_dir={tmp_path / 'tars'}", "--image_column=png", "--streaming"]
+    argv += ["--max_train_steps=20", f"--dataloader_num_workers={workers}"]
+    assert finish(start(lambda: train(*argv), log=tmp_path / "log"), timeout=30) == [1]
+    log = (tmp_path / "log").read_text()
+    assert "unexpected end of data; what was saved before is whole" in log and "Traceback" not in log
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, flags, capfd, monkeypatch):
+    """The averaged ones may be so while the loss is fine."""
+    train(*flags)
+    update_ema = script.update_ema
+
+    def spoil(ema_unet, *rest):
+        update_ema(ema_unet, *rest)
+        with torch.no_grad():
+            next(ema_unet.parameters()).view(-1)[0] = float("nan")
+
+    monkeypatch.setattr(script, "update_ema", spoil)
+    error = refused(capfd, flags, "--num_epochs=2", "--resume_from_checkpoint=latest")
+    assert "the weights are not finite" in error
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out/unet").values())
+
+
 def test_a_failed_save_is_one_sentence_and_leaves_earlier_checkpoints(tmp_path, flags, capfd, monkeypatch):
     save, calls = torch.save, []
 
@@ -920,6 +1067,49 @@ def test_going_back_does_not_leave_newer_checkpoints_to_latest(tmp_path, flags, 
     assert "checkpoint-6 is newer than" in refused(capfd, flags)
     train(*flags, f"--output_dir={tmp_path / 'new'}", f"--resume_from_checkpoint={tmp_path / 'out/checkpoint-2'}")
     assert checkpoints(tmp_path / "new") == {"checkpoint-4", "checkpoint-6"}
+
+
+@pytest.mark.parametrize("part", ["unet/diffusion_pytorch_model.safetensors", "unet_ema/config.json", "optimizer.bin",
+                                  "scaler.bin"])  # fmt: skip
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "swap"])
+def test_a_checkpoint_knows_its_content(tmp_path, flags, capfd, part, damage, monkeypatch):
+    monkeypatch.setattr(script, "log_validation", lambda *args: None)
+    train(*flags, "--max_train_steps=2", "--checkpointing_steps=1")
+    path = tmp_path / "out/checkpoint-2" / part
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    {
+        "flip": lambda: path.write_bytes(data),
+        "cut": lambda: path.write_bytes(data[:-10]),
+        "gone": path.unlink,
+        "swap": lambda: path.write_bytes((tmp_path / "out/checkpoint-1" / part).read_bytes() + b" "),
+    }[damage]()
+    error = refused(capfd, flags, "--max_train_steps=3", "--resume_from_checkpoint=latest")
+    assert f"checkpoint-2 is damaged or from another model ({part} is not as it was written)" in error
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"global_step": 1}', "null", "\x00",
+    '{"global_step": -1, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}}',
+    '{"global_step": 1.5, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}}',
+    '{"global_step": 1, "data_step": 1, "images_seen": 1}'])  # fmt: skip
+def test_a_damaged_state_is_one_sentence(tmp_path, flags, capfd, content):
+    train(*flags, "--max_train_steps=1")
+    (tmp_path / "out/checkpoint-1/trainer_state.json").write_text(content)
+    assert "checkpoint-1 is damaged" in refused(capfd, flags, "--resume_from_checkpoint=latest")
+
+
+def test_folders_of_others_are_left_alone(tmp_path, flags, capfd):
+    """An output folder is empty, or has a run of the script in it."""
+    for name in ("README.md", "unet/notes.txt", "photo.jpg"):
+        folder = tmp_path / name.split(".")[0]
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+        assert "and no run of this script: choose another folder" in refused(capfd, flags, f"--output_dir={folder}")
+        assert [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"] == [folder / name]
+    error = refused(capfd, flags, f"--output_dir={tmp_path / 'images'}")
+    assert "holds 0.png and no run of this script" in error
+    train(*flags)
+    train(*flags, "--resume_from_checkpoint=latest")
 
 
 def test_bad_checkpoints_are_refused_in_one_sentence(tmp_path, flags, capfd):
@@ -1054,7 +1244,8 @@ def test_wandb_offline_and_without_a_login(tmp_path, flags):
     assert run.returncode == 0, run.stderr
     assert list((tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb"))
     environment = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_API_KEY": ""}
-    run = launch("train_unconditional.py", *flags, "--report_to=wandb", env=environment)
+    argv = [*flags, "--report_to=wandb", f"--output_dir={tmp_path / 'login'}"]
+    run = launch("train_unconditional.py", *argv, env=environment)
     assert run.returncode != 0 and "`wandb login`" in run.stderr
 
 
