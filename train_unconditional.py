@@ -813,6 +813,7 @@ def ignore_signals(worker_id):
 
 def end_workers():
     """End what is left of the loader's processes, which ignore the signal that Python's own exit would send them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would take their end for a fault
     for process in multiprocessing.active_children():
         process.kill()
 
