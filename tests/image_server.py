@@ -1,0 +1,180 @@
+"""A web server as bad as the web, for test_download_images.py: what a path asks for is what it gets."""
+
+import asyncio
+import collections
+import functools
+import gzip
+import io
+import struct
+import threading
+import zlib
+
+import numpy as np
+from PIL import Image
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\nshowpage\n"
+
+
+@functools.lru_cache(20_000)
+def make_image(number):
+    """The file of image `number`: noise, a PNG or a JPEG."""
+    pixels = np.random.default_rng(number).integers(0, 256, (40, 48 + number % 5, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG" if number % 2 else "PNG")
+    return file.getvalue()
+
+
+def make_pixel_bomb():
+    """A PNG of some bytes that claims 60,000 x 60,000 pixels."""
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    return b"\x89PNG\r\n\x1a\n" + chunk
+
+
+class ImageServer:
+    """Serves on a free port of 127.0.0.1, in a thread of its own, until `close`.
+
+    `requests`: how often each path was asked for. `most`: the most requests at a time. `delay`: seconds before each
+    answer. `sent`: bytes of bodies that do not end.
+    """
+
+    def __init__(self, ssl=None):
+        self.requests, self.open, self.most, self.delay, self.sent = collections.Counter(), 0, 0, 0.0, 0
+        self.loop = asyncio.new_event_loop()
+        self.server = self.loop.run_until_complete(
+            asyncio.start_server(self.serve, "127.0.0.1", 0, backlog=1024, ssl=ssl)
+        )
+        self.port = self.server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def close(self):
+        async def end():
+            self.server.close()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+    async def serve(self, reader, writer):
+        try:
+            while (line := await reader.readline()).strip():
+                headers = {}
+                while (header := await reader.readline()).strip():
+                    name, value = header.decode("latin1").split(":", 1)
+                    headers[name.strip().lower()] = value.strip()
+                self.open += 1
+                self.most = max(self.most, self.open)
+                try:
+                    stay = await self.answer(writer, line.split()[1].decode(), headers)
+                    await writer.drain()
+                finally:
+                    self.open -= 1
+                if not stay:
+                    break
+        except (ConnectionError, ValueError, asyncio.CancelledError):  # also of who speaks TLS to us
+            pass
+        finally:
+            writer.close()
+
+    async def answer(self, writer, path, headers):
+        """Returns whether the connection stays open."""
+        self.requests[path] += 1
+        await asyncio.sleep(self.delay)
+        kind, _, rest = path.strip("/").partition("/")
+        number = int(rest) if rest.isdecimal() else 0
+        image = make_image(number)
+
+        def send(status="200 OK", body=b"", length=None, **more):
+            more = {"Content-Type": "image/png", "Content-Length": len(body) if length is None else length} | {
+                name.replace("_", "-"): value for name, value in more.items()
+            }
+            lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in more.items() if value != "")]
+            writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+            return True
+
+        if kind == "image":
+            return send(body=image)
+        if kind == "type":
+            return send(body=image, Content_Type="text/plain")
+        if kind == "slow":
+            send(length=len(image))
+            for start in range(0, len(image), len(image) // 5):
+                await asyncio.sleep(0.05)
+                writer.write(image[start : start + len(image) // 5])
+            return True
+        if kind == "close":  # the body ends with the connection
+            send(body=image, length="", Connection="close")
+            return False
+        if kind == "chunked":
+            send(length="", Transfer_Encoding="chunked")
+            writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(image), image))
+            return True
+        if kind == "hop":  # to another spelling of the same host, and on
+            return send("302 Found", Location=f"/image/{number}" if path.endswith("#") else f"../image/{number}")
+        if kind == "busy":  # once
+            return send(body=image) if self.requests[path] > 1 else send("429 Too Many Requests", Retry_After="1")
+        if kind == "flaky":  # twice
+            return send(body=image) if self.requests[path] > 2 else send("503 Service Unavailable")
+        if kind == "otherbot":
+            return send(body=image, X_Robots_Tag="otherbot: noai, noindex")
+        if kind == "stall":  # for ever, in the middle of the body
+            send(length=len(image))
+            writer.write(image[:100])
+            await asyncio.sleep(3600)
+        if kind == "mute":
+            await asyncio.sleep(3600)
+        if kind == "drip":  # never idle and never done
+            writer.write(b"HTTP/1.1 200 OK\r\nX-Padding: ")
+            while True:
+                await asyncio.sleep(0.1)
+                writer.write(b"x")
+                await writer.drain()
+        if kind == "break":
+            send(body=image[: len(image) // 2], length=len(image))
+            return False
+        if kind == "breakchunk":
+            send(length="", Transfer_Encoding="chunked")
+            writer.write(b"%x\r\n%b\r\n" % (len(image), image))
+            return False
+        if kind == "short":  # says half the length
+            send(body=image, length=len(image) // 2)
+            return False
+        if kind == "cut":  # the connection ends with half of the body
+            send(body=image[: len(image) // 2], length="", Connection="close")
+            return False
+        if kind == "html":
+            return send(body=b"<html><body>Sorry</body></html>", Content_Type="text/html")
+        if kind == "eps":
+            return send(body=EPS)
+        if kind == "circle":
+            return send("302 Found", Location="/circle/")
+        if kind == "private":
+            return send("302 Found", Location=f"http://127.0.0.2:{self.port}/image/0")
+        if kind == "mapped":
+            return send("307 Temporary Redirect", Location=f"http://[::ffff:127.0.0.2]:{self.port}/image/0")
+        if kind == "file":
+            return send("301 Moved Permanently", Location="file:///etc/passwd")
+        if kind == "later":
+            return send("429 Too Many Requests", Retry_After="3600")
+        if kind == "broken":
+            return send("500 Internal Server Error")
+        if kind == "endless":
+            send(length="", Transfer_Encoding="chunked")
+            while self.sent < 8_000_000_000:
+                writer.write(b"10000\r\n" + bytes(65536) + b"\r\n")
+                await writer.drain()
+                self.sent += 65536
+        if kind == "huge":
+            send(body=image, length=2_000_000_000)
+            await asyncio.sleep(3600)
+        if kind == "bomb":
+            return send(body=gzip.compress(bytes(20_000_000), 1), Content_Encoding="gzip")
+        if kind == "pixels":
+            return send(body=make_pixel_bomb())
+        if kind == "noai":
+            return send(body=image, X_Robots_Tag="all, NoAI")
+        return send("404 Not Found")
