@@ -159,6 +159,8 @@ def transform(row, epoch, item, column, channels, args):
     except Exception as error:  # a placeholder keeps the batch in shape
         text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
         reason = explain(error)
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk or the network, not of the file
+            reason = f"not read: {reason}"
     return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
 
 
@@ -359,12 +361,13 @@ def write_shard(path, encoded):
     return record
 
 
-def check_skipped(count, num_rows, max_skipped, output_dir):
+def check_skipped(skipped, num_rows, max_skipped):
     """End the program if more rows were skipped than --max_skipped allows."""
-    if count > max_skipped * num_rows:
+    if len(skipped) > max_skipped * num_rows:
         fail(
-            f"{count} of {num_rows} rows could not be used, more than --max_skipped {max_skipped:g} allows: see "
-            f"{output_dir}; the same command with a larger --max_skipped goes on from here",
+            f"{len(skipped)} of {num_rows} rows could not be used, more than --max_skipped {max_skipped:g} allows, "
+            f"such as {skipped[-1]['key']} ({skipped[-1]['reason']}); the same command tries again what could not be "
+            "read, and goes on from here with a larger --max_skipped",
             alone=True,
         )
 
@@ -374,6 +377,7 @@ def open_cache(accelerator, settings, args):
 
     Returns (the lock, which only the first process holds; what `read_cache` returns).
     """
+    check_output_dir(args)
     output_dir = Path(args.output_dir)
     lock = FileLock(output_dir / ".lock")
     decoder = describe_decoder()
@@ -420,7 +424,7 @@ def finish(output_dir, empty_prompt, max_skipped):
     skipped = [entry for record in records.values() for entry in record.pop("skipped")]
     skipped.sort(key=lambda entry: entry["row"])
     write_file(output_dir / "skipped.jsonl", "".join(json.dumps(entry) + "\n" for entry in skipped))
-    check_skipped(len(skipped), cache["source"]["rows"], max_skipped, output_dir)
+    check_skipped(skipped, cache["source"]["rows"], max_skipped)
     np.save(output_dir / ".tmp-empty_prompt.npy", empty_prompt)
     (output_dir / ".tmp-empty_prompt.npy").replace(output_dir / "empty_prompt.npy")
     cache["empty_prompt_sha256"] = digest_file(output_dir / "empty_prompt.npy")
@@ -495,6 +499,9 @@ def main(args):
     mine = range(rank, len(shards), num_processes)
     for number in tqdm(mine, "Checking", disable=not records or rank > 0, leave=False):
         name = shards[number]
+        if name in records and any(entry["reason"].startswith("not read") for entry in records[name]["skipped"]):
+            print(f"{output_dir / name} lacks rows that could not be read: making it again", flush=True)
+            del records[name]
         if name in records and (digest := digest_file(output_dir / name)) != records[name]["sha256"]:
             print(f"{output_dir / name} is {'damaged' if digest else 'gone'}: making it again", flush=True)
             del records[name]
@@ -517,12 +524,12 @@ def main(args):
     done = total - sum(end - start for start, end in missing.items())
     name = f"Images (process 1 of {num_processes})" if num_processes > 1 else "Images"
     progress_bar = tqdm(total=total, initial=done, desc=name, unit="img", disable=not accelerator.is_main_process)
-    num_skipped = sum(len(records[shards[number]]["skipped"]) for number in mine if shards[number] in records)
+    skipped = [entry for number in mine if shards[number] in records for entry in records[shards[number]]["skipped"]]
     encoded = encode_all(watch(batches, waits), models, exact_models, args)
     encoded = show_progress(encoded, waits, progress_bar)
     for number, of_shard in itertools.groupby(encoded, lambda item: item[0] // args.rows_per_shard):
-        num_skipped += len(write_shard(output_dir / shards[number], of_shard)["skipped"])
-        check_skipped(num_skipped, len(rows), args.max_skipped, output_dir)
+        skipped += write_shard(output_dir / shards[number], of_shard)["skipped"]
+        check_skipped(skipped, len(rows), args.max_skipped)
     batches.close()
     progress_bar.close()
 
@@ -676,6 +683,34 @@ def load_rows(args, streaming=False, others=()):
     return rows, column
 
 
+def check_output_dir(args):
+    """Refuse an --output_dir that is no folder of its own: what is written must never become what is read."""
+    if "://" in args.output_dir or "\0" in args.output_dir:
+        fail(f"--output_dir {args.output_dir!r} is no path on a disk: write to one, and copy what comes out")
+    for name, value in vars(args).items():
+        for source in value if isinstance(value, list) else [value]:
+            if name.endswith(("_path", "_dir", "dataset_name")) and name not in (
+                "output_dir",
+                "cache_dir",
+                "logging_dir",
+            ):
+                if (
+                    source
+                    and os.path.isdir(source)
+                    and Path(args.output_dir).resolve().is_relative_to(Path(source).resolve())
+                ):
+                    fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
+
+
+def load_weights(kind, source, **options):
+    """`kind.from_pretrained`, but all weights must be there: others would be random, or not there at all."""
+    model, info = kind.from_pretrained(source, output_loading_info=True, **options)
+    for what in ("missing_keys", "mismatched_keys"):
+        if info[what]:
+            raise ValueError(f"{len(info[what])} {what.replace('_', ' ')}, such as {sorted(map(str, info[what]))[0]}")
+    return model
+
+
 def read_items(rows, keys):
     """The rows that keys (epoch, row, ...) name, as dicts. At once: single rows cost more than a small image."""
     if len(keys[0]) == 4:  # streamed: the key has it with it
@@ -723,7 +758,9 @@ def decode_image(source, channels, keep_precision=False):
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I") or image.mode == "F":  # deep grey; Pillow's own conversion would clip it at 255
         values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
-        pixels = torch.from_numpy(values).clamp(0, 1).expand(channels, -1, -1)
+        if not (values.min() >= 0 and values.max() <= 1):  # nor nan
+            raise ValueError(f"its values are not from 0 to {'1' if image.mode == 'F' else '65535'}")
+        pixels = torch.from_numpy(values).expand(channels, -1, -1)
         return pixels.contiguous() if keep_precision else (pixels * 255).round().byte()
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -750,8 +787,9 @@ def shrink(image, resolution, place=None, interpolation="bicubic"):
 
 
 def name_image(row, source):
-    """What the reader knows an image by."""
-    return (source and source["path"]) or f"row {row}"
+    """What the reader knows an image by; a terminal must not be commanded by a file's name."""
+    name = (source and source["path"]) or f"row {row}"
+    return "".join(character if character.isprintable() else "?" for character in name)
 
 
 def step_seed(*key):
@@ -857,15 +895,17 @@ def load_models(args, dtype):
         if kind not in ("AutoencoderKL", "AutoencoderTiny"):
             raise ValueError(f"it is an {kind}, no AutoencoderKL or AutoencoderTiny")
         vae_class = AutoencoderTiny if kind == "AutoencoderTiny" else AutoencoderKL
-        vae = vae_class.from_pretrained(source, **options, torch_dtype=dtype)
+        vae = load_weights(vae_class, source, **options, torch_dtype=dtype)
         source, options = locate_model(args, args.text_encoder_name_or_path, "text_encoder")
-        text_encoder = CLIPTextModel.from_pretrained(source, **options, torch_dtype=dtype)
+        text_encoder = load_weights(CLIPTextModel, source, **options, torch_dtype=dtype)
         own_path = args.tokenizer_name_or_path or args.text_encoder_name_or_path
         source, options = locate_model(args, own_path, "tokenizer")
         options.pop("variant", None)
         tokenizer = CLIPTokenizer.from_pretrained(source, **options)
         if len(tokenizer) < 256:  # where there are no files, transformers makes one that knows two tokens
             raise ValueError("no vocabulary")
+        if len(tokenizer) > text_encoder.config.vocab_size or tokenizer.pad_token is None:
+            raise ValueError("it has other tokens than the text encoder, or none to fill up with")
     except Exception as error:
         fail(
             f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})"

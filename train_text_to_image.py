@@ -213,6 +213,11 @@ def parse_args(argv=None):
         parser.error("--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data")
     if args.latents_dir is None and args.dataset_name is None and not Path(args.train_data_dir).is_dir():
         parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+    images_only = ["dataset_config_name", "dataset_split", "image_column", "caption_column", "max_train_samples"]
+    images_only += ["center_crop", "image_interpolation_mode", "dataloader_num_workers"]
+    for name in images_only if args.latents_dir else []:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} does nothing with --latents_dir: the cache was made without or with it")
     check_training_args(parser, args)
     return args
 
@@ -242,6 +247,8 @@ def transform(row, epoch, item, column, channels, args):
     except Exception as error:  # a placeholder keeps the batch in shape
         text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
         reason = explain(error)
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk or the network, not of the file
+            reason = f"not read: {reason}"
     return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
 
 
@@ -408,7 +415,7 @@ def make_unet(args, latents_shape, embed_dim):
             unet.register_to_config(sample_size=latents_shape[1])  # what the pipeline draws unless told otherwise
         else:
             options |= {"subfolder": "unet", "revision": args.revision, "variant": args.variant}
-            unet = UNet2DConditionModel.from_pretrained(source, **options)
+            unet = load_weights(UNet2DConditionModel, source, **options)
     if (unet.config.in_channels, unet.config.cross_attention_dim) != (latents_shape[0], embed_dim):
         fail(
             f"the U-Net of {source} takes {unet.config.in_channels} channels and embeddings of "
@@ -426,8 +433,13 @@ def make_schedulers(args):
         sampler = DDIMScheduler  # of the samplers the one that can start from pure noise
         if not noise_scheduler.config.rescale_betas_zero_snr:
             sampler = getattr(diffusers, DDPMScheduler.load_config(source, **options)["_class_name"])
+        if not issubclass(sampler, diffusers.SchedulerMixin):
+            raise ValueError(f"{sampler.__name__} is none")
         sampler = sampler.from_pretrained(source, **options, **flags)
     check_objective(noise_scheduler)
+    timesteps = noise_scheduler.config.num_train_timesteps
+    if args.num_inference_steps > timesteps:
+        fail(f"--num_inference_steps {args.num_inference_steps} exceeds the {timesteps} training timesteps")
     return noise_scheduler, sampler
 
 
@@ -861,6 +873,34 @@ def load_rows(args, streaming=False, others=()):
     return rows, column
 
 
+def check_output_dir(args):
+    """Refuse an --output_dir that is no folder of its own: what is written must never become what is read."""
+    if "://" in args.output_dir or "\0" in args.output_dir:
+        fail(f"--output_dir {args.output_dir!r} is no path on a disk: write to one, and copy what comes out")
+    for name, value in vars(args).items():
+        for source in value if isinstance(value, list) else [value]:
+            if name.endswith(("_path", "_dir", "dataset_name")) and name not in (
+                "output_dir",
+                "cache_dir",
+                "logging_dir",
+            ):
+                if (
+                    source
+                    and os.path.isdir(source)
+                    and Path(args.output_dir).resolve().is_relative_to(Path(source).resolve())
+                ):
+                    fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
+
+
+def load_weights(kind, source, **options):
+    """`kind.from_pretrained`, but all weights must be there: others would be random, or not there at all."""
+    model, info = kind.from_pretrained(source, output_loading_info=True, **options)
+    for what in ("missing_keys", "mismatched_keys"):
+        if info[what]:
+            raise ValueError(f"{len(info[what])} {what.replace('_', ' ')}, such as {sorted(map(str, info[what]))[0]}")
+    return model
+
+
 def read_items(rows, keys):
     """The rows that keys (epoch, row, ...) name, as dicts. At once: single rows cost more than a small image."""
     if len(keys[0]) == 4:  # streamed: the key has it with it
@@ -908,7 +948,9 @@ def decode_image(source, channels, keep_precision=False):
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I") or image.mode == "F":  # deep grey; Pillow's own conversion would clip it at 255
         values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
-        pixels = torch.from_numpy(values).clamp(0, 1).expand(channels, -1, -1)
+        if not (values.min() >= 0 and values.max() <= 1):  # nor nan
+            raise ValueError(f"its values are not from 0 to {'1' if image.mode == 'F' else '65535'}")
+        pixels = torch.from_numpy(values).expand(channels, -1, -1)
         return pixels.contiguous() if keep_precision else (pixels * 255).round().byte()
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -935,8 +977,9 @@ def shrink(image, resolution, place=None, interpolation="bicubic"):
 
 
 def name_image(row, source):
-    """What the reader knows an image by."""
-    return (source and source["path"]) or f"row {row}"
+    """What the reader knows an image by; a terminal must not be commanded by a file's name."""
+    name = (source and source["path"]) or f"row {row}"
+    return "".join(character if character.isprintable() else "?" for character in name)
 
 
 def step_seed(*key):
@@ -1042,15 +1085,17 @@ def load_models(args, dtype):
         if kind not in ("AutoencoderKL", "AutoencoderTiny"):
             raise ValueError(f"it is an {kind}, no AutoencoderKL or AutoencoderTiny")
         vae_class = AutoencoderTiny if kind == "AutoencoderTiny" else AutoencoderKL
-        vae = vae_class.from_pretrained(source, **options, torch_dtype=dtype)
+        vae = load_weights(vae_class, source, **options, torch_dtype=dtype)
         source, options = locate_model(args, args.text_encoder_name_or_path, "text_encoder")
-        text_encoder = CLIPTextModel.from_pretrained(source, **options, torch_dtype=dtype)
+        text_encoder = load_weights(CLIPTextModel, source, **options, torch_dtype=dtype)
         own_path = args.tokenizer_name_or_path or args.text_encoder_name_or_path
         source, options = locate_model(args, own_path, "tokenizer")
         options.pop("variant", None)
         tokenizer = CLIPTokenizer.from_pretrained(source, **options)
         if len(tokenizer) < 256:  # where there are no files, transformers makes one that knows two tokens
             raise ValueError("no vocabulary")
+        if len(tokenizer) > text_encoder.config.vocab_size or tokenizer.pad_token is None:
+            raise ValueError("it has other tokens than the text encoder, or none to fill up with")
     except Exception as error:
         fail(
             f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})"
@@ -1235,8 +1280,16 @@ def update_ema(ema_unet, unet, step, args):
 
 def check_training_args(parser, args):
     """What both trainers refuse in their arguments, besides numbers out of their bounds."""
-    if args.lr_scheduler == "piecewise_constant" and args.lr_step_rules is None:
-        parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules")
+    if args.lr_scheduler == "piecewise_constant":
+        try:  # as diffusers reads them
+            *rules, last = (args.lr_step_rules or "").split(",")
+            rules = [(float(value), int(step)) for value, step in (rule.split(":") for rule in rules)]
+            if not all(map(math.isfinite, [float(last), *(value for value, _ in rules)])):
+                raise ValueError
+        except ValueError:
+            parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01")
+    if args.lr_scheduler == "polynomial" and args.learning_rate <= 1e-7:
+        parser.error("--lr_scheduler polynomial ends at a rate of 1e-7: --learning_rate must be larger")
     for tracker in {"tensorboard", "wandb"} & {args.report_to}:
         if importlib.util.find_spec(tracker) is None:
             parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
@@ -1575,6 +1628,7 @@ def open_output_dir(accelerator, args):
 
     Returns (the lock, which only the first process holds; the checkpoint to go on from, or None).
     """
+    check_output_dir(args)
     output_dir = Path(args.output_dir)
     lock = FileLock(output_dir / ".lock")
     if accelerator.is_main_process:
@@ -1650,6 +1704,10 @@ def save_pipeline(pipeline, args):
         fail("the weights are not finite: they are not saved, and the pipeline that stood there stays", alone=True)
     with saving(args.output_dir, f"the pipeline in {args.output_dir}") as unfinished:
         pipeline.save_pretrained(unfinished)
+        for path in unfinished.glob("*/config.json"):  # where a model came from on this machine is nobody's business
+            config = json.loads(path.read_text())
+            if os.path.exists(config.pop("_name_or_path", "")):
+                path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_card(text, args):
@@ -1657,7 +1715,8 @@ def write_card(text, args):
     output_dir = Path(args.output_dir)
     samples = sorted((output_dir / "samples").glob("step-*.png"))
     settings = {key: value for key, value in vars(args).items() if value is not None and not key.endswith("_dir")}
-    settings = {k: Path(v).name if k.endswith("_path") and Path(v).exists() else v for k, v in settings.items()}
+    local = lambda value: isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)  # noqa: E731
+    settings = {key: Path(value).name if local(value) else value for key, value in settings.items()}
     table = "".join(f"| {key} | {value} |\n" for key, value in settings.items())
     picture = f"![samples](samples/{samples[-1].name})" if samples else ""
     with saving(output_dir, "the model card") as unfinished:

@@ -389,7 +389,8 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
             # Quick latents of 16 kB a row: whoever keeps those of 18,000 rows takes 300 MB more.
             script.encode_images = lambda vae, images: images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1) / 255
             precompute(f"--train_data_dir={folder}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=64",
-                       "--batch_size=64", f"--output_dir={folder / 'out'}", "--dataloader_num_workers=0")  # fmt: skip
+                       "--batch_size=64", f"--output_dir={tmp_path / f'out{folder.name}'}",
+                       "--dataloader_num_workers=0")  # fmt: skip
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             (folder / "peak").write_text(str(peak))
 
@@ -503,6 +504,44 @@ def test_a_record_that_a_full_disk_cut_short_is_made_again(tmp_path, flags, monk
     monkeypatch.setattr(script, "finish", finish_cache)
     precompute(*flags)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_rows_that_an_outage_took_are_tried_again(tmp_path, flags, capfd, monkeypatch):
+    """A folder that goes away while it is read and comes back: no good row is lost, and broken ones stay skipped."""
+    (tmp_path / "images/9.png").write_bytes(b"no image")
+    precompute(*flags, "--max_skipped=0.1", f"--output_dir={tmp_path / 'whole'}")
+    decode_image = script.decode_image
+
+    def away(source, channels):
+        if source["path"].endswith(("4.png", "5.png", "6.png")):
+            raise FileNotFoundError(2, "No such file or directory", source["path"])
+        return decode_image(source, channels)
+
+    monkeypatch.setattr(script, "decode_image", away)
+    error = refused(capfd, *flags, "--max_skipped=0.1")
+    assert "not read: [Errno 2]" in error and "tries again what could not be read" in error
+    precompute(*flags, "--max_skipped=0.5")  # even when it was called finished
+    assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 6
+    monkeypatch.setattr(script, "decode_image", decode_image)
+    capfd.readouterr()
+    precompute(*flags, "--max_skipped=0.1")
+    assert capfd.readouterr().out.count("lacks rows that could not be read: making it again") == 2
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_models_that_lack_weights_are_refused(tmp_path, flags, capfd):
+    """transformers would fill in random ones, and diffusers leave them out."""
+    from safetensors.torch import load_file, save_file
+
+    for part, file in (("vae", "diffusion_pytorch_model.safetensors"), ("text_encoder", "model.safetensors")):
+        shutil.rmtree(tmp_path / "models", ignore_errors=True)
+        shutil.copytree(MODELS, tmp_path / "models")
+        whole = load_file(MODELS / part / file)
+        for missing in (sorted(whole)[:1], sorted(whole)):
+            kept = {name: tensor for name, tensor in whole.items() if name not in missing} or {"x": torch.ones(1)}
+            save_file(kept, tmp_path / "models" / part / file, metadata={"format": "pt"})
+            error = refused(capfd, *flags, f"--pretrained_model_name_or_path={tmp_path / 'models'}")
+            assert f"does not hold the {part} of a Stable Diffusion pipeline ({len(missing)} missing keys" in error
 
 
 def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, monkeypatch):

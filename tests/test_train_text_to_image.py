@@ -210,6 +210,10 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(tmp_path, cached
     names = "step epoch loss lr grad_norm images_per_second data_wait skipped_images"
     assert all(list(record) == names.split() and math.isfinite(sum(record.values())) for record in records)
     assert not list(out.glob(".tmp-*"))
+    # Nobody needs to know where things lay on this machine.
+    for path in out.rglob("*"):
+        if path.suffix in (".json", ".md") and "checkpoint" not in str(path):
+            assert str(tmp_path) not in path.read_text(), path
 
 
 def test_run_args_are_the_command_again(tmp_path, cached):
@@ -597,6 +601,11 @@ def test_bad_checkpoints_and_models_are_refused(tmp_path, cached, models, capfd)
     assert "checkpoint-6 is damaged" in refused(capfd, *cached, "--resume_from_checkpoint=latest")
     shutil.rmtree(models / "unet")
     assert "holds no UNet2DConditionModel" in refused(capfd, *cached, f"--output_dir={tmp_path / 'b'}")
+    assert "exceeds the 1000 training timesteps" in refused(
+        capfd, *cached, "--num_inference_steps=1001", f"--output_dir={tmp_path / 'b'}"
+    )
+    error = refused(capfd, *cached, f"--output_dir={models}")
+    assert f"lies in --pretrained_model_name_or_path {models}" in error
     shutil.rmtree(models / "scheduler")
     assert "holds no scheduler" in refused(capfd, *cached, f"--output_dir={tmp_path / 'b'}")
 
@@ -604,6 +613,8 @@ def test_bad_checkpoints_and_models_are_refused(tmp_path, cached, models, capfd)
 @pytest.mark.parametrize("argv, sentence", [
     (["--train_data_dir=nowhere", "--pretrained_model_name_or_path=sd"], "--train_data_dir nowhere is not a folder"),
     (["--latents_dir=a"], "--pretrained_model_name_or_path is needed"),
+    (["--latents_dir=a", "--pretrained_model_name_or_path=sd", "--max_train_samples=3"], "does nothing with --"),
+    (["--latents_dir=a", "--pretrained_model_name_or_path=sd", "--center_crop"], "--center_crop does nothing with"),
     (["--latents_dir=a", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "--latents_dir excludes"),
     (["--caption_dropout=2", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "2 is not between 0 and 1"),
     (["--train_batch_size=0", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "0 is not between 1 and"),

@@ -702,6 +702,19 @@ def test_deep_grey_is_scaled_and_kept_on_demand(format, dtype):
     assert plain.dtype == torch.float32 and plain[0, 0, 0] == pytest.approx(200 / 255)
 
 
+@pytest.mark.parametrize("dtype, value", [("<f4", 250.0), ("<f4", -0.1), ("<f4", np.nan), ("<i4", 70000), ("<i4", -1)])
+def test_deep_grey_beyond_its_range_is_refused_and_not_bleached(dtype, value):
+    values = np.zeros((8, 12), dtype)
+    values[2, 3] = value
+    with pytest.raises(ValueError, match="its values are not from 0 to"):
+        script.decode_image(encoded(Image.fromarray(values), "TIFF"), 1)
+
+
+def test_names_can_not_command_a_terminal():
+    assert script.name_image(3, {"bytes": b"", "path": "a\x1b[31mb\nc\u202ed é.png"}) == "a?[31mb?c?d é.png"
+    assert script.name_image(3, {"bytes": b"", "path": None}) == script.name_image(3, None) == "row 3"
+
+
 def test_crops_are_square_in_place_and_keyed(tmp_path):
     ramp = torch.arange(30, dtype=torch.uint8).expand(3, 10, 30)
     assert script.shrink(ramp, 10, (0.5, 0.5))[0, 0].tolist() == list(range(10, 20))
@@ -1106,8 +1119,10 @@ def test_folders_of_others_are_left_alone(tmp_path, flags, capfd):
         (folder / name).write_text("mine")
         assert "and no run of this script: choose another folder" in refused(capfd, flags, f"--output_dir={folder}")
         assert [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"] == [folder / name]
-    error = refused(capfd, flags, f"--output_dir={tmp_path / 'images'}")
-    assert "holds 0.png and no run of this script" in error
+    for inside in ("images", "images/out"):  # what is written would be trained on next time
+        assert "lies in --train_data_dir" in refused(capfd, flags, f"--output_dir={tmp_path / inside}")
+    for address in ("s3://bucket/x", "a\0b"):
+        assert "is no path on a disk" in refused(capfd, flags, f"--output_dir={address}")
     train(*flags)
     train(*flags, "--resume_from_checkpoint=latest")
 
@@ -1136,6 +1151,11 @@ def test_bad_checkpoints_are_refused_in_one_sentence(tmp_path, flags, capfd):
     (["--streaming", "--max_train_steps=1", "--cache_images"], "--cache_images"),
     (["--seed=-1"], "argument --seed: -1 is not between 0 and"),
     (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
+    (["--lr_scheduler=piecewise_constant", "--lr_step_rules=1:x,0.1"], "needs --lr_step_rules"),
+    (["--lr_scheduler=piecewise_constant", "--lr_step_rules=nan:5,0.1"], "needs --lr_step_rules"),
+    (["--lr_scheduler=polynomial", "--learning_rate=1e-8"], "must be larger"),
+    (["--learning_rate=nan"], "argument --learning_rate: nan is not between 0 and 100"),
+    (["--dataloader_num_workers=2147483648"], "--dataloader_num_workers: 2147483648 is not between 0 and 1024"),
     (["--model_config_name_or_path=a", "--pretrained_model_name_or_path=b"], "exclude each other"),
 ])  # fmt: skip
 def test_bad_arguments_end_with_one_line_before_anything_is_written(argv, sentence, tmp_path, capsys):
