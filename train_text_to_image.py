@@ -83,7 +83,7 @@ from tqdm.auto import tqdm
 from transformers import CLIPTextModel, CLIPTokenizer
 
 try:
-    from torchcodec.decoders import decode_jpeg  # twice as fast as Pillow, and the same pixels
+    from torchcodec.decoders import decode_jpeg  # up to twice as fast as Pillow
 except (ImportError, OSError, RuntimeError):  # not installed, or not made for this torch
     decode_jpeg = None
 

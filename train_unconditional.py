@@ -71,7 +71,7 @@ from torchvision.utils import make_grid
 from tqdm.auto import tqdm
 
 try:
-    from torchcodec.decoders import decode_jpeg  # twice as fast as Pillow, and the same pixels
+    from torchcodec.decoders import decode_jpeg  # up to twice as fast as Pillow
 except (ImportError, OSError, RuntimeError):  # not installed, or not made for this torch
     decode_jpeg = None
 
