@@ -13,7 +13,7 @@ what is missing, checks what is there, and redoes nothing that is whole.
 What stands where:
     parse_args                       the flags, one a line; bad values end here, before anything is loaded or written
     transform, TransformedRows       stage 1, on CPU cores: rows -> a batch of images and captions
-    load_encoders, encode            stage 2, on the device: a batch -> the columns of the cache, and what decides them
+    describe_encoders, encode        stage 2, on the device: a batch -> the columns of the cache, and what decides them
     encode_all                       keeps the device busy, and encodes again what is not finite
     read_cache ... finish            the files; a shard is whole or not there, so that a kill costs no more than one
     main                             the run in phases
@@ -39,6 +39,7 @@ import signal
 import sys
 import tarfile
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -70,14 +71,15 @@ DEMO = f"""
     --pretrained_model_name_or_path {HERE}/demo/models --train_data_dir {HERE}/demo/digits
     --output_dir latents-digits --resolution 8 --batch_size 64 --dataloader_num_workers 0
 """
+DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
 # Flags that change nothing in a cache: cache.json and run.args are the same whatever they were.
 UNLIKE = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
 
 # ------------------------------------------------------------------------------------------------- the flags
 
 
-def parse_args(argv=None):
-    """Parse and check the command line: a bad argument ends with one line and status 2 before anything is loaded."""
+def make_parser():
+    """The flags, and how they are read."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], epilog="@FILE stands for the flags in a file, such as a run's run.args",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter, fromfile_prefix_chars="@",
@@ -120,17 +122,26 @@ def parse_args(argv=None):
     add("--max_skipped", type=number(0, 1), default=0.05, help="share of rows that may fail")
     add("--seed", type=number(0, 2**63 - 1, int), default=0, help="fixes all that is random")
     add("--dry_run", **switch, help="say how big the cache will be, and stop")
+    return parser
 
-    args = parser.parse_args(argv)
-    if args.dataset_name is None and args.train_data_dir is None:
-        args = parse_demo(parser, DEMO, argv)
 
+def check_args(parser, args):
+    """End with one line and status 2 if flags do not fit together, before anything is loaded."""
     if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
         parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
     if args.pretrained_model_name_or_path is None:
         for name in ("vae_name_or_path", "text_encoder_name_or_path"):
             if getattr(args, name) is None:
                 parser.error(f"--pretrained_model_name_or_path is needed, or --{name} as well")
+
+
+def parse_args(argv=None):
+    """Parse and check the command line."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.dataset_name is None and args.train_data_dir is None:
+        args = parse_demo(parser, DEMO, argv)
+    check_args(parser, args)
     return args
 
 
@@ -186,41 +197,44 @@ class TransformedRows(torch.utils.data.Dataset):
 # ------------------------------------------------------------------------------------------------- stage 2: the models
 
 
-def load_encoders(device, args):
-    """Load the models, and find out what they make.
+def describe_encoders(vae, text_encoder, tokenizer, args):
+    """Find out what the models, on the CPU and in float32, make of these flags.
 
-    Returns (models: VAE and text encoder on the device, in the precision that is asked for; exact_models: the same in
-    float32; tokenizer; empty_prompt: its embedding, float16 [tokens, D]; settings: what of all this has to be the same
-    in two runs, or their shards do not fit together).
+    Returns (empty_prompt: its embedding, float16 [tokens, D]; settings: what of all this has to be the same in two
+    runs, or their shards do not fit together).
     """
-    dtype = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[args.mixed_precision]
-    *exact_models, tokenizer = load_models(args, torch.float32)
-    description = describe_models(*exact_models, tokenizer)
-    with torch.inference_mode():
-        empty_prompt = encode_prompts(exact_models[1], tokenize(tokenizer, [""]))[0].half().numpy()
-    models = exact_models if dtype == torch.float32 else load_models(args, dtype)[:2]
-    vae, text_encoder = models
     has_moments = not isinstance(vae, AutoencoderTiny)
     if args.latents == "moments" and not has_moments:
         fail("an AutoencoderTiny has no moments: leave --latents out")
     args.latents = args.latents or ("moments" if has_moments else "sample")
-    put_on_device(vae, device)
-    text_encoder.to(device)
+    with torch.device("meta"):  # shapes without numbers: a whole image would take a CPU a while
+        shell = type(vae).from_config(vae.config)
+        image = torch.zeros(1, vae.config.in_channels, args.resolution, args.resolution, dtype=torch.uint8)
     with torch.inference_mode(), explained(f"the VAE can't encode {args.resolution} x {args.resolution} pixels"):
-        shape = 1, vae.config.in_channels, args.resolution, args.resolution
-        channels, *size = encode_images(vae, torch.zeros(shape, dtype=torch.uint8, device=device)).shape[1:]
+        channels, *size = encode_images(shell, image).shape[1:]
+    with torch.inference_mode():
+        empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]))[0].half().numpy()
     settings = {
         "format_version": 1,
-        **description,
+        **describe_models(vae, text_encoder, tokenizer),
         "latents": args.latents,
         "latents_shape": [channels // 2 if args.latents == "sample" and has_moments else channels, *size],
         "prompt_embeds_shape": list(empty_prompt.shape),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": DTYPES[args.mixed_precision],
     }
+    return empty_prompt, settings
+
+
+def place_encoders(exact_models, device, args):
+    """VAE and text encoder on the device in the precision that is asked for; `exact_models` are they in float32."""
+    dtype = getattr(torch, DTYPES[args.mixed_precision])
+    vae, text_encoder = models = exact_models if dtype == torch.float32 else load_models(args, dtype)[:2]
+    put_on_device(vae, device)
+    text_encoder.to(device)
     if args.compile:  # the parts that the encoding calls
         compile_model(vae.encoder, args.compile)
         compile_model(text_encoder, args.compile)
-    return models, exact_models, tokenizer, empty_prompt, settings
+    return models
 
 
 @torch.inference_mode()
@@ -297,9 +311,14 @@ def encode_all(batches, models, exact_models, args):
 
 def write_file(path, text):
     """Write a small file whole or not at all."""
-    unfinished = path.with_name(f".tmp-{path.name}")
+    unfinished = name_unfinished(path)
     unfinished.write_text(text)
     unfinished.replace(path)
+
+
+def name_unfinished(path):
+    """A name for a file until it is whole; never the same twice: a run that is thought dead may still be writing."""
+    return path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
 
 
 def read_cache(output_dir):
@@ -335,7 +354,7 @@ def digest_file(path):
 
 def write_shard(path, encoded):
     """Write what `encode_all` yields for one shard, whole or not at all, and then its record."""
-    unfinished, record = path.with_name(f".tmp-{path.name}"), {"rows": 0, "encoded_again": 0, "skipped": []}
+    unfinished, record = name_unfinished(path), {"rows": 0, "encoded_again": 0, "skipped": []}
     try:
         with contextlib.ExitStack() as stack:
             file, writer = stack.enter_context(unfinished.open("wb")), None
@@ -361,6 +380,16 @@ def write_shard(path, encoded):
     return record
 
 
+def describe_damage(path, records):
+    """Why a shard that has a record must be made again, None if it need not."""
+    if path.name not in records:
+        return None
+    if any(entry["reason"].startswith("not read") for entry in records[path.name]["skipped"]):
+        return "lacks rows that could not be read"
+    if (digest := digest_file(path)) != records[path.name]["sha256"]:
+        return "is damaged" if digest else "is gone"
+
+
 def check_skipped(skipped, num_rows, max_skipped):
     """End the program if more rows were skipped than --max_skipped allows."""
     if len(skipped) > max_skipped * num_rows:
@@ -370,6 +399,23 @@ def check_skipped(skipped, num_rows, max_skipped):
             "read, and goes on from here with a larger --max_skipped",
             alone=True,
         )
+
+
+def plan_cache(rows, empty_prompt, settings, args):
+    """Complete `settings`, and say how big the cache will be. Returns (names of its shards, that sentence)."""
+    transform_flags = ["resolution", "center_crop", "image_interpolation_mode", "random_flip", "seed"]
+    settings |= {
+        "transform": {name: getattr(args, name) for name in transform_flags},
+        "source": {"fingerprint": rows._fingerprint, "rows": len(rows)},
+        "rows_per_shard": args.rows_per_shard,
+    }
+    shards = [name_shard(row, settings) for row in range(0, len(rows), args.rows_per_shard)]
+    row_bytes = 2 * (math.prod(settings["latents_shape"]) * (1 + args.random_flip) + empty_prompt.size)
+    size = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
+    return shards, (
+        f"{len(rows):,} rows of {size(row_bytes)} ({size(2 * empty_prompt.size)} of it the caption's) and the text: "
+        f"{size(len(rows) * row_bytes)} in {len(shards):,} shards"
+    )
 
 
 def open_cache(accelerator, settings, args):
@@ -472,23 +518,14 @@ def main(args):
     device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
 
     # The models before the data, because the VAE says whether images are decoded to grey or to colour.
-    models, exact_models, tokenizer, empty_prompt, settings = load_encoders(device, args)
+    *exact_models, tokenizer = load_models(args, torch.float32)
+    empty_prompt, settings = describe_encoders(*exact_models, tokenizer, args)
+    models = place_encoders(exact_models, device, args)
     rows, column = load_rows(args, others=[args.caption_column])
 
     # What decides the content, and with it whether a cache that is there can be gone on with.
-    transform_flags = ["resolution", "center_crop", "image_interpolation_mode", "random_flip", "seed"]
-    settings |= {
-        "transform": {name: getattr(args, name) for name in transform_flags},
-        "source": {"fingerprint": rows._fingerprint, "rows": len(rows)},
-        "rows_per_shard": args.rows_per_shard,
-    }
-    shards = [name_shard(row, settings) for row in range(0, len(rows), args.rows_per_shard)]
-    row_bytes = 2 * (math.prod(settings["latents_shape"]) * (1 + args.random_flip) + empty_prompt.size)
-    size = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
-    accelerator.print(
-        f"{len(rows):,} rows of {size(row_bytes)} ({size(2 * empty_prompt.size)} of it the caption's) and the text: "
-        f"{size(len(rows) * row_bytes)} in {len(shards):,} shards"
-    )
+    shards, sentence = plan_cache(rows, empty_prompt, settings, args)
+    accelerator.print(sentence)
     if args.dry_run:
         return
     output_dir = Path(args.output_dir)
@@ -499,11 +536,8 @@ def main(args):
     mine = range(rank, len(shards), num_processes)
     for number in tqdm(mine, "Checking", disable=not records or rank > 0, leave=False):
         name = shards[number]
-        if name in records and any(entry["reason"].startswith("not read") for entry in records[name]["skipped"]):
-            print(f"{output_dir / name} lacks rows that could not be read: making it again", flush=True)
-            del records[name]
-        if name in records and (digest := digest_file(output_dir / name)) != records[name]["sha256"]:
-            print(f"{output_dir / name} is {'damaged' if digest else 'gone'}: making it again", flush=True)
+        if damage := describe_damage(output_dir / name, records):
+            print(f"{output_dir / name} {damage}: making it again", flush=True)
             del records[name]
         if name not in records:
             missing[number * args.rows_per_shard] = min(len(rows), (number + 1) * args.rows_per_shard)
@@ -605,14 +639,16 @@ def explain(error):
     return " ".join(str(error).split(" <_io")[0].split()) or type(error).__name__
 
 
+def stop(number, frame):
+    """End at once on a signal: what is whole stays, and what is half-made is deleted now or at the next start."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        name = signal.Signals(number).name
+        print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
+    raise SystemExit(128 + number)
+
+
 def in_one_sentence(main):
     """Makes what can happen to any run end in a sentence, on whichever process; the unforeseen keeps its traceback."""
-
-    def stop(number, frame):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            name = signal.Signals(number).name
-            print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
-        raise SystemExit(128 + number)
 
     @functools.wraps(main)
     def guarded(args):

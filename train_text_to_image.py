@@ -795,14 +795,16 @@ def explain(error):
     return " ".join(str(error).split(" <_io")[0].split()) or type(error).__name__
 
 
+def stop(number, frame):
+    """End at once on a signal: what is whole stays, and what is half-made is deleted now or at the next start."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        name = signal.Signals(number).name
+        print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
+    raise SystemExit(128 + number)
+
+
 def in_one_sentence(main):
     """Makes what can happen to any run end in a sentence, on whichever process; the unforeseen keeps its traceback."""
-
-    def stop(number, frame):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            name = signal.Signals(number).name
-            print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
-        raise SystemExit(128 + number)
 
     @functools.wraps(main)
     def guarded(args):

@@ -13,6 +13,7 @@ from PIL import Image
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import digits_quality
+import plan
 import transform_speed
 
 
@@ -35,3 +36,17 @@ def test_digits_quality(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         digits_quality.main()
     assert stop.value.code == 1 and "of 200, of each digit [" in capsys.readouterr().out
+
+
+def test_plan(capsys):
+    args = plan.parse_args(["--simulate=100000", "--resolution=512", "--batch_size=16", "--embedding=59136"])
+    plan.main(args)
+    said = capsys.readouterr().out
+    assert "in 10 h; this is 10.0 h" in said  # the guide's own figure comes out again
+    assert "100,000 rows: cut into" in said and "100 records of" in said and "1,024 encoders" in said
+    figures = plan.plan(10**6, args)
+    # moments of 8 x 64 x 64 and embeddings of 77 x 768, two bytes each: 180 KiB, as the README says
+    assert figures["cache, TB"] * 1e12 / 10**6 == (64 + 115.5) * 1024 and figures["shards"] == 489
+    assert figures["parts"] == 10**6 / 2048 * 26
+    assert figures["encode, hours"] == pytest.approx(10**6 / min(64 * 150, 75 * 80) / 3600)
+    assert plan.simulate_parts(2048, args)[1] == 26 and plan.simulate_assignment(1024, 1024, spread=0)[1] == 1
