@@ -325,7 +325,7 @@ def test_tries_are_counted_over_the_processes_that_die(tmp_path):
 
 def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp_path, flags):
     args = single.parse_args(flags)
-    rows, column = single.load_rows(args, caption_column="text")
+    rows, column = single.load_rows(args, others=["text"])
     pickled = lambda fingerprint: pickle.dumps((args, column, 3, None, fingerprint, pickle.dumps(rows)))  # noqa: E731
     assert len(pickle.dumps(rows)) < 20_000
     assert len(script.open_rows(pickled(rows._fingerprint)).rows) == NUM_ROWS
