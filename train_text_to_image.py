@@ -1267,8 +1267,8 @@ def train_step(accelerator, unet, optimizer, noise_scheduler, batches, micro_bat
         sums += torch.stack([loss.detach(), batch["weight"].sum()])
     grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
-    optimizer.zero_grad()
-    return torch.cat([sums, grad_norm[None]])
+    optimizer.zero_grad()  # to None: the memory is free for the next forward pass
+    return torch.cat([sums, grad_norm[None]])  # one tensor, read later: an .item() here would wait
 
 
 def update_ema(ema_unet, unet, step, args):
@@ -1314,9 +1314,9 @@ def step_batches(rows, args, rank, num_processes, images_seen):
         for step_start in range(first_image, len(rows), per_step):
             step = order[step_start : step_start + per_step]
             for start in range(0, len(step), per_micro):
-                mine = step[start : start + per_micro][rank::num_processes]
+                mine = step[start : start + per_micro][rank::num_processes]  # in turns, so that all have about as many
                 yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]
-        first_image = 0
+        first_image = 0  # the next epoch is whole
 
 
 def objective_flags(args):
@@ -1417,7 +1417,7 @@ class Records:
         """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
         self.sums += torch.cat([sums, torch.ones_like(sums[:1])])
         self.num_images, self.epoch, self.lr = self.num_images + num_images, epoch, lr
-        self.bar.update(1)
+        self.bar.update(1)  # counts, and shows nothing that would have to be waited for
 
     @contextlib.contextmanager
     def paused(self):
@@ -1466,7 +1466,7 @@ class Records:
                 file.write(json.dumps(record) + "\n")
         self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step)
         self.sums.zero_()
-        self.waits, self.num_images, self.start = [], 0, now
+        self.waits, self.num_images, self.start = [], 0, now  # each record tells of what came since the last
 
 
 # ------------------------------------------------------------------------------ shared by the trainers: checkpoints
@@ -1497,12 +1497,12 @@ def saving(folder, what):
             if path.is_file():  # on the disk before it has its name, or a power cut leaves empty files
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-        for item in unfinished.iterdir():
+        for item in unfinished.iterdir():  # one by one: each is whole, and what is elsewhere stays
             path, old = folder / item.name, folder / f".tmp-old-{item.name}"
             if path.is_dir():  # a folder can't be replaced in one go: `clean` puts it back if a kill comes here
                 path.rename(old)
             item.replace(path)
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)  # last: until here one of the two is whole
         unfinished.rmdir()
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -1646,7 +1646,7 @@ def open_output_dir(accelerator, args):
         except OSError as error:
             fail(f"--output_dir {output_dir} can't be written to ({error})")
     accelerator.wait_for_everyone()
-    checkpoint = find_checkpoint(args)
+    checkpoint = find_checkpoint(args)  # by all processes, so that all refuse alike
     if accelerator.is_main_process:
         with saving(output_dir, "run.args") as unfinished:
             (unfinished / "run.args").write_text(format_args(args))
@@ -1669,7 +1669,7 @@ def save_samples(accelerator, picture, step, args):
     """Write a PIL picture of samples whole or not at all, and pass it to the trackers that take pictures."""
     path = samples_path(step, args)
     with saving(path.parent, path) as unfinished:
-        picture.save(unfinished / path.name)
+        picture.save(unfinished / path.name)  # a half picture would pass for one that is done
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_images"):
             layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}

@@ -213,7 +213,7 @@ class ImageDataset(torch.utils.data.Dataset):
     def __getitem__(self, keys):
         items = read_items(self.rows, keys)
         pixel_values = torch.zeros(len(keys), self.channels, *[self.args.resolution] * 2, dtype=self.dtype)
-        weight, skipped = torch.tensor([key[2] for key in keys]), []
+        weight, skipped = torch.tensor([key[2] for key in keys]), []  # a weight of 0 takes an image out of the mean
         for i, (key, item) in enumerate(zip(keys, items, strict=True)):
             try:
                 pixel_values[i] = self.load(*key[:2], item)
@@ -273,7 +273,7 @@ def stream_batches(rows, args, rank, num_processes, images_seen):
     Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was,
     because a stream can't be entered in the middle.
     """
-    shuffled = rows.shuffle(seed=args.seed, buffer_size=1000)
+    shuffled = rows.shuffle(seed=args.seed, buffer_size=1000)  # in a window: a stream has no order to draw from
     share = split_dataset_by_node(shuffled, rank, num_processes)
     weight = 1 / (args.train_batch_size * args.gradient_accumulation_steps)
 
@@ -300,7 +300,7 @@ def make_unet(args):
     with explained(f"{source} holds no UNet2DModel"):
         if args.pretrained_model_name_or_path:
             unet = load_weights(UNet2DModel, source, subfolder="unet", cache_dir=args.cache_dir)
-            unet.register_to_config(sample_size=args.resolution)
+            unet.register_to_config(sample_size=args.resolution)  # what the pipeline will draw
         elif args.model_config_name_or_path:
             config = UNet2DModel.load_config(source, cache_dir=args.cache_dir)
             unet = UNet2DModel.from_config(config, sample_size=args.resolution)
@@ -311,7 +311,7 @@ def make_unet(args):
                 down_block_types=("DownBlock2D",) * 4 + ("AttnDownBlock2D", "DownBlock2D"),
                 up_block_types=("UpBlock2D", "AttnUpBlock2D") + ("UpBlock2D",) * 4,
             )
-    channels, multiple = unet.config.in_channels, 2 ** (len(unet.config.block_out_channels) - 1)
+    channels, multiple = unet.config.in_channels, 2 ** (len(unet.config.block_out_channels) - 1)  # levels halve
     if channels not in (1, 3) or unet.config.out_channels != channels:
         fail(f"{source} takes {channels} and gives {unet.config.out_channels} channels; images have 1 or 3")
     if args.resolution % multiple:
@@ -999,8 +999,8 @@ def train_step(accelerator, unet, optimizer, noise_scheduler, batches, micro_bat
         sums += torch.stack([loss.detach(), batch["weight"].sum()])
     grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
-    optimizer.zero_grad()
-    return torch.cat([sums, grad_norm[None]])
+    optimizer.zero_grad()  # to None: the memory is free for the next forward pass
+    return torch.cat([sums, grad_norm[None]])  # one tensor, read later: an .item() here would wait
 
 
 def update_ema(ema_unet, unet, step, args):
@@ -1046,9 +1046,9 @@ def step_batches(rows, args, rank, num_processes, images_seen):
         for step_start in range(first_image, len(rows), per_step):
             step = order[step_start : step_start + per_step]
             for start in range(0, len(step), per_micro):
-                mine = step[start : start + per_micro][rank::num_processes]
+                mine = step[start : start + per_micro][rank::num_processes]  # in turns, so that all have about as many
                 yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]
-        first_image = 0
+        first_image = 0  # the next epoch is whole
 
 
 def objective_flags(args):
@@ -1149,7 +1149,7 @@ class Records:
         """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
         self.sums += torch.cat([sums, torch.ones_like(sums[:1])])
         self.num_images, self.epoch, self.lr = self.num_images + num_images, epoch, lr
-        self.bar.update(1)
+        self.bar.update(1)  # counts, and shows nothing that would have to be waited for
 
     @contextlib.contextmanager
     def paused(self):
@@ -1198,7 +1198,7 @@ class Records:
                 file.write(json.dumps(record) + "\n")
         self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step)
         self.sums.zero_()
-        self.waits, self.num_images, self.start = [], 0, now
+        self.waits, self.num_images, self.start = [], 0, now  # each record tells of what came since the last
 
 
 # ------------------------------------------------------------------------------ shared by the trainers: checkpoints
@@ -1229,12 +1229,12 @@ def saving(folder, what):
             if path.is_file():  # on the disk before it has its name, or a power cut leaves empty files
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-        for item in unfinished.iterdir():
+        for item in unfinished.iterdir():  # one by one: each is whole, and what is elsewhere stays
             path, old = folder / item.name, folder / f".tmp-old-{item.name}"
             if path.is_dir():  # a folder can't be replaced in one go: `clean` puts it back if a kill comes here
                 path.rename(old)
             item.replace(path)
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)  # last: until here one of the two is whole
         unfinished.rmdir()
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -1378,7 +1378,7 @@ def open_output_dir(accelerator, args):
         except OSError as error:
             fail(f"--output_dir {output_dir} can't be written to ({error})")
     accelerator.wait_for_everyone()
-    checkpoint = find_checkpoint(args)
+    checkpoint = find_checkpoint(args)  # by all processes, so that all refuse alike
     if accelerator.is_main_process:
         with saving(output_dir, "run.args") as unfinished:
             (unfinished / "run.args").write_text(format_args(args))
@@ -1401,7 +1401,7 @@ def save_samples(accelerator, picture, step, args):
     """Write a PIL picture of samples whole or not at all, and pass it to the trackers that take pictures."""
     path = samples_path(step, args)
     with saving(path.parent, path) as unfinished:
-        picture.save(unfinished / path.name)
+        picture.save(unfinished / path.name)  # a half picture would pass for one that is done
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_images"):
             layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
