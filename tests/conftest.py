@@ -30,6 +30,11 @@ torch.set_num_threads(1)
 tqdm.set_lock(threading.RLock())
 
 
+def pytest_collection_modifyitems(items):
+    """Ray comes last: the other tests fork, which its threads do not survive."""
+    items.sort(key=lambda item: item.module.__name__ in ("test_download_images", "test_precompute_latents_ray"))
+
+
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
     """Every test has its own caches and leaves no Accelerate state and no signal handler behind."""
