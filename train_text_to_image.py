@@ -213,6 +213,11 @@ def parse_args(argv=None):
         parser.error("--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data")
     if args.latents_dir is None and args.dataset_name is None and not Path(args.train_data_dir).is_dir():
         parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+    for folder in args.latents_dir or []:
+        if "://" in folder:
+            parser.error(
+                f"--latents_dir {folder} is an address: copy the cache to a disk, where it is mapped into memory"
+            )
     images_only = ["dataset_config_name", "dataset_split", "image_column", "caption_column", "max_train_samples"]
     images_only += ["center_crop", "image_interpolation_mode", "dataloader_num_workers"]
     for name in images_only if args.latents_dir else []:

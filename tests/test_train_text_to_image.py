@@ -615,6 +615,7 @@ def test_bad_checkpoints_and_models_are_refused(tmp_path, cached, models, capfd)
     (["--latents_dir=a"], "--pretrained_model_name_or_path is needed"),
     (["--latents_dir=a", "--pretrained_model_name_or_path=sd", "--max_train_samples=3"], "does nothing with --"),
     (["--latents_dir=a", "--pretrained_model_name_or_path=sd", "--center_crop"], "--center_crop does nothing with"),
+    (["--latents_dir=s3://b/c", "--pretrained_model_name_or_path=sd"], "copy the cache to a disk"),
     (["--latents_dir=a", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "--latents_dir excludes"),
     (["--caption_dropout=2", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "2 is not between 0 and 1"),
     (["--train_batch_size=0", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "0 is not between 1 and"),
