@@ -847,8 +847,10 @@ def ignore_signals(worker_id):
 def end_workers():
     """End what is left of the loader's processes, which ignore the signal that Python's own exit would send them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would take their end for a fault
-    for process in multiprocessing.active_children():
-        process.kill()
+    if processes := multiprocessing.active_children():
+        time.sleep(0.2)  # what is on its way to them arrives, or the thread that sends it would complain
+        for process in processes:
+            process.kill()
 
 
 def load_batches(dataset, keys, num_workers, device):

@@ -1,7 +1,9 @@
 """What the tests share: an offline, single-threaded process, small images and models, and ways to run a script."""
 
+import atexit
 import contextlib
 import json
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -32,7 +34,8 @@ tqdm.set_lock(threading.RLock())
 
 def pytest_collection_modifyitems(items):
     """Ray comes last: the other tests fork, which its threads do not survive."""
-    items.sort(key=lambda item: item.module.__name__ in ("test_download_images", "test_precompute_latents_ray"))
+    last = {"test_precompute_latents_ray": 1, "test_download_images": 2}
+    items.sort(key=lambda item: last.get(item.module.__name__, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +149,8 @@ def start(function, num_processes=1, log=os.devnull):
             sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             torch.set_num_threads(1)  # makes the fork's thread pool; two threads that come for it at once crash
+            atexit._clear()  # what the parent has to end, such as Ray, is not this process's
+            atexit.register(multiprocessing.util._exit_function)
             function()
             code = 0
         except SystemExit as stop:
@@ -156,8 +161,6 @@ def start(function, num_processes=1, log=os.devnull):
             traceback.print_exc()
         finally:
             with contextlib.suppress(BaseException):
-                import atexit
-
                 atexit._run_exitfuncs()
             os._exit(code)
     return pids
