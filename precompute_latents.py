@@ -723,18 +723,12 @@ def check_output_dir(args):
     """Refuse an --output_dir that is no folder of its own: what is written must never become what is read."""
     if "://" in args.output_dir or "\0" in args.output_dir:
         fail(f"--output_dir {args.output_dir!r} is no path on a disk: write to one, and copy what comes out")
+    written = Path(args.output_dir).resolve()
     for name, value in vars(args).items():
-        for source in value if isinstance(value, list) else [value]:
-            if name.endswith(("_path", "_dir", "dataset_name")) and name not in (
-                "output_dir",
-                "cache_dir",
-                "logging_dir",
-            ):
-                if (
-                    source
-                    and os.path.isdir(source)
-                    and Path(args.output_dir).resolve().is_relative_to(Path(source).resolve())
-                ):
+        if name in ("latents_dir", "train_data_dir", "dataset_name") or name.endswith("name_or_path"):
+            sources = [source for source in (value if isinstance(value, list) else [value]) if source]
+            for source in filter(os.path.isdir, sources):
+                if written.is_relative_to(Path(source).resolve()):
                     fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
 
 

@@ -320,6 +320,18 @@ def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags,
     assert len(metrics(tmp_path / "out")) == 18 and "checkpoint-18" in checkpoints(tmp_path / "out")
 
 
+@pytest.mark.parametrize("folder", [".", "samples"])
+def test_what_a_kill_left_of_a_save_is_in_nobodys_way(tmp_path, flags, folder):
+    """Wherever it came: half a folder is written over, and does not make each later save fail."""
+    train(*flags, "--max_train_steps=2")
+    (tmp_path / "out" / folder / ".tmp-saving/unet").mkdir(parents=True)
+    (tmp_path / "out" / folder / ".tmp-saving/half.png").write_bytes(b"half")
+    train(*flags, "--max_train_steps=4", "--validation_steps=3", "--resume_from_checkpoint=latest")
+    names = sorted(path.name for path in (tmp_path / "out/samples").iterdir())
+    assert names == ["step-0000002.png", "step-0000003.png", "step-0000004.png"]
+    assert not list((tmp_path / "out").rglob(".tmp-*")) and not (tmp_path / "out/half.png").exists()
+
+
 def test_averaging_can_begin_at_a_checkpoint_without(tmp_path, flags, capsys):
     train(*flags, "--no-use_ema", "--checkpointing_steps=3")
     train(*flags, "--checkpointing_steps=3", "--resume_from_checkpoint=latest", "--num_epochs=2")
