@@ -23,6 +23,7 @@ change: images, batches from a thread so that the device need not wait, models a
 
 import argparse
 import atexit
+import collections
 import contextlib
 import functools
 import hashlib
@@ -48,9 +49,11 @@ import datasets
 import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import torchvision.transforms.v2.functional as TF
 import transformers
+import xxhash
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, InitProcessGroupKwargs, TorchDynamoPlugin
 from diffusers import AutoencoderKL, AutoencoderTiny
@@ -100,6 +103,8 @@ def make_parser():
     add("--resolution", type=number(1, 16384, int), default=512, help="side of the square images, pixels")
     add("--center_crop", **switch, help="crop the centre, not a random square")
     add("--random_flip", **switch, help="mirrored images as well")
+    add("--min_size", type=number(0, 16384, int), default=0, help="skip images with a shorter side, pixels")
+    add("--skip_empty_captions", **switch, help="skip images without a word")
     modes = ["bicubic", "bilinear", "nearest-exact"]
     add("--image_interpolation_mode", choices=modes, default="bicubic", help="for resizing, antialiased")
     add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
@@ -165,8 +170,11 @@ def transform(row, epoch, item, column, channels, args):
             text = text[int(choice * len(text))]
         if not isinstance(text, str):
             raise ValueError(f"the caption is {text!r}")
+        if args.skip_empty_captions and not text.strip():
+            raise ValueError("the caption is empty")
         place = (0.5, 0.5) if args.center_crop else (y, x)
-        image = shrink(decode_image(item[column], channels), size, place, args.image_interpolation_mode)
+        image = decode_image(item[column], channels, min_size=args.min_size)
+        image = shrink(image, size, place, args.image_interpolation_mode)
     except Exception as error:  # a placeholder keeps the batch in shape
         text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
         reason = explain(error)
@@ -178,7 +186,8 @@ def transform(row, epoch, item, column, channels, args):
 class TransformedRows(torch.utils.data.Dataset):
     """Turns keys (0, row) into a batch of what `transform` makes of the rows, as the trainers see them in epoch 0.
 
-    {"row", "key", "text", "skipped": lists, "pixel_values": uint8 [N, C, H, W], "input_ids": [N, model_max_length]}
+    {"row", "key", "text", "skipped", "cut": lists, "pixel_values": uint8 [N, C, H, W], "input_ids": [N,
+    model_max_length]}; "cut" says which captions have more tokens than that.
     """
 
     def __init__(self, rows, tokenizer, *settings):
@@ -191,6 +200,7 @@ class TransformedRows(torch.utils.data.Dataset):
         ]
         batch = {name: [item[name] for item in items] for name in items[0]}
         batch["pixel_values"] = torch.stack(batch["pixel_values"])
+        batch["cut"] = are_cut(self.tokenizer, batch["text"])
         return {**batch, "input_ids": tokenize(self.tokenizer, batch["text"])}
 
 
@@ -215,7 +225,7 @@ def describe_encoders(vae, text_encoder, tokenizer, args):
     with torch.inference_mode():
         empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]))[0].half().numpy()
     settings = {
-        "format_version": 1,
+        "format_version": 2,  # 1 had no checksums of rows
         **describe_models(vae, text_encoder, tokenizer),
         "latents": args.latents,
         "latents_shape": [channels // 2 if args.latents == "sample" and has_moments else channels, *size],
@@ -270,7 +280,7 @@ def all_finite(columns, event):
 
 
 def encode_all(batches, models, exact_models, args):
-    """Encode batch after batch; yields (first row, record batch of the good rows, skipped, images encoded again).
+    """Encode batch after batch; yields (first row, record batch of the good rows, skipped, counts of other things).
 
     What is not finite in `models` (Stable Diffusion's VAEs overflow in float16) is encoded again by `exact_models`,
     the same in float32. A row that is not finite even then, or too large for the cache's float16, is skipped.
@@ -281,9 +291,9 @@ def encode_all(batches, models, exact_models, args):
         if ready is None:
             continue  # one batch stays queued: the device computes it while the one before is checked and written
         batch, columns, event = ready
-        finite, encoded_again = all_finite(columns, event), 0
+        finite, counts = all_finite(columns, event), {"encoded_again": 0}
         if not finite.all() and exact_models is not models:
-            encoded_again = len(finite)
+            counts["encoded_again"] = len(finite)
             device = batch["pixel_values"].device
             columns, event = encode(batch, *(model.to(device) for model in exact_models), args)
             finite = all_finite(columns, event)
@@ -292,18 +302,21 @@ def encode_all(batches, models, exact_models, args):
             for reason, good in zip(batch["skipped"], finite.tolist(), strict=True)
         ]
         good = [i for i, reason in enumerate(reasons) if reason is None]
+        counts["captions_cut"] = sum(batch["cut"][i] for i in good)
         skipped = [
             {"row": row, "key": key, "reason": reason}
             for row, key, reason in zip(batch["row"], batch["key"], reasons, strict=True)
             if reason is not None
         ]
+        rows = [checksum({name: numbers[i].numpy() for name, numbers in columns.items()}) for i in good]
         arrays = {
             name: pa.FixedSizeListArray.from_arrays(pa.array(numbers[good].flatten().numpy()), numbers.shape[1])
             for name, numbers in columns.items()
         }
         for name in ("text", "key"):
             arrays[name] = pa.array([batch[name][i] for i in good], pa.string())
-        yield batch["row"][0], pa.RecordBatch.from_pydict(arrays), skipped, encoded_again
+        arrays["checksum"] = pa.array(rows, pa.uint64())
+        yield batch["row"][0], pa.RecordBatch.from_pydict(arrays), skipped, counts
 
 
 # ------------------------------------------------------------------------------------------------- the cache
@@ -324,7 +337,8 @@ def name_unfinished(path):
 def read_cache(output_dir):
     """What cache.json says, and the records of all shards that are whole, also of those written since.
 
-    Returns (dict, {file name: {"rows", "sha256", "encoded_again", "skipped": [{"row", "key", "reason"}]}}).
+    Returns (dict, {file name: {"rows", "sha256", "checksums": of the rows' checksums, "encoded_again",
+    "captions_cut", "skipped": [{"row", "key", "reason"}]}}).
     """
     cache = json.loads((output_dir / "cache.json").read_text())
     records = {name: {**record, "skipped": []} for name, record in cache.get("shards", {}).items()}
@@ -354,20 +368,21 @@ def digest_file(path):
 
 def write_shard(path, encoded):
     """Write what `encode_all` yields for one shard, whole or not at all, and then its record."""
-    unfinished, record = name_unfinished(path), {"rows": 0, "encoded_again": 0, "skipped": []}
+    unfinished, record = name_unfinished(path), {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []}
+    checksums = xxhash.xxh3_128()  # with it a trainer knows a shard, and by its rows' checksums each row
     try:
         with contextlib.ExitStack() as stack:
             file, writer = stack.enter_context(unfinished.open("wb")), None
-            for _, rows, skipped, encoded_again in encoded:
+            for _, rows, skipped, counts in encoded:
                 writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
                 if len(rows):  # an empty batch would be in the way of who reads batch by batch
                     writer.write_batch(rows)
-                record["rows"] += len(rows)
-                record["encoded_again"] += encoded_again
-                record["skipped"] += skipped
+                    checksums.update(rows["checksum"].to_numpy())
+                for name, more in {"rows": len(rows), "skipped": skipped, **counts}.items():
+                    record[name] += more
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
-        record["sha256"] = digest_file(unfinished)
+        record["sha256"], record["checksums"] = digest_file(unfinished), checksums.hexdigest()
         unfinished.replace(path)
         write_file(path.parent / "unfinished" / f"{path.name}.json", json.dumps(record))
     except OSError as error:
@@ -404,6 +419,7 @@ def check_skipped(skipped, num_rows, max_skipped):
 def plan_cache(rows, empty_prompt, settings, args):
     """Complete `settings`, and say how big the cache will be. Returns (names of its shards, that sentence)."""
     transform_flags = ["resolution", "center_crop", "image_interpolation_mode", "random_flip", "seed"]
+    transform_flags += ["min_size", "skip_empty_captions"]
     settings |= {
         "transform": {name: getattr(args, name) for name in transform_flags},
         "source": {"fingerprint": rows._fingerprint, "rows": len(rows)},
@@ -434,10 +450,11 @@ def open_cache(accelerator, settings, args):
             if not (output_dir / "cache.json").exists():
                 if others := [path.name for path in output_dir.iterdir() if not path.name.startswith(".")]:
                     fail(f"--output_dir {output_dir} holds {others[0]} and no latent cache: choose another folder")
-                write_file(output_dir / "run.args", format_args(args, UNLIKE))
                 flags = {name: x for name, x in vars(args).items() if x is not None and name not in UNLIKE}
                 described = {**settings, "decoder": decoder, "made_with": flags}
                 write_file(output_dir / "cache.json", json.dumps(described, indent=1))
+            if not (output_dir / "run.args").exists():  # second: alone in a folder it would be somebody else's
+                write_file(output_dir / "run.args", format_args(args, UNLIKE))
             (output_dir / "unfinished").mkdir(exist_ok=True)
             for leftover in output_dir.rglob(".tmp-*"):  # of a run that was killed
                 leftover.unlink()
@@ -474,8 +491,9 @@ def finish(output_dir, empty_prompt, max_skipped):
     np.save(output_dir / ".tmp-empty_prompt.npy", empty_prompt)
     (output_dir / ".tmp-empty_prompt.npy").replace(output_dir / "empty_prompt.npy")
     cache["empty_prompt_sha256"] = digest_file(output_dir / "empty_prompt.npy")
-    cache["rows"] = sum(record["rows"] for record in records.values())
-    cache["skipped"], cache["encoded_again"] = len(skipped), sum(r["encoded_again"] for r in records.values())
+    for name in ("rows", "encoded_again", "captions_cut"):
+        cache[name] = sum(record[name] for record in records.values())
+    cache["skipped"] = len(skipped)
     cache["shards"] = dict(sorted(records.items()))
     # What `datasets` wants to find
     state = dict.fromkeys(["_format_columns", "_format_type", "_split"])
@@ -576,6 +594,7 @@ def main(args):
             fail(f"{output_dir} could not be finished ({error}); its shards are whole, the same command goes on")
         lock.release()
         (output_dir / ".lock").unlink()
+        say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
         print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {output_dir}")
     accelerator.wait_for_everyone()
     time.sleep(0.1)  # torch 2.11 can hang on the way out if gloo's thread has not yet let go of the last gather
@@ -661,7 +680,9 @@ def in_one_sentence(main):
             fail(f"the device has not enough memory ({explain(error)}): try a smaller {less}", alone=True)
         except (OSError, EOFError, tarfile.TarError) as error:  # a full disk, a file that went away, a cut stream
             fail(f"{explain(error)}; what was saved before is whole", alone=True)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if "class_labels should be provided" in str(error):
+                fail("the U-Net wants class labels, which this script does not give it: choose another config")
             if "DataLoader worker" in str(error):
                 fail(
                     "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
@@ -693,9 +714,10 @@ def load_rows(args, streaming=False, others=()):
     """
     source = args.dataset_name or args.train_data_dir
     with explained(f"{source} can't be loaded as a data set"):
-        rows = datasets.load_dataset(
-            source, args.dataset_config_name, split=args.dataset_split, streaming=streaming, cache_dir=args.cache_dir
-        )
+        builder = datasets.load_dataset_builder(source, args.dataset_config_name, cache_dir=args.cache_dir)
+        if not streaming:
+            builder.download_and_prepare()
+        rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
@@ -709,6 +731,8 @@ def load_rows(args, streaming=False, others=()):
             # Plain bytes and paths become images too; a cache that was made of them knows them by this fingerprint.
             same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
             rows = rows.cast_column(name, datasets.Image(decode=False), **same)
+    if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
+        say_unused(source, builder, rows, column, args.dataset_split)
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
@@ -717,6 +741,25 @@ def load_rows(args, streaming=False, others=()):
     if not streaming and len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return rows, column
+
+
+def say_unused(folder, builder, rows, column, split):
+    """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
+    used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
+    images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
+    for name, paths in (builder.config.data_files or {}).items():
+        used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
+    if images:  # those that metadata name, or all
+        used += pc.struct_field(rows.data[column], "path").to_pylist()
+    real = functools.cache(os.path.realpath)
+    used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
+    found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
+    unused = sorted(path for path in found if path not in used and not os.path.basename(path).startswith("."))
+    if unused:
+        kinds = collections.Counter(Path(path).suffix.lower() or "no suffix" for path in unused).most_common(5)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        named = os.path.relpath(unused[0], folder)
+        print(printable(f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), such as {named}"))
 
 
 def check_output_dir(args):
@@ -749,13 +792,13 @@ def read_items(rows, keys):
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def decode_image(source, channels, keep_precision=False):
+def decode_image(source, channels, keep_precision=False, min_size=0):
     """Decode an image to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
 
     `source` is the {"bytes", "path"} of an undecoded `datasets.Image`; a "size" beside them says that the bytes are
     those of such a tensor. `channels` is 1 or 3.
     EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
-    Raises whatever Pillow raises for a file that it can't read whole.
+    Raises ValueError for less than `min_size` pixels on a side, and what Pillow raises for what it can't read whole.
     """
     if source is None:
         raise ValueError("there is no image")
@@ -763,23 +806,17 @@ def decode_image(source, channels, keep_precision=False):
     if "size" in source:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])
     if data is None:
+        if os.path.exists(source["path"]) and not os.path.isfile(source["path"]):
+            raise ValueError("it is no file")  # but a pipe or a device, which might never end
         with fsspec.open(source["path"]) as file:
-            data = file.read()
+            data = file.read(2**30 + 1)
+    if len(data) > 2**30:
+        raise ValueError("it has more than 1 GiB")
     Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
-    formats = {
-        "AVIF",
-        "BMP",
-        "GIF",
-        "JPEG",
-        "JPEG2000",
-        "PNG",
-        "PPM",
-        "QOI",
-        "TGA",
-        "TIFF",
-        "WEBP",
-    } & Image.OPEN.keys()
+    formats = {*"AVIF BMP GIF JPEG JPEG2000 PNG PPM QOI TGA TIFF WEBP".split()} & Image.OPEN.keys()
     image = Image.open(io.BytesIO(data), formats=list(formats))  # reads the header, and refuses decompression bombs
+    if min(image.size) < min_size:
+        raise ValueError(f"{image.width} x {image.height} pixels are less than --min_size {min_size}")
     if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
         if image.getexif().get(0x0112, 1) == 1:  # Pillow alone decides what is turned, and turns it below
             with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
@@ -817,9 +854,13 @@ def shrink(image, resolution, place=None, interpolation="bicubic"):
 
 
 def name_image(row, source):
-    """What the reader knows an image by; a terminal must not be commanded by a file's name."""
-    name = (source and source["path"]) or f"row {row}"
-    return "".join(character if character.isprintable() else "?" for character in name)
+    """What the reader knows an image by."""
+    return printable((source and source["path"]) or f"row {row}")
+
+
+def printable(text):
+    """Text from the data as it may be printed: a terminal must not be commanded by a file's name."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def step_seed(*key):
@@ -906,6 +947,25 @@ def tokenize(tokenizer, texts):
     return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
+def say_cut(count, total, limit, where=""):
+    """Say how many captions lose their end."""
+    if count:
+        print(f"{where}{count:,} of {total:,} captions have more than {limit} tokens, and lose what is beyond")
+
+
+def are_cut(tokenizer, texts):
+    """For each caption whether it has more tokens than the text encoder takes, and so loses its end."""
+    return [bool(encoding.overflowing) for encoding in tokenizer(texts, truncation=True).encodings]
+
+
+def checksum(row):
+    """xxh3 of the numbers in a row of a cache: {column: float16 [numbers per row]}, in the order of the names."""
+    digest = xxhash.xxh3_64()
+    for name in sorted(row):
+        digest.update(row[name])
+    return digest.intdigest()
+
+
 def locate_model(args, own_path, subfolder):
     """Where a model is: (hub id or folder, options). One with a flag of its own is no part of a pipeline."""
     if own_path is not None:
@@ -928,6 +988,12 @@ def load_models(args, dtype):
             raise ValueError(f"it is an {kind}, no AutoencoderKL or AutoencoderTiny")
         vae_class = AutoencoderTiny if kind == "AutoencoderTiny" else AutoencoderKL
         vae = load_weights(vae_class, source, **options, torch_dtype=dtype)
+        factor = vae.config.scaling_factor
+        if not (isinstance(factor, float | int) and 0 < factor < math.inf):
+            raise ValueError(f"its scaling_factor is {factor!r}")
+        for name in ("shift_factor", "latents_mean", "latents_std"):
+            if vae.config.get(name):
+                raise ValueError(f"it has a {name}, which a StableDiffusionPipeline would leave out")
         source, options = locate_model(args, args.text_encoder_name_or_path, "text_encoder")
         text_encoder = load_weights(CLIPTextModel, source, **options, torch_dtype=dtype)
         own_path = args.tokenizer_name_or_path or args.text_encoder_name_or_path
@@ -938,14 +1004,16 @@ def load_models(args, dtype):
             raise ValueError("no vocabulary")
         if len(tokenizer) > text_encoder.config.vocab_size or tokenizer.pad_token is None:
             raise ValueError("it has other tokens than the text encoder, or none to fill up with")
+        limit = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
+        if limit < 3:  # a word, and what stands before and after it
+            raise ValueError(f"it takes {limit} tokens")
+        tokenizer.model_max_length = limit  # old tokenizers do not know how many the text encoder takes
     except Exception as error:
         fail(
             f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})"
         )
     if args.resolution is not None and args.resolution % vae_scale_factor(vae):
         fail(f"--resolution {args.resolution} is not a multiple of {vae_scale_factor(vae)}, which this VAE needs")
-    # Old tokenizers do not know how many tokens the text encoder takes.
-    tokenizer.model_max_length = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
     return vae.eval(), text_encoder.eval(), tokenizer
 
 

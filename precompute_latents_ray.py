@@ -168,7 +168,7 @@ def transform_part(item, pickled, folder, args):
     batch, reason = attempt(lambda: open_rows(pickled)[[(0, row) for row in range(first, end)]], tries)
     tensors, about = {}, ""
     if reason is None:
-        about = json.dumps({name: batch[name] for name in ("row", "key", "text", "skipped")})
+        about = json.dumps({name: batch[name] for name in ("row", "key", "text", "skipped", "cut")})
         tensors = {name: batch[name].numpy().tobytes() for name in TENSORS}
     columns = {"first": first, "end": end, "failed": reason or "", "about": about}
     return pa.table({name: [x] for name, x in columns.items()} | {name: [tensors.get(name, b"")] for name in TENSORS})
@@ -235,9 +235,9 @@ def write_part(path, encoded):
     try:
         with contextlib.ExitStack() as stack:
             file, writer = stack.enter_context(unfinished.open("wb")), None
-            for first, rows, skipped, encoded_again in encoded:
+            for first, rows, skipped, counts in encoded:
                 writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
-                about = {"first": first, "skipped": skipped, "encoded_again": encoded_again}
+                about = {"first": first, "skipped": skipped, "counts": counts}
                 writer.write_batch(rows, custom_metadata={"about": json.dumps(about)})
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
@@ -251,7 +251,7 @@ def read_part(path):
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
         for rows, metadata in reader.iter_batches_with_custom_metadata():
             about = json.loads(metadata[b"about"])
-            yield about["first"], rows, about["skipped"], about["encoded_again"]
+            yield about["first"], rows, about["skipped"], about["counts"]
 
 
 def read_parts(paths, count):
@@ -468,6 +468,7 @@ def main(args):
         # The records become one cache.json.
         with single.explained(f"{output_dir} could not be finished; its shards are whole, the same command goes on"):
             cache = single.finish(output_dir, empty_prompt, args.max_skipped)
+        single.say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
         print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {args.output_dir}")
     except Exception as error:  # Ray's are long; their last line says what happened
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]

@@ -26,6 +26,7 @@ checkpoints, output.
 
 import argparse
 import atexit
+import collections
 import contextlib
 import copy
 import functools
@@ -52,6 +53,7 @@ import diffusers
 import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
@@ -129,6 +131,8 @@ def parse_args(argv=None):
     add("--resolution", type=number(1, 16384, int), help="side of the square images, pixels")
     add("--center_crop", **switch, help="crop the centre, not a random square")
     modes = ["bicubic", "bilinear", "nearest-exact"]
+    add("--min_size", type=number(0, 16384, int), default=0, help="skip images with a shorter side, pixels")
+    add("--skip_empty_captions", **switch, help="skip images without a word")
     add("--image_interpolation_mode", choices=modes, default="bicubic", help="for resizing, antialiased")
     add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
 
@@ -219,7 +223,8 @@ def parse_args(argv=None):
                 f"--latents_dir {folder} is an address: copy the cache to a disk, where it is mapped into memory"
             )
     images_only = ["dataset_config_name", "dataset_split", "image_column", "caption_column", "max_train_samples"]
-    images_only += ["center_crop", "image_interpolation_mode", "dataloader_num_workers"]
+    images_only += ["center_crop", "image_interpolation_mode", "min_size", "skip_empty_captions"]
+    images_only += ["dataloader_num_workers"]
     for name in images_only if args.latents_dir else []:
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} does nothing with --latents_dir: the cache was made without or with it")
@@ -247,8 +252,11 @@ def transform(row, epoch, item, column, channels, args):
             text = text[int(choice * len(text))]
         if not isinstance(text, str):
             raise ValueError(f"the caption is {text!r}")
+        if args.skip_empty_captions and not text.strip():
+            raise ValueError("the caption is empty")
         place = (0.5, 0.5) if args.center_crop else (y, x)
-        image = shrink(decode_image(item[column], channels), size, place, args.image_interpolation_mode)
+        image = decode_image(item[column], channels, min_size=args.min_size)
+        image = shrink(image, size, place, args.image_interpolation_mode)
     except Exception as error:  # a placeholder keeps the batch in shape
         text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
         reason = explain(error)
@@ -289,22 +297,42 @@ class CaptionedImages(torch.utils.data.Dataset):
 
 
 def load_cache(folder):
-    """Open a cache of precompute_latents.py without reading it. Returns (cache.json, empty prompt, record batches)."""
+    """Open a cache of precompute_latents.py without reading its rows, which are checked when they are first read.
+
+    Returns (cache.json, empty prompt, [(shard, record batch)]).
+    """
     folder, shard = Path(folder), ""
     try:
         cache = json.loads((folder / "cache.json").read_text())
         if not (folder / "state.json").is_file():
             fail(f"{folder} is not finished: run the command that made it again")
+        state = json.loads((folder / "state.json").read_text())
+        if state["_fingerprint"] != hashlib.sha256(json.dumps(cache).encode()).hexdigest()[:16]:
+            raise ValueError("cache.json is not as it was written")
+        sizes = {"prompt_embeds": math.prod(cache["prompt_embeds_shape"])}
+        for name in ["latents"] + ["latents_flipped"] * cache["transform"]["random_flip"]:
+            sizes[name] = math.prod(cache["latents_shape"])
         content, batches = (folder / "empty_prompt.npy").read_bytes(), []
         if hashlib.sha256(content).hexdigest() != cache["empty_prompt_sha256"]:
             raise ValueError("empty_prompt.npy is not as it was written")
         empty_prompt = torch.from_numpy(np.load(io.BytesIO(content)))
-        for shard, record in cache["shards"].items():
-            shard = folder / shard
-            read = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all().to_batches()
+        for name, record in cache["shards"].items():
+            shard, digest = folder / Path(name).name, xxhash.xxh3_128()
+            read = [batch for batch in pa.ipc.open_stream(pa.memory_map(str(shard))) if len(batch)]
             if sum(map(len, read)) != record["rows"]:
                 raise ValueError(f"{sum(map(len, read))} rows instead of {record['rows']}")
-            batches += [batch for batch in read if len(batch)]
+            for batch in read:
+                for column, size in sizes.items():
+                    if batch[column].type != pa.list_(pa.float16(), size) or batch[column].flatten().null_count:
+                        raise ValueError(f"{column} is not {size} numbers in each row")
+                if "checksums" in record:
+                    digest.update(batch["checksum"].to_numpy())
+            if "checksums" not in record:  # of a cache from before there were any
+                with shard.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256")
+            if digest.hexdigest() != record.get("checksums", record["sha256"]):
+                raise ValueError("it is not as it was written")
+            batches += [(shard, batch) for batch in read]
         if not batches:
             raise ValueError("it holds no rows")
         return cache, empty_prompt, batches
@@ -318,16 +346,18 @@ class CachedLatents(torch.utils.data.Dataset):
     """Turns keys of `step_batches` into a batch of one or several latent caches.
 
     {"latents", "prompt_embeds": float16 [N, numbers per row], "weight": [N], "skipped": []}. The columns are views of
-    the memory-mapped files, and a row is copied once, into its batch.
+    the memory-mapped files, and a row is copied once, into its batch. A row is checked when it is first read.
     """
 
     def __init__(self, batches, args):
         self.seed, self.random_flip = args.seed, args.random_flip
-        self.ends = np.cumsum([len(batch) for batch in batches])
-        self.views = {
-            name: [batch[name].flatten().to_numpy().reshape(len(batch), -1) for batch in batches]
-            for name in ["latents", "prompt_embeds"] + ["latents_flipped"] * args.random_flip
-        }
+        self.batches, self.ends = batches, np.cumsum([len(batch) for _, batch in batches])
+        self.views = [
+            {name: batch[name].flatten().to_numpy().reshape(len(batch), -1) for name in batch.schema.names
+             if name in ("latents", "latents_flipped", "prompt_embeds")}
+            for _, batch in batches
+        ]  # fmt: skip
+        self.unchecked = np.ones(len(self), bool)
 
     def __len__(self):
         return int(self.ends[-1])
@@ -335,13 +365,25 @@ class CachedLatents(torch.utils.data.Dataset):
     def gather(self, rows, columns):
         """Rows of the columns named for each -> float16 [N, numbers per row]."""
         chunks = np.searchsorted(self.ends, rows, side="right")
-        out = np.empty((len(rows), self.views[columns[0]][0].shape[1]), np.float16)
+        out = np.empty((len(rows), self.views[0][columns[0]].shape[1]), np.float16)
         for i, (row, chunk, column) in enumerate(zip(rows, chunks, columns, strict=True)):
-            out[i] = self.views[column][chunk][row - self.ends[chunk]]  # counted from the chunk's end
+            out[i] = self.views[chunk][column][row - self.ends[chunk]]  # counted from the chunk's end
         return torch.from_numpy(out)
+
+    def check(self, rows):
+        """Refuse rows that are not as they were written: as OSError, because the disk failed, or who wrote to it."""
+        for row in rows:
+            if self.unchecked[row]:
+                chunk = np.searchsorted(self.ends, row, side="right")
+                (shard, batch), i = self.batches[chunk], row - self.ends[chunk]
+                found = checksum({name: view[i] for name, view in self.views[chunk].items()})
+                if "checksum" in batch.schema.names and batch["checksum"][i].as_py() != found:
+                    raise OSError(f"{shard} is damaged: the command that made the cache mends it when it is run again")
+                self.unchecked[row] = False
 
     def __getitem__(self, keys):
         rows, latents = [row for _, row, _ in keys], ["latents"] * len(keys)
+        self.check(rows)
         if self.random_flip:
             flipped = [draw_choices(self.seed, epoch, row)[2] < 0.5 for epoch, row, _ in keys]
             latents = ["latents_flipped" if flip else "latents" for flip in flipped]
@@ -363,8 +405,10 @@ def load_data(accelerator, args):
         caches = [load_cache(folder) for folder in args.latents_dir]
         cache, empty_prompt, _ = caches[0]
         if accelerator.is_main_process:  # the models are loaded to be compared, and let go
-            description = describe_models(*load_models(args, torch.float32))
-            description |= {name: cache[name] for name in ("latents", "latents_shape", "prompt_embeds_shape")}
+            vae, text_encoder, tokenizer = load_models(args, torch.float32)
+            description = describe_models(vae, text_encoder, tokenizer)
+            description |= describe_latents(vae, cache["transform"]["resolution"], cache["latents"])
+            description["prompt_embeds_shape"] = [tokenizer.model_max_length, text_encoder.config.hidden_size]
             for folder, (other, _, _) in zip(args.latents_dir, caches, strict=True):
                 check_cache(folder, other, description, args)
         accelerator.wait_for_everyone()
@@ -384,14 +428,21 @@ def load_data(accelerator, args):
     text_encoder.requires_grad_(False).to(accelerator.device)
     with torch.no_grad():
         empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]).to(accelerator.device))[0]
-    tiny, side = isinstance(vae, AutoencoderTiny), args.resolution // vae_scale_factor(vae)
-    cache = {
-        "vae": {"scaling_factor": vae.config.scaling_factor, "shift_factor": vae.config.shift_factor or 0.0},
-        "latents": "sample" if tiny else "moments",
-        "latents_shape": [vae.config.latent_channels * (1 if tiny else 2), side, side],
-    }
+    kind = "sample" if isinstance(vae, AutoencoderTiny) else "moments"
+    cache = {"vae": {"scaling_factor": vae.config.scaling_factor}, **describe_latents(vae, args.resolution, kind)}
+    if accelerator.is_main_process:  # look at some, evenly spread
+        captions = rows.select_columns(args.caption_column)[:: max(1, len(rows) // 10**4)][args.caption_column]
+        texts = [text[0] if isinstance(text, list) and text else text for text in captions]
+        cut = are_cut(tokenizer, [text for text in texts if isinstance(text, str)] or [""])
+        say_cut(sum(cut), len(cut), tokenizer.model_max_length)
     dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizer, args)
     return dataset, ((vae, text_encoder), empty_prompt, cache)
+
+
+def describe_latents(vae, resolution, kind):
+    """What a cache says of its latents if they are of this VAE; `kind`: moments or sample."""
+    side, channels = resolution // vae_scale_factor(vae), vae.config.latent_channels
+    return {"latents": kind, "latents_shape": [channels * (2 if kind == "moments" else 1), side, side]}
 
 
 def check_cache(folder, cache, description, args):
@@ -401,6 +452,7 @@ def check_cache(folder, cache, description, args):
         fail(
             f"{folder} was not made with these models ({', '.join(differences)}): choose the models or the cache anew"
         )
+    say_cut(cache.get("captions_cut", 0), cache["rows"], cache["prompt_embeds_shape"][0], f"{folder}: ")
     if args.random_flip and not cache["transform"]["random_flip"]:
         fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
     if args.resolution not in (None, cache["transform"]["resolution"]):
@@ -426,6 +478,11 @@ def make_unet(args, latents_shape, embed_dim):
             f"the U-Net of {source} takes {unet.config.in_channels} channels and embeddings of "
             f"{unet.config.cross_attention_dim}; the latents have {latents_shape[0]}, the embeddings {embed_dim}"
         )
+    with torch.device("meta"), torch.no_grad(), explained(f"the U-Net of {source} can't be trained here"):
+        latents, timestep, prompt_embeds = torch.zeros(1, *latents_shape), torch.zeros(1), torch.zeros(1, 1, embed_dim)
+        prediction = type(unet).from_config(unet.config)(latents, timestep, prompt_embeds).sample  # without numbers
+        if prediction.shape != latents.shape:
+            raise ValueError(f"it gives {list(prediction.shape[1:])} for latents of {latents_shape}")
     return unet
 
 
@@ -441,6 +498,7 @@ def make_schedulers(args):
         if not issubclass(sampler, diffusers.SchedulerMixin):
             raise ValueError(f"{sampler.__name__} is none")
         sampler = sampler.from_pretrained(source, **options, **flags)
+        sampler.set_timesteps(1)  # refuses a timestep_spacing that it does not know
     check_objective(noise_scheduler)
     timesteps = noise_scheduler.config.num_train_timesteps
     if args.num_inference_steps > timesteps:
@@ -469,7 +527,7 @@ def prepare_batch(batch, frozen, args):
         mean, std = latents.chunk(2, dim=1)
         # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
         latents = mean + std * torch.randn(mean.shape, device=mean.device)
-    latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
+    latents = latents * cache["vae"]["scaling_factor"]
     # Without dropped captions, guidance would have no unconditional model to lean on (arXiv:2207.12598).
     dropped = torch.rand(len(latents), 1, 1, device=latents.device) < args.caption_dropout
     return latents, {"encoder_hidden_states": torch.where(dropped, empty_prompt, prompt_embeds)}
@@ -569,6 +627,7 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
 
 def draw_grid(images, prompts):
     """Images uint8 [prompts, per prompt, H, W, C] -> a picture with a row for each prompt, which stands beside it."""
+    prompts = [prompt if len(prompt) < 400 else prompt[:400] + "…" for prompt in prompts]  # measured again and again
     size = max(64, images.shape[2])
     font, margin = ImageFont.load_default(14), 4
     label = min(400, max(math.ceil(font.getlength(prompt)) for prompt in prompts)) + 2 * margin
@@ -717,13 +776,15 @@ def main(args):
         samples_due = is_due(new_step, args.validation_steps, images_seen, args.validation_epochs * num_images)
         if log_due or checkpoint_due:  # the only place where the host waits for the device
             records.update(global_step, log_due, last)
+        state = {"global_step": global_step, "data_step": data_step, "images_seen": images_seen, "settings": settings}
         with records.paused():
             if checkpoint_due:  # before the samples, which may take longer than a preempted job has left
-                state = {"global_step": global_step, "data_step": data_step, "images_seen": images_seen}
-                state["settings"] = settings
                 save_checkpoint(accelerator, models, optimizer, state, args)
             if samples_due and not last and not stop:
                 log_validation(accelerator, make_pipeline(sampled, sampler, args), global_step, stop_signal, args)
+                if (stop := stop_signal.agree()) and not checkpoint_due:  # broken off; who resumes here draws them
+                    records.update(global_step, False, last)
+                    save_checkpoint(accelerator, models, optimizer, state, args)
 
     loaded.close()  # and with it the thread and the loader's processes
     records.bar.close()
@@ -822,7 +883,9 @@ def in_one_sentence(main):
             fail(f"the device has not enough memory ({explain(error)}): try a smaller {less}", alone=True)
         except (OSError, EOFError, tarfile.TarError) as error:  # a full disk, a file that went away, a cut stream
             fail(f"{explain(error)}; what was saved before is whole", alone=True)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if "class_labels should be provided" in str(error):
+                fail("the U-Net wants class labels, which this script does not give it: choose another config")
             if "DataLoader worker" in str(error):
                 fail(
                     "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
@@ -854,9 +917,10 @@ def load_rows(args, streaming=False, others=()):
     """
     source = args.dataset_name or args.train_data_dir
     with explained(f"{source} can't be loaded as a data set"):
-        rows = datasets.load_dataset(
-            source, args.dataset_config_name, split=args.dataset_split, streaming=streaming, cache_dir=args.cache_dir
-        )
+        builder = datasets.load_dataset_builder(source, args.dataset_config_name, cache_dir=args.cache_dir)
+        if not streaming:
+            builder.download_and_prepare()
+        rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
@@ -870,6 +934,8 @@ def load_rows(args, streaming=False, others=()):
             # Plain bytes and paths become images too; a cache that was made of them knows them by this fingerprint.
             same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
             rows = rows.cast_column(name, datasets.Image(decode=False), **same)
+    if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
+        say_unused(source, builder, rows, column, args.dataset_split)
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
@@ -878,6 +944,25 @@ def load_rows(args, streaming=False, others=()):
     if not streaming and len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return rows, column
+
+
+def say_unused(folder, builder, rows, column, split):
+    """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
+    used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
+    images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
+    for name, paths in (builder.config.data_files or {}).items():
+        used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
+    if images:  # those that metadata name, or all
+        used += pc.struct_field(rows.data[column], "path").to_pylist()
+    real = functools.cache(os.path.realpath)
+    used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
+    found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
+    unused = sorted(path for path in found if path not in used and not os.path.basename(path).startswith("."))
+    if unused:
+        kinds = collections.Counter(Path(path).suffix.lower() or "no suffix" for path in unused).most_common(5)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        named = os.path.relpath(unused[0], folder)
+        print(printable(f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), such as {named}"))
 
 
 def check_output_dir(args):
@@ -910,13 +995,13 @@ def read_items(rows, keys):
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def decode_image(source, channels, keep_precision=False):
+def decode_image(source, channels, keep_precision=False, min_size=0):
     """Decode an image to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
 
     `source` is the {"bytes", "path"} of an undecoded `datasets.Image`; a "size" beside them says that the bytes are
     those of such a tensor. `channels` is 1 or 3.
     EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
-    Raises whatever Pillow raises for a file that it can't read whole.
+    Raises ValueError for less than `min_size` pixels on a side, and what Pillow raises for what it can't read whole.
     """
     if source is None:
         raise ValueError("there is no image")
@@ -924,23 +1009,17 @@ def decode_image(source, channels, keep_precision=False):
     if "size" in source:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])
     if data is None:
+        if os.path.exists(source["path"]) and not os.path.isfile(source["path"]):
+            raise ValueError("it is no file")  # but a pipe or a device, which might never end
         with fsspec.open(source["path"]) as file:
-            data = file.read()
+            data = file.read(2**30 + 1)
+    if len(data) > 2**30:
+        raise ValueError("it has more than 1 GiB")
     Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
-    formats = {
-        "AVIF",
-        "BMP",
-        "GIF",
-        "JPEG",
-        "JPEG2000",
-        "PNG",
-        "PPM",
-        "QOI",
-        "TGA",
-        "TIFF",
-        "WEBP",
-    } & Image.OPEN.keys()
+    formats = {*"AVIF BMP GIF JPEG JPEG2000 PNG PPM QOI TGA TIFF WEBP".split()} & Image.OPEN.keys()
     image = Image.open(io.BytesIO(data), formats=list(formats))  # reads the header, and refuses decompression bombs
+    if min(image.size) < min_size:
+        raise ValueError(f"{image.width} x {image.height} pixels are less than --min_size {min_size}")
     if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
         if image.getexif().get(0x0112, 1) == 1:  # Pillow alone decides what is turned, and turns it below
             with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
@@ -978,9 +1057,13 @@ def shrink(image, resolution, place=None, interpolation="bicubic"):
 
 
 def name_image(row, source):
-    """What the reader knows an image by; a terminal must not be commanded by a file's name."""
-    name = (source and source["path"]) or f"row {row}"
-    return "".join(character if character.isprintable() else "?" for character in name)
+    """What the reader knows an image by."""
+    return printable((source and source["path"]) or f"row {row}")
+
+
+def printable(text):
+    """Text from the data as it may be printed: a terminal must not be commanded by a file's name."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def step_seed(*key):
@@ -1067,6 +1150,25 @@ def tokenize(tokenizer, texts):
     return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
+def say_cut(count, total, limit, where=""):
+    """Say how many captions lose their end."""
+    if count:
+        print(f"{where}{count:,} of {total:,} captions have more than {limit} tokens, and lose what is beyond")
+
+
+def are_cut(tokenizer, texts):
+    """For each caption whether it has more tokens than the text encoder takes, and so loses its end."""
+    return [bool(encoding.overflowing) for encoding in tokenizer(texts, truncation=True).encodings]
+
+
+def checksum(row):
+    """xxh3 of the numbers in a row of a cache: {column: float16 [numbers per row]}, in the order of the names."""
+    digest = xxhash.xxh3_64()
+    for name in sorted(row):
+        digest.update(row[name])
+    return digest.intdigest()
+
+
 def locate_model(args, own_path, subfolder):
     """Where a model is: (hub id or folder, options). One with a flag of its own is no part of a pipeline."""
     if own_path is not None:
@@ -1089,6 +1191,12 @@ def load_models(args, dtype):
             raise ValueError(f"it is an {kind}, no AutoencoderKL or AutoencoderTiny")
         vae_class = AutoencoderTiny if kind == "AutoencoderTiny" else AutoencoderKL
         vae = load_weights(vae_class, source, **options, torch_dtype=dtype)
+        factor = vae.config.scaling_factor
+        if not (isinstance(factor, float | int) and 0 < factor < math.inf):
+            raise ValueError(f"its scaling_factor is {factor!r}")
+        for name in ("shift_factor", "latents_mean", "latents_std"):
+            if vae.config.get(name):
+                raise ValueError(f"it has a {name}, which a StableDiffusionPipeline would leave out")
         source, options = locate_model(args, args.text_encoder_name_or_path, "text_encoder")
         text_encoder = load_weights(CLIPTextModel, source, **options, torch_dtype=dtype)
         own_path = args.tokenizer_name_or_path or args.text_encoder_name_or_path
@@ -1099,14 +1207,16 @@ def load_models(args, dtype):
             raise ValueError("no vocabulary")
         if len(tokenizer) > text_encoder.config.vocab_size or tokenizer.pad_token is None:
             raise ValueError("it has other tokens than the text encoder, or none to fill up with")
+        limit = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
+        if limit < 3:  # a word, and what stands before and after it
+            raise ValueError(f"it takes {limit} tokens")
+        tokenizer.model_max_length = limit  # old tokenizers do not know how many the text encoder takes
     except Exception as error:
         fail(
             f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})"
         )
     if args.resolution is not None and args.resolution % vae_scale_factor(vae):
         fail(f"--resolution {args.resolution} is not a multiple of {vae_scale_factor(vae)}, which this VAE needs")
-    # Old tokenizers do not know how many tokens the text encoder takes.
-    tokenizer.model_max_length = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
     return vae.eval(), text_encoder.eval(), tokenizer
 
 
@@ -1331,6 +1441,9 @@ def objective_flags(args):
 
 def check_objective(scheduler):
     """Refuse a scheduler that `compute_loss` can't train."""
+    timesteps = scheduler.config.num_train_timesteps
+    if type(timesteps) is not int or timesteps < 2:
+        fail(f"the scheduler has {timesteps!r} training timesteps: there must be two at least")
     if scheduler.config.prediction_type not in ("epsilon", "sample", "v_prediction"):
         fail(f"the scheduler's prediction type {scheduler.config.prediction_type!r} is unknown: set --prediction_type")
     if scheduler.config.rescale_betas_zero_snr and scheduler.config.prediction_type == "epsilon":
@@ -1399,7 +1512,8 @@ class Records:
                 (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
         shown = {key: value for key, value in vars(args).items() if value is not None}
         shown = {key: " | ".join(value) if isinstance(value, list) else value for key, value in shown.items()}
-        with explained(f"--report_to {args.report_to}: `wandb login`, or set WANDB_MODE=offline, or --report_to none"):
+        advice = "`wandb login`, or set WANDB_MODE=offline, or " if args.report_to in ("wandb", "all") else ""
+        with explained(f"--report_to {args.report_to} does not work: {advice}--report_to none"):
             accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})
         main = accelerator.is_main_process
         self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
@@ -1506,9 +1620,10 @@ def saving(folder, what):
             item.replace(path)
             shutil.rmtree(old, ignore_errors=True)  # last: until here one of the two is whole
         unfinished.rmdir()
-    except Exception as error:
+    except Exception as error:  # torch.save says nothing of a disk that is full
+        reason = explain(error) if shutil.disk_usage(folder).free > 2**20 else "the disk is full"
         shutil.rmtree(unfinished, ignore_errors=True)
-        fail(f"{what} could not be saved ({explain(error)}); what was saved before is untouched", alone=True)
+        fail(f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True)
 
 
 def find_checkpoints(output_dir):
@@ -1639,7 +1754,8 @@ def open_output_dir(accelerator, args):
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             others = [path.name for path in output_dir.iterdir() if not path.name.startswith(".")]
-            if others and not {"run.args", "metrics.jsonl"} & set(others):  # what each run leaves
+            own = {"run.args", "metrics.jsonl"} & set(others) and "cache.json" not in others  # what each run leaves
+            if others and not own:
                 fail(f"--output_dir {output_dir} holds {min(others)} and no run of this script: choose another folder")
             lock.acquire(timeout=0)
             clean(output_dir)

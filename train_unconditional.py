@@ -23,6 +23,7 @@ change: images, batches from a thread so that the device need not wait, launch, 
 
 import argparse
 import atexit
+import collections
 import contextlib
 import copy
 import functools
@@ -47,6 +48,7 @@ from pathlib import Path
 import datasets
 import fsspec
 import numpy as np
+import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
@@ -113,6 +115,7 @@ def parse_args(argv=None):
     add("--resolution", type=number(1, 16384, int), default=64, help="side of the square images, pixels")
     add("--center_crop", **switch, help="crop the centre, not a random square")
     add("--random_flip", **switch, help="mirrored images as well")
+    add("--min_size", type=number(0, 16384, int), default=0, help="skip images with a shorter side, pixels")
     add("--preserve_input_precision", **switch, help="keep 16 and 32 bit grey images in float32")
     add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
 
@@ -225,18 +228,19 @@ class ImageDataset(torch.utils.data.Dataset):
     def load(self, epoch, row, item):
         """One image [C, resolution, resolution], cropped and mirrored as its key says."""
         y, x, flip, _ = draw_choices(self.args.seed, epoch, row)
-        image = decode_image(item[self.column], self.channels, self.args.preserve_input_precision)
+        image = decode_image(item[self.column], self.channels, self.args.preserve_input_precision, self.args.min_size)
         image = shrink(image, self.args.resolution, (0.5, 0.5) if self.args.center_crop else (y, x))
         return image.flip(-1) if self.args.random_flip and flip < 0.5 else image
 
 
-def cache_batch(batch, indices, column, resolution, center_crop, channels):
+def cache_batch(batch, indices, column, resolution, center_crop, channels, min_size):
     """Decode and resize a batch of rows for `cache_images`; rows that can't be decoded are named and left out."""
     images, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP does not survive the fork of `map`, and there is a process per core
     for row, source in zip(indices, batch[column], strict=True):
         try:
-            image = shrink(decode_image(source, channels), resolution, (0.5, 0.5) if center_crop else None)
+            image = decode_image(source, channels, min_size=min_size)
+            image = shrink(image, resolution, (0.5, 0.5) if center_crop else None)
         except Exception as error:
             tqdm.write(f"Skipped {name_image(row, source)} ({explain(error)})", file=sys.stderr)
             continue
@@ -246,22 +250,32 @@ def cache_batch(batch, indices, column, resolution, center_crop, channels):
 
 
 def cache_images(rows, column, channels, num_workers, args):
-    """Decode and resize every image once, into a memory-mapped Arrow file whose name says which data and transform.
+    """Decode and resize every image once, into memory-mapped Arrow files; their folder's name is that of the data and
+    of the transform, and a file beside it has their checksums.
 
     Returns (the same rows, with pixels in place of files, as `decode_image` takes them; number of images left out).
     """
     settings = {"column": column, "resolution": args.resolution, "center_crop": args.center_crop, "channels": channels}
-    key = hashlib.sha256(json.dumps([2, rows._fingerprint, settings]).encode()).hexdigest()[:16]  # 2: of this layout
-    path = Path(args.output_dir) / "image_cache" / f"{key}.arrow"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    settings["min_size"] = args.min_size
+    key = hashlib.sha256(json.dumps([3, rows._fingerprint, settings]).encode()).hexdigest()[:16]  # 3: of this layout
+    folder = Path(args.output_dir) / "image_cache"
+    (folder / key).mkdir(parents=True, exist_ok=True)
     size = datasets.List(datasets.Value("int32"), length=3)
     image = {"bytes": datasets.Value("large_binary"), "path": datasets.Value("string"), "size": size}
-    with FileLock(f"{path}.lock"):  # the first process to come here writes it, the others find it whole
+    with FileLock(folder / f"{key}.lock"):  # the first process to come here writes it, the others find it whole
+        whole = folder / f"{key}.json"
+        if not whole.exists() or json.loads(whole.read_text()) != checksums(folder / key):
+            whole.unlink(missing_ok=True)
+            shutil.rmtree(folder / key)  # of a run that was killed, or no longer as it was written
+            (folder / key).mkdir()
         cached = rows.map(
             cache_batch, with_indices=True, batched=True, batch_size=64, writer_batch_size=64, fn_kwargs=settings,
-            features=datasets.Features({column: image}), cache_file_name=str(path), new_fingerprint=key,
-            num_proc=num_workers if num_workers > 1 else None, desc="Caching images",
+            features=datasets.Features({column: image}), cache_file_name=str(folder / key / "rows.arrow"),
+            new_fingerprint=key, num_proc=num_workers if num_workers > 1 else None, desc="Caching images",
         )  # fmt: skip
+        if not whole.exists():
+            with saving(folder, "the cache of images") as unfinished:
+                (unfinished / whole.name).write_text(json.dumps(checksums(folder / key)))
     if len(cached) == 0:
         fail(f"none of the {len(rows)} images could be decoded")
     return cached, len(rows) - len(cached)
@@ -553,15 +567,17 @@ def main(args):
         samples_due = is_due(new_step, args.validation_steps, images_seen, args.save_images_epochs * num_images)
         if log_due or checkpoint_due or pipeline_due:  # the only place where the host waits for the device
             records.update(global_step, log_due, last)
+        state = {"global_step": global_step, "data_step": data_step, "images_seen": images_seen, "settings": settings}
         with records.paused():
             if checkpoint_due:  # before the samples, which may take longer than a preempted job has left
-                state = {"global_step": global_step, "data_step": data_step, "images_seen": images_seen}
-                state["settings"] = settings
                 save_checkpoint(accelerator, models, optimizer, state, args)
             if pipeline_due and not last and not stop and accelerator.is_main_process:
                 save_pipeline(pipeline, args)
             if samples_due and not last and not stop:
                 log_validation(accelerator, pipeline, global_step, stop_signal, args)
+                if (stop := stop_signal.agree()) and not checkpoint_due:  # broken off; who resumes here draws them
+                    records.update(global_step, False, last)
+                    save_checkpoint(accelerator, models, optimizer, state, args)
 
     loaded.close()  # and with it the thread and the loader's processes
     records.bar.close()
@@ -658,7 +674,9 @@ def in_one_sentence(main):
             fail(f"the device has not enough memory ({explain(error)}): try a smaller {less}", alone=True)
         except (OSError, EOFError, tarfile.TarError) as error:  # a full disk, a file that went away, a cut stream
             fail(f"{explain(error)}; what was saved before is whole", alone=True)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if "class_labels should be provided" in str(error):
+                fail("the U-Net wants class labels, which this script does not give it: choose another config")
             if "DataLoader worker" in str(error):
                 fail(
                     "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
@@ -690,9 +708,10 @@ def load_rows(args, streaming=False, others=()):
     """
     source = args.dataset_name or args.train_data_dir
     with explained(f"{source} can't be loaded as a data set"):
-        rows = datasets.load_dataset(
-            source, args.dataset_config_name, split=args.dataset_split, streaming=streaming, cache_dir=args.cache_dir
-        )
+        builder = datasets.load_dataset_builder(source, args.dataset_config_name, cache_dir=args.cache_dir)
+        if not streaming:
+            builder.download_and_prepare()
+        rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
@@ -706,6 +725,8 @@ def load_rows(args, streaming=False, others=()):
             # Plain bytes and paths become images too; a cache that was made of them knows them by this fingerprint.
             same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
             rows = rows.cast_column(name, datasets.Image(decode=False), **same)
+    if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
+        say_unused(source, builder, rows, column, args.dataset_split)
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
@@ -714,6 +735,25 @@ def load_rows(args, streaming=False, others=()):
     if not streaming and len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return rows, column
+
+
+def say_unused(folder, builder, rows, column, split):
+    """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
+    used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
+    images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
+    for name, paths in (builder.config.data_files or {}).items():
+        used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
+    if images:  # those that metadata name, or all
+        used += pc.struct_field(rows.data[column], "path").to_pylist()
+    real = functools.cache(os.path.realpath)
+    used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
+    found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
+    unused = sorted(path for path in found if path not in used and not os.path.basename(path).startswith("."))
+    if unused:
+        kinds = collections.Counter(Path(path).suffix.lower() or "no suffix" for path in unused).most_common(5)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        named = os.path.relpath(unused[0], folder)
+        print(printable(f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), such as {named}"))
 
 
 def check_output_dir(args):
@@ -746,13 +786,13 @@ def read_items(rows, keys):
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def decode_image(source, channels, keep_precision=False):
+def decode_image(source, channels, keep_precision=False, min_size=0):
     """Decode an image to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
 
     `source` is the {"bytes", "path"} of an undecoded `datasets.Image`; a "size" beside them says that the bytes are
     those of such a tensor. `channels` is 1 or 3.
     EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
-    Raises whatever Pillow raises for a file that it can't read whole.
+    Raises ValueError for less than `min_size` pixels on a side, and what Pillow raises for what it can't read whole.
     """
     if source is None:
         raise ValueError("there is no image")
@@ -760,23 +800,17 @@ def decode_image(source, channels, keep_precision=False):
     if "size" in source:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])
     if data is None:
+        if os.path.exists(source["path"]) and not os.path.isfile(source["path"]):
+            raise ValueError("it is no file")  # but a pipe or a device, which might never end
         with fsspec.open(source["path"]) as file:
-            data = file.read()
+            data = file.read(2**30 + 1)
+    if len(data) > 2**30:
+        raise ValueError("it has more than 1 GiB")
     Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
-    formats = {
-        "AVIF",
-        "BMP",
-        "GIF",
-        "JPEG",
-        "JPEG2000",
-        "PNG",
-        "PPM",
-        "QOI",
-        "TGA",
-        "TIFF",
-        "WEBP",
-    } & Image.OPEN.keys()
+    formats = {*"AVIF BMP GIF JPEG JPEG2000 PNG PPM QOI TGA TIFF WEBP".split()} & Image.OPEN.keys()
     image = Image.open(io.BytesIO(data), formats=list(formats))  # reads the header, and refuses decompression bombs
+    if min(image.size) < min_size:
+        raise ValueError(f"{image.width} x {image.height} pixels are less than --min_size {min_size}")
     if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
         if image.getexif().get(0x0112, 1) == 1:  # Pillow alone decides what is turned, and turns it below
             with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
@@ -814,9 +848,13 @@ def shrink(image, resolution, place=None, interpolation="bicubic"):
 
 
 def name_image(row, source):
-    """What the reader knows an image by; a terminal must not be commanded by a file's name."""
-    name = (source and source["path"]) or f"row {row}"
-    return "".join(character if character.isprintable() else "?" for character in name)
+    """What the reader knows an image by."""
+    return printable((source and source["path"]) or f"row {row}")
+
+
+def printable(text):
+    """Text from the data as it may be printed: a terminal must not be commanded by a file's name."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def step_seed(*key):
@@ -1058,6 +1096,9 @@ def objective_flags(args):
 
 def check_objective(scheduler):
     """Refuse a scheduler that `compute_loss` can't train."""
+    timesteps = scheduler.config.num_train_timesteps
+    if type(timesteps) is not int or timesteps < 2:
+        fail(f"the scheduler has {timesteps!r} training timesteps: there must be two at least")
     if scheduler.config.prediction_type not in ("epsilon", "sample", "v_prediction"):
         fail(f"the scheduler's prediction type {scheduler.config.prediction_type!r} is unknown: set --prediction_type")
     if scheduler.config.rescale_betas_zero_snr and scheduler.config.prediction_type == "epsilon":
@@ -1126,7 +1167,8 @@ class Records:
                 (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
         shown = {key: value for key, value in vars(args).items() if value is not None}
         shown = {key: " | ".join(value) if isinstance(value, list) else value for key, value in shown.items()}
-        with explained(f"--report_to {args.report_to}: `wandb login`, or set WANDB_MODE=offline, or --report_to none"):
+        advice = "`wandb login`, or set WANDB_MODE=offline, or " if args.report_to in ("wandb", "all") else ""
+        with explained(f"--report_to {args.report_to} does not work: {advice}--report_to none"):
             accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})
         main = accelerator.is_main_process
         self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
@@ -1233,9 +1275,10 @@ def saving(folder, what):
             item.replace(path)
             shutil.rmtree(old, ignore_errors=True)  # last: until here one of the two is whole
         unfinished.rmdir()
-    except Exception as error:
+    except Exception as error:  # torch.save says nothing of a disk that is full
+        reason = explain(error) if shutil.disk_usage(folder).free > 2**20 else "the disk is full"
         shutil.rmtree(unfinished, ignore_errors=True)
-        fail(f"{what} could not be saved ({explain(error)}); what was saved before is untouched", alone=True)
+        fail(f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True)
 
 
 def find_checkpoints(output_dir):
@@ -1366,7 +1409,8 @@ def open_output_dir(accelerator, args):
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             others = [path.name for path in output_dir.iterdir() if not path.name.startswith(".")]
-            if others and not {"run.args", "metrics.jsonl"} & set(others):  # what each run leaves
+            own = {"run.args", "metrics.jsonl"} & set(others) and "cache.json" not in others  # what each run leaves
+            if others and not own:
                 fail(f"--output_dir {output_dir} holds {min(others)} and no run of this script: choose another folder")
             lock.acquire(timeout=0)
             clean(output_dir)

@@ -107,7 +107,7 @@ def test_rows_hold_the_moments_of_every_kind_of_image_and_the_embedding_of_its_c
         "--dataloader_num_workers=1",
     )  # fmt: skip
     cache = datasets.load_from_disk(str(tmp_path / "out"))
-    assert cache.column_names == ["latents", "latents_flipped", "prompt_embeds", "text", "key"]
+    assert cache.column_names == ["latents", "latents_flipped", "prompt_embeds", "text", "key", "checksum"]
     assert cache["key"][:] == list(kinds) and cache["text"][:] == captions
     vae, text_encoder, tokenizer = load_models()
     latents = torch.tensor(cache["latents"][:]).view(len(kinds), 8, 8, 8)
@@ -512,10 +512,10 @@ def test_rows_that_an_outage_took_are_tried_again(tmp_path, flags, capfd, monkey
     precompute(*flags, "--max_skipped=0.1", f"--output_dir={tmp_path / 'whole'}")
     decode_image = script.decode_image
 
-    def away(source, channels):
+    def away(source, channels, **options):
         if source["path"].endswith(("4.png", "5.png", "6.png")):
             raise FileNotFoundError(2, "No such file or directory", source["path"])
-        return decode_image(source, channels)
+        return decode_image(source, channels, **options)
 
     monkeypatch.setattr(script, "decode_image", away)
     error = refused(capfd, *flags, "--max_skipped=0.1")
@@ -544,6 +544,39 @@ def test_models_that_lack_weights_are_refused(tmp_path, flags, capfd):
             assert f"does not hold the {part} of a Stable Diffusion pipeline ({len(missing)} missing keys" in error
 
 
+def test_what_is_no_file_is_not_read(tmp_path, flags):
+    """A table may name any path: of a pipe or a device nobody would see the end."""
+    os.mkfifo(tmp_path / "pipe.png")
+    images = [{"bytes": None, "path": str(path)} for path in (tmp_path / "pipe.png", "/dev/zero", tmp_path)]
+    images.append({"bytes": (tmp_path / "images/0.png").read_bytes(), "path": "good.png"})
+    rows = datasets.Dataset.from_dict({"image": images, "text": ["a"] * 4})
+    (tmp_path / "table").mkdir()
+    rows.to_parquet(tmp_path / "table/rows.parquet")
+    precompute(*flags, f"--train_data_dir={tmp_path / 'table'}", "--image_column=image", "--max_skipped=0.9")
+    skipped = [json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()]
+    assert [entry["reason"] for entry in skipped] == ["it is no file"] * 3
+
+
+def test_files_that_are_not_used_are_counted_and_said(tmp_path, flags, capfd):
+    folder = tmp_path / "images"
+    files = {path.name for path in folder.iterdir()}
+    for name in ("x.avif", "notes.txt", "new\nline.png", "not-in-the-metadata.png"):
+        shutil.copy(folder / "0.png", folder / name)
+    (folder / "gone.png").symlink_to(tmp_path / "nowhere")
+    precompute(*flags)
+    out = capfd.readouterr().out
+    total = len(files) + 5
+    assert f"{folder}: 5 of {total} files are not used (3 .png, 1 .txt, 1 .avif), such as gone.png\n" in out
+    (tmp_path / "link").symlink_to(folder)
+    precompute(*flags, f"--train_data_dir={tmp_path / 'link'}", f"--output_dir={tmp_path / 'b'}")
+    assert f"5 of {total} files are not used" in capfd.readouterr().out
+    (tmp_path / "table").mkdir()
+    rows = datasets.load_dataset(str(folder), split="train", cache_dir=tmp_path / "hub")
+    rows.to_parquet(tmp_path / "table/rows.parquet")
+    precompute(*flags, f"--train_data_dir={tmp_path / 'table'}", f"--output_dir={tmp_path / 'c'}")
+    assert "not used" not in capfd.readouterr().out
+
+
 def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, monkeypatch):
     monkeypatch.setattr(script, "decode_image", lambda *args: pytest.fail("an image was read"))
     precompute(*flags, "--dry_run", "--random_flip")
@@ -563,10 +596,21 @@ def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
     error = refused(capfd, *flags, f"--pretrained_model_name_or_path={tmp_path / 'images'}")
     assert "does not hold the vae of a Stable Diffusion pipeline" in error
     shutil.copytree(MODELS, tmp_path / "models")
+    models = f"--pretrained_model_name_or_path={tmp_path}/models"
+    for file, change, sentence in [
+        ("vae/config.json", {"scaling_factor": None}, "its scaling_factor is None"),
+        ("vae/config.json", {"scaling_factor": "x"}, "its scaling_factor is 'x'"),
+        ("vae/config.json", {"shift_factor": 0.1}, "it has a shift_factor"),
+        ("vae/config.json", {"latents_mean": [0.0] * 4}, "it has a latents_mean"),
+        ("tokenizer/tokenizer_config.json", {"model_max_length": 0}, "it takes 0 tokens"),
+        ("tokenizer/tokenizer_config.json", {"model_max_length": -5}, "it takes -5 tokens"),
+    ]:
+        content = (tmp_path / "models" / file).read_text()
+        (tmp_path / "models" / file).write_text(json.dumps({**json.loads(content), **change}))
+        assert sentence in refused(capfd, *flags, models)
+        (tmp_path / "models" / file).write_text(content)
     shutil.rmtree(tmp_path / "models/tokenizer")
-    assert "does not hold the tokenizer" in refused(
-        capfd, *flags, f"--pretrained_model_name_or_path={tmp_path}/models"
-    )
+    assert "does not hold the tokenizer" in refused(capfd, *flags, models)
     Image.new("RGB", (4, 4)).save(tmp_path / "empty/0.png")
     assert "no column 'text'" in refused(capfd, *flags, f"--train_data_dir={tmp_path / 'empty'}")
 

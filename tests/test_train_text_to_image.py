@@ -1,4 +1,5 @@
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -367,7 +368,7 @@ def test_noise_does_not_depend_on_the_memory_layout(models, monkeypatch):
     """A VAE on a GPU, or a convolution's choice on a CPU, gives latents whose strides are channels_last."""
     mean, std = torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)
     plain, last = torch.cat([mean, std], 1), torch.cat([mean, std], 1).to(memory_format=torch.channels_last)
-    cache = {"latents": "moments", "vae": {"scaling_factor": 1.0, "shift_factor": 0.0}}
+    cache = {"latents": "moments", "vae": {"scaling_factor": 1.0}}
     unet = UNet2DConditionModel.from_pretrained(models, subfolder="unet").eval()
     args = argparse.Namespace(caption_dropout=0.0, snr_gamma=None, noise_offset=0.1, input_perturbation=0.1)
     monkeypatch.setattr(script, "encode_prompts", lambda text_encoder, input_ids: torch.ones(2, 8, 32))
@@ -416,7 +417,7 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     torch.manual_seed(0)
     mean, std = torch.randn(1000, 4, 2, 2), torch.rand(1000, 4, 2, 2) + 0.5
     cache = {"latents": "moments", "latents_shape": [8, 2, 2], "prompt_embeds_shape": [3, 5]}
-    cache["vae"] = {"scaling_factor": 0.5, "shift_factor": 2.0}
+    cache["vae"] = {"scaling_factor": 0.5}
     batch = {"latents": torch.cat([mean, std], 1).flatten(1).half(), "prompt_embeds": torch.ones(1000, 15).half()}
 
     def prepare(cache, caption_dropout):
@@ -425,7 +426,7 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
         return latents, condition["encoder_hidden_states"]
 
     latents, embeds = prepare(cache, 0.25)
-    z = (latents / 0.5 + 2.0 - mean) / std
+    z = (latents / 0.5 - mean) / std
     assert latents.dtype == torch.float32 and abs(z.mean()) < 0.05 and abs(z.std() - 1) < 0.05
     again, _ = prepare(cache, 0.0)
     assert not torch.equal(latents, again)  # another draw
@@ -434,7 +435,7 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     sample = {**cache, "latents": "sample", "latents_shape": [4, 2, 2]}
     batch["latents"] = mean.flatten(1).half()
     fixed, embeds = prepare(sample, 0.0)
-    torch.testing.assert_close(fixed, (mean.half().float() - 2.0) * 0.5)
+    torch.testing.assert_close(fixed, mean.half().float() * 0.5)
     assert embeds.min() == 1
 
 
@@ -565,6 +566,104 @@ def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cach
     assert "is not finished" in refused(capfd, *cached)
 
 
+def read_rows(cache, *argv):
+    """All rows of a cache as the trainer reads them."""
+    args = script.parse_args([f"--latents_dir={cache}", "--pretrained_model_name_or_path=sd", *argv])
+    _, _, batches = script.load_cache(cache)
+    dataset = script.CachedLatents(batches, args)
+    return [dataset[[(0, row, 1.0)]] for row in range(len(dataset))]
+
+
+def rewrite(cache, change):
+    """Change cache.json as somebody might who also keeps the fingerprint in state.json right."""
+    content = json.loads((cache / "cache.json").read_text())
+    change(content)
+    (cache / "cache.json").write_text(json.dumps(content, indent=1))
+    state = json.loads((cache / "state.json").read_text())
+    state["_fingerprint"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    (cache / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, flags, capfd, old):
+    """`old`: a cache from before rows had checksums, whose shards are checked when it is opened."""
+    make_cache(tmp_path, "--random_flip")
+    cache, pa = tmp_path / "cache", script.pa
+    if old:
+        for path in cache.glob("data-*"):
+            table = pa.ipc.open_stream(path.read_bytes()).read_all().drop_columns(["checksum"])
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
+
+        def before(content):
+            for name, record in content["shards"].items():
+                del record["checksums"], record["captions_cut"]
+                record["sha256"] = precompute_latents.digest_file(cache / name)
+
+        rewrite(cache, before)
+    expected, rng, caught = read_rows(cache), np.random.default_rng(0), 0
+    whole = {path: path.read_bytes() for path in cache.iterdir() if path.is_file() and path.name != "run.args"}
+    for path, content in [item for item in whole.items() if item[1]]:
+        for _ in range(3 if path.suffix != ".arrow" else 40):
+            changed = bytearray(content)
+            changed[rng.integers(len(content))] ^= 1 << rng.integers(8)
+            path.write_bytes(changed)
+            try:
+                rows = read_rows(cache)
+            except (SystemExit, OSError) as error:
+                said = capfd.readouterr().err + str(error)
+                assert "damaged" in said or "missing" in said, said
+                caught += 1
+            else:  # what is not read: a caption, a key, what fills up, the other files' layout
+                for one, other in zip(rows, expected, strict=True):
+                    assert torch.equal(one["latents"], other["latents"])
+                    assert torch.equal(one["prompt_embeds"], other["prompt_embeds"])
+            path.write_bytes(content)
+    assert caught > 40
+    shards = sorted(cache.glob("data-*"))
+    shards[0].write_bytes(whole[shards[0]].replace(expected[1]["latents"].numpy().tobytes()[:16], bytes(16)))
+    error = refused(capfd, *flags, f"--latents_dir={cache}", "--random_flip")
+    assert f"{shards[0]} is damaged" in error and "the command that made the cache" in error
+    if not old:
+        make_cache(tmp_path, "--random_flip")  # which mends it
+        assert {path: path.read_bytes() for path in whole} == whole
+
+
+def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_path, cached, capfd):
+    cache, pa = tmp_path / "cache", script.pa
+    make_cache(tmp_path, "--seed=1", name="other")
+    one, two = sorted(cache.glob("data-*"))
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes((tmp_path / "other" / one.name).read_bytes())
+    assert f"{one} is damaged (it is not as it was written)" in refused(capfd, *cached)
+    one.write_bytes(first)
+    shutil.copytree(cache, tmp_path / "equal")
+    make_captioned(tmp_path / "images", 8)
+    make_cache(tmp_path, name="even")
+    one, two = sorted((tmp_path / "even").glob("data-*"))
+    one.write_bytes(two.read_bytes())  # as many rows
+    assert "it is not as it was written" in refused(capfd, *cached, f"--latents_dir={tmp_path / 'even'}")
+    table = pa.ipc.open_stream(second).read_all()
+    for column, values in {
+        "latents": [[1] * 128] * 2,  # integers
+        "prompt_embeds": [[1.0] * 255, [1.0] * 257],  # ragged
+        "other": None,
+    }.items():
+        changed = table.drop_columns(["latents"])
+        if values:
+            changed = table.set_column(table.schema.get_field_index(column), column, pa.array(values))
+        with pa.OSFile(str(cache / two.name), "wb") as file, pa.ipc.new_stream(file, changed.schema) as writer:
+            writer.write_table(changed)
+        error = refused(capfd, *cached)
+        assert "is damaged" in error and ("numbers in each row" in error or "latents" in error), error
+    (cache / two.name).write_bytes(second)
+    rewrite(cache, lambda content: content.update(latents_shape=[16, 8, 4]))
+    assert "latents_shape [16, 8, 4] -> [8, 8, 8]" in refused(capfd, *cached)
+    rewrite(cache, lambda content: content.update(latents_shape=[8, 8, 8]))
+    rewrite(cache, lambda content: content["shards"].update({"../equal/" + two.name: content["shards"][one.name]}))
+    assert "is not as it was written" in refused(capfd, *cached) or "rows instead of" in refused(capfd, *cached)
+
+
 def test_a_cache_with_batches_of_bad_rows_trains(tmp_path, flags):
     """All rows of an encode batch skipped, while their shard has good ones; and a cache with such an empty batch."""
     make_captioned(tmp_path / "images", 9)
@@ -573,7 +672,7 @@ def test_a_cache_with_batches_of_bad_rows_trains(tmp_path, flags):
     make_cache(tmp_path, "--max_skipped=0.5", "--rows_per_shard=9")
     train(*flags, f"--latents_dir={tmp_path / 'cache'}")
     _, _, batches = script.load_cache(tmp_path / "cache")
-    assert [len(batch) for batch in batches] == [3, 3]
+    assert [len(batch) for _, batch in batches] == [3, 3]
     path = next((tmp_path / "cache").glob("data-*"))
     table = script.pa.ipc.open_stream(path.read_bytes()).read_all()
     with script.pa.OSFile(str(path), "wb") as file, script.pa.ipc.new_stream(file, table.schema) as writer:
@@ -582,6 +681,41 @@ def test_a_cache_with_batches_of_bad_rows_trains(tmp_path, flags):
                 writer.write_batch(part)
     train(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'again'}")
     assert_same_weights(tmp_path / "out/unet", tmp_path / "again/unet")
+
+
+def test_small_images_and_empty_captions_are_skipped_when_asked_for(tmp_path, flags, images, capfd):
+    make_captioned(tmp_path / "images", 6, ["one", "", " ", "four", "five", "six"])
+    Image.new("RGB", (40, 18)).save(tmp_path / "images/3.png")
+    asked = ["--min_size=19", "--skip_empty_captions"]
+    train(*images, *asked)
+    error = capfd.readouterr().err
+    assert error.count("Skipped") == 3
+    assert "Skipped 3.png (40 x 18 pixels are less than --min_size 19)" in error
+    assert "Skipped 1.png (the caption is empty)" in error
+    make_cache(tmp_path, *asked, "--max_skipped=0.5")
+    cache = json.loads((tmp_path / "cache/cache.json").read_text())
+    assert (cache["rows"], cache["skipped"], cache["transform"]["min_size"]) == (3, 3, 19)
+    with pytest.raises(SystemExit):
+        script.parse_args([*flags, f"--latents_dir={tmp_path / 'cache'}", "--min_size=19"])
+    assert "--min_size does nothing with --latents_dir" in capfd.readouterr().err
+    make_cache(tmp_path, name="all")
+    assert json.loads((tmp_path / "all/cache.json").read_text())["rows"] == 6
+
+
+def test_captions_that_are_cut_are_counted_and_said_once(tmp_path, flags, images, capfd):
+    make_captioned(tmp_path / "images", 6, ["one", "two " * 50, "a long caption that goes on and on", "four", "", "x"])
+    limit = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer").model_max_length
+    make_cache(tmp_path)
+    sentence = f"2 of 6 captions have more than {limit} tokens, and lose what is beyond"
+    assert capfd.readouterr().out.count(sentence) == 1
+    assert json.loads((tmp_path / "cache/cache.json").read_text())["captions_cut"] == 2
+    train(*flags, f"--latents_dir={tmp_path / 'cache'}")
+    assert capfd.readouterr().out.count(f"{tmp_path / 'cache'}: {sentence}") == 1
+    train(*images, f"--output_dir={tmp_path / 'b'}")
+    assert capfd.readouterr().out.count(sentence) == 1
+    make_captioned(tmp_path / "images", 6)
+    train(*images, f"--output_dir={tmp_path / 'c'}")
+    assert "lose what is beyond" not in capfd.readouterr().out
 
 
 def test_a_bad_row_is_named_skipped_and_counted(tmp_path, images, capfd):
@@ -599,6 +733,17 @@ def test_bad_checkpoints_and_models_are_refused(tmp_path, cached, models, capfd)
     assert "holds checkpoint-6 of an earlier run" in refused(capfd, *cached)
     (tmp_path / "out/checkpoint-6/optimizer.bin").write_bytes(b"")
     assert "checkpoint-6 is damaged" in refused(capfd, *cached, "--resume_from_checkpoint=latest")
+    config = json.loads((models / "unet/config.json").read_text())
+    for change in ({"num_class_embeds": 10}, {"out_channels": 8}, {"encoder_hid_dim_type": "text_image_proj"}):
+        (tmp_path / "unet.json").write_text(json.dumps({**config, **change}))
+        new = [f"--unet_config_name_or_path={tmp_path / 'unet.json'}", f"--output_dir={tmp_path / 'b'}"]
+        assert str(tmp_path / "unet.json") in refused(capfd, *cached, *new)
+    path = models / "scheduler/scheduler_config.json"
+    scheduler = path.read_text()
+    for change in ({"num_train_timesteps": 0}, {"timestep_spacing": "bad"}, {"prediction_type": None}):
+        path.write_text(json.dumps({**json.loads(scheduler), **change}))
+        assert "scheduler" in refused(capfd, *cached, f"--output_dir={tmp_path / 'b'}")
+    path.write_text(scheduler)
     shutil.rmtree(models / "unet")
     assert "holds no UNet2DConditionModel" in refused(capfd, *cached, f"--output_dir={tmp_path / 'b'}")
     assert "exceeds the 1000 training timesteps" in refused(
