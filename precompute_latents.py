@@ -340,7 +340,9 @@ def read_cache(output_dir):
     Returns (dict, {file name: {"rows", "sha256", "checksums": of the rows' checksums, "encoded_again",
     "captions_cut", "skipped": [{"row", "key", "reason"}]}}).
     """
-    cache = json.loads((output_dir / "cache.json").read_text())
+    cache, state = json.loads((output_dir / "cache.json").read_text()), output_dir / "state.json"
+    if state.exists() and json.loads(state.read_text())["_fingerprint"] != fingerprint(cache):
+        raise ValueError("cache.json is not as it was written")
     records = {name: {**record, "skipped": []} for name, record in cache.get("shards", {}).items()}
     if records:  # finished once: what was skipped is in one file
         for entry in map(json.loads, (output_dir / "skipped.jsonl").read_text().splitlines()):
@@ -499,7 +501,7 @@ def finish(output_dir, empty_prompt, max_skipped):
     state = dict.fromkeys(["_format_columns", "_format_type", "_split"])
     state |= {"_format_kwargs": {}, "_output_all_columns": False}
     state["_data_files"] = [{"filename": name} for name in cache["shards"]]
-    state["_fingerprint"] = hashlib.sha256(json.dumps(cache).encode()).hexdigest()[:16]
+    state["_fingerprint"] = fingerprint(cache)
     write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
     write_file(output_dir / "dataset_info.json", "{}")
     write_file(output_dir / "state.json", json.dumps(state, indent=1))
@@ -956,6 +958,11 @@ def say_cut(count, total, limit, where=""):
 def are_cut(tokenizer, texts):
     """For each caption whether it has more tokens than the text encoder takes, and so loses its end."""
     return [bool(encoding.overflowing) for encoding in tokenizer(texts, truncation=True).encodings]
+
+
+def fingerprint(cache):
+    """What `datasets` knows a cache by: a hash of cache.json, which tells also whether it is as it was written."""
+    return hashlib.sha256(json.dumps(cache).encode()).hexdigest()[:16]
 
 
 def checksum(row):

@@ -1340,6 +1340,8 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
             torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
             torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
             state["checksums"] = checksums(unfinished / path.name)
+            own = xxhash.xxh3_128(json.dumps(state).encode())  # of all the rest in the file
+            state["checksums"]["trainer_state.json"] = own.hexdigest()
             (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
         if args.checkpoints_total_limit is not None:
             others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != path]
@@ -1355,7 +1357,9 @@ def read_state(checkpoint, num_images):
         return {"global_step": 0, "data_step": 0, "images_seen": 0, "settings": {}}
     with explained(f"{checkpoint} is damaged; resume from another or choose a new --output_dir"):
         state = json.loads((checkpoint / "trainer_state.json").read_text())
-        before = state["settings"]
+        before, own = state["settings"], state.get("checksums", {}).pop("trainer_state.json", None)
+        if own not in (None, xxhash.xxh3_128(json.dumps(state).encode()).hexdigest()):
+            raise ValueError("trainer_state.json is not as it was written")
         if "images_seen" not in state:  # of a checkpoint from before it was counted
             per_step = before["train_batch_size"] * before["gradient_accumulation_steps"] * before["num_processes"]
             epoch, step = divmod(state["data_step"], math.ceil(before["num_images"] / per_step))

@@ -544,6 +544,35 @@ def test_models_that_lack_weights_are_refused(tmp_path, flags, capfd):
             assert f"does not hold the {part} of a Stable Diffusion pipeline ({len(missing)} missing keys" in error
 
 
+def test_a_cache_json_that_changed_is_refused(tmp_path, flags, capfd):
+    precompute(*flags)
+    path = tmp_path / "out/cache.json"
+    content = path.read_text()
+    path.write_text(content.replace('"rows": 10', '"rows": 11'))
+    assert path.read_text() != content
+    before = contents(tmp_path / "out")
+    assert "cache.json is not as it was written" in refused(capfd, *flags)
+    assert {**before, ".lock": b""} == contents(tmp_path / "out")
+    path.write_text(content)
+    precompute(*flags)
+
+
+def test_killed_between_its_first_two_files_the_same_command_goes_on(tmp_path, flags, monkeypatch):
+    written, write_file = [], script.write_file
+
+    def killed(path, text):
+        if written:
+            raise KeyboardInterrupt
+        written.append(write_file(path, text))
+
+    with monkeypatch.context() as first:
+        first.setattr(script, "write_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            precompute(*flags)
+    precompute(*flags)
+    assert (tmp_path / "out/run.args").exists() and (tmp_path / "out/state.json").exists()
+
+
 def test_what_is_no_file_is_not_read(tmp_path, flags):
     """A table may name any path: of a pipe or a device nobody would see the end."""
     os.mkfifo(tmp_path / "pipe.png")

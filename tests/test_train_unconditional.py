@@ -1135,6 +1135,20 @@ def test_a_checkpoint_knows_its_content(tmp_path, flags, capfd, part, damage, mo
     assert f"checkpoint-2 is damaged or from another model ({part} is not as it was written)" in error
 
 
+def test_a_digit_of_the_state_that_changed_is_seen(tmp_path, flags, capfd, monkeypatch):
+    monkeypatch.setattr(script, "log_validation", lambda *args: None)
+    train(*flags, "--max_train_steps=2")
+    path = tmp_path / "out/checkpoint-2/trainer_state.json"
+    content = path.read_text()
+    for key in ("global_step", "images_seen", "num_images", "seed"):
+        path.write_text(re.sub(rf'("{key}": )\d+', r"\g<1>7", content))
+        assert path.read_text() != content
+        error = refused(capfd, flags, "--max_train_steps=3", "--resume_from_checkpoint=latest")
+        assert "checkpoint-2 is damaged" in error and "trainer_state.json is not as it was written" in error
+    path.write_text(content)
+    train(*flags, "--max_train_steps=3", "--resume_from_checkpoint=latest")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"global_step": 1}', "null", "\x00",
     '{"global_step": -1, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}}',
     '{"global_step": 1.5, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}}',
