@@ -1058,6 +1058,18 @@ def check_training_args(parser, args):
             parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01")
     if args.lr_scheduler == "polynomial" and args.learning_rate <= 1e-7:
         parser.error("--lr_scheduler polynomial ends at a rate of 1e-7: --learning_rate must be larger")
+    without_effect = {
+        "lr_warmup_steps": args.lr_scheduler in ("constant", "piecewise_constant"),
+        "lr_num_cycles": args.lr_scheduler != "cosine_with_restarts",
+        "lr_power": args.lr_scheduler != "polynomial",
+        "lr_step_rules": args.lr_scheduler != "piecewise_constant",
+        **dict.fromkeys(["ema_inv_gamma", "ema_power", "ema_max_decay"], not args.use_ema),
+        **dict.fromkeys(["hub_model_id", "hub_private_repo"], not args.push_to_hub),
+    }
+    for name, ignored in without_effect.items():
+        value = getattr(args, name)
+        if ignored and value and value != parser.get_default(name) and os.environ.get("RANK", "0") == "0":
+            print(f"--{name} {value} has no effect: the other flags leave no use for it", file=sys.stderr)
     for tracker in {"tensorboard", "wandb"} & {args.report_to}:
         if importlib.util.find_spec(tracker) is None:
             parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")

@@ -718,6 +718,27 @@ def test_captions_that_are_cut_are_counted_and_said_once(tmp_path, flags, images
     assert "lose what is beyond" not in capfd.readouterr().out
 
 
+def test_a_prompt_of_a_megabyte_is_drawn_at_once():
+    begin = time.time()
+    grid = script.draw_grid(np.zeros((2, 1, 8, 8, 3), np.uint8), ["w " * 500_000, "a"])
+    assert grid.width < 600 and time.time() - begin < 5
+
+
+@pytest.mark.parametrize("argv, said", [
+    ([], False),
+    (["--lr_warmup_steps=0", "--lr_num_cycles=1", "--ema_power=0.75", "--no-use_ema"], False),
+    (["--lr_warmup_steps=100"], "--lr_warmup_steps 100 has no effect"),
+    (["--lr_warmup_steps=100", "--lr_scheduler=constant_with_warmup"], False),
+    (["--lr_power=2", "--lr_scheduler=cosine"], "--lr_power 2.0 has no effect"),
+    (["--no-use_ema", "--ema_max_decay=0.9"], "--ema_max_decay 0.9 has no effect"),
+    (["--hub_model_id=me/it"], "--hub_model_id me/it has no effect"),
+])  # fmt: skip
+def test_what_the_other_flags_leave_without_effect_is_said(argv, said, capsys):
+    script.parse_args(["--latents_dir=cache", "--pretrained_model_name_or_path=sd", *argv])
+    error = capsys.readouterr().err
+    assert said in error if said else error == ""
+
+
 def test_a_bad_row_is_named_skipped_and_counted(tmp_path, images, capfd):
     (tmp_path / "images/2.png").write_bytes(b"no image")
     train(*images, "--num_train_epochs=2")
