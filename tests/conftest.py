@@ -2,9 +2,11 @@
 
 import atexit
 import contextlib
+import gc
 import json
 import multiprocessing.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
 ROOT = Path(__file__).parent.parent
+MODELS = ROOT / "demo/models"
 sys.path.insert(0, str(ROOT))
 
 import datasets  # noqa: E402
@@ -50,8 +53,7 @@ def alone(tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def unet_config(tmp_path):
+def make_unet_config(folder):
     """A U-Net of 10,000 weights for 16 px, with dropout, which resuming has to repeat as well."""
     unet = diffusers.UNet2DModel(
         sample_size=16,
@@ -62,8 +64,32 @@ def unet_config(tmp_path):
         down_block_types=("DownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "UpBlock2D"),
     )
-    unet.save_config(tmp_path / "tiny-unet")
-    return str(tmp_path / "tiny-unet")
+    unet.save_config(folder / "tiny-unet")
+    return str(folder / "tiny-unet")
+
+
+@pytest.fixture
+def unet_config(tmp_path):
+    return make_unet_config(tmp_path)
+
+
+def make_models(folder):
+    """A Stable Diffusion folder whose U-Net has 20,000 weights and dropout, which resuming has to repeat as well."""
+    shutil.copytree(MODELS, folder / "sd")
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        dropout=0.1,
+        cross_attention_dim=32,
+        attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )
+    unet.save_pretrained(folder / "sd/unet")
+    return folder / "sd"
 
 
 def make_images(folder, count, size=(24, 20)):
@@ -133,6 +159,7 @@ def start(function, num_processes=1, log=os.devnull):
             continue
         code = 1
         try:
+            gc.freeze()  # what the imports left is no garbage; to look through it would take half of a run's time
             os.setpgid(0, 0)
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)

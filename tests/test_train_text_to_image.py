@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    MODELS,
     ROOT,
     assert_same_weights,
     checkpoints,
@@ -20,6 +21,7 @@ from conftest import (
     kill,
     launch,
     make_captioned,
+    make_models,
     metrics,
     reset,
     start,
@@ -40,27 +42,10 @@ from transformers import CLIPTextModel, CLIPTokenizer
 import precompute_latents
 import train_text_to_image as script
 
-MODELS = ROOT / "demo/models"
-
 
 @pytest.fixture
 def models(tmp_path):
-    """A Stable Diffusion folder whose U-Net has 20,000 weights and dropout, which resuming has to repeat as well."""
-    shutil.copytree(MODELS, tmp_path / "sd")
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        dropout=0.1,
-        cross_attention_dim=32,
-        attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )
-    unet.save_pretrained(tmp_path / "sd/unet")
-    return tmp_path / "sd"
+    return make_models(tmp_path)
 
 
 @pytest.fixture
