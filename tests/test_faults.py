@@ -10,8 +10,10 @@ import errno
 import functools
 import importlib
 import inspect
+import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -24,12 +26,29 @@ import threading
 import time
 from pathlib import Path
 
+import datasets
 import matplotlib.figure  # noqa: F401  # for the forks, which would each import it
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
-from conftest import MODELS, checkpoints, finish, kill, make_captioned, make_models, make_unet_config, start
+from conftest import (
+    MODELS,
+    checkpoints,
+    finish,
+    kill,
+    make_captioned,
+    make_images,
+    make_models,
+    make_unet_config,
+    metrics,
+    start,
+    weights,
+)  # fmt: skip
 from diffusers import DDPMScheduler
+from PIL import Image
+from test_shared_blocks import parser_of
 
 NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
 
@@ -128,8 +147,8 @@ class Target:
         cache = [f"--pretrained_model_name_or_path={MODELS}", "--random_flip", "--rows_per_shard=2", "--batch_size=1",
                  "--latents=sample"]  # fmt: skip
         training = """--train_batch_size=2 --num_train_epochs=2 --learning_rate=1e-3 --lr_scheduler=cosine
-            --random_flip --lr_warmup_steps=2 --logging_steps=1 --report_to=none --checkpointing_steps=3 --checkpoints_total_limit=2
-            --validation_steps=2 --noise_offset=0.1 --resume_from_checkpoint=latest""".split()
+            --random_flip --lr_warmup_steps=2 --logging_steps=1 --report_to=none --checkpointing_steps=3
+            --checkpoints_total_limit=2 --validation_steps=2 --noise_offset=0.1 --resume_from_checkpoint=latest""".split()
         if name == "precompute_latents":
             self.argv = [*data, *cache]
         elif name == "train_unconditional":
@@ -151,7 +170,7 @@ class Target:
     def __str__(self):
         return f"{self.name}.py {' '.join(self.argv)}"
 
-    def start(self, *argv, happen=None, num_processes=1, victim=None):
+    def start(self, *argv, happen=None, num_processes=1, victim=None, flags=None):
         """Begin a run; `happen` is told what the processes do, or the `victim` alone."""
         self.log.unlink(missing_ok=True)
         self.runs += 1
@@ -159,7 +178,7 @@ class Target:
         def run():
             if happen and victim in (None, int(os.environ.get("RANK", "0"))):
                 watch(self.script, self.out, happen)
-            self.script.main(self.script.parse_args([*self.argv, *map(str, argv)]))
+            self.script.main(self.script.parse_args([*(flags or self.argv), *map(str, argv)]))
 
         return start(run, num_processes, self.log)
 
@@ -437,3 +456,231 @@ def test_damaged_files_are_mended_or_refused(targets, name, count):
     shutil.rmtree(folder)
     shutil.copytree(good, folder)
     print(f"{name}: {dict(verdicts)}")
+
+
+# ------------------------------------------------------------------- what people bring
+
+
+FORMATS = {
+    "PNG": ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"],
+    "JPEG": ["L", "RGB", "CMYK"],
+    "WEBP": ["RGB", "RGBA"],
+    "GIF": ["L", "P"],
+    "BMP": ["1", "L", "P", "RGB"],
+    "TIFF": ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16"],
+    "PPM": ["1", "L", "RGB"],
+    "TGA": ["L", "RGB", "RGBA"],
+    "JPEG2000": ["L", "RGB", "RGBA"],
+}
+
+
+def make_file(rng):
+    """The bytes of an image, or of something like one; and whether it has to be used."""
+    format = rng.choice(list(FORMATS))
+    mode = rng.choice(FORMATS[format])
+    size = rng.choice([(1, 1), (1, 40), (90, 2), (rng.randint(2, 60), rng.randint(2, 60)), (500, 9)])
+    pixels = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
+    picture = Image.new("I;16", size, rng.randint(0, 65535)) if mode == "I;16" else pixels
+    if mode in ("LA", "LAB", "YCbCr"):
+        picture = pixels.convert({"LA": "L"}.get(mode, mode) if mode != "LAB" else "RGB")
+        picture = Image.merge("LA", [picture, picture]) if mode == "LA" else picture
+        picture = Image.new("LAB", size, (50, 9, 200)) if mode == "LAB" else picture
+    elif mode != "I;16":
+        picture = pixels.convert(mode)
+    options, buffer = {}, io.BytesIO()
+    if format in ("JPEG", "PNG", "WEBP", "TIFF") and rng.random() < 0.5:
+        exif = Image.Exif()
+        exif[0x0112] = rng.randint(0, 10)  # 0, 9 and 10 are no orientation
+        options["exif"] = exif.tobytes()
+    if format == "JPEG":
+        options |= {"progressive": rng.random() < 0.5, "quality": rng.choice([1, 50, 100])}
+    picture.save(buffer, format, **options)
+    data, fault = (
+        buffer.getvalue(),
+        rng.choice(["none"] * 12 + ["cut", "flips", "head", "tail", "zeros", "other", "gone"]),
+    )
+    other = [
+        b"",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage",
+        b"<svg/>",
+        b"GIF89a",
+        b"\xff\xd8\xff",
+        None,
+    ]
+    flipped = bytearray(data)
+    for _ in range(5):
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    cut = rng.randrange(len(data))
+    data = {
+        "none": data, "cut": data[:cut], "flips": bytes(flipped), "head": rng.randbytes(9) + data[9:],
+        "tail": data + rng.randbytes(50), "zeros": data[:cut] + bytes(len(data) - cut), "other": rng.choice(other),
+        "gone": None,
+    }[fault]  # fmt: skip
+    return data, fault in ("none", "tail")
+
+
+def make_caption(rng):
+    """What stands in columns of captions; None too."""
+    pieces = [
+        "a red bicycle",
+        "ein Füchslein",
+        "红色自行车",
+        "عربي",
+        "👩‍👩‍👧",
+        "\u202eabc",
+        "Z̵̧͝a",
+        "\0",
+        "\x1b[31m",
+        "\n\t\r",
+        " ",
+        "<|endoftext|>",
+    ]
+    pieces += ["'", '"', "{", "%s", "\\u0000", "\ufeff", "\uffff", "1e999", "<script>", "\U0010ffff"]
+    kind = rng.randrange(8)
+    if kind < 2:
+        return [None, "", " ", "\0", "a"][rng.randrange(5)]
+    if kind == 2:
+        return rng.choice(pieces) * rng.choice([100, 20000])
+    if kind == 3:
+        return "".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(30))
+    return " ".join(rng.choices(pieces, k=rng.randint(1, 9)))
+
+
+@cases(120, 1000)
+def test_every_row_of_odd_images_and_captions_is_used_or_listed(targets, tmp_path, count):
+    rng = random.Random(count)
+    files, captions = [make_file(rng) for _ in range(count)], [make_caption(rng) for _ in range(count)]
+    image = pa.array(
+        [{"bytes": data, "path": None} for data, _ in files], pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    )
+    (tmp_path / "data").mkdir()
+    pq.write_table(
+        pa.table({"image": image, "text": pa.array(captions, pa.string())}), tmp_path / "data/train.parquet"
+    )
+    data = [f"--train_data_dir={tmp_path}/data", "--image_column=image", f"--output_dir={tmp_path}/out"]
+    good = {i for i, (_, good) in enumerate(files) if good}
+
+    codes, said = targets(NAMES[0]).run(*data, "--max_skipped=1", "--rows_per_shard=100", "--batch_size=8")
+    assert codes == [0] and "Traceback" not in said and "Skipped" not in said, said
+    listed = {entry["row"]: entry["reason"] for entry in map(json.loads, (tmp_path / "out/skipped.jsonl").open())}
+    rows = datasets.load_from_disk(str(tmp_path / "out"))
+    assert len(rows) + len(listed) == count and all(listed.values())
+    assert set(listed) == {i for i, text in enumerate(captions) if text is None} | (set(listed) - good), {
+        i: listed[i] for i in set(listed) & good
+    }
+    used = [i for i in range(count) if i not in listed]
+    assert rows["text"] == [captions[i] for i in used] and rows["key"] == [f"row {i}" for i in used]
+    print(f"{count} rows: {len(used)} used, {len(listed)} listed with {len(set(listed.values()))} reasons")
+
+    # The trainers, on the same rows; the unconditional one needs no captions.
+    without_image = sum(1 for row in listed if captions[row] is not None or row not in good)
+    argv = [
+        "--max_train_steps=2",
+        f"--train_batch_size={-(-count // 2)}",
+        "--validation_steps=9",
+        "--num_train_epochs=1",
+    ]
+    for name, most in ((NAMES[1], without_image), (NAMES[2], len(listed))):
+        target = targets(name)
+        shutil.rmtree(tmp_path / "out")
+        flags = [flag for flag in target.argv if "--latents_dir" not in flag]
+        prompts = ["--resolution=16", "--validation_prompts", *[t for t in captions if t and "\0" not in t][:20]]
+        codes, said = target.run(*data, *argv, *(prompts if name == NAMES[2] else []), flags=flags)
+        assert codes == [0] and "Traceback" not in said, said
+        record = metrics(tmp_path / "out")[-1]
+        assert math.isfinite(record["loss"]) and said.count("Skipped row") == record["skipped_images"]
+        assert record["skipped_images"] == most, (name, most, record)
+
+
+@pytest.mark.parametrize("column", ["numbers", "lists", "bytes", "codes", "large", "surrogates", "nothing"])
+def test_every_kind_of_column_of_captions(targets, tmp_path, column):
+    """Rows are used, or listed; or one sentence says what the column is."""
+    make_images(tmp_path / "images", 6)
+    pngs = [{"bytes": (tmp_path / f"images/{i}.png").read_bytes(), "path": None} for i in range(6)]
+    texts = {
+        "numbers": pa.array(range(6)), "lists": pa.array([["a", "b"], [], None, ["c"], [""], [None]]),
+        "bytes": pa.array([b"a"] * 6), "codes": pa.array(["a", "b"] * 3).dictionary_encode(),
+        "large": pa.array(["a", None] * 3, pa.large_string()), "nothing": pa.nulls(6),
+    }  # fmt: skip
+    if column == "surrogates":
+        lines = [json.dumps({"file_name": f"{i}.png", "text": text}) for i, text in enumerate(["\ud800", "a"] * 3)]
+        (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
+    else:
+        shutil.rmtree(tmp_path / "images")
+        (tmp_path / "images").mkdir()
+        pq.write_table(pa.table({"image": pa.array(pngs), "text": texts[column]}), tmp_path / "images/a.parquet")
+    target = targets(NAMES[0])
+    codes, said = target.run(f"--train_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/out", "--max_skipped=1")
+    if codes != [0]:
+        print(column, target.judge_sentence(codes, said, column))
+        return
+    listed = (tmp_path / "out/skipped.jsonl").read_text().splitlines()
+    assert "Traceback" not in said and len(listed) + json.loads((tmp_path / "out/cache.json").read_text())["rows"] == 6
+    print(column, listed[:1])
+
+
+# ------------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize("name", NAMES)
+@cases(8, 10**9)
+def test_every_number_at_its_limits_is_refused_or_runs_well(targets, name, count, capsys):
+    """One step with each flag at 0, -1, nan, inf, 1e30, 10**30 and at its bounds, where the parser takes it."""
+    target, taken = targets(name), []
+    work = {"resolution", "eval_batch_size", "num_validation_images", "dataloader_num_workers", "max_train_steps"}
+    for action in parser_of(f"{name}.py")._actions:
+        if action.type is None:
+            continue
+        low, high, kind = action.type.bounds
+        for value in ["0", "-1", "nan", "inf", "-inf", "1e30", str(10**30), kind(low), kind(high)]:
+            flag = f"--{action.dest}={value}"
+            try:
+                target.script.parse_args([*target.argv, flag])
+                if action.dest not in work or value != high:  # just more work
+                    taken.append(flag)
+            except SystemExit as end:
+                assert end.code == 2 and len(capsys.readouterr().err.splitlines()[-1]) < 300, flag
+    taken = sorted(set(taken))
+    verdicts = collections.Counter()
+    for flag in random.Random(0).sample(taken, min(count, len(taken))):
+        shutil.rmtree(target.out, ignore_errors=True)
+        limits = () if name == NAMES[0] else ["--max_train_steps=1"]
+        codes, said = target.run(*limits, flag)
+        if codes == [0]:
+            assert "Traceback" not in said and "Done" in said, f"{target} {flag}\n{said}"
+            if name != NAMES[0]:
+                assert all(math.isfinite(record["loss"]) for record in metrics(target.out)), f"{target} {flag}\n{said}"
+                assert all(tensor.isfinite().all() for tensor in weights(target.out / "unet").values()), flag
+        else:
+            target.judge_sentence(codes, said, f"{target} {flag}")
+        verdicts["a sound run" if codes == [0] else "a sentence"] += 1
+    shutil.rmtree(target.out, ignore_errors=True)
+    print(f"{name}: of {len(taken)} values that the parser takes: {dict(verdicts)}")
+
+
+# ------------------------------------------------------------------- a long time
+
+
+@cases(300, 20000)
+def test_nothing_grows_with_the_steps(targets, count):
+    """Memory, open files and the time of a step, in ten parts of a run."""
+    target, path, step = targets(NAMES[1]), targets(NAMES[1]).folder / "growth", itertools.count()
+    path.unlink(missing_ok=True)
+
+    def note(event):
+        if event == "train_step" and next(step) % (count // 10) == 0:
+            rss = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+            with path.open("a") as file:
+                file.write(f"{rss} {len(os.listdir('/proc/self/fd'))} {time.process_time()}\n")
+
+    shutil.rmtree(target.out, ignore_errors=True)
+    more = [f"--max_train_steps={count}", "--validation_steps=1000000", "--save_model_epochs=1000000"]
+    more += [f"--checkpointing_steps={count // 5}", "--logging_steps=10"]
+    codes, said = target.run(*more, happen=note, timeout=3600)
+    assert codes == [0], said
+    sizes, files, times = zip(*[map(float, line.split()) for line in path.read_text().splitlines()], strict=True)
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    print(f"{count} steps: {sizes[2] / 2**20:.0f} to {sizes[-1] / 2**20:.0f} MiB, {files[2]:.0f} to {files[-1]:.0f} open "
+          f"files, {10000 * seconds[2] / count:.1f} to {10000 * seconds[-1] / count:.1f} ms of a core a step")  # fmt: skip
+    assert max(sizes[-3:]) < sizes[2] + 20 * 2**20 and files[-1] <= files[2] + 1
+    assert min(seconds[-3:]) < 1.5 * min(seconds[:3])
