@@ -459,7 +459,7 @@ def open_cache(accelerator, settings, args):
                 write_file(output_dir / "run.args", format_args(args, UNLIKE))
             (output_dir / "unfinished").mkdir(exist_ok=True)
             for leftover in output_dir.rglob(".tmp-*"):  # of a run that was killed
-                leftover.unlink()
+                delete(leftover)
         except Timeout:
             fail(f"another process is writing to {output_dir}: end it, or choose another --output_dir")
         except OSError as error:
@@ -685,7 +685,7 @@ def in_one_sentence(main):
         except (RuntimeError, ValueError) as error:
             if "class_labels should be provided" in str(error):
                 fail("the U-Net wants class labels, which this script does not give it: choose another config")
-            if "DataLoader worker" in str(error):
+            if "DataLoader worker (pid" in str(error):  # and not what was raised inside of one
                 fail(
                     "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
                     alone=True,
@@ -756,11 +756,13 @@ def say_unused(folder, builder, rows, column, split):
     real = functools.cache(os.path.realpath)
     used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
     found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
-    unused = sorted(path for path in found if path not in used and not os.path.basename(path).startswith("."))
+    meant = ("/.", "/__download__/")  # hidden files, and what download_images.py keeps for itself
+    found = [path for path in found if not any(part in path.removeprefix(real(folder)) for part in meant)]
+    unused = sorted(path for path in found if path not in used)
     if unused:
         kinds = collections.Counter(Path(path).suffix.lower() or "no suffix" for path in unused).most_common(5)
         kinds = ", ".join(f"{count} {kind}" for kind, count in kinds)
-        named = os.path.relpath(unused[0], folder)
+        named = os.path.relpath(unused[0], real(folder))
         print(printable(f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), such as {named}"))
 
 
@@ -775,6 +777,14 @@ def check_output_dir(args):
             for source in filter(os.path.isdir, sources):
                 if written.is_relative_to(Path(source).resolve()):
                     fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
+
+
+def delete(path):
+    """Delete a file, a folder or a link, if there is one; never what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def load_weights(kind, source, **options):

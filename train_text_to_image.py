@@ -886,7 +886,7 @@ def in_one_sentence(main):
         except (RuntimeError, ValueError) as error:
             if "class_labels should be provided" in str(error):
                 fail("the U-Net wants class labels, which this script does not give it: choose another config")
-            if "DataLoader worker" in str(error):
+            if "DataLoader worker (pid" in str(error):  # and not what was raised inside of one
                 fail(
                     "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
                     alone=True,
@@ -957,11 +957,13 @@ def say_unused(folder, builder, rows, column, split):
     real = functools.cache(os.path.realpath)
     used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
     found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
-    unused = sorted(path for path in found if path not in used and not os.path.basename(path).startswith("."))
+    meant = ("/.", "/__download__/")  # hidden files, and what download_images.py keeps for itself
+    found = [path for path in found if not any(part in path.removeprefix(real(folder)) for part in meant)]
+    unused = sorted(path for path in found if path not in used)
     if unused:
         kinds = collections.Counter(Path(path).suffix.lower() or "no suffix" for path in unused).most_common(5)
         kinds = ", ".join(f"{count} {kind}" for kind, count in kinds)
-        named = os.path.relpath(unused[0], folder)
+        named = os.path.relpath(unused[0], real(folder))
         print(printable(f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), such as {named}"))
 
 
@@ -976,6 +978,14 @@ def check_output_dir(args):
             for source in filter(os.path.isdir, sources):
                 if written.is_relative_to(Path(source).resolve()):
                     fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
+
+
+def delete(path):
+    """Delete a file, a folder or a link, if there is one; never what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def load_weights(kind, source, **options):
@@ -1611,7 +1621,7 @@ def clean(output_dir):
         if not path.exists():
             old.rename(path)
     for leftover in output_dir.glob(".tmp-*"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        delete(leftover)
 
 
 @contextlib.contextmanager
@@ -1623,7 +1633,7 @@ def saving(folder, what):
     folder = Path(folder)
     unfinished = folder / ".tmp-saving"
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)  # what a kill has left
+        delete(unfinished)  # what a kill has left
         unfinished.mkdir(parents=True)
         yield unfinished
         for path in unfinished.rglob("*"):
@@ -1635,7 +1645,7 @@ def saving(folder, what):
             if path.is_dir():  # a folder can't be replaced in one go: `clean` puts it back if a kill comes here
                 path.rename(old)
             item.replace(path)
-            shutil.rmtree(old, ignore_errors=True)  # last: until here one of the two is whole
+            delete(old)  # last: until here one of the two is whole
         unfinished.rmdir()
     except Exception as error:  # torch.save says nothing of a disk that is full
         reason = explain(error) if shutil.disk_usage(folder).free > 2**20 else "the disk is full"
@@ -1709,7 +1719,7 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
             others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != path]
             for checkpoint in others[: max(0, len(others) - args.checkpoints_total_limit + 1)]:
                 # Under another name first, so that no half of it is ever taken for a checkpoint.
-                shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
+                delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
     accelerator.wait_for_everyone()
 
 

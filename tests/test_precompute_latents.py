@@ -599,7 +599,9 @@ def test_files_that_are_not_used_are_counted_and_said(tmp_path, flags, capfd):
     (tmp_path / "link").symlink_to(folder)
     precompute(*flags, f"--train_data_dir={tmp_path / 'link'}", f"--output_dir={tmp_path / 'b'}")
     assert f"5 of {total} files are not used" in capfd.readouterr().out
-    (tmp_path / "table").mkdir()
+    (tmp_path / "table/__download__").mkdir(parents=True)
+    (tmp_path / "table/__download__/failures.jsonl").touch()
+    (tmp_path / "table/.hidden").touch()
     rows = datasets.load_dataset(str(folder), split="train", cache_dir=tmp_path / "hub")
     rows.to_parquet(tmp_path / "table/rows.parquet")
     precompute(*flags, f"--train_data_dir={tmp_path / 'table'}", f"--output_dir={tmp_path / 'c'}")

@@ -332,6 +332,28 @@ def test_what_a_kill_left_of_a_save_is_in_nobodys_way(tmp_path, flags, folder):
     assert not list((tmp_path / "out").rglob(".tmp-*")) and not (tmp_path / "out/half.png").exists()
 
 
+def test_what_was_moved_to_another_disk_and_linked_back_is_replaced_and_stays_there(tmp_path, flags):
+    flags = [*flags, "--checkpointing_steps=2", "--checkpoints_total_limit=1", "--resume_from_checkpoint=latest"]
+    train(*flags, "--max_train_steps=2")
+    for name in ("checkpoint-2", "unet"):
+        (tmp_path / "out" / name).rename(tmp_path / name)
+        (tmp_path / "out" / name).symlink_to(tmp_path / name)
+    (tmp_path / "out/.tmp-link").symlink_to(tmp_path / "images")
+    train(*flags, "--max_train_steps=4")
+    assert checkpoints(tmp_path / "out") == {"checkpoint-4"} and not (tmp_path / "out/unet").is_symlink()
+    assert (tmp_path / "checkpoint-2/trainer_state.json").exists() and (tmp_path / "unet/config.json").exists()
+    assert len(list((tmp_path / "images").iterdir())) == 6 and not list((tmp_path / "out").glob(".tmp-*"))
+
+
+def test_an_error_inside_a_loader_process_keeps_its_traceback(tmp_path, flags, monkeypatch):
+    def broken(self, keys):
+        raise RuntimeError("a bug of mine")
+
+    monkeypatch.setattr(script.ImageDataset, "__getitem__", broken)
+    with pytest.raises(RuntimeError, match="(?s)DataLoader worker process 0.*a bug of mine"):
+        train(*flags, "--dataloader_num_workers=1")
+
+
 def test_averaging_can_begin_at_a_checkpoint_without(tmp_path, flags, capsys):
     train(*flags, "--no-use_ema", "--checkpointing_steps=3")
     train(*flags, "--checkpointing_steps=3", "--resume_from_checkpoint=latest", "--num_epochs=2")
