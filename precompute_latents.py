@@ -883,9 +883,11 @@ def step_seed(*key):
 def draw_choices(seed, epoch, row):
     """Four numbers in [0, 1) for a row in an epoch: place of the crop (y, x), mirroring, caption.
 
-    Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did.
+    Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did. Epoch
+    None, for a row that is held out: the centre, not mirrored, the caption of epoch 0, which is the one of a cache.
     """
-    return np.random.default_rng([seed, epoch, row]).random(4)
+    choices = np.random.default_rng([seed, epoch or 0, row]).random(4)
+    return choices if epoch is not None else np.array([0.5, 0.5, 1.0, choices[3]])
 
 
 def ignore_signals(worker_id):

@@ -138,6 +138,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("data: both").add_argument
     add("--random_flip", **switch, help="mirrored images as well")
+    add("--holdout", type=number(0, 10**9), default=0.0, help="share or number of images for the held-out loss")
     add("--caption_dropout", type=number(0, 1), default=0.1, help="share of captions left out, for guidance")
 
     add = parser.add_argument_group("model").add_argument
@@ -190,7 +191,7 @@ def parse_args(argv=None):
     add("--tracker_project_name", default="text2image-fine-tune", help="project in the trackers")
     add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
     add("--validation_prompts", nargs="+", help="what to draw samples of")
-    add("--validation_steps", type=count, help="steps between samples; overrides the epochs")
+    add("--validation_steps", type=count, help="steps between samples and held-out losses; overrides the epochs")
     add("--validation_epochs", type=count, default=5, help="epochs between samples")
     add("--num_validation_images", type=number(1, 10**4, int), default=4, help="samples of each prompt")
     add(
@@ -279,6 +280,9 @@ class CaptionedImages(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.rows)
 
+    def names(self):
+        return name_rows(self.rows, self.settings[0], self.args)
+
     def __getitem__(self, keys):
         items = [
             transform(row, epoch, item, *self.settings)
@@ -361,6 +365,9 @@ class CachedLatents(torch.utils.data.Dataset):
 
     def __len__(self):
         return int(self.ends[-1])
+
+    def names(self):
+        return [key for _, batch in self.batches for key in batch["key"].to_pylist()]  # as `transform` named them
 
     def gather(self, rows, columns):
         """Rows of the columns named for each -> float16 [N, numbers per row]."""
@@ -691,7 +698,8 @@ def main(args):
         args.dataloader_num_workers = min(8, cores - 1)
     dataset, frozen = load_data(accelerator, args)
     _, empty_prompt, cache = frozen
-    num_images = len(dataset)
+    train_rows, held_out = hold_out(accelerator, dataset, args)
+    num_images = len(train_rows)
     images_per_micro_batch = args.train_batch_size * num_processes
     images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
     if args.scale_lr:
@@ -740,14 +748,18 @@ def main(args):
         sampled = accelerator.prepare_model(models["unet_ema"], evaluation_mode=True)  # autocast as in training
 
     # Batches come without end, across epochs, so the device never waits for one to begin.
-    keys = step_batches(dataset, args, rank, num_processes, images_seen)
+    keys = step_batches(train_rows, args, rank, num_processes, images_seen)
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
     records = Records(accelerator, global_step, 0, checkpoint is not None, args)
     batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
+    log_held_out = functools.partial(
+        log_held_out_loss, accelerator, records, dataset, held_out, models, noise_scheduler, frozen, stop_signal, args
+    )
     stop = 0
     samples_every = args.validation_steps, images_seen, args.validation_epochs * num_images
     if checkpoint and is_due(global_step, *samples_every) and not samples_path(global_step, args).exists():
         pipeline = make_pipeline(sampled, sampler, args)  # a kill came between the two
+        log_held_out(global_step)
         log_validation(accelerator, pipeline, global_step, stop_signal, args)
 
     unet.train()
@@ -781,6 +793,7 @@ def main(args):
             if checkpoint_due:  # before the samples, which may take longer than a preempted job has left
                 save_checkpoint(accelerator, models, optimizer, state, args)
             if samples_due and not last and not stop:
+                log_held_out(global_step)
                 log_validation(accelerator, make_pipeline(sampled, sampler, args), global_step, stop_signal, args)
                 if (stop := stop_signal.agree()) and not checkpoint_due:  # broken off; who resumes here draws them
                     records.update(global_step, False, last)
@@ -792,6 +805,7 @@ def main(args):
         pipeline = make_pipeline(sampled, sampler, args)
         if accelerator.is_main_process:  # before the samples, again because of the time that they take
             save_pipeline(pipeline, args)
+        log_held_out(global_step)
         log_validation(accelerator, pipeline, global_step, stop_signal, args)
         stop = stop_signal.agree()
     stop_signal.close()
@@ -1084,9 +1098,11 @@ def step_seed(*key):
 def draw_choices(seed, epoch, row):
     """Four numbers in [0, 1) for a row in an epoch: place of the crop (y, x), mirroring, caption.
 
-    Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did.
+    Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did. Epoch
+    None, for a row that is held out: the centre, not mirrored, the caption of epoch 0, which is the one of a cache.
     """
-    return np.random.default_rng([seed, epoch, row]).random(4)
+    choices = np.random.default_rng([seed, epoch or 0, row]).random(4)
+    return choices if epoch is not None else np.array([0.5, 0.5, 1.0, choices[3]])
 
 
 def ignore_signals(worker_id):
@@ -1435,26 +1451,111 @@ def check_training_args(parser, args):
             parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
 
 
+def hold_out(accelerator, dataset, args):
+    """Split a data set: (numbers of the rows to train on, {number: hash} of those for the held-out loss).
+
+    A row's hash, of --seed and its name, alone decides, so that images that come or go move no others: it lies below
+    the share --holdout, or is one of so many lowest.
+    """
+    if not args.holdout:
+        return np.arange(len(dataset)), {}
+    names = [f"{args.seed} {name}".encode() for name in dataset.names()]
+    hashes = np.array([xxhash.xxh3_64_intdigest(name) for name in names], np.uint64)
+    count = int(args.holdout if args.holdout >= 1 else (hashes < args.holdout * 2.0**64).sum())
+    if not 0 < count < len(hashes):
+        fail(f"--holdout {args.holdout:g} sets {count} of {len(hashes)} images aside: choose another share or number")
+    order = hashes.argsort(kind="stable")
+    accelerator.print(f"Held out: {count} of {len(hashes)} images")
+    return np.sort(order[count:]), {int(row): int(hashes[row]) for row in order[:count]}
+
+
+def name_rows(rows, column, args):
+    """What each row is known by, as in a cache: its file in the folder, or its number. Reads no image."""
+    paths = pc.struct_field(rows.data[column], "path").to_pylist()
+    if rows._indices is not None:  # --max_train_samples has drawn them
+        paths = [paths[i] for i in rows._indices.column(0).to_pylist()]
+    names = [name_image(row, {"path": path}) for row, path in enumerate(paths)]
+    folder = args.train_data_dir or args.dataset_name
+    return [os.path.relpath(name, folder) if os.path.isabs(name) else name for name in names]
+
+
 def step_batches(rows, args, rank, num_processes, images_seen):
     """Yield without end one process's micro-batches of keys (epoch, row, weight), from the image `images_seen` on.
 
-    (seed, epoch) alone fixes an epoch's order, so a run can go on at any image of it, also with another batch size or
-    number of processes. A step takes the next images of that order; the last one of an epoch takes what is left, so
-    every image comes exactly once an epoch: none is dropped or repeated. The weights make the sum of loss * weight
-    over a step's micro-batches, averaged over the processes as DDP does, the mean over the step's images. A process
-    with no image left gets one of weight 0, because DDP needs all to take part.
+    (seed, epoch) alone fixes the order of `rows`, numbers, so a run can go on at any image, also with another batch
+    size or number of processes. A step takes the next images of that order; the last one of an epoch takes what is
+    left, so every image comes exactly once an epoch: none is dropped or repeated. The weights make the sum of loss *
+    weight over a step's micro-batches, averaged over the processes as DDP does, the mean over the step's images. A
+    process with no image left gets one of weight 0, because DDP needs all to take part.
     """
     per_micro = args.train_batch_size * num_processes
     per_step = per_micro * args.gradient_accumulation_steps
     first_epoch, first_image = divmod(images_seen, len(rows))
     for epoch in itertools.count(first_epoch):
-        order = np.random.default_rng([args.seed, epoch]).permutation(len(rows)).tolist()
+        order = np.random.default_rng([args.seed, epoch]).permutation(rows).tolist()
         for step_start in range(first_image, len(rows), per_step):
             step = order[step_start : step_start + per_step]
             for start in range(0, len(step), per_micro):
                 mine = step[start : start + per_micro][rank::num_processes]  # in turns, so that all have about as many
                 yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]
         first_image = 0  # the next epoch is whole
+
+
+@torch.no_grad()
+def log_held_out_loss(
+    accelerator, records, dataset, held_out, models, noise_scheduler, frozen, stop_signal, args, step
+):
+    """Record the held-out loss at a step: the mean squared error of epsilon, whatever the objective and its weights.
+
+    It is the mean over the images that `hold_out` chose and over nine timesteps, .1 to .9 of all: at random ones it
+    would drown in their differences. All that is drawn is keyed by --seed, image and timestep, and a batch is an image
+    at its nine, so that runs can be compared, whatever their batch size, processes and kills. A signal breaks off.
+    """
+    if not held_out or records.held_out.get("step") == step:
+        return
+    device, training = accelerator.device, models["unet"].training
+    models["unet"].eval()  # without dropout
+    args = argparse.Namespace(**{**vars(args), "caption_dropout": 0.0})
+    timesteps = torch.arange(1, 10, device=device) * noise_scheduler.config.num_train_timesteps // 10
+    rows = sorted(held_out)[accelerator.process_index :: accelerator.num_processes]
+    sums = torch.zeros(9 * len(models) + 2, device=device)  # nine losses for each model, images, images tried
+    for row, batch in zip(rows, load_batches(dataset, [[(None, row, 1.0)] for row in rows], 0, device), strict=False):
+        if stop_signal.received:
+            break
+        torch.manual_seed(held_out[row])  # for the draw from a VAE's distribution
+        images, condition = prepare_batch(batch, frozen, args)
+        condition = {name: value.repeat_interleave(9, dim=0) for name, value in condition.items()}
+        generators = [torch.Generator().manual_seed(step_seed(held_out[row], level)) for level in range(9)]
+        noise = torch.cat([torch.randn(images.shape, generator=generator) for generator in generators]).to(device)
+        noisy_images, losses = noise_scheduler.add_noise(images.expand_as(noise), noise, timesteps), []
+        for model in models.values():
+            prediction = model(noisy_images, timesteps, **condition).sample.float()
+            prediction = to_epsilon(prediction, noisy_images, noise_scheduler, timesteps)
+            losses.append(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
+        weight = batch["weight"]  # 0 for what can't be decoded
+        sums += torch.cat([weight * torch.cat(losses), weight, torch.ones_like(weight)])
+        records.new_skipped.update(batch["skipped"])
+    models["unet"].train(training)
+    *sums, weight, tried = accelerator.reduce(sums).tolist()
+    if tried < len(held_out):
+        return
+    if weight == 0:
+        fail(f"none of the {tried:.0f} images that --holdout sets aside could be decoded")
+    nines = [[value / weight for value in sums[start : start + 9]] for start in range(0, len(sums), 9)]
+    record = {name.replace("unet", "held_out_loss"): sum(nine) / 9 for name, nine in zip(models, nines, strict=True)}
+    record |= {f"held_out_loss_t0.{i}": value for i, value in enumerate(nines[-1], 1)}  # of what the pipeline gets
+    records.held_out = {"step": step, **record}
+    records.write(records.held_out)
+
+
+def to_epsilon(prediction, noisy_images, noise_scheduler, timesteps):
+    """What the U-Net predicts, of whatever type, as a prediction of the noise (arXiv:2202.00512, appendix D)."""
+    alpha = noise_scheduler.alphas_cumprod.to(prediction.device)[timesteps].view(-1, 1, 1, 1)  # the signal's variance
+    if noise_scheduler.config.prediction_type == "epsilon":
+        return prediction
+    if noise_scheduler.config.prediction_type == "sample":
+        return (noisy_images - alpha.sqrt() * prediction) / (1 - alpha).sqrt()
+    return alpha.sqrt() * prediction + (1 - alpha).sqrt() * noisy_images
 
 
 def objective_flags(args):
@@ -1533,8 +1634,9 @@ class Records:
 
     def __init__(self, accelerator, global_step, num_left_out, resumed, args):
         self.accelerator, self.output_dir = accelerator, Path(args.output_dir)
+        kept = read_metrics(args.output_dir, global_step) if resumed else []
+        self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
         if accelerator.is_main_process:  # what was recorded after the checkpoint comes again
-            kept = read_metrics(args.output_dir, global_step) if resumed else []
             with saving(args.output_dir, "metrics.jsonl") as unfinished:
                 (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
         shown = {key: value for key, value in vars(args).items() if value is not None}
@@ -1602,13 +1704,18 @@ class Records:
         self.bar.set_postfix_str(
             f"loss={record['loss']:.4f}, lr={self.lr:.1e}, {record['images_per_second']:.1f} img/s, "
             f"{record['data_wait']:.1%} waiting for data"
+            + (f", held out {self.held_out['held_out_loss']:.4f}" if self.held_out else "")
         )
+        self.write(record)
+        self.sums.zero_()
+        self.waits, self.num_images, self.start = [], 0, now  # each record tells of what came since the last
+
+    def write(self, record):
+        """Add a record to metrics.jsonl and the trackers."""
         if self.accelerator.is_main_process:
             with (self.output_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step)
-        self.sums.zero_()
-        self.waits, self.num_images, self.start = [], 0, now  # each record tells of what came since the last
+        self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
 
 
 # ------------------------------------------------------------------------------ shared by the trainers: checkpoints
@@ -1746,6 +1853,11 @@ def read_state(checkpoint, num_images):
 
 def load_checkpoint(accelerator, path, models, optimizer, state, settings):
     """Load checkpoint-N into models, optimizer and fp16 scaler, and say which settings have changed."""
+    then, now = ({name: of.get(name, 0) for name in ("holdout", "seed")} for of in (state["settings"], settings))
+    if now["holdout"] and then != now:
+        fail(
+            f"{path} was trained on images that would be held out: {then} -> {now}; keep both, or leave --holdout out"
+        )
     try:
         written, found = state.get("checksums"), checksums(path)
         if written is not None and written != found:
@@ -1831,22 +1943,25 @@ def read_metrics(output_dir, last_step=math.inf):
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
-            if record["step"] <= last_step and math.isfinite(record["loss"]):
+            if record["step"] <= last_step and math.isfinite(record.get("loss", record.get("held_out_loss"))):
                 records.append(record)
     return records
 
 
 def plot_loss(output_dir):
-    """Draw the losses in metrics.jsonl into loss.png and return the last, None without a record."""
+    """Draw the losses in metrics.jsonl into loss.png and return the last of training, None without a record."""
     import matplotlib.figure  # here, because it takes half a second
 
     records = read_metrics(output_dir)
     figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss", yscale="log")
-    axes.plot([record["step"] for record in records], [record["loss"] for record in records])
+    for name in ("loss", "held_out_loss", "held_out_loss_ema"):
+        if drawn := [record for record in records if name in record]:
+            axes.plot([record["step"] for record in drawn], [record[name] for record in drawn], label=name)
+            axes.legend()
     axes.grid(True, alpha=0.3)
     figure.savefig(Path(output_dir) / "loss.png")
-    return records[-1]["loss"] if records else None
+    return next((record["loss"] for record in reversed(records) if "loss" in record), None)
 
 
 def save_pipeline(pipeline, args):
@@ -1862,7 +1977,7 @@ def save_pipeline(pipeline, args):
 
 
 def write_card(text, args):
-    """Write README.md: `text`, the last samples, the loss curve and the settings, paths by their last name only."""
+    """Write README.md: `text`, samples, losses and the settings, paths by their last name only."""
     output_dir = Path(args.output_dir)
     samples = sorted((output_dir / "samples").glob("step-*.png"))
     settings = {key: value for key, value in vars(args).items() if value is not None and not key.endswith("_dir")}
@@ -1870,8 +1985,11 @@ def write_card(text, args):
     settings = {key: Path(value).name if local(value) else value for key, value in settings.items()}
     table = "".join(f"| {key} | {value} |\n" for key, value in settings.items())
     picture = f"![samples](samples/{samples[-1].name})" if samples else ""
+    held_out = [record for record in read_metrics(output_dir) if "held_out_loss" in record][-1:]
+    losses = "".join(f"| {name} | {value:.4g} |\n" for record in held_out for name, value in record.items())
     with saving(output_dir, "the model card") as unfinished:
         card = f"{text}\n{picture}\n![loss](loss.png)\n\n| setting | value |\n|---|---|\n{table}"
+        card += f"\n| held out (epsilon's squared error) | |\n|---|---|\n{losses}" * bool(losses)
         (unfinished / "README.md").write_text(card)
 
 

@@ -19,9 +19,9 @@ MODELS = {"transform", "tokenize", "locate_model", "vae_scale_factor", "load_mod
           "encode_prompts", "hash_weights", "describe_models", "find_differences"}  # fmt: skip
 TRAINING = {"compute_loss", "train_step", "update_ema", "check_training_args", "step_batches", "objective_flags",
             "check_objective", "is_due", "check_overflows", "StopSignal", "Records", "clean", "saving",
-            "find_checkpoints", "find_checkpoint", "save_checkpoint", "load_checkpoint", "open_output_dir",
-            "samples_path", "save_samples", "read_metrics", "plot_loss", "save_pipeline", "write_card",
-            "end_run"}  # fmt: skip
+            "find_checkpoints", "find_checkpoint", "save_checkpoint", "load_checkpoint", "open_output_dir", "hold_out",
+            "name_rows", "log_held_out_loss", "to_epsilon", "samples_path", "save_samples", "read_metrics",
+            "plot_loss", "save_pipeline", "write_card", "end_run"}  # fmt: skip
 SHARED = {
     ("precompute_latents.py", "train_unconditional.py"): IMAGES,
     ("precompute_latents.py", "train_text_to_image.py"): IMAGES | MODELS,
@@ -128,8 +128,8 @@ def test_copying_makes_scripts_the_same_again(tmp_path, change):
     source = edited.read_text()
     old, new, block = {
         "body": (
-            "    return np.random.default_rng([seed, epoch, row]).random(4)",
-            "    return [seed] * 4",
+            "    choices = np.random.default_rng([seed, epoch or 0, row]).random(4)",
+            "    choices = [seed] * 4",
             "draw_choices",
         ),
         "decorator": ("@contextlib.contextmanager\ndef explained(", "def explained(", "explained"),
