@@ -148,7 +148,7 @@ def fail(message, alone=False):
     All processes come here for the same reason, so the first of each machine says it; `alone`: this one may be the
     only one to know.
     """
-    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+    if alone or os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 

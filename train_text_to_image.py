@@ -36,7 +36,7 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
+import multiprocessing.queues
 import os
 import shlex
 import shutil
@@ -239,10 +239,10 @@ def parse_args(argv=None):
 def transform(row, epoch, item, column, channels, args):
     """Stage 1, on CPU cores: a row of the source -> its caption and its pixels, cropped and resized in uint8.
 
-    Returns {"row", "key", "text", "pixel_values": [channels, resolution, resolution], "skipped"}; the last says why
-    the row can't be used, else it is None.
+    Returns {"row", "key", "text", "pixel_values": [channels, resolution, resolution], "skipped", "outage"}: why the
+    row can't be used, else None; whether that is the disk's fault, or the network's.
     """
-    size, key, reason = args.resolution, name_image(row, item[column]), None
+    size, key, reason, outage = args.resolution, name_image(row, item[column]), None, False
     folder = args.train_data_dir or args.dataset_name
     if os.path.isabs(key) and os.path.isdir(folder):
         key = os.path.relpath(key, folder)  # the same wherever the data lies
@@ -260,10 +260,10 @@ def transform(row, epoch, item, column, channels, args):
         image = shrink(image, size, place, args.image_interpolation_mode)
     except Exception as error:  # a placeholder keeps the batch in shape
         text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
-        reason = explain(error)
+        reason, outage = explain(error), is_outage(error)
         if isinstance(error, OSError) and error.errno is not None:  # of the disk or the network, not of the file
             reason = f"not read: {reason}"
-    return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
+    return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason, "outage": outage}
 
 
 class CaptionedImages(torch.utils.data.Dataset):
@@ -289,6 +289,8 @@ class CaptionedImages(torch.utils.data.Dataset):
             for (epoch, row, _), item in zip(keys, read_items(self.rows, keys), strict=True)
         ]
         for (epoch, row, _), item in zip(keys, items, strict=True):
+            if item["outage"]:  # or the run would go on, on nothing
+                raise OSError(f"{item['key']} was {item['skipped']}")
             if self.args.random_flip and draw_choices(self.args.seed, epoch, row)[2] < 0.5:
                 item["pixel_values"] = item["pixel_values"].flip(-1)
         weights = [0.0 if item["skipped"] else weight for (_, _, weight), item in zip(keys, items, strict=True)]
@@ -863,24 +865,46 @@ def fail(message, alone=False):
     All processes come here for the same reason, so the first of each machine says it; `alone`: this one may be the
     only one to know.
     """
-    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+    if alone or os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
 def explain(error):
-    """An error in one line: the cause where `datasets` wrapped it, and nothing of Pillow's buffers."""
+    """An error in one line: the cause where `datasets` or a loader's process wrapped it, and no buffers of Pillow."""
     if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
         error = error.__cause__
-    return " ".join(str(error).split(" <_io")[0].split()) or type(error).__name__
+    text = str(error).strip()
+    text = text.splitlines()[-1] if "Original Traceback" in text else text
+    return " ".join(text.split(" <_io")[0].split()) or type(error).__name__
 
 
 def stop(number, frame):
     """End at once on a signal: what is whole stays, and what is half-made is deleted now or at the next start."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0":
         name = signal.Signals(number).name
         print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
     raise SystemExit(128 + number)
+
+
+def foresee(error, args):
+    """A sentence on an error that can happen to any run, None on one that is not foreseen."""
+    text = explain(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
+        less = less if "train_batch_size" in args else "--batch_size"
+        return f"there is not enough memory ({text[:200]}): try a smaller {less}"
+    if isinstance(error, OSError | EOFError | tarfile.TarError):  # a full disk, a file that went away, a cut stream
+        return f"{text}; what was saved before is whole"
+    if "DataLoader worker (pid" in text:  # and not what was raised inside of one
+        return "a process that loads data was killed: out of memory or /dev/shm? Try fewer --dataloader_num_workers"
+    if "Too many open files" in text:
+        return "there are too many open files: raise the limit (ulimit -n), or try fewer --dataloader_num_workers"
+    if "class_labels should be provided" in text:
+        return "the U-Net wants class labels, which this script does not give it: choose another config"
+    if isinstance(error, RuntimeError) and "gloo" in text or isinstance(error, torch.distributed.DistError):
+        return f"another process has ended, and says why ({text[:100]})"
+    return None
 
 
 def in_one_sentence(main):
@@ -891,22 +915,9 @@ def in_one_sentence(main):
         handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             main(args)
-        except torch.OutOfMemoryError as error:
-            less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
-            less = less if "train_batch_size" in args else "--batch_size"
-            fail(f"the device has not enough memory ({explain(error)}): try a smaller {less}", alone=True)
-        except (OSError, EOFError, tarfile.TarError) as error:  # a full disk, a file that went away, a cut stream
-            fail(f"{explain(error)}; what was saved before is whole", alone=True)
-        except (RuntimeError, ValueError) as error:
-            if "class_labels should be provided" in str(error):
-                fail("the U-Net wants class labels, which this script does not give it: choose another config")
-            if "DataLoader worker (pid" in str(error):  # and not what was raised inside of one
-                fail(
-                    "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
-                    alone=True,
-                )
-            if "gloo" in str(error) or isinstance(error, torch.distributed.DistError):
-                fail(f"another process has ended, and says why ({explain(error)[:100]})", alone=True)
+        except Exception as error:
+            if sentence := foresee(error, args):
+                fail(sentence, alone=True)
             raise
         finally:
             for number, handler in handlers.items():
@@ -987,9 +998,11 @@ def check_output_dir(args):
         fail(f"--output_dir {args.output_dir!r} is no path on a disk: write to one, and copy what comes out")
     written = Path(args.output_dir).resolve()
     for name, value in vars(args).items():
+        values = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
+        if any("\ud800" <= character <= "\udfff" for character in "".join(values)):
+            fail(f"--{name} {value!a} can't be read as text: rename it, or write it in UTF-8")
         if name in ("latents_dir", "train_data_dir", "dataset_name") or name.endswith("name_or_path"):
-            sources = [source for source in (value if isinstance(value, list) else [value]) if source]
-            for source in filter(os.path.isdir, sources):
+            for source in filter(os.path.isdir, values):
                 if written.is_relative_to(Path(source).resolve()):
                     fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
 
@@ -1064,6 +1077,13 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
     return pixels.float() / 255 if keep_precision else pixels
 
 
+def is_outage(error):
+    """Whether an image can't be read because of the disk or the network, and not because it is gone or forbidden."""
+    if not isinstance(error, OSError) or error.errno is None or isinstance(error, PermissionError):
+        return False
+    return not (isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(str(error.filename))))
+
+
 def shrink(image, resolution, place=None, interpolation="bicubic"):
     """Crop [C, H, W] to the largest square and resize it to `resolution` pixels: antialiased, in its own dtype.
 
@@ -1109,6 +1129,8 @@ def ignore_signals(worker_id):
     """Loader processes outlive Ctrl-C and SIGTERM: the trainer still needs data to finish its step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # One that can't hand a batch over, for want of shared memory, would go on without a word, and be waited for.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lambda error, batch: os._exit(1))
 
 
 def end_workers():
@@ -1346,6 +1368,8 @@ def make_accelerator(args, timeout=timedelta(hours=2), **options):
         args.compile = dynamo.backend.value.lower()
     # The trainers accumulate by themselves: with a number of its own, Accelerate would divide the gradients once more.
     steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
+    if steps < 1:
+        fail(f"the launch says {steps} gradient accumulation steps: there must be one at least")
     if steps != 1 and "gradient_accumulation_steps" in args:
         if args.gradient_accumulation_steps not in (1, steps):
             fail(f"--gradient_accumulation_steps {args.gradient_accumulation_steps}, but the launch says {steps}")
@@ -1741,7 +1765,7 @@ def saving(folder, what):
     unfinished = folder / ".tmp-saving"
     try:
         delete(unfinished)  # what a kill has left
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir()
         yield unfinished
         for path in unfinished.rglob("*"):
             if path.is_file():  # on the disk before it has its name, or a power cut leaves empty files
@@ -1755,7 +1779,8 @@ def saving(folder, what):
             delete(old)  # last: until here one of the two is whole
         unfinished.rmdir()
     except Exception as error:  # torch.save says nothing of a disk that is full
-        reason = explain(error) if shutil.disk_usage(folder).free > 2**20 else "the disk is full"
+        full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
+        reason = "the disk is full" if full else explain(error)
         shutil.rmtree(unfinished, ignore_errors=True)
         fail(f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True)
 
@@ -1910,7 +1935,7 @@ def open_output_dir(accelerator, args):
     checkpoint = find_checkpoint(args)  # by all processes, so that all refuse alike
     if accelerator.is_main_process:
         with saving(output_dir, "run.args") as unfinished:
-            (unfinished / "run.args").write_text(format_args(args))
+            (unfinished / "run.args").write_bytes(os.fsencode(format_args(args)))  # as argparse reads it
     if accelerator.is_main_process and args.push_to_hub:
         name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
         with explained(f"--push_to_hub: no repository {name}; `hf auth login` first, or leave it out"):
@@ -1929,6 +1954,7 @@ def samples_path(step, args):
 def save_samples(accelerator, picture, step, args):
     """Write a PIL picture of samples whole or not at all, and pass it to the trackers that take pictures."""
     path = samples_path(step, args)
+    path.parent.mkdir(exist_ok=True)
     with saving(path.parent, path) as unfinished:
         picture.save(unfinished / path.name)  # a half picture would pass for one that is done
     for tracker in accelerator.trackers:
@@ -1990,7 +2016,7 @@ def write_card(text, args):
     with saving(output_dir, "the model card") as unfinished:
         card = f"{text}\n{picture}\n![loss](loss.png)\n\n| setting | value |\n|---|---|\n{table}"
         card += f"\n| held out (epsilon's squared error) | |\n|---|---|\n{losses}" * bool(losses)
-        (unfinished / "README.md").write_text(card)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
 
 def end_stopped(accelerator, stop, global_step, args):

@@ -33,7 +33,7 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
+import multiprocessing.queues
 import os
 import shlex
 import shutil
@@ -130,7 +130,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("objective").add_argument
     add("--prediction_type", choices=["epsilon", "sample", "v_prediction"], help="(None: epsilon, or the pretrained)")
-    add("--ddpm_num_steps", type=count, help="training timesteps (None: 1000, or the pretrained)")
+    add("--ddpm_num_steps", type=number(2, 10**5, int), help="training timesteps (None: 1000, or the pretrained)")
     add("--ddpm_beta_schedule", choices=["linear", "scaled_linear", "squaredcos_cap_v2"], help="(None: linear)")
     add("--rescale_betas_zero_snr", **switch, help="last timestep is pure noise (arXiv:2305.08891)")
     add("--snr_gamma", type=number(1e-3, 1e6), help="min-SNR loss weight, 5.0 is usual (arXiv:2303.09556)")
@@ -230,6 +230,8 @@ class ImageDataset(torch.utils.data.Dataset):
             try:
                 pixel_values[i] = self.load(*key[:2], item)
             except Exception as error:  # whatever a file does to its decoder: one image is no reason to end a run
+                if is_outage(error):  # but then it would go on, on nothing
+                    raise
                 weight[i] = 0.0
                 skipped.append((name_image(key[1], item[self.column]), explain(error)))
         return {"pixel_values": pixel_values, "weight": weight, "skipped": skipped}
@@ -347,7 +349,7 @@ def make_noise_scheduler(args):
     flags = {"num_train_timesteps": args.ddpm_num_steps, "beta_schedule": args.ddpm_beta_schedule}
     flags = {key: value for key, value in flags.items() if value is not None} | objective_flags(args)
     source = args.pretrained_model_name_or_path
-    with explained(f"{source} holds no scheduler"):
+    with explained(f"{source} holds no scheduler" if source else "these flags make no scheduler"):
         if source:
             options = {"subfolder": "scheduler", "cache_dir": args.cache_dir}
             scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
@@ -656,24 +658,46 @@ def fail(message, alone=False):
     All processes come here for the same reason, so the first of each machine says it; `alone`: this one may be the
     only one to know.
     """
-    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+    if alone or os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"\n{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
 def explain(error):
-    """An error in one line: the cause where `datasets` wrapped it, and nothing of Pillow's buffers."""
+    """An error in one line: the cause where `datasets` or a loader's process wrapped it, and no buffers of Pillow."""
     if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
         error = error.__cause__
-    return " ".join(str(error).split(" <_io")[0].split()) or type(error).__name__
+    text = str(error).strip()
+    text = text.splitlines()[-1] if "Original Traceback" in text else text
+    return " ".join(text.split(" <_io")[0].split()) or type(error).__name__
 
 
 def stop(number, frame):
     """End at once on a signal: what is whole stays, and what is half-made is deleted now or at the next start."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0":
         name = signal.Signals(number).name
         print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
     raise SystemExit(128 + number)
+
+
+def foresee(error, args):
+    """A sentence on an error that can happen to any run, None on one that is not foreseen."""
+    text = explain(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
+        less = less if "train_batch_size" in args else "--batch_size"
+        return f"there is not enough memory ({text[:200]}): try a smaller {less}"
+    if isinstance(error, OSError | EOFError | tarfile.TarError):  # a full disk, a file that went away, a cut stream
+        return f"{text}; what was saved before is whole"
+    if "DataLoader worker (pid" in text:  # and not what was raised inside of one
+        return "a process that loads data was killed: out of memory or /dev/shm? Try fewer --dataloader_num_workers"
+    if "Too many open files" in text:
+        return "there are too many open files: raise the limit (ulimit -n), or try fewer --dataloader_num_workers"
+    if "class_labels should be provided" in text:
+        return "the U-Net wants class labels, which this script does not give it: choose another config"
+    if isinstance(error, RuntimeError) and "gloo" in text or isinstance(error, torch.distributed.DistError):
+        return f"another process has ended, and says why ({text[:100]})"
+    return None
 
 
 def in_one_sentence(main):
@@ -684,22 +708,9 @@ def in_one_sentence(main):
         handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             main(args)
-        except torch.OutOfMemoryError as error:
-            less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
-            less = less if "train_batch_size" in args else "--batch_size"
-            fail(f"the device has not enough memory ({explain(error)}): try a smaller {less}", alone=True)
-        except (OSError, EOFError, tarfile.TarError) as error:  # a full disk, a file that went away, a cut stream
-            fail(f"{explain(error)}; what was saved before is whole", alone=True)
-        except (RuntimeError, ValueError) as error:
-            if "class_labels should be provided" in str(error):
-                fail("the U-Net wants class labels, which this script does not give it: choose another config")
-            if "DataLoader worker (pid" in str(error):  # and not what was raised inside of one
-                fail(
-                    "a process that loads data was killed: out of memory? Try fewer --dataloader_num_workers",
-                    alone=True,
-                )
-            if "gloo" in str(error) or isinstance(error, torch.distributed.DistError):
-                fail(f"another process has ended, and says why ({explain(error)[:100]})", alone=True)
+        except Exception as error:
+            if sentence := foresee(error, args):
+                fail(sentence, alone=True)
             raise
         finally:
             for number, handler in handlers.items():
@@ -780,9 +791,11 @@ def check_output_dir(args):
         fail(f"--output_dir {args.output_dir!r} is no path on a disk: write to one, and copy what comes out")
     written = Path(args.output_dir).resolve()
     for name, value in vars(args).items():
+        values = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
+        if any("\ud800" <= character <= "\udfff" for character in "".join(values)):
+            fail(f"--{name} {value!a} can't be read as text: rename it, or write it in UTF-8")
         if name in ("latents_dir", "train_data_dir", "dataset_name") or name.endswith("name_or_path"):
-            sources = [source for source in (value if isinstance(value, list) else [value]) if source]
-            for source in filter(os.path.isdir, sources):
+            for source in filter(os.path.isdir, values):
                 if written.is_relative_to(Path(source).resolve()):
                     fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
 
@@ -857,6 +870,13 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
     return pixels.float() / 255 if keep_precision else pixels
 
 
+def is_outage(error):
+    """Whether an image can't be read because of the disk or the network, and not because it is gone or forbidden."""
+    if not isinstance(error, OSError) or error.errno is None or isinstance(error, PermissionError):
+        return False
+    return not (isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(str(error.filename))))
+
+
 def shrink(image, resolution, place=None, interpolation="bicubic"):
     """Crop [C, H, W] to the largest square and resize it to `resolution` pixels: antialiased, in its own dtype.
 
@@ -902,6 +922,8 @@ def ignore_signals(worker_id):
     """Loader processes outlive Ctrl-C and SIGTERM: the trainer still needs data to finish its step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # One that can't hand a batch over, for want of shared memory, would go on without a word, and be waited for.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lambda error, batch: os._exit(1))
 
 
 def end_workers():
@@ -998,6 +1020,8 @@ def make_accelerator(args, timeout=timedelta(hours=2), **options):
         args.compile = dynamo.backend.value.lower()
     # The trainers accumulate by themselves: with a number of its own, Accelerate would divide the gradients once more.
     steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
+    if steps < 1:
+        fail(f"the launch says {steps} gradient accumulation steps: there must be one at least")
     if steps != 1 and "gradient_accumulation_steps" in args:
         if args.gradient_accumulation_steps not in (1, steps):
             fail(f"--gradient_accumulation_steps {args.gradient_accumulation_steps}, but the launch says {steps}")
@@ -1393,7 +1417,7 @@ def saving(folder, what):
     unfinished = folder / ".tmp-saving"
     try:
         delete(unfinished)  # what a kill has left
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir()
         yield unfinished
         for path in unfinished.rglob("*"):
             if path.is_file():  # on the disk before it has its name, or a power cut leaves empty files
@@ -1407,7 +1431,8 @@ def saving(folder, what):
             delete(old)  # last: until here one of the two is whole
         unfinished.rmdir()
     except Exception as error:  # torch.save says nothing of a disk that is full
-        reason = explain(error) if shutil.disk_usage(folder).free > 2**20 else "the disk is full"
+        full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
+        reason = "the disk is full" if full else explain(error)
         shutil.rmtree(unfinished, ignore_errors=True)
         fail(f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True)
 
@@ -1562,7 +1587,7 @@ def open_output_dir(accelerator, args):
     checkpoint = find_checkpoint(args)  # by all processes, so that all refuse alike
     if accelerator.is_main_process:
         with saving(output_dir, "run.args") as unfinished:
-            (unfinished / "run.args").write_text(format_args(args))
+            (unfinished / "run.args").write_bytes(os.fsencode(format_args(args)))  # as argparse reads it
     if accelerator.is_main_process and args.push_to_hub:
         name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
         with explained(f"--push_to_hub: no repository {name}; `hf auth login` first, or leave it out"):
@@ -1581,6 +1606,7 @@ def samples_path(step, args):
 def save_samples(accelerator, picture, step, args):
     """Write a PIL picture of samples whole or not at all, and pass it to the trackers that take pictures."""
     path = samples_path(step, args)
+    path.parent.mkdir(exist_ok=True)
     with saving(path.parent, path) as unfinished:
         picture.save(unfinished / path.name)  # a half picture would pass for one that is done
     for tracker in accelerator.trackers:
@@ -1642,7 +1668,7 @@ def write_card(text, args):
     with saving(output_dir, "the model card") as unfinished:
         card = f"{text}\n{picture}\n![loss](loss.png)\n\n| setting | value |\n|---|---|\n{table}"
         card += f"\n| held out (epsilon's squared error) | |\n|---|---|\n{losses}" * bool(losses)
-        (unfinished / "README.md").write_text(card)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
 
 def end_stopped(accelerator, stop, global_step, args):

@@ -148,7 +148,8 @@ class Target:
                  "--latents=sample"]  # fmt: skip
         training = """--train_batch_size=2 --num_train_epochs=2 --learning_rate=1e-3 --lr_scheduler=cosine
             --random_flip --lr_warmup_steps=2 --logging_steps=1 --report_to=none --checkpointing_steps=3
-            --checkpoints_total_limit=2 --validation_steps=2 --noise_offset=0.1 --resume_from_checkpoint=latest""".split()
+            --checkpoints_total_limit=2 --validation_steps=2 --noise_offset=0.1 --resume_from_checkpoint=latest"""
+        training = training.split()
         if name == "precompute_latents":
             self.argv = [*data, *cache]
         elif name == "train_unconditional":
@@ -356,7 +357,7 @@ def test_a_killed_loader_process_at_any_event(targets, name, count):
 @pytest.mark.parametrize("name", NAMES)
 @cases(4, 100)
 def test_an_error_of_the_disk_at_any_change_of_a_file_is_one_sentence(targets, name, count):
-    """No space, over quota, an error of the device, no right to: where files are opened, renamed, synced or removed."""
+    """No space, over quota, a broken device, no right to: where files are opened, renamed, synced or removed."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -680,7 +681,7 @@ def test_nothing_grows_with_the_steps(targets, count):
     assert codes == [0], said
     sizes, files, times = zip(*[map(float, line.split()) for line in path.read_text().splitlines()], strict=True)
     seconds = [after - before for before, after in itertools.pairwise(times)]
-    print(f"{count} steps: {sizes[2] / 2**20:.0f} to {sizes[-1] / 2**20:.0f} MiB, {files[2]:.0f} to {files[-1]:.0f} open "
-          f"files, {10000 * seconds[2] / count:.1f} to {10000 * seconds[-1] / count:.1f} ms of a core a step")  # fmt: skip
+    print(f"{count} steps: {sizes[2] / 2**20:.0f} to {sizes[-1] / 2**20:.0f} MiB, {files[2]:.0f} to {files[-1]:.0f}")
+    print(f"open files, {10000 * seconds[2] / count:.1f} to {10000 * seconds[-1] / count:.1f} ms of a core a step")
     assert max(sizes[-3:]) < sizes[2] + 20 * 2**20 and files[-1] <= files[2] + 1
     assert min(seconds[-3:]) < 1.5 * min(seconds[:3])

@@ -345,6 +345,78 @@ def test_what_was_moved_to_another_disk_and_linked_back_is_replaced_and_stays_th
     assert len(list((tmp_path / "images").iterdir())) == 6 and not list((tmp_path / "out").glob(".tmp-*"))
 
 
+def test_a_loader_process_that_can_not_hand_over_ends_the_run(tmp_path, flags, monkeypatch):
+    """As in a container whose /dev/shm is full: torch's own thread would drop the batch, and the run wait for ever."""
+
+    class NoRoom:
+        def __reduce__(self):
+            raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(script.ImageDataset, "__getitem__", lambda self, keys: {"pixel_values": NoRoom()})
+    run = start(lambda: train(*flags, "--dataloader_num_workers=1"), log=tmp_path / "log")
+    assert finish(run, timeout=30) == [1]
+    assert "out of memory or /dev/shm?" in (tmp_path / "log").read_text()
+
+
+def test_one_process_alone_speaks_whatever_its_rank_is_said_to_be(tmp_path, flags, capfd, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert "the processes can't be set up as they were launched" in refused(capfd, flags)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_disk_that_goes_away_ends_the_run_and_a_file_that_is_gone_does_not(tmp_path, flags, workers):
+    flags = [*flags, f"--dataloader_num_workers={workers}", "--num_epochs=1", "--checkpointing_steps=2"]
+    whole = [*flags, f"--output_dir={tmp_path / 'whole'}"]
+    train(*whole)
+
+    def run():
+        train_step, steps = script.train_step, []
+
+        def away(*args):
+            steps.append(1)
+            if len(steps) == 2:
+                (tmp_path / "images").rename(tmp_path / "away")
+            return train_step(*args)
+
+        script.train_step = away
+        script.decode_image = slow(script.decode_image)
+        train(*flags)
+
+    def slow(decode_image):
+        return lambda *args, **options: (time.sleep(0.1), decode_image(*args, **options))[1]
+
+    assert finish(start(run, log=tmp_path / "log"), timeout=60) == [1]
+    log = (tmp_path / "log").read_text()
+    assert "[Errno 2] No such file or directory" in log and "what was saved before is whole" in log, log
+    assert "Traceback" not in log and len(log.splitlines()[-1]) < 400
+    (tmp_path / "away").rename(tmp_path / "images")
+    train(*flags, "--resume_from_checkpoint=latest")
+    assert_same_weights(tmp_path / "whole/unet", tmp_path / "out/unet")
+    rows = datasets.Dataset.from_dict({"image": [str(tmp_path / f"images/{i}.png") for i in range(7)]})
+    (tmp_path / "table").mkdir()
+    rows.to_parquet(tmp_path / "table/rows.parquet")  # of seven files there are six
+    train(*flags, f"--train_data_dir={tmp_path / 'table'}", f"--output_dir={tmp_path / 'b'}", "--image_column=image")
+    assert metrics(tmp_path / "b")[-1]["skipped_images"] == 1
+
+
+@pytest.mark.parametrize("argv", ["--output_dir=out\udce4", "--logging_dir=\udce4", "--train_data_dir=\udce4"])
+def test_what_is_no_text_is_refused(tmp_path, flags, capfd, argv):
+    (tmp_path / "\udce4").mkdir()
+    argv = argv.replace("=", f"={tmp_path}/") if "train" in argv else argv
+    assert "can't be read as text" in refused(capfd, flags, argv)
+
+
+def test_an_output_dir_that_is_moved_ends_the_run(tmp_path, flags, capfd, monkeypatch):
+    save_checkpoint = script.save_checkpoint
+
+    def moved(*args):
+        (tmp_path / "out").rename(tmp_path / "elsewhere")
+        save_checkpoint(*args)
+
+    monkeypatch.setattr(script, "save_checkpoint", moved)
+    assert "could not be saved ([Errno 2]" in refused(capfd, flags) and not (tmp_path / "out").exists()
+
+
 def test_an_error_inside_a_loader_process_keeps_its_traceback(tmp_path, flags, monkeypatch):
     def broken(self, keys):
         raise RuntimeError("a bug of mine")
@@ -1026,7 +1098,11 @@ def test_an_error_ends_the_process_though_its_workers_ignore_signals(tmp_path, f
 
 
 @pytest.mark.parametrize("error, sentence", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "the device has not enough memory (CUDA out of memory"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "there is not enough memory (CUDA out of memory"),
+    (MemoryError(), "there is not enough memory (MemoryError)"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you"), "enough memory"),
+    (RuntimeError("Too many open files. Communication with the workers"), "raise the limit (ulimit -n)"),
+    (ValueError("class_labels should be provided when doing class"), "the U-Net wants class labels"),
     (OSError(28, "No space left on device"), "[Errno 28] No space left on device; what was saved before is whole"),
     (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "a process that loads data was killed"),
 ])  # fmt: skip
