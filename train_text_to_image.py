@@ -1416,10 +1416,11 @@ def compile_model(model, backend):
 def train_step(accelerator, unet, optimizer, noise_scheduler, batches, micro_batches, data_step, frozen, args):
     """One optimizer step on the next `micro_batches` of `batches`.
 
-    Returns [sum of weight * loss, sum of weight, norm of the gradient] on the device, of this process; after it,
-    accelerator.optimizer_step_was_skipped tells of an fp16 overflow. Nothing here waits for the device.
+    Returns [sum of weight * loss, sum of weight, norm of the gradient, what `measure_images` says] on the device, of
+    this process; after it, accelerator.optimizer_step_was_skipped tells of an fp16 overflow. Nothing here waits for
+    the device.
     """
-    sums = torch.zeros(2, device=accelerator.device)
+    sums = torch.zeros(6, device=accelerator.device)
     for micro_batch in range(micro_batches):
         batch = next(batches)
         # What is drawn depends on the step alone, not on what was drawn before: a resumed run draws the same.
@@ -1430,11 +1431,19 @@ def train_step(accelerator, unet, optimizer, noise_scheduler, batches, micro_bat
         with contextlib.nullcontext() if last else accelerator.no_sync(unet):
             loss = compute_loss(unet, noise_scheduler, images, batch["weight"], args, **condition)
             accelerator.backward(loss)
-        sums += torch.stack([loss.detach(), batch["weight"].sum()])
+        weight_sum = batch["weight"].sum()
+        sums += torch.cat([torch.stack([loss.detach(), weight_sum]), measure_images(images, batch["weight"])])
     grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
     optimizer.zero_grad()  # to None: the memory is free for the next forward pass
-    return torch.cat([sums, grad_norm[None]])  # one tensor, read later: an .item() here would wait
+    return torch.cat([sums[:2], grad_norm[None], sums[2:]])  # one tensor, read later: an .item() here would wait
+
+
+def measure_images(images, weight):
+    """Sums over images [N, C, H, W] of weight [N] times: lowest and highest value, mean square, 1 if of one colour."""
+    values = images.flatten(1)
+    low, high = values.aminmax(dim=1)
+    return weight @ torch.stack([low, high, values.square().mean(dim=1), (low == high).float()], dim=1)
 
 
 def update_ema(ema_unet, unet, step, args):
@@ -1657,9 +1666,10 @@ class Records:
     """
 
     def __init__(self, accelerator, global_step, num_left_out, resumed, args):
-        self.accelerator, self.output_dir = accelerator, Path(args.output_dir)
+        self.accelerator, self.output_dir, self.args = accelerator, Path(args.output_dir), args
         kept = read_metrics(args.output_dir, global_step) if resumed else []
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
+        self.num_records, self.signs = len(kept), {kind for record in kept for kind in record.get("signs", ())}
         if accelerator.is_main_process:  # what was recorded after the checkpoint comes again
             with saving(args.output_dir, "metrics.jsonl") as unfinished:
                 (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -1670,7 +1680,7 @@ class Records:
             accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})
         main = accelerator.is_main_process
         self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
-        self.sums = torch.zeros(4, device=accelerator.device)  # loss, weight, gradient norm, steps since the record
+        self.sums = torch.zeros(9, device=accelerator.device)  # since the record: `train_step`'s, clipped, steps
         self.waits, self.num_images, self.start = [], 0, time.perf_counter()
         self.skipped, self.new_skipped, self.num_left_out, self.any_decoded = {}, {}, num_left_out, resumed
 
@@ -1683,7 +1693,8 @@ class Records:
 
     def add(self, sums, num_images, epoch, lr):
         """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
-        self.sums += torch.cat([sums, torch.ones_like(sums[:1])])
+        one, clipped = torch.ones_like(sums[:1]), sums[2:3] > (self.args.max_grad_norm or math.inf)
+        self.sums += torch.cat([sums, clipped, one])
         self.num_images, self.epoch, self.lr = self.num_images + num_images, epoch, lr
         self.bar.update(1)  # counts, and shows nothing that would have to be waited for
 
@@ -1696,7 +1707,7 @@ class Records:
 
     def update(self, step, log, last):
         """Wait for the device, check what has come since the last record and, if it is time to `log`, write one."""
-        total_loss, total_weight, total_norm, steps = self.accelerator.reduce(self.sums).tolist()
+        total_loss, total_weight, total_norm, *images, clipped, steps = self.accelerator.reduce(self.sums).tolist()
         for name, reason in gather_object(sorted(self.new_skipped.items())):
             if name not in self.skipped and self.accelerator.is_main_process:
                 self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
@@ -1721,6 +1732,7 @@ class Records:
             "loss": total_loss / total_weight,
             "lr": self.lr,
             "grad_norm": total_norm / steps,
+            "clipped": clipped / steps,  # share of the steps
             "images_per_second": self.num_images / duration,
             "data_wait": sum(seconds_between(*wait) for wait in self.waits) / duration,  # share of the time
             "skipped_images": len(self.skipped) + self.num_left_out,
@@ -1730,7 +1742,16 @@ class Records:
             f"{record['data_wait']:.1%} waiting for data"
             + (f", held out {self.held_out['held_out_loss']:.4f}" if self.held_out else "")
         )
-        self.write(record)
+        signs, self.num_records = {}, self.num_records + 1
+        if self.accelerator.is_main_process and (last or self.num_records.bit_count() == 1):
+            # At records 1, 2, 4, 8 ...: soon, and yet seldom, because all are read.
+            images = [total / total_weight for total in images]
+            signs = find_signs([*read_metrics(self.output_dir), record], images, self.args)
+            signs = {kind: text for kind, text in signs.items() if kind not in self.signs}
+            self.signs |= signs.keys()
+        for text in signs.values():
+            self.bar.write(f"Worth a look: {text}", file=sys.stderr)
+        self.write(record | ({"signs": signs} if signs else {}))
         self.sums.zero_()
         self.waits, self.num_images, self.start = [], 0, now  # each record tells of what came since the last
 
@@ -1739,7 +1760,49 @@ class Records:
         if self.accelerator.is_main_process:
             with (self.output_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        self.accelerator.log({key: value for key, value in record.items() if key != "step"}, step=record["step"])
+        numbers = {key: value for key, value in record.items() if key not in ("step", "signs", "skipped")}
+        self.accelerator.log(numbers, step=record["step"])
+
+
+def find_signs(records, images, args):
+    """Signs that training goes wrong, as {kind: a sentence with the flag to turn}; a sane run has none.
+
+    records: those of metrics.jsonl. images: means over the images that the U-Net is given, of their lowest and
+    highest value, mean square and being of one colour. What takes time to judge waits for 100 steps after the warm-up.
+    """
+    records = [record for record in records if "loss" in record]  # others are of the images held out
+    (low, high, mean_square, flat), last, latents = images, records[-1], "latents_dir" in args
+    judged = [record for record in records[1:] if record["step"] > args.lr_warmup_steps] or records  # 1: a cold start
+    enough, ended = last["step"] >= args.lr_warmup_steps + 100, last["step"] >= args.max_train_steps
+    clipped = sum(record.get("clipped", 0) for record in judged) / len(judged)
+    waiting = sum(record["data_wait"] for record in judged) / len(judged)
+    rest = 1 - min(args.ema_max_decay, 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power)
+    of_peak = last["lr"] / max([record["lr"] for record in records if record["lr"]], default=1)
+    turn = "precompute_latents.py" if latents else "--cache_images"
+    turn = f"{turn}, or more --dataloader_num_workers than {args.dataloader_num_workers}"
+    if getattr(args, "latents_dir", None) or getattr(args, "cache_images", False):
+        turn = "a faster disk, or more memory, which the system keeps files in"
+    signs = {
+        "latents": latents and not 0.25 < mean_square < 4,
+        "range": not latents and (low < -1.01 or high > 1.01 or low > -0.01),
+        "colour": not latents and flat > 0.1,
+        "clipped": enough and clipped > 0.5,
+        "waiting": enough and waiting > 0.05,
+        "ema": enough and args.use_ema and rest * args.max_train_steps < 2.5,
+        "lr": enough and ended and not args.use_ema and of_peak > 0.1,
+    }
+    sentences = {
+        "latents": f"the latents have a root mean square of {mean_square**0.5:.2g}, not of about 1: does the VAE's "
+        "scaling_factor fit?",
+        "range": f"images go from {low:.2g} to {high:.2g}, where black is -1 and white 1: see prepare_batch",
+        "colour": f"{flat:.0%} of the images are of one colour: look at the data, and at --image_column",
+        "clipped": f"gradients are clipped in {clipped:.0%} of steps: try a lower --learning_rate or larger batches",
+        "waiting": f"the device waits for data {waiting:.0%} of the time: try {turn}",
+        "ema": f"the averaged weights lag behind {args.max_train_steps} steps: lower --ema_max_decay or --ema_power",
+        "lr": f"the learning rate ends at {of_peak:.0%} of its peak, so the weights keep the noise of the last steps: "
+        "try --lr_scheduler cosine, or --use_ema",
+    }
+    return {kind: sentences[kind] for kind, wrong in signs.items() if wrong}
 
 
 # ------------------------------------------------------------------------------ shared by the trainers: checkpoints

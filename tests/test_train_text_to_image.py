@@ -193,7 +193,7 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(tmp_path, cached
     assert "text-to-image" in card and 'pipeline("a digit one", height=16, width=16)' in card
     records = metrics(out)
     assert [record["step"] for record in records] == list(range(1, 13))
-    names = "step epoch loss lr grad_norm images_per_second data_wait skipped_images"
+    names = "step epoch loss lr grad_norm clipped images_per_second data_wait skipped_images"
     assert all(list(record) == names.split() and math.isfinite(sum(record.values())) for record in records)
     assert not list(out.glob(".tmp-*"))
     # Nobody needs to know where things lay on this machine.
@@ -799,6 +799,21 @@ def test_tensorboard_and_hub_get_the_pipeline_and_no_secret(tmp_path, cached, mo
     uploaded = {name.split("/")[0] for name in filter_repo_objects(names, allow_patterns=calls["allow_patterns"])}
     pipeline = {"model_index.json", "unet", "vae", "text_encoder", "tokenizer", "scheduler"}
     assert uploaded == pipeline | {"README.md", "samples", "loss.png"}
+
+
+def test_latents_that_are_far_from_unit_size_are_told(tmp_path, cached, capfd, monkeypatch):
+    prepare_batch, factor = script.prepare_batch, 1.0
+
+    def prepare(*args):  # the tiny VAE is not trained, so that its latents have any size
+        latents, condition = prepare_batch(*args)
+        return factor * latents / latents.square().mean().sqrt(), condition
+
+    monkeypatch.setattr(script, "prepare_batch", prepare)
+    for factor, wrong in ((0.18215, "0.18"), (1.0, None), (1 / 0.18215, "5.5")):
+        train(*cached, f"--output_dir={tmp_path / str(factor)}")
+        signs = [record.get("signs", {}) for record in metrics(tmp_path / str(factor))]
+        assert [wrong in sign.get("latents", "") for sign in signs if sign] == ([True] if wrong else [])
+        assert capfd.readouterr().err.count("Worth a look") == bool(wrong)
 
 
 def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monkeypatch):

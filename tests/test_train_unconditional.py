@@ -104,7 +104,7 @@ def test_output_opens_as_a_pipeline_and_has_card_samples_and_curve(tmp_path, fla
     records = metrics(out)
     assert [record["step"] for record in records] == list(range(1, 13))
     assert [record["epoch"] for record in records] == [0] * 6 + [1] * 6
-    names = "step epoch loss lr grad_norm images_per_second data_wait skipped_images"
+    names = "step epoch loss lr grad_norm clipped images_per_second data_wait skipped_images"
     assert all(list(record) == names.split() and math.isfinite(sum(record.values())) for record in records)
     assert not list(out.glob(".tmp-*"))
 
@@ -1342,6 +1342,51 @@ def test_wrong_launches_are_refused(tmp_path, flags, capfd, monkeypatch):
 
 
 # ------------------------------------------------------------------- watching
+
+
+@pytest.mark.parametrize(
+    "argv, images, record, found",
+    [
+        ([], {}, {}, set()),
+        (["--max_train_steps=200", "--lr_warmup_steps=0"], {}, {}, set()),
+        (["--lr_scheduler=constant"], {}, {}, set()),  # with averaged weights that is what most people do
+        (["--no-use_ema"], {}, {"lr": 1e-6}, set()),
+        (["--no-use_ema"], {}, {}, {"lr"}),
+        ([], {"low": 0.0}, {}, {"range"}),
+        ([], {"high": 255.0}, {}, {"range"}),
+        ([], {"flat": 0.2}, {}, {"colour"}),
+        ([], {}, {"clipped": 0.6}, {"clipped"}),
+        (["--max_train_steps=20", "--lr_warmup_steps=0"], {}, {"clipped": 0.6, "data_wait": 0.6}, set()),  # too soon
+        ([], {}, {"data_wait": 0.06}, {"waiting"}),
+        (["--ema_power=1"], {}, {}, {"ema"}),
+        (["--max_train_steps=2000", "--ema_max_decay=0.9999", "--ema_inv_gamma=0.01"], {}, {}, {"ema"}),
+    ],
+)
+def test_signs_are_told_apart_and_a_sane_run_has_none(tmp_path, argv, images, record, found):
+    args = script.parse_args([f"--train_data_dir={tmp_path}", "--max_train_steps=10000", *argv])
+    steps = np.linspace(0, args.max_train_steps, 11).astype(int)[1:]
+    start = {"lr": args.learning_rate, "data_wait": 0.01, "clipped": 0.1}  # before the warm-up ends all is allowed
+    records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]
+    records += [{"step": int(step), **start, **record} for step in steps]
+    images = {"low": -0.9, "high": 0.8, "square": 0.3, "flat": 0.01, **images}
+    signs = script.find_signs(records, list(images.values()), args)
+    assert signs.keys() == found
+    assert all("\n" not in text and len(text) < 160 for text in signs.values())
+
+
+def test_a_sign_is_told_once_and_recorded_also_when_the_run_goes_on(tmp_path, flags, capfd, monkeypatch):
+    monkeypatch.setattr(script, "prepare_batch", lambda batch, *_: (batch["pixel_values"] / 255, {}))
+    Image.new("RGB", (20, 20)).save(tmp_path / "images/black.png")
+    more = ["--max_grad_norm=1e-4", "--train_batch_size=4", "--gradient_accumulation_steps=2"]
+    for num_epochs in (4, 6):
+        train(*flags, *more, f"--num_epochs={num_epochs}", "--resume_from_checkpoint=latest")
+        records = metrics(tmp_path / "out")
+        assert all(record["clipped"] == 1.0 for record in records)
+        signs = {kind: text for record in records for kind, text in record.get("signs", {}).items()}
+        assert signs.keys() == {"range", "colour"} and signs["colour"].startswith("14%")  # one of seven
+        assert signs["range"].startswith("images go from 0.") and sum("signs" in record for record in records) == 1
+        said = [line for line in capfd.readouterr().err.splitlines() if "Worth a look" in line]
+        assert len(said) == (2 if num_epochs == 4 else 0)
 
 
 def test_batches_come_ahead_with_the_wait_for_them_and_errors_pass(tmp_path):
