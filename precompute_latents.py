@@ -98,6 +98,7 @@ def make_parser():
     add("--train_data_dir", help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
     add("--caption_column", default="text", help="column of captions; of a list one is drawn")
+    add("--caption_extension", default=".txt", help="of files beside the images, if there is no such column")
     add("--max_train_samples", type=count, help="drawn at random; of a stream the first")
     add("--cache_dir", help="where downloads and data sets are kept")
     add("--resolution", type=number(1, 16384, int), default=512, help="side of the square images, pixels")
@@ -724,11 +725,20 @@ def load_rows(args, streaming=False, others=()):
     `others`: further columns that are wanted. The rest, which may be images too, is not read for nothing.
     """
     source = args.dataset_name or args.train_data_dir
+    extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
+    captions = has_caption_files(source, extension)
     with explained(f"{source} can't be loaded as a data set"):
-        builder = datasets.load_dataset_builder(source, args.dataset_config_name, cache_dir=args.cache_dir)
+        builder = datasets.load_dataset_builder(
+            "imagefolder" if captions else source,  # or it might be loaded as text, the lines of the captions
+            args.dataset_config_name, data_dir=source if captions else None, cache_dir=args.cache_dir,
+        )  # fmt: skip
         if not streaming:
             builder.download_and_prepare()
         rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
+    caption_column = getattr(args, "caption_column", None)
+    captions = captions and caption_column in others and caption_column not in rows.features
+    if captions:
+        rows = add_captions(rows, caption_column, extension)
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
@@ -736,14 +746,17 @@ def load_rows(args, streaming=False, others=()):
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
     for name in others:
         if name not in features:
-            fail(f"{source} has no column {name!r} but {', '.join(features)}: choose with --caption_column")
+            fail(
+                f"{source} has no column {name!r} but {', '.join(features)}: choose with --caption_column, or put "
+                f"captions beside the images (photo{extension} for photo.jpg)"
+            )
     with explained(f"column {column!r} of {source} can't be read as images"):
         for name in [column, *(name for name in others if name in columns)]:
             # Plain bytes and paths become images too; a cache that was made of them knows them by this fingerprint.
             same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
             rows = rows.cast_column(name, datasets.Image(decode=False), **same)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
-        say_unused(source, builder, rows, column, args.dataset_split)
+        say_unused(source, builder, rows, column, args.dataset_split, extension if captions else None)
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
@@ -754,7 +767,7 @@ def load_rows(args, streaming=False, others=()):
     return rows, column
 
 
-def say_unused(folder, builder, rows, column, split):
+def say_unused(folder, builder, rows, column, split, extension):
     """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
     used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
     images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
@@ -762,6 +775,8 @@ def say_unused(folder, builder, rows, column, split):
         used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
     if images:  # those that metadata name, or all
         used += pc.struct_field(rows.data[column], "path").to_pylist()
+    if extension:  # of captions
+        used += [os.path.splitext(path)[0] + extension for path in used]
     real = functools.cache(os.path.realpath)
     used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
     found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
@@ -773,6 +788,28 @@ def say_unused(folder, builder, rows, column, split):
         kinds = ", ".join(f"{count} {kind}" for kind, count in kinds)
         named = os.path.relpath(unused[0], real(folder))
         print(printable(f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), such as {named}"))
+
+
+def has_caption_files(folder, extension):
+    """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
+    paths = list(Path(folder).rglob("*")) if os.path.isdir(folder) else []
+    named = {path.with_suffix("") for path in paths if path.suffix == extension}
+    images = Image.registered_extensions()
+    return any(path.suffix.lower() in images and path.with_suffix("") in named for path in paths)
+
+
+def add_captions(rows, column, extension):
+    """Add the captions that lie beside a folder's images, None where there is none; they enter the fingerprint."""
+
+    def read(path):
+        path = Path(path).with_suffix(extension)
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None  # a pipe has no end
+
+    images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
+    captions = [read(image["path"]) for image in images]
+    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions]).encode()).hexdigest()[:16]
+    return rows.add_column(column, captions, new_fingerprint=fingerprint)
 
 
 def check_output_dir(args):

@@ -54,6 +54,7 @@ import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
 import xxhash
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import (
     DynamoBackend,
     InitProcessGroupKwargs,
@@ -161,7 +162,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("logging and samples").add_argument
     add("--logging_steps", type=count, default=10, help="steps between records, which wait for the device")
-    trackers = ["tensorboard", "wandb", "all", "none"]
+    trackers = [*LOGGER_TYPE_TO_CLASS, "all", "none"]
     add("--report_to", "--logger", choices=trackers, default="tensorboard", help="besides metrics.jsonl")
     add("--tracker_project_name", default="train_unconditional", help="project in the trackers")
     add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
@@ -734,11 +735,20 @@ def load_rows(args, streaming=False, others=()):
     `others`: further columns that are wanted. The rest, which may be images too, is not read for nothing.
     """
     source = args.dataset_name or args.train_data_dir
+    extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
+    captions = has_caption_files(source, extension)
     with explained(f"{source} can't be loaded as a data set"):
-        builder = datasets.load_dataset_builder(source, args.dataset_config_name, cache_dir=args.cache_dir)
+        builder = datasets.load_dataset_builder(
+            "imagefolder" if captions else source,  # or it might be loaded as text, the lines of the captions
+            args.dataset_config_name, data_dir=source if captions else None, cache_dir=args.cache_dir,
+        )  # fmt: skip
         if not streaming:
             builder.download_and_prepare()
         rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
+    caption_column = getattr(args, "caption_column", None)
+    captions = captions and caption_column in others and caption_column not in rows.features
+    if captions:
+        rows = add_captions(rows, caption_column, extension)
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
@@ -746,14 +756,17 @@ def load_rows(args, streaming=False, others=()):
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
     for name in others:
         if name not in features:
-            fail(f"{source} has no column {name!r} but {', '.join(features)}: choose with --caption_column")
+            fail(
+                f"{source} has no column {name!r} but {', '.join(features)}: choose with --caption_column, or put "
+                f"captions beside the images (photo{extension} for photo.jpg)"
+            )
     with explained(f"column {column!r} of {source} can't be read as images"):
         for name in [column, *(name for name in others if name in columns)]:
             # Plain bytes and paths become images too; a cache that was made of them knows them by this fingerprint.
             same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
             rows = rows.cast_column(name, datasets.Image(decode=False), **same)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
-        say_unused(source, builder, rows, column, args.dataset_split)
+        say_unused(source, builder, rows, column, args.dataset_split, extension if captions else None)
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
@@ -764,7 +777,7 @@ def load_rows(args, streaming=False, others=()):
     return rows, column
 
 
-def say_unused(folder, builder, rows, column, split):
+def say_unused(folder, builder, rows, column, split, extension):
     """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
     used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
     images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
@@ -772,6 +785,8 @@ def say_unused(folder, builder, rows, column, split):
         used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
     if images:  # those that metadata name, or all
         used += pc.struct_field(rows.data[column], "path").to_pylist()
+    if extension:  # of captions
+        used += [os.path.splitext(path)[0] + extension for path in used]
     real = functools.cache(os.path.realpath)
     used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
     found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
@@ -783,6 +798,28 @@ def say_unused(folder, builder, rows, column, split):
         kinds = ", ".join(f"{count} {kind}" for kind, count in kinds)
         named = os.path.relpath(unused[0], real(folder))
         print(printable(f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), such as {named}"))
+
+
+def has_caption_files(folder, extension):
+    """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
+    paths = list(Path(folder).rglob("*")) if os.path.isdir(folder) else []
+    named = {path.with_suffix("") for path in paths if path.suffix == extension}
+    images = Image.registered_extensions()
+    return any(path.suffix.lower() in images and path.with_suffix("") in named for path in paths)
+
+
+def add_captions(rows, column, extension):
+    """Add the captions that lie beside a folder's images, None where there is none; they enter the fingerprint."""
+
+    def read(path):
+        path = Path(path).with_suffix(extension)
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None  # a pipe has no end
+
+    images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
+    captions = [read(image["path"]) for image in images]
+    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions]).encode()).hexdigest()[:16]
+    return rows.add_column(column, captions, new_fingerprint=fingerprint)
 
 
 def check_output_dir(args):
@@ -1131,7 +1168,7 @@ def check_training_args(parser, args):
         value = getattr(args, name)
         if ignored and value and value != parser.get_default(name) and os.environ.get("RANK", "0") == "0":
             print(f"--{name} {value} has no effect: the other flags leave no use for it", file=sys.stderr)
-    for tracker in {"tensorboard", "wandb"} & {args.report_to}:
+    for tracker in {*LOGGER_TYPE_TO_CLASS} & {args.report_to}:
         if importlib.util.find_spec(tracker) is None:
             parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
 

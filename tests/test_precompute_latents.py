@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, finish, kill, launch, make_captioned, reset, start, wait_until
+from conftest import ROOT, finish, kill, launch, make_captioned, make_images, reset, start, wait_until
 from diffusers import AutoencoderKL, AutoencoderTiny
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTokenizer
@@ -606,6 +606,34 @@ def test_files_that_are_not_used_are_counted_and_said(tmp_path, flags, capfd):
     rows.to_parquet(tmp_path / "table/rows.parquet")
     precompute(*flags, f"--train_data_dir={tmp_path / 'table'}", f"--output_dir={tmp_path / 'c'}")
     assert "not used" not in capfd.readouterr().out
+
+
+def test_captions_are_read_from_files_beside_the_images(tmp_path, flags, capfd):
+    """As many text files as images: `datasets` by itself would load the folder as text."""
+    folder = tmp_path / "beside"
+    make_images(folder / "sub", 6)
+    for i in range(6):
+        (folder / f"sub/{i}.caption").write_text(f"\ufeffa red ä {i}\n", encoding="utf-8")
+        (folder / f"sub/{i}.txt").write_text("another")
+    (folder / "sub/3.caption").unlink()
+    (folder / "sub/4.caption").write_bytes(b"\xff\xfe\xfa")  # no text
+    argv = [*flags, f"--train_data_dir={folder}", "--caption_extension=caption", "--max_skipped=0.5"]
+    precompute(*argv, f"--output_dir={tmp_path / 'one'}")
+    assert "6 of 17 files are not used (6 .txt)" in capfd.readouterr().out
+    rows = datasets.load_from_disk(str(tmp_path / "one"))
+    assert rows["text"][:] == [f"a red ä {i}" for i in (0, 1, 2, 5)]
+    assert rows["key"][:] == [f"sub/{i}.png" for i in (0, 1, 2, 5)]
+    skipped = (tmp_path / "one/skipped.jsonl").read_text()
+    assert skipped.count("the caption is None") == 2 and "sub/3.png" in skipped and "sub/4.png" in skipped
+    precompute(*argv, f"--output_dir={tmp_path / 'two'}")  # the same data set: the same fingerprint, the same files
+    assert (tmp_path / "one/cache.json").read_text() == (tmp_path / "two/cache.json").read_text()
+    (folder / "sub/5.caption").write_text("another caption")
+    assert "holds another cache (source.fingerprint" in refused(capfd, *argv, f"--output_dir={tmp_path / 'one'}")
+    (folder / "metadata.jsonl").write_text("\n".join(  # wins
+        json.dumps({"file_name": f"sub/{i}.png", "text": f"of metadata {i}"}) for i in range(6)
+    ))  # fmt: skip
+    precompute(*argv, f"--output_dir={tmp_path / 'metadata'}")
+    assert datasets.load_from_disk(str(tmp_path / "metadata"))["text"][0] == "of metadata 0"
 
 
 def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, monkeypatch):

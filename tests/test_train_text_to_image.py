@@ -21,6 +21,7 @@ from conftest import (
     kill,
     launch,
     make_captioned,
+    make_images,
     make_models,
     metrics,
     reset,
@@ -732,6 +733,16 @@ def test_a_bad_row_is_named_skipped_and_counted(tmp_path, images, capfd):
     assert "has no column 'caption' but image, text" in refused(
         capfd, *images, "--caption_column=caption", f"--output_dir={tmp_path / 'b'}"
     )
+
+
+def test_captions_beside_the_images_train_as_those_of_metadata(tmp_path, images):
+    train(*images)
+    make_images(tmp_path / "beside", 6)
+    for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        (tmp_path / "beside" / row["file_name"]).with_suffix(".txt").write_text(row["text"])
+    train(*images, f"--train_data_dir={tmp_path / 'beside'}", f"--output_dir={tmp_path / 'two'}")
+    assert_same_weights(tmp_path / "out/unet", tmp_path / "two/unet")
 
 
 def test_bad_checkpoints_and_models_are_refused(tmp_path, cached, models, capfd):

@@ -1449,6 +1449,17 @@ def test_tensorboard_gets_scalars_and_samples_but_no_secret(tmp_path, flags, mon
     )
 
 
+@pytest.mark.parametrize("name", script.LOGGER_TYPE_TO_CLASS)
+def test_every_tracker_of_accelerate_is_taken_and_named_when_missing(tmp_path, name, capsys, monkeypatch):
+    argv = [f"--train_data_dir={tmp_path}", f"--report_to={name}"]
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(SystemExit):
+        script.parse_args(argv)
+    assert f"--report_to {name}: `pip install {name}` first" in capsys.readouterr().err
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda module: module == name)
+    assert script.parse_args(argv).report_to == name
+
+
 def test_wandb_offline_and_without_a_login(tmp_path, flags):
     """Really run, as its own process: wandb starts a service that would outlive an in-process test."""
     run = launch("train_unconditional.py", *flags, "--report_to=wandb", env={"WANDB_MODE": "offline"})
