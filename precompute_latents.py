@@ -736,8 +736,7 @@ def load_rows(args, streaming=False, others=()):
             builder.download_and_prepare()
         rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
     caption_column = getattr(args, "caption_column", None)
-    captions = captions and caption_column in others and caption_column not in rows.features
-    if captions:
+    if captions and caption_column in others and caption_column not in rows.features:
         rows = add_captions(rows, caption_column, extension)
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
@@ -756,7 +755,7 @@ def load_rows(args, streaming=False, others=()):
             same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
             rows = rows.cast_column(name, datasets.Image(decode=False), **same)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
-        say_unused(source, builder, rows, column, args.dataset_split, extension if captions else None)
+        say_unused(source, builder, rows, column, args.dataset_split)
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
@@ -767,7 +766,7 @@ def load_rows(args, streaming=False, others=()):
     return rows, column
 
 
-def say_unused(folder, builder, rows, column, split, extension):
+def say_unused(folder, builder, rows, column, split):
     """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
     used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
     images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
@@ -775,8 +774,6 @@ def say_unused(folder, builder, rows, column, split, extension):
         used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
     if images:  # those that metadata name, or all
         used += pc.struct_field(rows.data[column], "path").to_pylist()
-    if extension:  # of captions
-        used += [os.path.splitext(path)[0] + extension for path in used]
     real = functools.cache(os.path.realpath)
     used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
     found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]

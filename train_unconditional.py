@@ -5,7 +5,7 @@
         --train_data_dir photos --resolution 64 --random_flip --output_dir ddpm-photos
 
 Reads a hub data set, or a local folder of anything that `datasets.load_dataset` opens (images, parquet, webdataset).
-Writes into --output_dir: the pipeline with its model card, samples/, metrics.jsonl, loss.png, the tracker's logs,
+Writes into --output_dir: the pipeline with its model card, samples/, metrics.jsonl, loss.png, report.html, logs,
 run.args (this command again: @ddpm-photos/run.args), and every --checkpointing_steps a checkpoint-N that the same
 command with --resume_from_checkpoint latest goes on from.
 
@@ -15,7 +15,7 @@ What stands where:
     cache_images, stream_batches     --cache_images decodes once; --streaming is for what no disk holds
     make_unet, make_noise_scheduler  the model, and how its images are noised
     prepare_batch, compute_loss      a batch -> what the U-Net is given, and the loss
-    log_validation, save_model_card  what people look at
+    log_validation, describe_model   what people look at
     main                             the run in phases, the training loop among them
 After main the text is that of the other scripts, and `python tests/copy_shared.py train_unconditional.py` copies a
 change: images, batches from a thread so that the device need not wait, launch, step, records, checkpoints, output.
@@ -23,11 +23,13 @@ change: images, batches from a thread so that the device need not wait, launch, 
 
 import argparse
 import atexit
+import base64
 import collections
 import contextlib
 import copy
 import functools
 import hashlib
+import html
 import importlib.util
 import io
 import itertools
@@ -448,28 +450,17 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
         save_samples(accelerator, grid.resize((grid.width * scale, grid.height * scale), Image.NEAREST), step, args)
 
 
-def save_model_card(step, args):
-    """Write README.md as the hub shows it: data, samples, loss curve and settings."""
-    output_dir, loss = Path(args.output_dir), plot_loss(args.output_dir)
-    name = args.hub_model_id or output_dir.resolve().name
-    write_card(f"""---
-library_name: diffusers
-pipeline_tag: unconditional-image-generation
-tags: [diffusers, unconditional-image-generation, diffusion-models-class]
----
-
-# {name}
-
-An unconditional diffusion model, trained on `{Path(args.dataset_name or args.train_data_dir).name}`
-for {step} steps, to a loss of {loss}.
-
-```python
-from diffusers import DiffusionPipeline
+def describe_model(step, loss, args):
+    """For card and report: (the hub's tags, what was trained on what, how to use it)."""
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
+    data = Path(args.dataset_name or args.train_data_dir).name
+    what = f"An unconditional diffusion model, trained on `{data}` for {step} steps"
+    what += f", to a loss of {loss:.4g}." if loss else "."
+    usage = f"""from diffusers import DiffusionPipeline
 
 pipeline = DiffusionPipeline.from_pretrained("{name}")
-image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]
-```
-""", args)  # fmt: skip
+image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]"""
+    return ["unconditional-image-generation", "diffusion-models-class"], what, usage
 
 
 # ------------------------------------------------------------------------------------------------- the run
@@ -610,7 +601,8 @@ def main(args):
         end_stopped(accelerator, stop, global_step, args)
     if accelerator.is_main_process:
         save_model_card(global_step, args)
-    done = f"Done: pipeline, samples/ and loss.png are in {args.output_dir}"
+        save_report(global_step, args)
+    done = f"Done: pipeline, samples/ and report.html are in {args.output_dir}"
     end_run(accelerator, lock, done, ["unet/*", "scheduler/*"], args)
 
 
@@ -746,8 +738,7 @@ def load_rows(args, streaming=False, others=()):
             builder.download_and_prepare()
         rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
     caption_column = getattr(args, "caption_column", None)
-    captions = captions and caption_column in others and caption_column not in rows.features
-    if captions:
+    if captions and caption_column in others and caption_column not in rows.features:
         rows = add_captions(rows, caption_column, extension)
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
@@ -766,7 +757,7 @@ def load_rows(args, streaming=False, others=()):
             same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
             rows = rows.cast_column(name, datasets.Image(decode=False), **same)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
-        say_unused(source, builder, rows, column, args.dataset_split, extension if captions else None)
+        say_unused(source, builder, rows, column, args.dataset_split)
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
@@ -777,7 +768,7 @@ def load_rows(args, streaming=False, others=()):
     return rows, column
 
 
-def say_unused(folder, builder, rows, column, split, extension):
+def say_unused(folder, builder, rows, column, split):
     """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
     used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
     images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
@@ -785,8 +776,6 @@ def say_unused(folder, builder, rows, column, split, extension):
         used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
     if images:  # those that metadata name, or all
         used += pc.struct_field(rows.data[column], "path").to_pylist()
-    if extension:  # of captions
-        used += [os.path.splitext(path)[0] + extension for path in used]
     real = functools.cache(os.path.realpath)
     used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
     found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
@@ -1372,6 +1361,7 @@ class Records:
         self.sums = torch.zeros(9, device=accelerator.device)  # since the record: `train_step`'s, clipped, steps
         self.waits, self.num_images, self.start = [], 0, time.perf_counter()
         self.skipped, self.new_skipped, self.num_left_out, self.any_decoded = {}, {}, num_left_out, resumed
+        self.num_told = 0
 
     def watch(self, batches):
         """Pass batches on, and note what could not be decoded and how long each was waited for."""
@@ -1440,7 +1430,9 @@ class Records:
             self.signs |= signs.keys()
         for text in signs.values():
             self.bar.write(f"Worth a look: {text}", file=sys.stderr)
-        self.write(record | ({"signs": signs} if signs else {}))
+        skipped = dict(itertools.islice(self.skipped.items(), self.num_told, None))
+        self.num_told, more = len(self.skipped), {"signs": signs, "skipped": skipped}
+        self.write(record | {name: value for name, value in more.items() if value})
         self.sums.zero_()
         self.waits, self.num_images, self.start = [], 0, now  # each record tells of what came since the last
 
@@ -1713,6 +1705,7 @@ def save_samples(accelerator, picture, step, args):
         if hasattr(tracker, "log_images"):
             layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
             tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
+    save_report(step, args)
 
 
 def read_metrics(output_dir, last_step=math.inf):
@@ -1754,21 +1747,124 @@ def save_pipeline(pipeline, args):
                 path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def write_card(text, args):
-    """Write README.md: `text`, samples, losses and the settings, paths by their last name only."""
-    output_dir = Path(args.output_dir)
-    samples = sorted((output_dir / "samples").glob("step-*.png"))
+def list_settings(args):
+    """The flags that card and report show, paths by their last name only."""
     settings = {key: value for key, value in vars(args).items() if value is not None and not key.endswith("_dir")}
     local = lambda value: isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)  # noqa: E731
-    settings = {key: Path(value).name if local(value) else value for key, value in settings.items()}
-    table = "".join(f"| {key} | {value} |\n" for key, value in settings.items())
+    return {key: Path(value).name if local(value) else value for key, value in settings.items()}
+
+
+def save_model_card(step, args):
+    """Write README.md as the hub shows it: data, samples, loss curve and settings."""
+    output_dir = Path(args.output_dir)
+    tags, what, usage = describe_model(step, plot_loss(output_dir), args)
+    samples = sorted((output_dir / "samples").glob("step-*.png"))
     picture = f"![samples](samples/{samples[-1].name})" if samples else ""
+    table = "".join(f"| {key} | {value} |\n" for key, value in list_settings(args).items())
     held_out = [record for record in read_metrics(output_dir) if "held_out_loss" in record][-1:]
     losses = "".join(f"| {name} | {value:.4g} |\n" for record in held_out for name, value in record.items())
+    if losses:
+        table += f"\n| held out (epsilon's squared error) | |\n|---|---|\n{losses}"
     with saving(output_dir, "the model card") as unfinished:
-        card = f"{text}\n{picture}\n![loss](loss.png)\n\n| setting | value |\n|---|---|\n{table}"
-        card += f"\n| held out (epsilon's squared error) | |\n|---|---|\n{losses}" * bool(losses)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        (unfinished / "README.md").write_text(f"""---
+library_name: diffusers
+pipeline_tag: {tags[0]}
+tags: [diffusers, {", ".join(tags)}]
+---
+
+# {args.hub_model_id or output_dir.resolve().name}
+
+{what}
+
+```python
+{usage}
+```
+
+{picture}
+![loss](loss.png)
+
+| setting | value |
+|---|---|
+{table}""", encoding="utf-8")  # fmt: skip
+
+
+def draw_curves(records, names, log=False):
+    """Values of metrics.jsonl over their steps as an SVG figure, a line a name, each point a mean of many records."""
+    lines = {}
+    for name in names:
+        points = [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
+        if points:
+            parts = np.array_split(np.array(points, float), min(len(points), 300))
+            lines[name] = np.array([part.mean(axis=0) for part in parts])
+    if not lines:
+        return ""
+    (first, low), (last, high) = (f(np.concatenate(list(lines.values())), axis=0) for f in (np.min, np.max))
+    log, low = (True, low) if log and low > 0 else (False, min(low, 0.0))
+    scale = np.log if log else np.asarray
+    drawn, said = "", []
+    for i, (name, points) in enumerate(lines.items()):
+        x = 45 + 270 * (points[:, 0] - first) / ((last - first) or 1)
+        y = 105 - 95 * (scale(points[:, 1]) - scale(low)) / ((scale(high) - scale(low)) or 1)
+        colour = f"hsl({210 + 36 * i} 70% 50%)"
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in [*zip(x, y, strict=True), (x[-1], y[-1])])
+        drawn += f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5" stroke-linecap="round"/>'
+        said.append(f'<b style="color: {colour}">&#9632;</b> {html.escape(name)} {points[-1, 1]:.4g}')
+    return f"""<figure><figcaption>{" ".join(said)}</figcaption><svg viewBox="0 0 320 122">
+<path d="M45 10V105H315" fill="none" stroke="currentColor" opacity=".4"/>{drawn}
+<text x="42" y="14" text-anchor="end">{high:.3g}</text><text x="42" y="107" text-anchor="end">{low:.3g}</text>
+<text x="45" y="118">{first:.0f}</text><text x="315" y="118" text-anchor="end">step {last:.0f}</text></svg></figure>"""
+
+
+def save_report(step, args):
+    """Write report.html: one file that shows a run, in any browser and without a network; its failure ends no run."""
+    style = """:root { color-scheme: light dark } figure { margin: 0 } pre { background: #8882; padding: 1rem }
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem; overflow-wrap: anywhere }
+.curves { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }
+.strip, pre { display: flex; gap: 1rem; overflow-x: auto } .strip img { max-height: 20rem; display: block }
+svg { width: 100%; display: block } text { font-size: 9px; fill: currentColor } .sign { border-left: 4px solid #d70 }
+.sign, td { padding-left: 1rem } td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 }
+th { font-weight: normal }"""
+    output_dir, e = Path(args.output_dir), lambda value: html.escape(str(value))
+    table = lambda pairs: "".join(f"<tr><th>{e(a)}<td>{e(b)}" for a, b in pairs)  # noqa: E731
+    try:
+        records = read_metrics(output_dir)
+        losses = [record["loss"] for record in records if "loss" in record]
+        _, what, usage = describe_model(step, losses[-1] if losses else None, args)
+        held_out = sorted({name for record in records if "held_out_loss" in record for name in record} - {"step"})
+        curves = [draw_curves(records, ["loss"], log=True)]
+        curves.append(draw_curves(records, [name for name in held_out if not name[-1].isdigit()], log=True))
+        curves.append(draw_curves(records, [name for name in held_out if name[-1].isdigit()], log=True))
+        curves += [draw_curves(records, ["lr"]), draw_curves(records, ["grad_norm"], log=True)]
+        curves += [draw_curves(records, ["images_per_second"]), draw_curves(records, ["data_wait"])]
+        samples, strip = sorted((output_dir / "samples").glob("step-*.png"), reverse=True), ""
+        for i in sorted({round(i) for i in np.linspace(0, len(samples) - 1, min(8, len(samples)))}):
+            buffer = io.BytesIO()
+            with Image.open(samples[i]) as picture:
+                picture.thumbnail((400, 640))  # so that the file stays small
+                picture.save(buffer, "PNG", optimize=True)
+            png, number = base64.b64encode(buffer.getvalue()).decode(), int(samples[i].stem.split("-")[1])
+            strip += f'<figure><img alt="" src="data:image/png;base64,{png}">step {number}</figure>'
+        signs = [(record["step"], sign) for record in records for sign in record.get("signs", {}).values()]
+        signs = [f'<p class="sign">Worth a look, at step {at}: {e(sign)}</p>' for at, sign in signs]
+        skipped = {name: reason for record in records for name, reason in record.get("skipped", {}).items()}
+        for folder in getattr(args, "latents_dir", None) or []:  # what the cache lacks
+            rows = map(json.loads, (Path(folder) / "skipped.jsonl").read_text(encoding="utf-8").splitlines())
+            skipped |= {row["key"]: row["reason"] for row in rows}
+        count = max([len(skipped), *(record.get("skipped_images", 0) for record in records)])
+        name = e(args.hub_model_id or output_dir.resolve().name)
+        page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{style}</style>
+<meta name="viewport" content="width=device-width"><h1>{name}</h1><p>{e(what.replace("`", ""))}</p>
+<p>Step {step} of {args.max_train_steps}, {time.strftime("%Y-%m-%d %H:%M")}.</p>{"".join(signs)}
+<h2>Curves</h2><div class="curves">{"".join(curves)}</div>
+<h2>Samples, newest first</h2><div class="strip">{strip or "None were drawn."}</div>
+<h2>Use it</h2><pre>{e(usage)}</pre>
+<p>The same run again: <code>accelerate launch {e(Path(__file__).name)} @run.args</code></p>
+<h2>Left out: {count} images</h2><table>{table(list(skipped.items())[:100])}</table>
+<h2>Settings</h2><table>{table(list_settings(args).items())}</table></html>"""
+        (output_dir / ".tmp-report.html").write_text(page, encoding="utf-8")
+        (output_dir / ".tmp-report.html").replace(output_dir / "report.html")
+    except Exception as error:
+        print(f"\nreport.html could not be written ({explain(error)})", file=sys.stderr)
 
 
 def end_stopped(accelerator, stop, global_step, args):

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("precompute_latents.py", "train_text_to_image.py", "train_unconditional.py")
 # The same name for another thing: each script has its own, because it is what the script is about.
-OWN = {"parse_args", "main", "make_unet", "prepare_batch", "log_validation", "save_model_card"}
+OWN = {"parse_args", "main", "make_unet", "prepare_batch", "log_validation", "describe_model"}
 
 
 def shared_blocks(source):

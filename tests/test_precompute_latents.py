@@ -619,7 +619,7 @@ def test_captions_are_read_from_files_beside_the_images(tmp_path, flags, capfd):
     (folder / "sub/4.caption").write_bytes(b"\xff\xfe\xfa")  # no text
     argv = [*flags, f"--train_data_dir={folder}", "--caption_extension=caption", "--max_skipped=0.5"]
     precompute(*argv, f"--output_dir={tmp_path / 'one'}")
-    assert "6 of 17 files are not used (6 .txt)" in capfd.readouterr().out
+    assert "not used" not in capfd.readouterr().out
     rows = datasets.load_from_disk(str(tmp_path / "one"))
     assert rows["text"][:] == [f"a red ä {i}" for i in (0, 1, 2, 5)]
     assert rows["key"][:] == [f"sub/{i}.png" for i in (0, 1, 2, 5)]

@@ -21,8 +21,8 @@ TRAINING = {"compute_loss", "train_step", "update_ema", "check_training_args", "
             "check_objective", "is_due", "check_overflows", "StopSignal", "Records", "clean", "saving",
             "find_checkpoints", "find_checkpoint", "save_checkpoint", "load_checkpoint", "open_output_dir", "hold_out",
             "name_rows", "log_held_out_loss", "to_epsilon", "samples_path", "save_samples", "read_metrics",
-            "plot_loss", "save_pipeline", "write_card", "end_run", "find_signs",
-            "measure_images"}  # fmt: skip
+            "plot_loss", "save_pipeline", "save_model_card", "save_report", "list_settings",
+            "draw_curves", "end_run", "find_signs", "measure_images"}  # fmt: skip
 SHARED = {
     ("precompute_latents.py", "train_unconditional.py"): IMAGES,
     ("precompute_latents.py", "train_text_to_image.py"): IMAGES | MODELS,

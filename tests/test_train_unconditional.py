@@ -1365,8 +1365,8 @@ def test_wrong_launches_are_refused(tmp_path, flags, capfd, monkeypatch):
 def test_signs_are_told_apart_and_a_sane_run_has_none(tmp_path, argv, images, record, found):
     args = script.parse_args([f"--train_data_dir={tmp_path}", "--max_train_steps=10000", *argv])
     steps = np.linspace(0, args.max_train_steps, 11).astype(int)[1:]
-    start = {"lr": args.learning_rate, "data_wait": 0.01, "clipped": 0.1}  # before the warm-up ends all is allowed
-    records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]
+    start = {"loss": 1, "lr": args.learning_rate, "data_wait": 0.01, "clipped": 0.1}
+    records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]  # before the warm-up ends all is allowed
     records += [{"step": int(step), **start, **record} for step in steps]
     images = {"low": -0.9, "high": 0.8, "square": 0.3, "flat": 0.01, **images}
     signs = script.find_signs(records, list(images.values()), args)
