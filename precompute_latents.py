@@ -543,6 +543,8 @@ def main(args):
     empty_prompt, settings = describe_encoders(*exact_models, tokenizer, args)
     models = place_encoders(exact_models, device, args)
     rows, column = load_rows(args, others=[args.caption_column])
+    if accelerator.is_main_process:
+        say_equal(look_at_captions(rows, args))
 
     # What decides the content, and with it whether a cache that is there can be gone on with.
     shards, sentence = plan_cache(rows, empty_prompt, settings, args)
@@ -1013,6 +1015,19 @@ def seconds_between(begin, end):
 def tokenize(tokenizer, texts):
     """Captions -> tokens [N, model_max_length], filled up or cut off."""
     return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
+
+
+def look_at_captions(rows, args):
+    """Captions of up to 10,000 rows, evenly spread."""
+    captions = rows.select_columns(args.caption_column)[:: max(1, len(rows) // 10**4)][args.caption_column]
+    texts = [text[0] if isinstance(text, list) and text else text for text in captions]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def say_equal(texts, where="the data"):
+    """Say it if captions are all the same: as a rule that is a wrong column."""
+    if len(texts) > 1 and len(set(texts)) == 1:
+        print(f"{where}: all captions that were looked at say {printable(texts[0][:60])!r}; is it the right column?")
 
 
 def say_cut(count, total, limit, where=""):

@@ -426,6 +426,7 @@ def main(args):
     weight_bytes = sum(4 * weight.numel() for model in exact_models for weight in model.parameters())
     del exact_models
     rows, column = single.load_rows(args, others=[args.caption_column])
+    single.say_equal(single.look_at_captions(rows, args))
     shards, sentence = single.plan_cache(rows, empty_prompt, settings, args)
     print(sentence)
     if args.dry_run:

@@ -422,8 +422,9 @@ def load_data(accelerator, args):
             description = describe_models(vae, text_encoder, tokenizer)
             description |= describe_latents(vae, cache["transform"]["resolution"], cache["latents"])
             description["prompt_embeds_shape"] = [tokenizer.model_max_length, text_encoder.config.hidden_size]
-            for folder, (other, _, _) in zip(args.latents_dir, caches, strict=True):
+            for folder, (other, _, batches) in zip(args.latents_dir, caches, strict=True):
                 check_cache(folder, other, description, args)
+                say_equal([batch["text"][i].as_py() for batch in batches for i in range(min(len(batch), 9))], folder)
         accelerator.wait_for_everyone()
         args.resolution = args.resolution or cache["transform"]["resolution"]
         args.dataloader_num_workers = (
@@ -443,10 +444,10 @@ def load_data(accelerator, args):
         empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]).to(accelerator.device))[0]
     kind = "sample" if isinstance(vae, AutoencoderTiny) else "moments"
     cache = {"vae": {"scaling_factor": vae.config.scaling_factor}, **describe_latents(vae, args.resolution, kind)}
-    if accelerator.is_main_process:  # look at some, evenly spread
-        captions = rows.select_columns(args.caption_column)[:: max(1, len(rows) // 10**4)][args.caption_column]
-        texts = [text[0] if isinstance(text, list) and text else text for text in captions]
-        cut = are_cut(tokenizer, [text for text in texts if isinstance(text, str)] or [""])
+    if accelerator.is_main_process:
+        texts = look_at_captions(rows, args)
+        say_equal(texts)
+        cut = are_cut(tokenizer, texts or [""])
         say_cut(sum(cut), len(cut), tokenizer.model_max_length)
     dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizer, args)
     return dataset, ((vae, text_encoder), empty_prompt, cache)
@@ -1224,6 +1225,19 @@ def seconds_between(begin, end):
 def tokenize(tokenizer, texts):
     """Captions -> tokens [N, model_max_length], filled up or cut off."""
     return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
+
+
+def look_at_captions(rows, args):
+    """Captions of up to 10,000 rows, evenly spread."""
+    captions = rows.select_columns(args.caption_column)[:: max(1, len(rows) // 10**4)][args.caption_column]
+    texts = [text[0] if isinstance(text, list) and text else text for text in captions]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def say_equal(texts, where="the data"):
+    """Say it if captions are all the same: as a rule that is a wrong column."""
+    if len(texts) > 1 and len(set(texts)) == 1:
+        print(f"{where}: all captions that were looked at say {printable(texts[0][:60])!r}; is it the right column?")
 
 
 def say_cut(count, total, limit, where=""):

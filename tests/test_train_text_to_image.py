@@ -812,6 +812,17 @@ def test_tensorboard_and_hub_get_the_pipeline_and_no_secret(tmp_path, cached, mo
     assert uploaded == pipeline | {"README.md", "samples", "loss.png"}
 
 
+def test_captions_that_are_all_the_same_are_told(tmp_path, images, flags, capfd):
+    make_captioned(tmp_path / "images", 6, ["a photo"] * 6)
+    make_cache(tmp_path)
+    train(*images)
+    train(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'two'}")
+    assert capfd.readouterr().out.count("all captions that were looked at say 'a photo'; is it the right column?") == 3
+    make_captioned(tmp_path / "images", 6)
+    make_cache(tmp_path, name="other")
+    assert "all captions" not in capfd.readouterr().out
+
+
 def test_latents_that_are_far_from_unit_size_are_told(tmp_path, cached, capfd, monkeypatch):
     prepare_batch, factor = script.prepare_batch, 1.0
 
