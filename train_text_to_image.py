@@ -172,7 +172,17 @@ def parse_args(argv=None):
     add("--num_train_epochs", "--num_epochs", type=count, default=100, help="passes over the images")
     add("--max_train_steps", type=count, help="optimizer steps; overrides the epochs")
     add("--learning_rate", type=number(0, 100), default=1e-4, help="peak, after the warm-up")
-    add("--scale_lr", **switch, help="times processes, batch size and accumulation")
+    rules = ["linear", "sqrt", "auto"]
+    add(
+        "--scale_lr",
+        nargs="?",
+        const="linear",
+        choices=rules,
+        default=False,
+        help="multiply it by the images per step",
+    )
+    add("--no-scale_lr", dest="scale_lr", action="store_false", default=False, help="leave it as it is given")
+    add("--base_batch_size", type=count, default=1, help="images per step that it is given for, with --scale_lr")
     add("--lr_scheduler", choices=[s.value for s in SchedulerType], default="constant", help="shape of the decay")
     add("--lr_warmup_steps", type=number(0, 10**9, int), default=500, help="optimizer steps")
     add("--lr_num_cycles", type=count, default=1, help="restarts of cosine_with_restarts")
@@ -699,8 +709,7 @@ def main(args):
     num_images = len(train_rows)
     images_per_micro_batch = args.train_batch_size * num_processes
     images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
-    if args.scale_lr:
-        args.learning_rate *= images_per_step
+    scale_learning_rate(accelerator, images_per_step, args)
 
     # Where the run is: data_step counts also the steps that fp16 skipped, images_seen is where the data goes on.
     state = read_state(checkpoint, num_images)
@@ -1514,6 +1523,7 @@ def check_training_args(parser, args):
         "lr_num_cycles": args.lr_scheduler != "cosine_with_restarts",
         "lr_power": args.lr_scheduler != "polynomial",
         "lr_step_rules": args.lr_scheduler != "piecewise_constant",
+        "base_batch_size": not args.scale_lr,
         **dict.fromkeys(["ema_inv_gamma", "ema_power", "ema_max_decay"], not args.use_ema),
         **dict.fromkeys(["hub_model_id", "hub_private_repo"], not args.push_to_hub),
     }
@@ -1524,6 +1534,25 @@ def check_training_args(parser, args):
     for tracker in {*LOGGER_TYPE_TO_CLASS} & {args.report_to}:
         if importlib.util.find_spec(tracker) is None:
             parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
+
+
+def scale_learning_rate(accelerator, images_per_step, args):
+    """Multiply --learning_rate, which is given for --base_batch_size, as --scale_lr says, and print the result.
+
+    linear is what keeps SGD alike (arXiv:1706.02677), sqrt Adam (arXiv:2205.10287); auto is linear up to 512 images.
+    """
+    if not args.scale_lr:
+        return
+    rules = {"linear": lambda images: images, "sqrt": math.sqrt, "auto": lambda n: min(n, math.sqrt(512 * n))}
+    factor = rules[args.scale_lr](images_per_step) / rules[args.scale_lr](args.base_batch_size)
+    given, scaled = (
+        np.format_float_scientific(rate, precision=4, trim="-", exp_digits=1)
+        for rate in (args.learning_rate, args.learning_rate * factor)
+    )
+    args.learning_rate *= factor
+    accelerator.print(
+        f"Learning rate ({args.scale_lr}, {images_per_step} images a step): {given} x {factor:g} = {scaled}"
+    )
 
 
 def hold_out(accelerator, dataset, args):
