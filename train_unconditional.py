@@ -158,6 +158,10 @@ def parse_args(argv=None):
     )
     add("--no-scale_lr", dest="scale_lr", action="store_false", default=False, help="leave it as it is given")
     add("--base_batch_size", type=count, default=1, help="images per step that it is given for, with --scale_lr")
+    add("--find_lr", **switch, help="measure which rate is good, train nothing, and end")
+    add("--find_lr_min", type=number(1e-30, 1e3), default=1e-7, help="rate that the test begins with")
+    add("--find_lr_max", type=number(1e-30, 1e3), default=1.0, help="rate that it ends with, if it gets there")
+    add("--find_lr_steps", type=number(10, 10**6, int), default=200, help="optimizer steps between the two")
     add("--lr_scheduler", choices=[s.value for s in SchedulerType], default="cosine", help="shape of the decay")
     add("--lr_warmup_steps", type=number(0, 10**9, int), default=500, help="optimizer steps")
     add("--lr_num_cycles", type=count, default=1, help="restarts of cosine_with_restarts")
@@ -549,6 +553,20 @@ def main(args):
     # Batches come without end, across epochs, so the device never waits for one to begin.
     keys = (stream_batches if args.streaming else step_batches)(train_rows, args, rank, num_processes, images_seen)
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
+    if args.find_lr:  # and end: nothing that it trains is kept
+        return find_learning_rate(
+            accelerator,
+            lock,
+            ddp_unet,
+            optimizer,
+            noise_scheduler,
+            loaded,
+            images_seen,
+            num_images,
+            data_step,
+            None,
+            args,
+        )
     records = Records(accelerator, global_step, num_left_out, checkpoint is not None, args)
     batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
     log_held_out = functools.partial(
@@ -1157,12 +1175,16 @@ def check_training_args(parser, args):
             parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01")
     if args.lr_scheduler == "polynomial" and args.learning_rate <= 1e-7:
         parser.error("--lr_scheduler polynomial ends at a rate of 1e-7: --learning_rate must be larger")
+    if args.find_lr_min >= args.find_lr_max:
+        parser.error(f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}")
+    args.push_to_hub &= not args.find_lr  # there is nothing to upload
     without_effect = {
         "lr_warmup_steps": args.lr_scheduler in ("constant", "piecewise_constant"),
         "lr_num_cycles": args.lr_scheduler != "cosine_with_restarts",
         "lr_power": args.lr_scheduler != "polynomial",
         "lr_step_rules": args.lr_scheduler != "piecewise_constant",
         "base_batch_size": not args.scale_lr,
+        **dict.fromkeys(["find_lr_min", "find_lr_max", "find_lr_steps"], not args.find_lr),
         **dict.fromkeys(["ema_inv_gamma", "ema_power", "ema_max_decay"], not args.use_ema),
         **dict.fromkeys(["hub_model_id", "hub_private_repo"], not args.push_to_hub),
     }
@@ -1299,6 +1321,57 @@ def to_epsilon(prediction, noisy_images, noise_scheduler, timesteps):
     if noise_scheduler.config.prediction_type == "sample":
         return (noisy_images - alpha.sqrt() * prediction) / (1 - alpha).sqrt()
     return alpha.sqrt() * prediction + (1 - alpha).sqrt() * noisy_images
+
+
+def find_learning_rate(
+    accelerator, lock, unet, optimizer, noise_scheduler, batches, images_seen, num_images, data_step, frozen, args
+):
+    """Find a learning rate by a range test (arXiv:1506.01186), write find_lr.json and find_lr.png, and end the run.
+
+    The rate grows by the same factor from step to step, until the loss, smoothed over about ten, is four times its
+    lowest. The suggestion is a tenth of the rate at the lowest. Nothing that is trained here is kept.
+    """
+    import matplotlib.figure  # here, because it takes half a second
+
+    tested, average, per_micro = [], 0.0, args.train_batch_size * accelerator.num_processes
+    rates = np.geomspace(args.find_lr_min, args.find_lr_max, args.find_lr_steps).tolist()
+    for step, rate in enumerate(tqdm(rates, "Range test", disable=not accelerator.is_main_process)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        step_images = min(per_micro * args.gradient_accumulation_steps, num_images - images_seen % num_images)
+        micro_batches, images_seen = math.ceil(step_images / per_micro), images_seen + step_images
+        sums = train_step(
+            accelerator, unet, optimizer, noise_scheduler, batches, micro_batches, data_step + step, frozen, args
+        )
+        loss, weight, *_ = accelerator.reduce(sums).tolist()
+        if weight == 0:  # no image of the step could be decoded
+            continue
+        average = 0.9 * average + 0.1 * loss / weight
+        smoothed = average / (1 - 0.9 ** (len(tested) + 1))  # as if it had not begun at 0
+        if not smoothed < math.inf:
+            break
+        tested.append((smoothed, rate, loss / weight))
+        if smoothed > 4 * min(tested)[0]:
+            break
+    batches.close()
+    if not tested:
+        fail("the loss is not finite from the start: there is no learning rate to find")
+    lowest, best, _ = min(tested)
+    reason = f"a tenth of {best:.2g}, at which the smoothed loss was lowest ({lowest:.4g})"
+    found = {"suggestion": best / 10, "reason": reason}
+    found |= dict(zip(("smoothed", "rates", "losses"), map(list, zip(*tested, strict=True)), strict=True))
+    if accelerator.is_main_process:
+        figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log", yscale="log", title=reason)
+        axes.plot(found["rates"], found["losses"], alpha=0.3)
+        axes.plot(found["rates"], found["smoothed"])
+        axes.axvline(best / 10, linestyle="--")
+        with saving(args.output_dir, "find_lr.json") as unfinished:
+            figure.savefig(unfinished / "find_lr.png")
+            (unfinished / "find_lr.json").write_text(json.dumps(found))
+    end_run(
+        accelerator, lock, f"--learning_rate {best / 10:.2g}: {reason}; see {args.output_dir}/find_lr.png", [], args
+    )
 
 
 def objective_flags(args):
@@ -1698,7 +1771,9 @@ def open_output_dir(accelerator, args):
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             others = [path.name for path in output_dir.iterdir() if not path.name.startswith(".")]
-            own = {"run.args", "metrics.jsonl"} & set(others) and "cache.json" not in others  # what each run leaves
+            own = {"run.args", "metrics.jsonl", "find_lr.json"} & set(
+                others
+            ) and "cache.json" not in others  # what each run leaves
             if others and not own:
                 fail(f"--output_dir {output_dir} holds {min(others)} and no run of this script: choose another folder")
             lock.acquire(timeout=0)
@@ -1709,7 +1784,7 @@ def open_output_dir(accelerator, args):
             fail(f"--output_dir {output_dir} can't be written to ({error})")
     accelerator.wait_for_everyone()
     checkpoint = find_checkpoint(args)  # by all processes, so that all refuse alike
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and not args.find_lr:
         with saving(output_dir, "run.args") as unfinished:
             (unfinished / "run.args").write_bytes(os.fsencode(format_args(args)))  # as argparse reads it
     if accelerator.is_main_process and args.push_to_hub:
