@@ -1,8 +1,8 @@
-"""Attack the scripts at every moment and with whatever people have, and judge what is left.
+"""Attack the scripts at every moment, with whatever people have, and judge what is left.
 
-There are two verdicts: the same bits as if nothing had happened, or one sentence and nothing lost. Each attack is one
-function for its quick part and, behind the marker `long`, a larger number of the same cases. What a run does is told
-as events (see `watch`), and an attack comes at the n-th event of a kind: so a failure names what repeats it.
+There are two verdicts: the same bits as if nothing had happened, or one sentence and nothing lost. The long part
+(`pytest -m long tests/test_faults.py`) has more of the same cases. What a run does is told as events (see `watch`),
+and an attack comes before the n-th event of a name, so that a failure says what repeats it.
 """
 
 import collections
@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 import datasets
-import matplotlib.figure  # noqa: F401  # for the forks, which would each import it
+import matplotlib.figure  # noqa: F401  # here, or each fork would import it
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -37,7 +37,6 @@ import safetensors.torch
 import torch
 from conftest import (
     MODELS,
-    checkpoints,
     finish,
     kill,
     make_captioned,
@@ -53,11 +52,14 @@ from PIL import Image
 from test_shared_blocks import parser_of
 
 NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
+OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_data_dir"]
+MOMENTS = ("images_per_second", "data_wait")  # of a record: what depends on the machine
 
 
-def cases(quick, many):
-    """How many cases: the test's quick part, and its long one."""
-    return pytest.mark.parametrize("count", [quick, pytest.param(many, marks=pytest.mark.long)])
+def cases(quick, many, names=NAMES, more=()):
+    """How many cases for each target: in the quick part of a test, and in the long one, which has `more` targets."""
+    long = [pytest.param(name, many, marks=pytest.mark.long) for name in [*names, *more]]
+    return pytest.mark.parametrize("name, count", [*((name, quick) for name in names), *long])
 
 
 # ------------------------------------------------------------------- a run, what happens to it, and the verdict
@@ -66,7 +68,7 @@ def cases(quick, many):
 def watch(script, out, happen):
     """From here on call `happen(event)` before what this process's main thread does.
 
-    Events are the functions of the script, of sampling and of saving, and whatever changes files below `out`.
+    Events are the script's functions and those that save and sample, and all that changes files below `out`.
     """
     home, main, busy = os.getpid(), threading.get_ident(), []
 
@@ -74,24 +76,19 @@ def watch(script, out, happen):
         if os.getpid() == home and threading.get_ident() == main and not busy:
             busy.append(event)
             try:
-                happen(event)
+                happen(re.sub(r"\.tmp-[0-9a-f]{12}-", ".tmp-", event))
             finally:
                 busy.clear()
-
-    def plain(path):
-        return re.sub(r"\.tmp-[0-9a-f]{12}-", ".tmp-", path.removeprefix(str(out)))
 
     def audit(name, args):
         if name == "open" and isinstance(args[2], int) and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             return
         if name in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
-            path, below = str(args[0]), name in ("os.remove", "os.rmdir", "os.mkdir") and args[-1] != -1
-            if below or path.startswith(f"{out}/") or path == str(out):  # or in a folder that is being deleted
-                tell(f"{name.removeprefix('os.')} {plain(path)}")
+            in_folder = name not in ("open", "os.rename") and args[-1] != -1  # one that is being deleted
+            if in_folder or f"{args[0]}/".startswith(f"{out}/"):
+                tell(f"{name.removeprefix('os.')} {str(args[0]).removeprefix(str(out))}")
 
-    def tell_of(owner, name):
-        function = getattr(owner, name)
-
+    def tell_of(owner, name, function):
         @functools.wraps(function)
         def told(*args, **options):
             tell(function.__name__)
@@ -102,14 +99,10 @@ def watch(script, out, happen):
     for owner in [script, *(kind for kind in vars(script).values() if isinstance(kind, type))]:
         for name, function in list(vars(owner).items()):
             if inspect.isfunction(function) and function.__module__ == script.__name__ and name.isidentifier():
-                tell_of(owner, name)
+                tell_of(owner, name, function)
     for owner, name in [(os, "fsync"), (torch, "save"), (safetensors.torch, "save_file"), (DDPMScheduler, "step")]:
-        tell_of(owner, name)
+        tell_of(owner, name, getattr(owner, name))
     sys.addaudithook(audit)
-
-
-def is_of_files(event):
-    return " " in event or event in ("fsync", "save", "save_file")
 
 
 def at(event, nth, act):
@@ -118,21 +111,13 @@ def at(event, nth, act):
     return lambda name: act() if name == event and next(counter) == nth else None
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def contents(folder):
-    """{file: its bytes}, without logs, locks and the times in metrics.jsonl."""
-    found = {}
-    for path in sorted(Path(folder).rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_file() and not name.startswith(("logs/", "image_cache/")) and path.suffix != ".lock":
-            found[name] = path.read_bytes()
+    """{file: its bytes}, without logs and locks and what in metrics.jsonl depends on the machine."""
+    paths = {str(path.relative_to(folder)): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+    found = {n: path.read_bytes() for n, path in paths.items() if not re.match(r"logs/|image_cache/|.*\.lock$", n)}
     if "metrics.jsonl" in found:
         records = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
-        times = ("images_per_second", "data_wait")
-        found["metrics.jsonl"] = [{k: v for k, v in record.items() if k not in times} for record in records]
+        found["metrics.jsonl"] = [{k: v for k, v in record.items() if k not in MOMENTS} for record in records]
     return found
 
 
@@ -140,80 +125,72 @@ class Target:
     """A script with a command of its own that takes a second, in a folder of its own."""
 
     def __init__(self, name, folder):
-        self.name, self.script, self.folder, self.out = name, importlib.import_module(name), folder, folder / "out"
-        self.wholes, self.log, self.runs = {}, folder / "log", 0
+        self.name, self.folder, self.out, self.log = name.split()[0], folder, folder / "out", folder / "log"
+        self.script, self.wholes = importlib.import_module(self.name), {}
         folder.mkdir()
         make_captioned(folder / "images", 7)
-        data = [f"--train_data_dir={folder}/images", f"--cache_dir={folder}/datasets", "--resolution=16"]
-        data.append("--dataloader_num_workers=1")
-        cache = [f"--pretrained_model_name_or_path={MODELS}", "--random_flip", "--rows_per_shard=2", "--batch_size=1",
-                 "--latents=sample"]  # fmt: skip
-        training = """--train_batch_size=2 --num_train_epochs=2 --learning_rate=1e-3 --lr_scheduler=cosine
-            --random_flip --lr_warmup_steps=2 --logging_steps=1 --report_to=none --checkpointing_steps=3
-            --checkpoints_total_limit=2 --validation_steps=2 --noise_offset=0.1 --resume_from_checkpoint=latest"""
-        training = training.split()
-        if name == "precompute_latents":
-            self.argv = [*data, *cache]
-        elif name == "train_unconditional":
-            self.argv = [*data, f"--model_config_name_or_path={make_unet_config(folder)}", *training]
-            self.argv += ["--ddpm_num_inference_steps=2", "--eval_batch_size=2", "--save_model_epochs=1"]
+        data = f"""--train_data_dir={folder}/images --cache_dir={folder}/datasets --resolution=16
+            --dataloader_num_workers=1"""
+        cache = f"""--pretrained_model_name_or_path={MODELS} --random_flip --rows_per_shard=2 --batch_size=1
+            --latents=sample"""
+        training = f"""--output_dir={self.out} --train_batch_size=2 --num_train_epochs=2 --learning_rate=1e-3
+            --lr_scheduler=cosine --lr_warmup_steps=2 --random_flip --noise_offset=0.1 --logging_steps=1
+            --report_to=none --validation_steps=2 --checkpointing_steps=3 --checkpoints_total_limit=2
+            --resume_from_checkpoint=latest"""
+        if self.name == "precompute_latents":
+            argv = f"{data} {cache} --output_dir={self.out}"
+        elif self.name == "train_unconditional":
+            argv = f"""{data} {training} --model_config_name_or_path={make_unet_config(folder)} --eval_batch_size=2
+                --ddpm_num_inference_steps=2 --save_model_epochs=1 {"--cache_images" * (name in OTHERS)}"""
         else:
+            argv = f"""{training} --pretrained_model_name_or_path={make_models(folder)} --num_inference_steps=2
+                --num_validation_images=1 --validation_prompts=one"""
+            argv += f" {data}" if name in OTHERS else f" --latents_dir={folder}/cache"
             made = importlib.import_module("precompute_latents")
-            argv = [*data, *cache, f"--output_dir={folder}/cache"]
-            assert finish(start(lambda: made.main(made.parse_args(argv)), log=self.log)) == [0], self.log.read_text()
-            self.argv = [f"--pretrained_model_name_or_path={make_models(folder)}", f"--latents_dir={folder}/cache"]
-            self.argv += [
-                *training,
-                "--num_inference_steps=2",
-                "--num_validation_images=1",
-                "--validation_prompts=one",
-            ]
-        self.argv.append(f"--output_dir={self.out}")
+            making = f"{data} {cache} --output_dir={folder}/cache".split()
+            assert finish(start(lambda: made.main(made.parse_args(making)), log=self.log)) == [0], self.log.read_text()
+        self.argv = argv.split()
 
     def __str__(self):
         return f"{self.name}.py {' '.join(self.argv)}"
 
-    def start(self, *argv, happen=None, num_processes=1, victim=None, flags=None, before=None):
+    def start(self, *argv, happen=None, num_processes=1, victim=None, flags=None, before=lambda: None):
         """Begin a run; `happen` is told what the processes do, or the `victim` alone."""
         self.log.unlink(missing_ok=True)
-        self.runs += 1
 
         def run():
-            if before:
-                before()
+            before()
             if happen and victim in (None, int(os.environ.get("RANK", "0"))):
                 watch(self.script, self.out, happen)
             self.script.main(self.script.parse_args([*(flags or self.argv), *map(str, argv)]))
 
         return start(run, num_processes, self.log)
 
-    def run(self, *argv, timeout=60, together=False, **options):
+    def run(self, *argv, timeout=100, together=False, **options):
         """A run to its end (`together`: that of the victim). Returns (exit statuses, what was printed)."""
         pids = self.start(*argv, **options)
         try:
-            if together:
-                return finish([pids[options["victim"]]], timeout), self.log.read_text()
-            return finish(pids, timeout), self.log.read_text()
+            return finish([pids[options["victim"]]] if together else pids, timeout), self.log.read_text()
         finally:
             kill(pids)  # and the loader's processes
 
     def whole(self, num_processes=1):
         """What an undisturbed run leaves, and its moments: (event, how often it came before, in which process)."""
         if num_processes not in self.wholes:
-            moments, notes = [], self.folder / f"events-{num_processes}-"
+            notes = [self.folder / f"events-{num_processes}-{rank}" for rank in range(num_processes)]
 
             def note(event):
-                with open(f"{notes}{os.environ.get('RANK', '0')}", "a") as file:
+                with notes[int(os.environ.get("RANK", "0"))].open("a") as file:
                     file.write(f"{event}\n")
 
             kept = self.out.rename(self.folder / "kept") if self.out.exists() else None
             codes, said = self.run(happen=note, num_processes=num_processes)
             assert set(codes) == {0}, said
-            for rank in range(num_processes):
-                seen = collections.Counter()
-                for event in Path(f"{notes}{rank}").read_text().splitlines():
-                    moments.append((event, seen[event], rank))
-                    seen[event] += 1
+            moments, seen = [], collections.Counter()
+            for rank, path in enumerate(notes):
+                for event in path.read_text().splitlines():
+                    moments.append((event, seen[event, rank], rank))
+                    seen[event, rank] += 1
             self.wholes[num_processes] = contents(self.out), moments
             shutil.rmtree(self.out)
             if kept:
@@ -222,102 +199,119 @@ class Target:
 
     def moments(self, count, num_processes=1, of_files=False, after=None):
         """`count` moments of an undisturbed run in their order, of as many kinds as there are."""
-        kinds, rng, moments = collections.defaultdict(list), random.Random(count), self.whole(num_processes)[1]
+        kinds, moments = collections.defaultdict(list), self.whole(num_processes)[1]
         chosen = [moment for i, moment in enumerate(moments) if not after or (after, 0, moment[2]) in moments[:i]]
-        chosen = [moment for moment in chosen if is_of_files(moment[0]) or not of_files]
-        for moment in rng.sample(chosen, len(chosen)):
+        chosen = [m for m in chosen if not of_files or " " in m[0] or m[0] in ("fsync", "save", "save_file")]
+        for moment in random.Random(count).sample(chosen, len(chosen)):
             kinds[moment[0]].append(moment)
         spread = [moment for row in itertools.zip_longest(*kinds.values()) for moment in row if moment]
         return sorted((spread * count)[:count], key=moments.index)
 
-    def judge_same(self, codes, said, reproduction, num_processes=1, stopped=False):
-        """The run ended well, with the bits of an undisturbed one (if `stopped`, it has other checkpoints besides)."""
+    def judge_same(self, codes, said, reproduction, num_processes=1, left_out="nothing"):
+        """The run ended well, with the bits of an undisturbed one, but for files whose name matches `left_out`."""
         whole, found = self.whole(num_processes)[0], contents(self.out)
-        assert set(codes) == {0}, f"{reproduction}\n{said}"
-        last = max((int(name.split("-")[1]) for name in checkpoints(self.out)), default=0)
-        others = [name for name in {**whole, **found} if whole.get(name) != found.get(name)]
-        others = [name for name in others if not stopped or not re.match(rf"checkpoint-(?!{last}/)", name)]
+        assert set(codes) == {0} and "Traceback" not in said, f"{reproduction}\n{said}"
+        others = [n for n in {**whole, **found} if whole.get(n) != found.get(n) and not re.match(left_out, n)]
         assert not others, f"{reproduction}\n{others} are not those of an undisturbed run\n{said}"
 
     def judge_sentence(self, codes, said, reproduction):
-        """The run has ended with one sentence and the status of an error."""
-        assert set(codes) <= {1, 2}, f"{reproduction}\n{codes}\n{said}"
-        assert "Traceback" not in said, f"{reproduction}\n{said}"
-        sentences = re.findall(rf"^(?:{self.name}|\S*pytest\S*|__main__)\.py: .*", said, re.M)
-        assert 1 <= len(sentences) <= len(codes), f"{reproduction}\n{said}"
-        assert len(sentences[0]) < 500, f"{reproduction}\n{said}"
+        """The run ended with one sentence, and the status of an error."""
+        sentences = re.findall(r"^\S*(?:\.py|pytest|__main__): .*", said, re.M)
+        fine = set(codes) <= {1, 2} and "Traceback" not in said and 1 <= len(sentences) <= len(codes)
+        assert fine and len(sentences[0]) < 600, f"{reproduction}\n{codes}\n{said}"
         return sentences[0]
+
+    def judge_either(self, codes, said, reproduction, **options):
+        """One of the two; returns which."""
+        if set(codes) == {0}:
+            self.judge_same(codes, said, reproduction, **options)
+        else:
+            self.judge_sentence(codes, said, reproduction)
+        return "the same bits" if set(codes) == {0} else "one sentence"
+
+    def judge_sound(self, codes, said, reproduction):
+        """The run ended with finite weights and losses, or with a sentence; returns which."""
+        if codes != [0]:
+            return self.judge_sentence(codes, said, reproduction) and "one sentence"
+        assert "Traceback" not in said and "Done" in said, f"{reproduction}\n{said}"
+        if self.name != NAMES[0]:
+            numbers = [
+                torch.tensor([record["loss"] for record in metrics(self.out)]),
+                *weights(self.out / "unet").values(),
+            ]
+            assert all(number.isfinite().all() for number in numbers), f"{reproduction}\nnot finite\n{said}"
+        return "a sound run"
+
+
+class Verdicts(collections.Counter):
+    """How many cases ended how; what is wrong is kept, so that one failure does not hide the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.failures = []
+
+    @contextlib.contextmanager
+    def case(self, target):
+        """A case, which if it fails leaves a new folder to the next one."""
+        try:
+            yield
+        except (AssertionError, TimeoutError) as error:
+            self.failures.append(str(error)[:2000])
+            shutil.rmtree(target.out, ignore_errors=True)
+
+    def show(self, name):
+        print(f"{name}: {dict(self)}, {len(self.failures)} failed")
+        assert not self.failures, f"{len(self.failures)} failed:\n\n" + "\n\n".join(self.failures[:20])
 
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory):
-    """Each script's target, made when it is first asked for."""
-    made, folder = {}, tmp_path_factory.mktemp("targets")
-
-    def target(name):
-        if name not in made:
-            made[name] = Target(name, folder / name)
-        return made[name]
-
-    return target
+    """Each target, made when it is first asked for."""
+    folder = tmp_path_factory.mktemp("targets")
+    return functools.cache(lambda name: Target(name, folder / name.replace(" --", "-")))
 
 
 # ------------------------------------------------------------------- what happens to a run
 
 
-class Failures(list):
-    """What went wrong in some cases, so that one does not hide the others."""
-
-    @contextlib.contextmanager
-    def noted(self, target):
-        """A case, which if it fails leaves a new folder to the next one."""
-        try:
-            yield
-        except (AssertionError, TimeoutError) as error:
-            self.append(str(error))
-            shutil.rmtree(target.out, ignore_errors=True)
-
-    def show(self, cases):
-        """Fail if any case did."""
-        assert not self, f"{len(self)} of {cases} cases:\n\n" + "\n\n".join(text[:1500] for text in self[:9])
-
-
-def attack(target, moments, act, judge, num_processes=1, stopped=False, together=False):
-    """Runs in the same folder in which `act` happens at one moment each; after four of them one is left alone.
+def attack(target, moments, act, judge, num_processes=1, together=False, left_out="nothing"):
+    """Runs in the same folder in which `act` happens before one moment each; after four of them one is left alone.
 
     `judge(codes, said, victim, reproduction)` tells whether the attack came, and fails if the run ended badly.
     """
-    came, failed = 0, Failures()
+    verdicts = Verdicts()
     shutil.rmtree(target.out, ignore_errors=True)
     for number, (event, nth, victim) in enumerate(moments, 1):
         reproduction = f"{target}\n{act.__name__} in process {victim} of {num_processes}, before {moments[:number]}"
         options = {"num_processes": num_processes, "happen": at(event, nth, act), "victim": victim}
-        with failed.noted(target):
+        with verdicts.case(target):
             codes, said = target.run(together=together, **options)
-            came += judge(codes, said, victim, reproduction)
+            verdicts["came"] += judge(codes, said, victim, reproduction)
             if set(codes) != {0} and (number % 4 == 0 or number == len(moments)):
                 codes, said = target.run(num_processes=num_processes)
             if set(codes) == {0}:
-                target.judge_same(codes, said, reproduction, num_processes, stopped)
+                target.judge_same(codes, said, reproduction, num_processes, left_out)
+                verdicts["the same bits in the end"] += 1
                 shutil.rmtree(target.out)
-    print(f"{target.name}, {act.__name__} with {num_processes}: {came} of {len(moments)} attacks came")
-    failed.show(len(moments))
-    assert came >= len(moments) / 2
+    verdicts.show(f"{target.name}, {len(moments)} times {act.__name__} with {num_processes}")
+    assert verdicts["came"] >= len(moments) / 2
 
 
-@pytest.mark.parametrize("name", NAMES)
-@cases(6, 100)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@cases(6, 100, more=OTHERS)
 def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, name, count):
     target = targets(name)
     attack(target, target.moments(count), die, lambda codes, *_: codes == [-signal.SIGKILL])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, name):
     """Also in the middle of what is no event, such as a write."""
-    target, rng = targets(name), random.Random(0)
-    begin = time.time()
+    target, rng, verdicts, begin = targets(name), random.Random(0), Verdicts(), time.time()
     target.run()
     duration = time.time() - begin
     for _ in range(12):
@@ -327,10 +321,12 @@ def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, na
             pids = target.start()
             time.sleep(moment)
             kill(pids)
-        target.judge_same(*target.run(), f"{target}\nkilled after {moments} seconds")
+        with verdicts.case(target):
+            target.judge_same(*target.run(), f"{target}\nkilled after {moments} seconds")
+            verdicts["the same bits after four kills"] += 1
+    verdicts.show(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
 @cases(1, 25)
 def test_two_processes_killed_or_one_of_them(targets, name, count):
     """One: once they have met, the other ends by itself, with a sentence."""
@@ -345,10 +341,9 @@ def test_two_processes_killed_or_one_of_them(targets, name, count):
     attack(target, target.moments(count, 2, after="threads_are_default"), die, judge, 2)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@cases(4, 50)
+@cases(4, 50, more=OTHERS)
 def test_stopped_at_any_event_it_goes_on(targets, name, count):
-    """SIGTERM and SIGINT: a sentence, the right status, and nothing lost."""
+    """SIGTERM and SIGINT: a sentence, the right status, nothing lost; a checkpoint comes besides."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -359,11 +354,10 @@ def test_stopped_at_any_event_it_goes_on(targets, name, count):
     def stop():
         os.kill(os.getpid(), signal.SIGTERM if os.getpid() % 2 else signal.SIGINT)
 
-    attack(target, target.moments(count, after="make_accelerator"), stop, judge, stopped=True)
+    attack(target, target.moments(count, after="make_accelerator"), stop, judge, left_out="checkpoint-(?!8/)")
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
-@cases(2, 25)
+@cases(2, 25, names=NAMES[:2], more=OTHERS[1:])
 def test_a_killed_loader_process_at_any_event(targets, name, count):
     target = targets(name)
 
@@ -377,10 +371,9 @@ def test_a_killed_loader_process_at_any_event(targets, name, count):
     attack(target, target.moments(count, after="load_batches"), kill_loader, judge)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@cases(4, 100)
-def test_an_error_of_the_disk_at_any_change_of_a_file_is_one_sentence(targets, name, count):
-    """No space, over quota, a broken device, no right to: where files are opened, renamed, synced or removed."""
+@cases(4, 100, more=OTHERS)
+def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, name, count):
+    """No space, over quota, an error of the device, no right to."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -393,26 +386,26 @@ def test_an_error_of_the_disk_at_any_change_of_a_file_is_one_sentence(targets, n
     attack(target, target.moments(count, of_files=True), refuse, judge)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("step", [128, pytest.param(4, marks=pytest.mark.long)])
-def test_a_full_disk_at_any_write_is_one_sentence(targets, name, step):
-    """On a disk that grows by `step` KiB after each failure, the same command ends with the same bits."""
-    target = targets(name)
+@cases(512, 4)
+def test_a_full_disk_at_any_write_is_one_sentence(targets, name, count):
+    """On a disk that grows by `count` KiB after each failure, the same command ends with the same bits."""
+    target, verdicts = targets(name), Verdicts()
     target.whole()
     shutil.rmtree(target.out, ignore_errors=True)
     target.out.mkdir()
-    size, mount = 8, ["mount", "-t", "tmpfs", "-o", f"size={step}k", "tmpfs", target.out]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", target.out]
     if os.getuid() or subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("only root can mount a disk")
     try:
-        for size in itertools.count(step, step):
+        for size in itertools.count(4, count):
             subprocess.run(["mount", "-o", f"remount,size={size}k", target.out], check=True)
-            codes, said = target.run()
+            reproduction = f"{target}\non a disk that grew to {size} KiB, {count} each time"
+            with verdicts.case(target):
+                codes, said = target.run()
+                verdicts[target.judge_either(codes, said, reproduction)] += 1
             if codes == [0]:
                 break
-            target.judge_sentence(codes, said, f"{target}\non a disk of {size} KiB, {step} more each time")
-        target.judge_same(codes, said, f"{target}\non a disk that grew to {size} KiB, {step} each time")
-        print(f"{name}: done with {size} KiB")
+        verdicts.show(f"{name}, a disk of 4 to {size} KiB")
     finally:
         subprocess.run(["umount", "-l", target.out], check=True)
 
@@ -432,122 +425,81 @@ def damage(path, how, other):
         other.write_bytes(data)
     elif how != "gone":
         flipped = bytearray(data or b"\0")
-        flipped[len(flipped) * 2 // 3] ^= 1
+        flipped[random.Random(len(data)).randrange(len(flipped))] ^= 1
         path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "flip": flipped}[how])
 
 
-@pytest.mark.parametrize("name", [*NAMES, "its cache"])
-@cases(8, 10**9)
+@cases(8, 10**9, names=[*NAMES, "its cache"])
 def test_damaged_files_are_mended_or_refused(targets, name, count):
     """Each file cut, emptied, with a flipped bit, exchanged with the next, deleted, and as a folder."""
-    target = targets(NAMES[2] if name == "its cache" else name)
+    target, verdicts = targets(NAMES[2] if name == "its cache" else name), Verdicts()
     target.whole()
     shutil.rmtree(target.out, ignore_errors=True)
     if name == NAMES[0]:
         target.run()
     else:  # with two checkpoints, and something left to do
         assert target.run(happen=at("train_step", 7, die))[0] == [-signal.SIGKILL]
-    folder, good = target.folder / "cache" if name == "its cache" else target.out, target.folder / "good"
-    shutil.rmtree(good, ignore_errors=True)
-    shutil.copytree(folder, good)
-    half = None if folder == target.out else shutil.copytree(target.out, target.folder / "half", dirs_exist_ok=True)
-    names = sorted(name for name in contents(folder) if not name.endswith((".png", ".lock")))
-    trials = [(name, how) for name in names for how in ("cut", "empty", "flip", "swap", "gone", "folder")]
-    verdicts, failed = collections.Counter(), Failures()
+    folder, good = target.folder / ("cache" if name == "its cache" else "out"), target.folder / "good"
+    for place in (target.out, folder):
+        shutil.copytree(place, good / place.name, dirs_exist_ok=True)
+    names = sorted(file for file in contents(folder) if not file.endswith(".png"))
+    trials = [(file, how) for file in names for how in ("cut", "empty", "flip", "swap", "gone", "folder")]
     for file, how in random.Random(0).sample(trials, min(count, len(trials))):
-        for kept, place in ((good, folder), (half, target.out)):
-            if kept:
-                shutil.rmtree(place, ignore_errors=True)
-                shutil.copytree(kept, place)
+        for place in (target.out, folder):
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(good / place.name, place)
         other = names[(names.index(file) + 1) % len(names)]
         damage(folder / file, how, folder / other)
-        before = (
-            contents(target.out) if (target.out / "metrics.jsonl").is_file() and "metrics" not in file + other else {}
-        )
-        reproduction = f"{target}\n{how} {folder / file} ({other})"
-        with failed.noted(target):
+        past = "metrics" in file + other * (how == "swap")  # what is told of the past is not made again
+        before = {} if past else contents(target.out)
+        with verdicts.case(target):
             codes, said = target.run()
-            if codes == [0]:  # what tells of the past is not made again, and an older checkpoint is not looked at
-                past = (
-                    r"metrics.jsonl|loss.png|README.md|checkpoint-3/.*"
-                    if "metrics" in file + other
-                    else r"checkpoint-3/.*"
-                )
-                whole, found = target.whole()[0], contents(target.out)
-                others = [n for n in {**whole, **found} if whole.get(n) != found.get(n) and not re.match(past, n)]
-                assert not others, f"{reproduction}\n{others} are not those of an undisturbed run\n{said}"
-            else:
-                target.judge_sentence(codes, said, reproduction)
-                lost = [
-                    n for n, content in before.items() if contents(target.out).get(n) != content and n != "run.args"
-                ]
-                assert not lost, f"{reproduction}\n{lost} were changed"
-            verdicts["the same bits" if codes == [0] else "a sentence"] += 1
-    shutil.rmtree(folder)
-    shutil.copytree(good, folder)
-    print(f"{name}: {dict(verdicts)}")
-    failed.show(len(trials))
+            reproduction = f"{target}\n{how} {folder / file} (the next is {other})"
+            left_out = "checkpoint-3/" + past * "|metrics.jsonl|loss.png|README.md"
+            verdicts[target.judge_either(codes, said, reproduction, left_out=left_out)] += 1
+            lost = [n for n, old in before.items() if codes != [0] and contents(target.out).get(n) != old]
+            assert not set(lost) - {"run.args"}, f"{reproduction}\n{lost} changed\n{said}"
+    for place in (target.out, folder):
+        shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(good / folder.name, folder)
+    shutil.rmtree(good)
+    verdicts.show(name)
 
 
 # ------------------------------------------------------------------- what people bring
 
 
 FORMATS = {
-    "PNG": ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"],
-    "JPEG": ["L", "RGB", "CMYK"],
-    "WEBP": ["RGB", "RGBA"],
-    "GIF": ["L", "P"],
-    "BMP": ["1", "L", "P", "RGB"],
-    "TIFF": ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16"],
-    "PPM": ["1", "L", "RGB"],
-    "TGA": ["L", "RGB", "RGBA"],
-    "JPEG2000": ["L", "RGB", "RGBA"],
-}
+    "PNG": "1 L LA P RGB RGBA I;16", "JPEG": "L RGB CMYK", "WEBP": "RGB RGBA", "GIF": "L P", "BMP": "1 L P RGB",
+    "TIFF": "1 L LA P RGB RGBA CMYK YCbCr LAB I;16", "PPM": "1 L RGB", "TGA": "L RGB RGBA", "JPEG2000": "L RGB RGBA",
+}  # fmt: skip
 
 
 def make_file(rng):
     """The bytes of an image, or of something like one; and whether it has to be used."""
     format = rng.choice(list(FORMATS))
-    mode = rng.choice(FORMATS[format])
+    mode = rng.choice(FORMATS[format].split())
     size = rng.choice([(1, 1), (1, 40), (90, 2), (rng.randint(2, 60), rng.randint(2, 60)), (500, 9)])
-    pixels = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
-    picture = Image.new("I;16", size, rng.randint(0, 65535)) if mode == "I;16" else pixels
-    if mode in ("LA", "LAB", "YCbCr"):
-        picture = pixels.convert({"LA": "L"}.get(mode, mode) if mode != "LAB" else "RGB")
-        picture = Image.merge("LA", [picture, picture]) if mode == "LA" else picture
-        picture = Image.new("LAB", size, (50, 9, 200)) if mode == "LAB" else picture
-    elif mode != "I;16":
-        picture = pixels.convert(mode)
-    options, buffer = {}, io.BytesIO()
+    picture = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
+    if mode in ("LA", "LAB", "I;16"):  # which Pillow does not convert to
+        picture = Image.new(mode, size, {"LA": (9, 100), "LAB": (50, 9, 200), "I;16": 60000}[mode])
+    options, buffer, exif = {}, io.BytesIO(), Image.Exif()
     if format in ("JPEG", "PNG", "WEBP", "TIFF") and rng.random() < 0.5:
-        exif = Image.Exif()
         exif[0x0112] = rng.randint(0, 10)  # 0, 9 and 10 are no orientation
         options["exif"] = exif.tobytes()
     if format == "JPEG":
         options |= {"progressive": rng.random() < 0.5, "quality": rng.choice([1, 50, 100])}
-    picture.save(buffer, format, **options)
-    data, fault = (
-        buffer.getvalue(),
-        rng.choice(["none"] * 12 + ["cut", "flips", "head", "tail", "zeros", "other", "gone"]),
-    )
-    other = [
-        b"",
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage",
-        b"<svg/>",
-        b"GIF89a",
-        b"\xff\xd8\xff",
-        None,
-    ]
-    flipped = bytearray(data)
+    (picture if picture.mode == mode else picture.convert(mode)).save(buffer, format, **options)
+    data = buffer.getvalue()
+    fault = rng.choice(["none"] * 12 + ["cut", "flips", "head", "tail", "zeros", "other", "gone"])
+    other = [b"", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage", b"<svg/>", b"GIF89a", b"\xff\xd8\xff"]
+    flipped, cut = bytearray(data), rng.randrange(len(data))
     for _ in range(5):
         flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    cut = rng.randrange(len(data))
-    data = {
-        "none": data, "cut": data[:cut], "flips": bytes(flipped), "head": rng.randbytes(9) + data[9:],
+    return {
+        "none": data, "cut": data[:cut], "flips": bytes(flipped), "head": rng.randbytes(9) + data[9:], "gone": None,
         "tail": data + rng.randbytes(50), "zeros": data[:cut] + bytes(len(data) - cut), "other": rng.choice(other),
-        "gone": None,
-    }[fault]  # fmt: skip
-    return data, fault in ("none", "tail")
+    }[fault], fault in ("none", "tail")  # fmt: skip
 
 
 def make_caption(rng):
@@ -557,19 +509,27 @@ def make_caption(rng):
         "ein Füchslein",
         "红色自行车",
         "عربي",
-        "👩‍👩‍👧",
+        "\U0001f469\u200d\U0001f467",
         "\u202eabc",
-        "Z̵̧͝a",
+        "Z\u0335\u0327a",
+    ]
+    pieces += [
         "\0",
         "\x1b[31m",
         "\n\t\r",
-        " ",
         "<|endoftext|>",
+        "'",
+        '"',
+        "{",
+        "%s",
+        "\\u0000",
+        "\ufeff",
+        "\uffff",
+        "1e999",
     ]
-    pieces += ["'", '"', "{", "%s", "\\u0000", "\ufeff", "\uffff", "1e999", "<script>", "\U0010ffff"]
     kind = rng.randrange(8)
     if kind < 2:
-        return [None, "", " ", "\0", "a"][rng.randrange(5)]
+        return rng.choice([None, "", " ", "\0", "a"])
     if kind == 2:
         return rng.choice(pieces) * rng.choice([100, 20000])
     if kind == 3:
@@ -577,186 +537,151 @@ def make_caption(rng):
     return " ".join(rng.choices(pieces, k=rng.randint(1, 9)))
 
 
-@cases(120, 1000)
+@pytest.mark.parametrize("count", [120, pytest.param(1000, marks=pytest.mark.long)])
 def test_every_row_of_odd_images_and_captions_is_used_or_listed(targets, tmp_path, count):
     rng = random.Random(count)
     files, captions = [make_file(rng) for _ in range(count)], [make_caption(rng) for _ in range(count)]
-    image = pa.array(
-        [{"bytes": data, "path": None} for data, _ in files], pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    )
+    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    image = pa.array([{"bytes": data, "path": None} if data is not None else None for data, _ in files], image)
     (tmp_path / "data").mkdir()
-    pq.write_table(
-        pa.table({"image": image, "text": pa.array(captions, pa.string())}), tmp_path / "data/train.parquet"
-    )
+    table = pa.table({"image": image, "text": pa.array(captions, pa.string())})
+    pq.write_table(table, tmp_path / "data/train.parquet")
     data = [f"--train_data_dir={tmp_path}/data", "--image_column=image", f"--output_dir={tmp_path}/out"]
-    good = {i for i, (_, good) in enumerate(files) if good}
-
     codes, said = targets(NAMES[0]).run(*data, "--max_skipped=1", "--rows_per_shard=100", "--batch_size=8")
-    assert codes == [0] and "Traceback" not in said and "Skipped" not in said, said
+    assert codes == [0] and "Traceback" not in said, said
     listed = {entry["row"]: entry["reason"] for entry in map(json.loads, (tmp_path / "out/skipped.jsonl").open())}
-    rows = datasets.load_from_disk(str(tmp_path / "out"))
-    assert len(rows) + len(listed) == count and all(listed.values())
-    assert set(listed) == {i for i, text in enumerate(captions) if text is None} | (set(listed) - good), {
-        i: listed[i] for i in set(listed) & good
-    }
-    used = [i for i in range(count) if i not in listed]
+    used, rows = [i for i in range(count) if i not in listed], datasets.load_from_disk(str(tmp_path / "out"))
     assert rows["text"] == [captions[i] for i in used] and rows["key"] == [f"row {i}" for i in used]
+    wrong = {i: listed[i] for i in listed if files[i][1] and captions[i] is not None}
+    assert not wrong and all(listed.values()), wrong
+    assert {i for i in range(count) if captions[i] is None or files[i][0] is None} <= set(listed)
     print(f"{count} rows: {len(used)} used, {len(listed)} listed with {len(set(listed.values()))} reasons")
-
-    # The trainers, on the same rows; the unconditional one needs no captions.
-    without_image = sum(1 for row in listed if captions[row] is not None or row not in good)
-    argv = [
-        "--max_train_steps=2",
-        f"--train_batch_size={-(-count // 2)}",
-        "--validation_steps=9",
-        "--num_train_epochs=1",
-    ]
-    for name, most in ((NAMES[1], without_image), (NAMES[2], len(listed))):
-        target = targets(name)
+    prompts = [text for text in captions if text and "\0" not in text][:5]
+    for name in NAMES[1:]:
         shutil.rmtree(tmp_path / "out")
+        target = targets(name)
         flags = [flag for flag in target.argv if "--latents_dir" not in flag]
-        prompts = [
-            "--resolution=16",
-            "--validation_prompts",
-            *[t for t in captions if t and "\0" not in t and len(t) < 500][:5],
-        ]
-        codes, said = target.run(*data, *argv, *(prompts if name == NAMES[2] else []), flags=flags)
+        more = [] if name == NAMES[1] else ["--resolution=16", "--validation_prompts", *prompts]
+        more += ["--max_train_steps=2", f"--train_batch_size={-(-count // 2)}", "--validation_steps=9"]
+        codes, said = target.run(*data, *more, flags=flags, timeout=900)
         assert codes == [0] and "Traceback" not in said, said
         record = metrics(tmp_path / "out")[-1]
-        assert math.isfinite(record["loss"]) and said.count("Skipped row") == record["skipped_images"]
-        assert record["skipped_images"] == most, (name, most, record)
+        bad = [
+            row
+            for row, reason in listed.items()
+            if name == NAMES[2] or "caption is" not in reason or not files[row][1]
+        ]
+        assert math.isfinite(record["loss"]) and record["skipped_images"] == said.count("Skipped row") >= len(bad) - 9
+        assert record["skipped_images"] <= len(listed)
 
 
 @pytest.mark.parametrize("column", ["numbers", "lists", "bytes", "codes", "large", "surrogates", "nothing"])
 def test_every_kind_of_column_of_captions(targets, tmp_path, column):
     """Rows are used, or listed; or one sentence says what the column is."""
     make_images(tmp_path / "images", 6)
-    pngs = [{"bytes": (tmp_path / f"images/{i}.png").read_bytes(), "path": None} for i in range(6)]
+    images = [{"bytes": (tmp_path / f"images/{i}.png").read_bytes(), "path": None} for i in range(6)]
     texts = {
         "numbers": pa.array(range(6)), "lists": pa.array([["a", "b"], [], None, ["c"], [""], [None]]),
         "bytes": pa.array([b"a"] * 6), "codes": pa.array(["a", "b"] * 3).dictionary_encode(),
         "large": pa.array(["a", None] * 3, pa.large_string()), "nothing": pa.nulls(6),
     }  # fmt: skip
+    (tmp_path / "data").mkdir()
     if column == "surrogates":
         lines = [json.dumps({"file_name": f"{i}.png", "text": text}) for i, text in enumerate(["\ud800", "a"] * 3)]
-        (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
+        (make_images(tmp_path / "data", 6), (tmp_path / "data/metadata.jsonl").write_text("\n".join(lines)))
     else:
-        shutil.rmtree(tmp_path / "images")
-        (tmp_path / "images").mkdir()
-        pq.write_table(pa.table({"image": pa.array(pngs), "text": texts[column]}), tmp_path / "images/a.parquet")
+        pq.write_table(pa.table({"image": pa.array(images), "text": texts[column]}), tmp_path / "data/a.parquet")
     target = targets(NAMES[0])
-    codes, said = target.run(f"--train_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/out", "--max_skipped=1")
+    codes, said = target.run(f"--train_data_dir={tmp_path}/data", f"--output_dir={tmp_path}/out", "--max_skipped=1")
     if codes != [0]:
-        print(column, target.judge_sentence(codes, said, column))
-        return
+        return print(column, target.judge_sentence(codes, said, column))
     listed = (tmp_path / "out/skipped.jsonl").read_text().splitlines()
     assert "Traceback" not in said and len(listed) + json.loads((tmp_path / "out/cache.json").read_text())["rows"] == 6
-    print(column, listed[:1])
 
 
-# ------------------------------------------------------------------- flags
-
-
-@pytest.mark.parametrize("name", NAMES)
-@cases(8, 10**9)
+@cases(6, 10**9)
 def test_every_number_at_its_limits_is_refused_or_runs_well(targets, name, count, capsys):
     """One step with each flag at 0, -1, nan, inf, 1e30, 10**30 and at its bounds, where the parser takes it."""
-    target, taken = targets(name), []
-    work = {"resolution", "eval_batch_size", "num_validation_images", "dataloader_num_workers", "max_train_steps"}
+    target, taken, verdicts = targets(name), set(), Verdicts()
+    only_work = {"resolution", "eval_batch_size", "num_validation_images", "dataloader_num_workers", "max_train_steps"}
     for action in parser_of(f"{name}.py")._actions:
-        if action.type is None:
-            continue
-        low, high, kind = action.type.bounds
-        for value in ["0", "-1", "nan", "inf", "-inf", "1e30", str(10**30), kind(low), kind(high)]:
+        low, high, kind = getattr(action.type, "bounds", (0, 0, None))
+        for value in ["0", "-1", "nan", "inf", "-inf", "1e30", str(10**30), kind(low), kind(high)] if kind else []:
             flag = f"--{action.dest}={value}"
             try:
                 target.script.parse_args([*target.argv, flag])
-                if action.dest not in work or value != high:  # just more work
-                    taken.append(flag)
+                taken |= {flag} if action.dest not in only_work or value != high else set()
+                verdicts["taken"] += 1
             except SystemExit as end:
                 assert end.code == 2 and len(capsys.readouterr().err.splitlines()[-1]) < 300, flag
-    taken = sorted(set(taken))
-    verdicts, failed = collections.Counter(), Failures()
-    for flag in random.Random(0).sample(taken, min(count, len(taken))):
+                verdicts["refused"] += 1
+    for flag in random.Random(0).sample(sorted(taken), min(count, len(taken))):
         shutil.rmtree(target.out, ignore_errors=True)
-        limits = () if name == NAMES[0] else ["--max_train_steps=1"]
-        with failed.noted(target):
-            codes, said = target.run(*limits, flag)
-            if codes != [0]:
-                target.judge_sentence(codes, said, f"{target} {flag}")
-            else:
-                assert "Traceback" not in said and "Done" in said, f"{target} {flag}\n{said}"
-            if codes == [0] and name != NAMES[0]:
-                assert all(math.isfinite(record["loss"]) for record in metrics(target.out)), f"{target} {flag}\n{said}"
-                assert all(tensor.isfinite().all() for tensor in weights(target.out / "unet").values()), flag
-            verdicts["a sound run" if codes == [0] else "a sentence"] += 1
+        with verdicts.case(target):
+            codes, said = target.run(*["--max_train_steps=1"][: name != NAMES[0]], flag, before=limit_memory)
+            verdicts[target.judge_sound(codes, said, f"{target} {flag}")] += 1
     shutil.rmtree(target.out, ignore_errors=True)
-    print(f"{name}: of {len(taken)} values that the parser takes: {dict(verdicts)}")
-    failed.show(len(taken))
+    verdicts.show(name)
 
 
-# ------------------------------------------------------------------- a long time
+def limit_memory():
+    """Four GiB more than now, or a number could end other programs."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + 2**32
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-@cases(300, 20000)
-def test_nothing_grows_with_the_steps(targets, count):
-    """Memory, open files and the time of a step, in ten parts of a run."""
-    target, path, step = targets(NAMES[1]), targets(NAMES[1]).folder / "growth", itertools.count()
-    path.unlink(missing_ok=True)
-
-    def note(event):
-        if event == "train_step" and next(step) % (count // 10) == 0:
-            rss = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-            with path.open("a") as file:
-                file.write(f"{rss} {len(os.listdir('/proc/self/fd'))} {time.process_time()}\n")
-
-    shutil.rmtree(target.out, ignore_errors=True)
-    more = [f"--max_train_steps={count}", "--validation_steps=1000000", "--save_model_epochs=1000000"]
-    more += [f"--checkpointing_steps={count // 5}", "--logging_steps=10"]
-    codes, said = target.run(*more, happen=note, timeout=3600)
-    assert codes == [0], said
-    sizes, files, times = zip(*[map(float, line.split()) for line in path.read_text().splitlines()], strict=True)
-    seconds = [after - before for before, after in itertools.pairwise(times)]
-    print(f"{count} steps: {sizes[2] / 2**20:.0f} to {sizes[-1] / 2**20:.0f} MiB, {files[2]:.0f} to {files[-1]:.0f}")
-    print(f"open files, {10000 * seconds[2] / count:.1f} to {10000 * seconds[-1] / count:.1f} ms of a core a step")
-    assert max(sizes[-3:]) < sizes[2] + 20 * 2**20 and files[-1] <= files[2] + 1
-    assert min(seconds[-3:]) < 1.5 * min(seconds[:3])
-
-
-@pytest.mark.parametrize("name", NAMES)
-@cases(6, 10**9)
+@cases(6, 150)
 def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, count):
-    """Each value of each JSON file of the models, as null, 0, -1, "x", [], true and a large number."""
-    target, failed, verdicts = targets(name), Failures(), collections.Counter()
-    folder = {NAMES[0]: MODELS, NAMES[1]: target.folder / "tiny-unet", NAMES[2]: target.folder / "sd"}[name]
-    copied = target.folder / "fuzzed"
+    """Values of the JSON files of the models as null, 0, -1, "x", [], true and a large number."""
+    target, verdicts = targets(name), Verdicts()
+    folder, copied = target.folder / {NAMES[1]: "tiny-unet", NAMES[2]: "sd"}.get(name, "none"), target.folder / "odd"
+    folder = folder if folder.exists() else MODELS
     trials = [
         (path.relative_to(folder), key, value)
         for path in sorted(folder.rglob("*config.json"))
         for key, old in json.loads(path.read_text()).items()
         for value in (None, 0, -1, "x", [], True, 1000)
-        if not key.startswith("_name") and value != old
+        if not key.startswith("_name") and (value != old or type(value) is not type(old))
     ]
-
-    def bounded():
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (size + 2**32, size + 2**32))
-
     for file, key, value in random.Random(1).sample(trials, min(count, len(trials))):
         shutil.rmtree(copied, ignore_errors=True)
         shutil.copytree(folder, copied)
         (copied / file).write_text(json.dumps({**json.loads((copied / file).read_text()), key: value}))
-        flags = [flag.replace(str(folder), str(copied)) for flag in target.argv]
-        limits = [] if name == NAMES[0] else ["--max_train_steps=1"]
-        reproduction = f"{target}\n{file}: {key} = {json.dumps(value)}"
-        with failed.noted(target):
-            shutil.rmtree(target.out, ignore_errors=True)
-            codes, said = target.run(*limits, flags=flags, before=bounded)
-            if codes != [0]:
-                target.judge_sentence(codes, said, reproduction)
-            else:
-                assert "Traceback" not in said and "Done" in said, f"{reproduction}\n{said}"
-                assert name == NAMES[0] or all(math.isfinite(record["loss"]) for record in metrics(target.out))
-            verdicts["a sound run" if codes == [0] else "a sentence"] += 1
-    print(f"{name}: {dict(verdicts)}")
-    failed.show(len(trials))
+        flags = [flag.replace(str(folder), str(copied)) for flag in target.argv if "--latents_dir" not in flag]
+        flags += [f"--train_data_dir={target.folder}/images", "--resolution=16"] + ["--max_train_steps=1"][
+            : name != NAMES[0]
+        ]
+        shutil.rmtree(target.out, ignore_errors=True)
+        with verdicts.case(target):
+            codes, said = target.run(flags=flags, before=limit_memory)
+            verdicts[target.judge_sound(codes, said, f"{target}\n{file}: {key} = {json.dumps(value)}")] += 1
+    shutil.rmtree(target.out, ignore_errors=True)
+    verdicts.show(f"{name}, {len(trials)} settings")
+
+
+# ------------------------------------------------------------------- a long time
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(20000, marks=pytest.mark.long)])
+def test_nothing_grows_with_the_steps(targets, count):
+    """Memory, open files and the time of a step, in ten parts of a run."""
+    target, path, step = targets(NAMES[1]), targets(NAMES[1]).folder / "growth", itertools.count()
+
+    def note(event):
+        if event == "train_step" and next(step) % (count // 10) == 0:
+            memory = int(Path("/proc/self/statm").read_text().split()[1]) / 256
+            with path.open("a") as file:
+                file.write(f"{memory} {len(os.listdir('/proc/self/fd'))} {time.process_time()}\n")
+
+    shutil.rmtree(target.out, ignore_errors=True)
+    path.unlink(missing_ok=True)
+    more = [f"--max_train_steps={count}", "--validation_steps=1000000", "--save_model_epochs=1000000"]
+    codes, said = target.run(
+        *more, f"--checkpointing_steps={count // 5}", "--logging_steps=10", happen=note, timeout=9000
+    )
+    assert codes == [0], said
+    memory, files, times = zip(*[map(float, line.split()) for line in path.read_text().splitlines()], strict=True)
+    steps = [10000 * (after - before) / count for before, after in itertools.pairwise(times)]
+    print(f"{count} steps: {memory[2]:.0f} to {memory[-1]:.0f} MiB, {files[2]:.0f} to {files[-1]:.0f} open files, "
+          f"{steps[2]:.1f} to {steps[-1]:.1f} ms of a core a step")  # fmt: skip
+    assert max(memory[-3:]) < memory[2] + 20 and files[-1] <= files[2] + 1 and min(steps[-3:]) < 1.5 * min(steps[:3])
