@@ -859,7 +859,7 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
     EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
     Raises ValueError for less than `min_size` pixels on a side, and what Pillow raises for what it can't read whole.
     """
-    if source is None:
+    if source is None or source["bytes"] is source["path"] is None:
         raise ValueError("there is no image")
     data = source["bytes"]
     if "size" in source:

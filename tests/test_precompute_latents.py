@@ -577,13 +577,13 @@ def test_what_is_no_file_is_not_read(tmp_path, flags):
     """A table may name any path: of a pipe or a device nobody would see the end."""
     os.mkfifo(tmp_path / "pipe.png")
     images = [{"bytes": None, "path": str(path)} for path in (tmp_path / "pipe.png", "/dev/zero", tmp_path)]
-    images.append({"bytes": (tmp_path / "images/0.png").read_bytes(), "path": "good.png"})
-    rows = datasets.Dataset.from_dict({"image": images, "text": ["a"] * 4})
+    images += [{"bytes": (tmp_path / "images/0.png").read_bytes(), "path": "good.png"}, {"bytes": None, "path": None}]
+    rows = datasets.Dataset.from_dict({"image": images, "text": ["a"] * 5})
     (tmp_path / "table").mkdir()
     rows.to_parquet(tmp_path / "table/rows.parquet")
     precompute(*flags, f"--train_data_dir={tmp_path / 'table'}", "--image_column=image", "--max_skipped=0.9")
     skipped = [json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()]
-    assert [entry["reason"] for entry in skipped] == ["it is no file"] * 3
+    assert [entry["reason"] for entry in skipped] == ["it is no file"] * 3 + ["there is no image"]
 
 
 def test_files_that_are_not_used_are_counted_and_said(tmp_path, flags, capfd):
