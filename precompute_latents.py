@@ -1024,10 +1024,10 @@ def look_at_captions(rows, args):
     return [text for text in texts if isinstance(text, str)]
 
 
-def say_equal(texts, where="the data"):
+def say_equal(texts):
     """Say it if captions are all the same: as a rule that is a wrong column."""
     if len(texts) > 1 and len(set(texts)) == 1:
-        print(f"{where}: all captions that were looked at say {printable(texts[0][:60])!r}; is it the right column?")
+        print(f"All captions that were looked at say {printable(texts[0][:60])!r}: is it the right --caption_column?")
 
 
 def say_cut(count, total, limit, where=""):

@@ -436,9 +436,8 @@ def load_data(accelerator, args):
             description = describe_models(vae, text_encoder, tokenizer)
             description |= describe_latents(vae, cache["transform"]["resolution"], cache["latents"])
             description["prompt_embeds_shape"] = [tokenizer.model_max_length, text_encoder.config.hidden_size]
-            for folder, (other, _, batches) in zip(args.latents_dir, caches, strict=True):
+            for folder, (other, _, _) in zip(args.latents_dir, caches, strict=True):
                 check_cache(folder, other, description, args)
-                say_equal([batch["text"][i].as_py() for batch in batches for i in range(min(len(batch), 9))], folder)
         accelerator.wait_for_everyone()
         args.resolution = args.resolution or cache["transform"]["resolution"]
         args.dataloader_num_workers = (
@@ -1261,10 +1260,10 @@ def look_at_captions(rows, args):
     return [text for text in texts if isinstance(text, str)]
 
 
-def say_equal(texts, where="the data"):
+def say_equal(texts):
     """Say it if captions are all the same: as a rule that is a wrong column."""
     if len(texts) > 1 and len(set(texts)) == 1:
-        print(f"{where}: all captions that were looked at say {printable(texts[0][:60])!r}; is it the right column?")
+        print(f"All captions that were looked at say {printable(texts[0][:60])!r}: is it the right --caption_column?")
 
 
 def say_cut(count, total, limit, where=""):
@@ -1813,7 +1812,8 @@ class Records:
         self.accelerator, self.output_dir, self.args = accelerator, Path(args.output_dir), args
         kept = read_metrics(args.output_dir, global_step) if resumed else []
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
-        self.num_records, self.signs = len(kept), {kind for record in kept for kind in record.get("signs", ())}
+        self.num_records = sum("loss" in record for record in kept)
+        self.signs = {kind for record in kept for kind in record.get("signs", ())}
         if accelerator.is_main_process:  # what was recorded after the checkpoint comes again
             with saving(args.output_dir, "metrics.jsonl") as unfinished:
                 (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -1826,8 +1826,9 @@ class Records:
         self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
         self.sums = torch.zeros(9, device=accelerator.device)  # since the record: `train_step`'s, clipped, steps
         self.waits, self.num_images, self.start = [], 0, time.perf_counter()
-        self.skipped, self.new_skipped, self.num_left_out, self.any_decoded = {}, {}, num_left_out, resumed
-        self.num_told = 0
+        self.skipped = {name: reason for record in kept for name, reason in record.get("skipped", {}).items()}
+        self.num_told, self.new_skipped, self.num_left_out = len(self.skipped), {}, num_left_out
+        self.any_decoded = resumed
 
     def watch(self, batches):
         """Pass batches on, and note what could not be decoded and how long each was waited for."""

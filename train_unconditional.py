@@ -1452,7 +1452,8 @@ class Records:
         self.accelerator, self.output_dir, self.args = accelerator, Path(args.output_dir), args
         kept = read_metrics(args.output_dir, global_step) if resumed else []
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
-        self.num_records, self.signs = len(kept), {kind for record in kept for kind in record.get("signs", ())}
+        self.num_records = sum("loss" in record for record in kept)
+        self.signs = {kind for record in kept for kind in record.get("signs", ())}
         if accelerator.is_main_process:  # what was recorded after the checkpoint comes again
             with saving(args.output_dir, "metrics.jsonl") as unfinished:
                 (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -1465,8 +1466,9 @@ class Records:
         self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
         self.sums = torch.zeros(9, device=accelerator.device)  # since the record: `train_step`'s, clipped, steps
         self.waits, self.num_images, self.start = [], 0, time.perf_counter()
-        self.skipped, self.new_skipped, self.num_left_out, self.any_decoded = {}, {}, num_left_out, resumed
-        self.num_told = 0
+        self.skipped = {name: reason for record in kept for name, reason in record.get("skipped", {}).items()}
+        self.num_told, self.new_skipped, self.num_left_out = len(self.skipped), {}, num_left_out
+        self.any_decoded = resumed
 
     def watch(self, batches):
         """Pass batches on, and note what could not be decoded and how long each was waited for."""

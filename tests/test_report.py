@@ -55,6 +55,10 @@ def test_it_shows_the_run_and_what_was_left_out_at_every_validation(tmp_path, fl
     pictures = [base64.b64decode(data) for data in re.findall(r"data:image/png;base64,([^\"]+)", page)]
     assert [Image.open(io.BytesIO(data)).format for data in pictures] == ["PNG"] * 3
     assert [*map(int, re.findall(r"step (\d+)</figure>", page))] == [12, 8, 4]
+    script.main(script.parse_args([*flags, "--num_epochs=4", "--resume_from_checkpoint=latest"]))
+    records = metrics(tmp_path / HOSTILE)  # what is known stays known, and is told once
+    assert sum("skipped" in record for record in records) == 1 and records[-1]["skipped_images"] == 1
+    assert "Left out: 1 images" in (tmp_path / HOSTILE / "report.html").read_text()
 
 
 def test_a_failure_ends_no_run_and_leaves_the_report_before(tmp_path, flags, monkeypatch, capfd):

@@ -14,9 +14,9 @@ from copy_shared import SCRIPTS, copy, shared_blocks
 IMAGES = {"number", "parse_demo", "format_args", "fail", "explain", "explained", "load_rows", "read_items",
           "decode_image", "shrink", "name_image", "step_seed", "draw_choices", "ignore_signals", "end_workers",
           "load_batches", "mark_time", "seconds_between", "make_accelerator", "threads_are_default", "put_on_device",
-          "compile_model"}  # fmt: skip
+          "compile_model", "has_caption_files", "add_captions"}  # fmt: skip
 MODELS = {"transform", "tokenize", "locate_model", "vae_scale_factor", "load_models", "encode_images",
-          "encode_prompts", "hash_weights", "describe_models", "find_differences"}  # fmt: skip
+          "encode_prompts", "hash_weights", "describe_models", "find_differences", "say_equal"}  # fmt: skip
 TRAINING = {"compute_loss", "train_step", "update_ema", "check_training_args", "step_batches", "objective_flags",
             "check_objective", "is_due", "check_overflows", "StopSignal", "Records", "clean", "saving",
             "find_checkpoints", "find_checkpoint", "save_checkpoint", "load_checkpoint", "open_output_dir", "hold_out",
