@@ -4,14 +4,17 @@ import ast
 import importlib.util
 import json
 import re
+import shlex
 import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_images, metrics
+from conftest import ROOT, make_images, metrics, reset
 from copy_shared import SCRIPTS
 from diffusers import DDPMScheduler, UNet2DModel
 from PIL import Image
+
+import train_unconditional
 
 CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 
@@ -70,6 +73,21 @@ def test_the_readme_shows_three_changes_of_less_than_ten_lines(tmp_path):
     assert len(CHANGES) == 3
     for change in CHANGES:
         assert 2 <= len(apply(change, tmp_path)[1]) < 10
+
+
+def test_the_readmes_recipes_run(tmp_path, monkeypatch):
+    recipes = (ROOT / "README.md").read_text().split("## Recipes")[1].split("```bash\n")[1].split("```")[0]
+    commands = [shlex.split(line)[3:] for line in recipes.replace("\\\n", " ").splitlines() if line[0] != "#"]
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    monkeypatch.chdir(tmp_path)
+    short = "--ddpm_num_inference_steps=1 --eval_batch_size=1 --report_to=none".split()
+    for steps, command in zip((2, 2, 2, 3, 2), commands, strict=True):
+        reset()
+        fast = [f"--max_train_steps={steps}"] + ["--find_lr_steps=10"] * ("--find_lr" in command)
+        train_unconditional.main(train_unconditional.parse_args([*command, *short, *fast]))
+    assert json.loads((tmp_path / "find-lr/find_lr.json").read_text()).keys() >= {"suggestion", "rates", "losses"}
+    rates = [metrics(tmp_path / name)[-1]["lr"] for name in ("large-batch", "fine-tuned")]
+    assert len(metrics(tmp_path / "scratch")) == 2 and all(rates)
 
 
 def test_a_huber_loss_is_trained_on(tmp_path, flags):
