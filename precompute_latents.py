@@ -437,13 +437,14 @@ def plan_cache(rows, empty_prompt, settings, args):
     )
 
 
-def open_cache(accelerator, settings, args):
-    """Lock --output_dir, and take up the cache that is there, or begin one.
+def open_cache(accelerator, settings, args, folder=None):
+    """Lock --output_dir, and take up the cache that is there, or begin one. `folder`: its copy, if it is elsewhere.
 
     Returns (the lock, which only the first process holds; what `read_cache` returns).
     """
-    check_output_dir(args)
-    output_dir = Path(args.output_dir)
+    if folder is None:
+        check_output_dir(args)
+    output_dir, name = Path(folder or args.output_dir), args.output_dir
     lock = FileLock(output_dir / ".lock")
     decoder = describe_decoder()
     if accelerator.is_main_process:
@@ -452,7 +453,7 @@ def open_cache(accelerator, settings, args):
             lock.acquire(timeout=0)
             if not (output_dir / "cache.json").exists():
                 if others := [path.name for path in output_dir.iterdir() if not path.name.startswith(".")]:
-                    fail(f"--output_dir {output_dir} holds {others[0]} and no latent cache: choose another folder")
+                    fail(f"--output_dir {name} holds {others[0]} and no latent cache: choose another folder")
                 flags = {name: x for name, x in vars(args).items() if x is not None and name not in UNLIKE}
                 described = {**settings, "decoder": decoder, "made_with": flags}
                 write_file(output_dir / "cache.json", json.dumps(described, indent=1))
@@ -462,19 +463,19 @@ def open_cache(accelerator, settings, args):
             for leftover in output_dir.rglob(".tmp-*"):  # of a run that was killed
                 delete(leftover)
         except Timeout:
-            fail(f"another process is writing to {output_dir}: end it, or choose another --output_dir")
+            fail(f"another process is writing to {name}: end it, or choose another --output_dir")
         except OSError as error:
-            fail(f"--output_dir {output_dir} can't be written to ({error})")
+            fail(f"--output_dir {name} can't be written to ({error})")
     accelerator.wait_for_everyone()
     try:
         cache, records = read_cache(output_dir)
         differences = find_differences({name: cache.get(name) for name in settings}, settings)
     except Exception as error:
-        fail(f"{output_dir} is damaged ({type(error).__name__}: {error}): delete it, or choose another --output_dir")
+        fail(f"{name} is damaged ({type(error).__name__}: {error}): delete it, or choose another --output_dir")
     if differences:
-        fail(f"{output_dir} holds another cache ({', '.join(differences)}): choose another --output_dir")
+        fail(f"{name} holds another cache ({', '.join(differences)}): choose another --output_dir")
     if cache.get("decoder", decoder) != decoder:  # no reason to refuse: JPEG decoders differ by a grey level or two
-        accelerator.print(f"{output_dir} was begun with {cache['decoder']}; its JPEGs are decoded with {decoder} now")
+        accelerator.print(f"{name} was begun with {cache['decoder']}; its JPEGs are decoded with {decoder} now")
     return lock, cache, records
 
 

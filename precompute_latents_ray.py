@@ -9,37 +9,49 @@
 Reads what precompute_latents.py reads, and takes its flags; start it once, with python, on a node of the cluster.
 Writes the files that precompute_latents.py writes, into a folder that all nodes share, and either script goes on with
 what the other one began. Copy both: this one imports the other, so that equal bytes come by construction.
+--train_data_dir and --output_dir may be addresses too (s3://, gs://): parquet is read there, a file is one upload.
 
 What stands where, and why:
     parse_args                 the other script's flags, and four for Ray
     plan_parts, name_part      a part is some batches of a shard, cut where the other script cuts them; its name says
                                which rows it holds, so that it does not matter who makes it, when, or how often
     attempt                    an end to trying again: what fails TRIES times is said in one sentence
+    RemoteRows                 parquet files at an address as a data set: who wants rows reads their row groups
     transform_part             stage 1, tasks on CPUs: the rows of a part -> pixels and tokens
     Encoder                    stage 2, actors with the models on their devices: pixels and tokens -> a file
-    write_part, assemble       the files: parts, then of a shard's parts the shard
+    reading, writing           files on a disk or at an address; they appear whole or not at all
+    write_part, assemble       parts, then of a shard's parts the shard
     make_parts, make_shards    Ray Data moves parts through both stages, and keeps in bounds what waits in memory
     main                       the run in phases
 Ray schedules, and the files are the state: what is whole stays, whoever is killed, and nothing else is remembered.
 """
 
 import argparse
+import bisect
 import contextlib
 import functools
+import hashlib
 import io
+import itertools
 import json
 import logging
 import os
 import pickle
+import re
 import shlex
 import signal
 import socket
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import datasets
+import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import transformers
 from accelerate import Accelerator
@@ -78,10 +90,15 @@ def parse_args(argv=None):
         command = shlex.split(single.DEMO) + (sys.argv[1:] if argv is None else argv)
         print(f"No data given: this is the demo, short for\npython {Path(__file__).name} {shlex.join(command)}")
         args = parser.parse_args(command)
-    for name in ("output_dir", "train_data_dir"):
-        if "://" in str(getattr(args, name)):
-            parser.error(f"--{name} {getattr(args, name)} is an address: give a folder that all nodes share")
-    single.check_args(parser, args)
+    local = argparse.Namespace(**vars(args))
+    if is_address(args.train_data_dir):
+        for name in ("dataset_config_name", "max_train_samples"):
+            if getattr(args, name) is not None:
+                parser.error(f"--{name} is for folders: of --train_data_dir {args.train_data_dir} all parquet is read")
+        local.train_data_dir = "."
+        if args.output_dir.startswith(args.train_data_dir.rstrip("/")):
+            parser.error(f"--output_dir {args.output_dir} lies in --train_data_dir {args.train_data_dir}")
+    single.check_args(parser, local)
     if args.mixed_precision == "fp16" and args.gpus_per_encoder == 0:
         parser.error("--mixed_precision fp16 needs GPUs: use bf16 or no")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -104,9 +121,11 @@ def name_part(first, end, args):
     return f"rows-{first}-{end}-by-{args.batch_size}.part"
 
 
-def find_missing(shards, records, num_rows, folder, args):
-    """What has to be made: ({shard: [its parts]}, {shard: number of its parts that have no file}, those parts)."""
-    there = {path.name for path in folder.glob("*.part")}
+def find_missing(shards, records, num_rows, there, args):
+    """What has to be made: ({shard: [its parts]}, {shard: number of its parts that have no file}, those parts).
+
+    `there`: names of files, among them those of parts that are whole.
+    """
     missing, left, parts = {}, {}, []
     for number, name in enumerate(shards):
         if name not in records:
@@ -126,13 +145,13 @@ def attempt(work, path):
     """
     reason = f"the process that worked on it died {TRIES} times; did it run out of memory?"
     try:
-        while not path.exists() or path.stat().st_size < TRIES:
-            with path.open("a") as file:
-                file.write(".")
+        fs, mark = fsspec.url_to_fs(str(path))
+        while len(marks := fs.cat_file(mark) if fs.isfile(mark) else b"") < TRIES:
+            fs.pipe_file(mark, marks + b".")
             try:
                 with contextlib.redirect_stderr(io.StringIO()) as said:
                     result = work()
-                path.unlink(missing_ok=True)
+                remove(path)
                 return result, None
             except SystemExit:  # a `fail` of the other script: its sentence is what counts, and this process goes on
                 reason = " ".join(said.getvalue().split())
@@ -140,12 +159,99 @@ def attempt(work, path):
                 reason = f"{type(error).__name__}: {single.explain(error)}"
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-    except OSError as error:
-        reason = str(error)
+    except Exception as error:  # of the file system, which at an address has its own kinds
+        reason = single.explain(error)
     return None, f"{reason} (on {socket.gethostname()})"
 
 
 # ------------------------------------------------------------------------------------------------- stage 1: the data
+
+
+class RemoteRows:
+    """All rows of the parquet files in a folder at an address, in the order of their names.
+
+    Like what `load_rows` returns for a copy on a disk, but holds only names and counts, and reads rows when asked for.
+    """
+
+    def __init__(self, args):
+        url, schema, self.starts = args.train_data_dir.rstrip("/"), None, [0]
+        with single.explained(f"--train_data_dir {url} can't be read"):
+            fs, root = fsspec.url_to_fs(url)
+            fs.invalidate_cache()
+            found = {path[len(root) + 1 :]: describe(info) for path, info in fs.find(root, detail=True).items()}
+            names = [name for name in sorted(found) if name.endswith(".parquet")]
+            # What `datasets` overlooks on a disk is no data, such as the tables of download_images.py
+            names = [name for name in names if not any(part.startswith((".", "__")) for part in name.split("/"))]
+            if not names:
+                raise FileNotFoundError("it holds no parquet files")
+            self.files = [(f"{url}/{name}", found[name]) for name in names]
+            with ThreadPoolExecutor(32) as pool:
+                for parquet, rows in pool.map(lambda file: open_parquet(*file), self.files):
+                    if schema and parquet.schema_arrow.remove_metadata() != schema.remove_metadata():
+                        raise ValueError(f"{names[len(self.starts) - 1]} has other columns than {names[0]}")
+                    schema = schema or parquet.schema_arrow
+                    self.starts.append(self.starts[-1] + rows[-1])
+        described = json.dumps([(name, found[name]) for name in names])
+        self._fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
+        features = datasets.Features.from_arrow_schema(schema)
+        images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+        column = args.image_column or ("image" if "image" in features or len(images) != 1 else images[0])
+        self.columns = (column, args.caption_column)
+        if missing := [name for name in self.columns if name not in features]:
+            choose = "choose with --image_column and --caption_column"
+            single.fail(f"{url} has no column {missing[0]!r} but {', '.join(features)}: {choose}")
+        if not len(self):
+            single.fail(f"{url} holds no images")
+
+    def __len__(self):
+        return self.starts[-1]
+
+    def __getitem__(self, rows):
+        """{column: its values} of a list of rows."""
+        values = {name: [] for name in self.columns}
+        for row in rows:
+            number = bisect.bisect_right(self.starts, row) - 1
+            row -= self.starts[number]
+            _, starts = open_parquet(*self.files[number])
+            group = bisect.bisect_right(starts, row) - 1
+            for name, column in read_group(*self.files[number], group, self.columns).items():
+                values[name].append(column[row - starts[group]].as_py())
+        return values
+
+
+def describe(info):
+    """What tells an object from another of its name, without reading it."""
+    return tuple(str(info.get(name)) for name in ("size", "ETag", "etag", "mtime"))
+
+
+@contextlib.contextmanager
+def named(url):
+    """What fails inside says where."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{url}: {single.explain(error)}") from error
+
+
+@functools.lru_cache(2)
+def open_parquet(url, described):
+    """(parquet file, the first rows of its groups and the number of rows), if it is still what was `describe`d."""
+    with named(url):
+        fs, path = fsspec.url_to_fs(url)
+        if describe(fs.info(path)) != described:
+            raise ValueError("it has changed")
+        parquet = pq.ParquetFile(fs.open(path, cache_type="none"))
+        groups = range(parquet.num_row_groups)
+        return parquet, [0, *itertools.accumulate(parquet.metadata.row_group(i).num_rows for i in groups)]
+
+
+@functools.lru_cache(2)  # the rows of one part, and of the next, lie side by side
+def read_group(url, described, group, columns):
+    """{column: array} of a row group, the first of `columns` as undecoded images."""
+    with named(url):
+        table = open_parquet(url, described)[0].read_row_group(group, columns).combine_chunks()
+        arrays = {name: table[name].chunk(0) for name in columns}
+        return arrays | {columns[0]: datasets.Image(decode=False).cast_storage(arrays[columns[0]])}
 
 
 @functools.lru_cache(1)  # a worker process keeps the data set open
@@ -164,7 +270,7 @@ def open_rows(pickled):
 def transform_part(item, pickled, folder, args):
     """Stage 1 as a task: a table with {"first", "end"} of one part -> a table with all of its pixels in one row."""
     first, end = item["first"][0].as_py(), item["end"][0].as_py()
-    tries = Path(folder, name_part(first, end, args)).with_suffix(".transform")
+    tries = f"{folder}/{name_part(first, end, args)}.transform"
     batch, reason = attempt(lambda: open_rows(pickled)[[(0, row) for row in range(first, end)]], tries)
     tensors, about = {}, ""
     if reason is None:
@@ -185,7 +291,7 @@ class Encoder:
         self.device = torch.device("cuda" if ray.get_gpu_ids() else "cpu")
         torch.set_num_threads(threads)  # other sums, other bits: as many as the driver has, and so as the other script
         transformers.utils.logging.disable_progress_bar()
-        tries = Path(folder, f"encoder-{ray.get_runtime_context().get_actor_id()}.start")
+        tries = f"{folder}/encoder-{ray.get_runtime_context().get_actor_id()}.start"
         _, self.reason = attempt(functools.partial(self.load_models, settings), tries)
         self.idle_since = time.perf_counter()
 
@@ -200,9 +306,9 @@ class Encoder:
     def __call__(self, block):
         begin = time.perf_counter()
         first, end = block["first"][0].as_py(), block["end"][0].as_py()
-        path, reason = Path(self.folder, name_part(first, end, self.args)), block["failed"][0].as_py() or self.reason
+        path, reason = f"{self.folder}/{name_part(first, end, self.args)}", block["failed"][0].as_py() or self.reason
         if not reason:
-            _, reason = attempt(lambda: write_part(path, self.encode(block)), path.with_suffix(".encode"))
+            _, reason = attempt(lambda: write_part(path, self.encode(block)), f"{path}.encode")
         done = {"first": first, "end": end, "failed": reason or "", "waited": begin - self.idle_since}
         self.idle_since = time.perf_counter()
         return pa.table({name: [x] for name, x in {**done, "busy": self.idle_since - begin}.items()})
@@ -229,26 +335,72 @@ class Encoder:
 # ------------------------------------------------------------------------------------------------- the files
 
 
+def is_address(path):
+    """Whether a path is one of fsspec's, such as s3://bucket/latents, and not on a disk."""
+    return "://" in str(path)
+
+
+def remove(path):
+    """Delete a file, if it is there."""
+    fs, path = fsspec.url_to_fs(str(path))
+    with contextlib.suppress(FileNotFoundError):
+        fs.rm_file(path)
+
+
+def list_files(folder):
+    """Names of all files in a folder, also in folders in it."""
+    fs, root = fsspec.url_to_fs(str(folder).rstrip("/"))
+    fs.invalidate_cache()
+    return sorted(path[len(root) + 1 :] for path in fs.find(root))
+
+
+def upload(source, path):
+    """Send a file of this disk to an address, in one piece."""
+    fs, path = fsspec.url_to_fs(path)
+    fs.put_file(str(source), path)
+
+
+@contextlib.contextmanager
+def writing(path):
+    """A file on this disk to write, which then is `path`, whole or not at all: renamed, or by one upload."""
+    with tempfile.TemporaryDirectory() if is_address(path) else contextlib.nullcontext() as work:
+        unfinished = Path(work, "file") if work else single.name_unfinished(Path(path))
+        try:
+            yield unfinished
+            if work:
+                return upload(unfinished, path)
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def reading(path):
+    """The file `path` on this disk: itself, or a copy if it is at an address. There is none if there is none there."""
+    with tempfile.TemporaryDirectory() if is_address(path) else contextlib.nullcontext() as work:
+        if work:
+            fs, there = fsspec.url_to_fs(path)
+            path = f"{work}/{path.rsplit('/', 1)[1]}"
+            with contextlib.suppress(FileNotFoundError):
+                fs.get_file(there, path)
+        yield Path(path)
+
+
 def write_part(path, encoded):
     """Write what `encode_all` yields for a part, whole or not at all: record batches, and with each the rest of it."""
-    unfinished = single.name_unfinished(path)
-    try:
-        with contextlib.ExitStack() as stack:
-            file, writer = stack.enter_context(unfinished.open("wb")), None
-            for first, rows, skipped, counts in encoded:
-                writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
-                about = {"first": first, "skipped": skipped, "counts": counts}
-                writer.write_batch(rows, custom_metadata={"about": json.dumps(about)})
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with writing(path) as unfinished, contextlib.ExitStack() as stack:
+        file, writer = stack.enter_context(unfinished.open("wb")), None
+        for first, rows, skipped, counts in encoded:
+            writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
+            about = {"first": first, "skipped": skipped, "counts": counts}
+            writer.write_batch(rows, custom_metadata={"about": json.dumps(about)})
 
 
 def read_part(path):
     """Yield what was written by `write_part`."""
-    with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
+    with reading(path) as copy, pa.memory_map(str(copy)) as file, pa.ipc.open_stream(file) as reader:
         for rows, metadata in reader.iter_batches_with_custom_metadata():
             about = json.loads(metadata[b"about"])
             yield about["first"], rows, about["skipped"], about["counts"]
@@ -261,24 +413,46 @@ def read_parts(paths, count):
             for item in read_part(path):
                 count -= len(item[1]) + len(item[2])
                 yield item
-        except (pa.ArrowInvalid, KeyError, ValueError) as error:
-            path.unlink(missing_ok=True)
-            raise ValueError(f"{path} was damaged ({error}); the same command makes it again") from error
+        except (pa.ArrowInvalid, KeyError, ValueError, FileNotFoundError) as error:
+            remove(path)
+            raise ValueError(f"{path} is damaged or gone; the same command makes it again") from error
     if count:
         raise ValueError(f"the parts hold {count} rows too few")
 
 
+def write_shard(path, encoded):
+    """`write_shard` of the other script; for an address on this disk first, and then an upload each of both files."""
+    if not is_address(path):
+        return single.write_shard(Path(path), encoded)
+    folder, name = path.rsplit("/", 1)
+    with tempfile.TemporaryDirectory() as work:
+        Path(work, "unfinished").mkdir()
+        record = single.write_shard(Path(work, name), encoded)
+        upload(f"{work}/{name}", path)
+        upload(f"{work}/unfinished/{name}.json", f"{folder}/unfinished/{name}.json")
+    return record
+
+
 @ray.remote(num_cpus=0, scheduling_strategy="SPREAD")
 def assemble(path, parts, count):
-    """Write a shard from its parts as the other script writes it. Returns (its record, None), or (None, why not)."""
-    tries = path.parent / "unfinished" / f"{path.name}.assemble"
-    return attempt(lambda: single.write_shard(path, read_parts(parts, count)), tries)
+    """Turn parts into a shard as the other script writes it. Returns (its record, None), or (None, why not)."""
+    folder, name = path.rsplit("/", 1)
+    done = attempt(lambda: write_shard(path, read_parts(parts, count)), f"{folder}/unfinished/{name}.assemble")
+    if done[0]:
+        with contextlib.suppress(Exception):  # what stays is deleted at the end
+            for part in parts:
+                remove(part)
+    return done
 
 
 @ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD")
 def check_shards(paths, records):
     """What `describe_damage` says of shards that have a record."""
-    return [single.describe_damage(path, records) for path in paths]
+    damages = []
+    for path in paths:
+        with reading(path) as copy:
+            damages.append(single.describe_damage(copy, records))
+    return damages
 
 
 # ------------------------------------------------------------------------------------------------- the run
@@ -319,19 +493,20 @@ def start_ray(args):
     return count, {"num_cpus": 0, "num_gpus": per_encoder}, num_tasks, sentence
 
 
-def find_damaged(output_dir, shards, records):
+def find_damaged(folder, shards, records):
     """{name: why it must be made again} of the shards that have a record, checked on all nodes."""
-    paths = [output_dir / name for name in shards if name in records]
-    groups = [paths[i : i + 16] for i in range(0, len(paths), 16)]
-    damages, progress_bar = {}, tqdm(total=len(paths), desc="Checking", disable=not paths, leave=False)
+    names = [name for name in shards if name in records]
+    groups = [names[i : i + 16] for i in range(0, len(names), 16)]
+    damages, progress_bar = {}, tqdm(total=len(names), desc="Checking", disable=not names, leave=False)
     pending = {}
     while groups or pending:
         while groups and len(pending) < 1000:
             group = groups.pop()
-            pending[check_shards.remote(group, {path.name: records[path.name] for path in group})] = group
+            paths = [f"{folder}/{name}" for name in group]
+            pending[check_shards.remote(paths, {name: records[name] for name in group})] = group
         (ref, *_), _ = ray.wait(list(pending))
         group = pending.pop(ref)
-        damages |= {path.name: damage for path, damage in zip(group, ray.get(ref), strict=True) if damage}
+        damages |= {name: damage for name, damage in zip(group, ray.get(ref), strict=True) if damage}
         progress_bar.update(len(group))
     progress_bar.close()
     return damages
@@ -364,30 +539,28 @@ def make_parts(parts, rows, folder, settings, weight_bytes, encoders, args):
     yield from done.iter_rows()
 
 
-def make_shards(missing, left, done, settings, output_dir, args, progress_bar):
-    """Turn parts into shards as soon as a shard's parts are there; yields the record of each shard.
+def make_shards(missing, left, done, settings, folder, args, progress_bar):
+    """Turn parts into shards as soon as a shard's parts are there; yields (its name, its record) of each shard.
 
     `missing`, `left`: of `find_missing`; `done`: the rows that `make_parts` yields.
     """
-    folder, pending = output_dir / "unfinished", {}
+    pending = {}
 
     def submit(name):
-        paths = [folder / name_part(*part, args) for part in missing[name]]
+        paths = [f"{folder}/unfinished/{name_part(*part, args)}" for part in missing[name]]
         count = missing[name][-1][1] - missing[name][0][0]
-        pending[assemble.remote(output_dir / name, paths, count)] = (name, paths)
+        pending[assemble.remote(f"{folder}/{name}", paths, count)] = name
 
     def collect(all_of_them=False):
         while pending:
             ready, _ = ray.wait(list(pending), timeout=None if all_of_them or len(pending) > 100 else 0)
             if not ready:
                 return
-            name, paths = pending.pop(ready[0])
+            name = pending.pop(ready[0])
             record, reason = ray.get(ready[0])
             if reason:
                 single.fail(f"{name} could not be written: {reason}; the same command goes on from what is whole")
-            for path in paths:
-                path.unlink(missing_ok=True)
-            yield record
+            yield name, record
 
     busy, waited = 0.0, 0.0
     try:
@@ -412,6 +585,40 @@ def make_shards(missing, left, done, settings, output_dir, args, progress_bar):
             ray.wait(list(pending), num_returns=len(pending), timeout=5)
 
 
+def fetch_cache(url, folder):
+    """Copy what there is of a cache at an address, but for its shards and parts, into a folder on this disk.
+
+    Returns whether there is one.
+    """
+    with single.explained(f"--output_dir {url} can't be read"):
+        names = list_files(url)
+        if names and "cache.json" not in names:
+            single.fail(f"--output_dir {url} holds {names[0]} and no latent cache: choose another address")
+        fs, root = fsspec.url_to_fs(url)
+        small = [name for name in names if not name.endswith((".arrow", ".part", *TRIES_OF))]
+        fs.get([f"{root}/{name}" for name in small], [f"{folder}/{name}" for name in small])
+    return "cache.json" in names
+
+
+def begin_cache(folder, url):
+    """Send what `open_cache` has begun to an address, unless another run has just begun there."""
+    with single.explained(f"--output_dir {url} can't be written to, or another run has just begun there"):
+        fs, root = fsspec.url_to_fs(url)
+        fs.put_file(f"{folder}/cache.json", f"{root}/cache.json", mode="create")
+        upload(f"{folder}/run.args", f"{url}/run.args")
+
+
+def finish_cache(folder, url):
+    """Send what `finish` has written to an address, in its order."""
+    names = ("run.args", "skipped.jsonl", "empty_prompt.npy", "cache.json", "dataset_info.json", "state.json")
+    for name in names:
+        upload(f"{folder}/{name}", f"{url}/{name}")
+    fs, root = fsspec.url_to_fs(url)
+    fs.invalidate_cache()
+    if fs.exists(f"{root}/unfinished"):
+        fs.rm(f"{root}/unfinished", recursive=True)
+
+
 def main(args):
     """Make the cache; ends with status 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
     transformers.utils.logging.disable_progress_bar()
@@ -425,8 +632,12 @@ def main(args):
     channels = exact_models[0].config.in_channels
     weight_bytes = sum(4 * weight.numel() for model in exact_models for weight in model.parameters())
     del exact_models
-    rows, column = single.load_rows(args, others=[args.caption_column])
-    single.say_equal(single.look_at_captions(rows, args))
+    if is_address(args.train_data_dir):
+        rows = RemoteRows(args)
+        column = rows.columns[0]
+    else:
+        rows, column = single.load_rows(args, others=[args.caption_column])
+        single.say_equal(single.look_at_captions(rows, args))
     shards, sentence = single.plan_cache(rows, empty_prompt, settings, args)
     print(sentence)
     if args.dry_run:
@@ -436,43 +647,55 @@ def main(args):
     was_there = ray.is_initialized()
     *encoders, sentence = start_ray(engine)
     print(sentence, flush=True)
-    output_dir = Path(args.output_dir).resolve()
-    lock, _, records = single.open_cache(accelerator, settings, args)
-    folder = output_dir / "unfinished"
+    remote = is_address(args.output_dir)
+    folder = args.output_dir.rstrip("/") if remote else os.path.abspath(args.output_dir)
+    copy = tempfile.TemporaryDirectory() if remote else None  # of what is small in the folder
+    output_dir = Path(copy.name if remote else folder)
+    begun = fetch_cache(folder, output_dir) if remote else None
+    lock, _, records = single.open_cache(accelerator, settings, args, output_dir if remote else None)
     handlers = {number: signal.signal(number, single.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for tries in [path for path in folder.iterdir() if path.suffix in TRIES_OF]:  # a new run tries anew
-            tries.unlink()
+        if remote and not begun:
+            begin_cache(output_dir, folder)
+        there = list_files(f"{folder}/unfinished")
+        for name in there:
+            if name.endswith(TRIES_OF):  # a new run tries anew
+                remove(f"{folder}/unfinished/{name}")
 
         # What is missing: of shards that have no record, or are damaged, the parts that have no file.
-        for name, damage in find_damaged(output_dir, shards, records).items():
-            print(f"{output_dir / name} {damage}: making it again", flush=True)
+        for name, damage in find_damaged(folder, shards, records).items():
+            print(f"{folder}/{name} {damage}: making it again", flush=True)
             del records[name]
-        missing, left, parts = find_missing(shards, records, len(rows), folder, args)
+        missing, left, parts = find_missing(shards, records, len(rows), there, args)
         if missing:
-            (output_dir / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
+            remove(f"{folder}/state.json")  # an unfinished cache does not open
 
         # Make it. Parts come back in any order, and are put together by their names.
         there = make_absolute(args)
         pickled = pickle.dumps((there, column, channels, tokenizer, rows._fingerprint, pickle.dumps(rows)))
-        done = make_parts(parts, pickled, folder, settings, weight_bytes, encoders, there)
+        done = make_parts(parts, pickled, f"{folder}/unfinished", settings, weight_bytes, encoders, there)
         num_left = sum(end - first for first, end in parts)
         skipped = [entry for record in records.values() for entry in record["skipped"]]
         progress_bar = tqdm(total=len(rows), initial=len(rows) - num_left, desc="Images", unit="img")
-        made = make_shards(missing, left, done, settings, output_dir, args, progress_bar)
+        made = make_shards(missing, left, done, settings, folder, args, progress_bar)
         with contextlib.closing(made), contextlib.closing(done):
-            for record in made:
+            for name, record in made:
+                if remote:
+                    (output_dir / "unfinished" / f"{name}.json").write_text(json.dumps(record))
                 skipped += record["skipped"]
                 single.check_skipped(skipped, len(rows), args.max_skipped)
         progress_bar.close()
 
         # The records become one cache.json.
-        with single.explained(f"{output_dir} could not be finished; its shards are whole, the same command goes on"):
+        with single.explained(f"{folder} could not be finished; its shards are whole, the same command goes on"):
             cache = single.finish(output_dir, empty_prompt, args.max_skipped)
+            if remote:
+                finish_cache(output_dir, folder)
         single.say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
         print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {args.output_dir}")
-    except Exception as error:  # Ray's are long; their last line says what happened
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    except Exception as error:  # Ray's are long; the last line with an error's name says what happened
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = next((line for line in lines[::-1] if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1])
         single.fail(f"Ray could not go on ({reason}); the same command goes on from here")
     finally:
         if not was_there:

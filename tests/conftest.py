@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import gc
+import importlib.util
 import json
 import multiprocessing.util
 import os
@@ -51,6 +52,25 @@ def alone(tmp_path, monkeypatch):
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def storage():
+    """The address of an S3 server, also in the environment; None if moto is not installed. No thread: tests fork."""
+    if importlib.util.find_spec("moto") is None:
+        yield None
+        return
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with pytest.MonkeyPatch.context() as m:
+        for name, value in {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a"}.items():
+            m.setenv(f"AWS_{name}", value)
+        m.setenv("AWS_SECRET_ACCESS_KEY", "b")
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+        yield f"http://127.0.0.1:{port}"
+    server.kill()
+    server.wait()
 
 
 def make_unet_config(folder):

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import io
 import json
-import logging
 import os
 import re
 import shutil
@@ -77,25 +76,6 @@ def ray_folder():
         m.setenv("RAY_AUTH_MODE", "disabled")
         m.delenv("RAY_ADDRESS", raising=False)
         yield folder
-
-
-@pytest.fixture(scope="session")
-def storage():
-    """An S3 server, which Ray and all drivers find in their environment; None if moto is not installed."""
-    try:
-        from moto.server import ThreadedMotoServer
-    except ImportError:
-        yield None
-        return
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    storage = ThreadedMotoServer(port=0, ip_address="127.0.0.1", verbose=False)
-    storage.start()
-    with pytest.MonkeyPatch.context() as m:
-        m.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*storage.get_host_and_port()))
-        m.setenv("AWS_ACCESS_KEY_ID", "a")
-        m.setenv("AWS_SECRET_ACCESS_KEY", "b")
-        yield storage
-    storage.stop()
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ CHILD = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]}; import 
 
 
 @pytest.fixture(scope="module")
-def driver():
+def driver(storage):
     """driver(*argv, setup=None) runs the script in a process with a Ray of its own. Returns (status, what it said)."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # pytest's own are too long for the names of sockets
     command = [sys.executable, "-c", CHILD + "test.serve(sys.argv[1])", folder]
@@ -166,8 +166,8 @@ def test_parts_are_cut_where_batches_are_and_named_by_what_they_hold(tmp_path):
     assert len({*names, *(script.name_part(*part, args) for part in parts)}) == 2 * len(parts)
     shards = [f"data-{i}" for i in range(3)]
     args.rows_per_shard = 100
-    (tmp_path / script.name_part(100, 180, args)).touch()
-    missing, left, todo = script.find_missing(shards, {"data-0": {}}, 250, tmp_path, args)
+    there = [script.name_part(100, 180, args)]
+    missing, left, todo = script.find_missing(shards, {"data-0": {}}, 250, there, args)
     assert missing == {"data-1": [(100, 180), (180, 200)], "data-2": [(200, 250)]}
     assert left == {"data-1": 1, "data-2": 1} and todo == [(180, 200), (200, 250)]
 
@@ -183,7 +183,7 @@ def test_a_part_holds_what_encode_all_yields(tmp_path):
         list(script.read_parts([tmp_path / "x.part"], 4))
     data = (tmp_path / "x.part").read_bytes()
     (tmp_path / "x.part").write_bytes(b"\1" * 16 + data[16:])
-    with pytest.raises(ValueError, match="x.part was damaged"):
+    with pytest.raises(ValueError, match="x.part is damaged"):
         list(script.read_parts([tmp_path / "x.part"], 3))
     assert not list(tmp_path.iterdir())  # to be made again
 
@@ -191,12 +191,17 @@ def test_a_part_holds_what_encode_all_yields(tmp_path):
 # ------------------------------------------------------------------- whoever dies
 
 
+def marker(args, name):
+    """A file beside the folder --cache_dir: --output_dir may be elsewhere."""
+    return Path(args.cache_dir).parent / name
+
+
 class Dies(script.Encoder):
     """An encoder that is killed once as it begins with row 8, and once when the file of the next part is there."""
 
     def __call__(self, block):
         first = block["first"][0].as_py()
-        begun, done = Path(self.folder).parent.parent / "begun", Path(self.folder).parent.parent / "done"
+        begun, done = marker(self.args, "begun"), marker(self.args, "done")
         if first == 8 and not begun.exists():
             begun.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -214,11 +219,11 @@ def kill_encoder():
 def kill_transform_task():
     real = script.transform_part
 
-    def transform_part(item, folder, **rest):
-        done = real(item, folder=folder, **rest)
-        marker = Path(folder).parent.parent / f"transformed-{item['first'][0]}"
-        if item["first"][0].as_py() in (4, 16) and not marker.exists():
-            marker.touch()
+    def transform_part(item, args, **rest):
+        done = real(item, args=args, **rest)
+        mark = marker(args, f"transformed-{item['first'][0]}")
+        if item["first"][0].as_py() in (4, 16) and not mark.exists():
+            mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
@@ -290,7 +295,7 @@ def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(tmp_path, flags,
 class Raises(script.Encoder):
     def encode(self, block):
         if block["first"][0].as_py() == 12:
-            with (Path(self.folder).parent.parent / "tries").open("a") as file:
+            with marker(self.args, "tries").open("a") as file:
                 file.write("x")
             raise RuntimeError("CUDA error: too hot")
         return super().encode(block)
@@ -355,8 +360,8 @@ def test_other_settings_too_many_bad_rows_and_bad_folders_are_refused(tmp_path, 
 
 @pytest.mark.parametrize("argv, sentence", [
     (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-    (["--train_data_dir=s3://a/b"], "--train_data_dir s3://a/b is an address: give a folder that all nodes share"),
-    (["--output_dir=s3://a/b"], "--output_dir s3://a/b is an address: give a folder that all nodes share"),
+    (["--train_data_dir=s3://a/b", "--max_train_samples=5"], "--max_train_samples is for folders"),
+    (["--train_data_dir=s3://a/b", "--output_dir=s3://a/b/c"], "--output_dir s3://a/b/c lies in --train_data_dir"),
     (["--mixed_precision=fp16", "--gpus_per_encoder=0"], "--mixed_precision fp16 needs GPUs"),
     (["--num_encoders=0"], "--num_encoders: 0 is not between 1 and"),
 ])  # fmt: skip
@@ -409,6 +414,120 @@ def test_the_demo(tmp_path):
     precompute("--output_dir", tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert seconds < 60
+
+
+# ------------------------------------------------------------------- object storage
+
+
+@pytest.fixture
+def bucket(storage, tmp_path, flags):
+    """An S3 file system, with the images of `flags` in s3://bucket/images as download_images.py would write them."""
+    if storage is None:
+        pytest.skip("needs moto[server]")
+    fs = pytest.importorskip("s3fs", reason="needs s3fs").S3FileSystem(
+        skip_instance_cache=True, use_listings_cache=False
+    )
+    if fs.exists("bucket"):
+        fs.rm("bucket", recursive=True)
+    fs.mkdir("bucket")
+    rows = datasets.load_dataset(str(tmp_path / "images"), split="train", cache_dir=str(tmp_path / "datasets-cache"))
+    rows = rows.cast_column("image", datasets.Image(decode=False))
+    items = [{**row, "image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}} for row in rows]
+    (tmp_path / "parquet/__download__").mkdir(parents=True)
+    for k in range(3):
+        part = datasets.Dataset.from_list(items[10 * k : 10 * k + 10])
+        part = part.cast_column("image", datasets.Image(decode=False)).add_column("other", [k] * len(part))
+        part.to_parquet(str(tmp_path / f"parquet/data-{k}.parquet"), batch_size=3)
+    shutil.copy(tmp_path / "parquet/data-0.parquet", tmp_path / "parquet/__download__/urls.parquet")
+    for path in (tmp_path / "parquet").rglob("*.parquet"):
+        fs.put_file(str(path), f"bucket/images/{path.relative_to(tmp_path / 'parquet')}")
+    return fs
+
+
+def objects(fs, folder):
+    """{name: bytes} of what lies in a folder of S3."""
+    fs.invalidate_cache()
+    return {path.removeprefix(f"{folder}/"): fs.cat_file(path) for path in fs.find(folder)}
+
+
+def without_source(files):
+    """What does not tell where the images came from: not the fingerprint, and what is made of it."""
+    return {name: data for name, data in files.items() if name not in ("cache.json", "run.args", "state.json")}
+
+
+def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_path, flags, driver, bucket):
+    precompute(*flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}")
+    disk = contents(tmp_path / "disk")
+    there = [*flags, "--train_data_dir=s3://bucket/images/"]
+    code, said = driver(*there, "--output_dir=s3://bucket/latents", setup=kill_both)
+    assert code == 0 and "Done: 24 rows, 2 skipped, are in s3://bucket/latents" in said, said
+    made = objects(bucket, "bucket/latents")
+    assert made.keys() == disk.keys() and without_source(made) == without_source(disk)
+    assert len(datasets.load_from_disk("s3://bucket/latents")) == 24
+
+    # Whole: nothing is written again. Damaged, gone, begun: mended
+    times = {path: bucket.info(path)["LastModified"] for path in bucket.find("bucket/latents")}
+    names = sorted(name for name in made if name.endswith(".arrow"))
+    bucket.pipe_file(f"bucket/latents/{names[1]}", made[names[1]][:-8])
+    bucket.rm_file(f"bucket/latents/{names[2]}")
+    bucket.pipe_file("bucket/latents/unfinished/rows-16-20-by-2.part", b"half")
+    code, said = driver(*there, "--output_dir=s3://bucket/latents")
+    assert code == 1 and f"{names[1]} is damaged" in said and f"{names[2]} is gone" in said, said
+    assert "s3://bucket/latents/unfinished/rows-16-20-by-2.part is damaged or gone" in said
+    assert not bucket.exists("bucket/latents/state.json")
+    code, said = driver(*there, "--output_dir=s3://bucket/latents")
+    assert code == 0 and objects(bucket, "bucket/latents") == made, said
+    same = [f"bucket/latents/{name}" for name in (names[0], names[3])]
+    assert all(bucket.info(path)["LastModified"] == times[path] for path in same)
+
+    # Refused
+    for argv, sentence in {
+        "--seed=3": "s3://bucket/latents holds another cache (transform.seed 0 -> 3)",
+        "--output_dir=s3://bucket": "s3://bucket holds images/__download__/urls.parquet and no latent cache",
+        "--output_dir=s3://nowhere/x": "--output_dir s3://nowhere/x can't be",
+        "--caption_column=caption": "s3://bucket/images has no column 'caption' but",
+        "--train_data_dir=s3://bucket/latents2": "it holds no parquet files",
+    }.items():
+        code, said = driver(*there, "--output_dir=s3://bucket/latents", argv)
+        assert code == 1 and sentence in said, said
+    assert objects(bucket, "bucket/latents") == made
+
+
+def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket):
+    args = script.parse_args([*flags, "--train_data_dir=s3://bucket/images"])
+    rows = script.RemoteRows(args)
+    again = pickle.loads(pickle.dumps(rows))
+    assert len(pickle.dumps(rows)) < 5000 and len(again) == NUM_ROWS
+    assert [caption for caption in again[[25, 0, 9, 10, 11]]["text"]] == rows[[25, 0, 9, 10, 11]]["text"]
+    assert again[[9, 10]]["text"][1].startswith("No. 1")
+    script.open_parquet.cache_clear(), script.read_group.cache_clear()
+    script.fsspec.url_to_fs("s3://bucket")[0].invalidate_cache()  # workers never list, and so have no such cache
+    bucket.put_file(str(tmp_path / "parquet/data-1.parquet"), "bucket/images/data-0.parquet")
+    again[[25]]
+    with pytest.raises(ValueError, match="data-0.parquet: it has changed"):
+        again[[0]]
+    assert script.RemoteRows(args)._fingerprint != rows._fingerprint
+    bucket.pipe_file("bucket/images/data-2.parquet", b"no parquet")
+    with pytest.raises(SystemExit):
+        script.RemoteRows(args)
+
+
+@pytest.mark.long
+def test_a_killed_driver_leaves_whole_objects_and_the_same_command_goes_on(tmp_path, flags, driver, bucket):
+    flags = [*flags, "--train_data_dir=s3://bucket/images", "--output_dir=s3://bucket/latents"]
+    code, said = driver(*flags, f"--output_dir={tmp_path / 'out'}")
+    assert code == 0, said
+    process = start_driver(tmp_path / "log", *flags, f"--address={driver.address}")
+    wait_until(lambda: bucket.glob("bucket/latents/unfinished/data-*") or process.poll() is not None, 120)
+    process.kill()
+    process.wait()
+    made = {path: bucket.info(path)["LastModified"] for path in bucket.glob("bucket/latents/data-*")}
+    assert 1 <= len(made) < 4, (tmp_path / "log").read_text()
+    code, said = driver(*flags, setup=kill_both)
+    assert code == 0, said
+    assert objects(bucket, "bucket/latents") == contents(tmp_path / "out")
+    done = [path for path in made if bucket.info(path)["LastModified"] == made[path]]
+    assert done
 
 
 # ------------------------------------------------------------------- whole nodes, and memory
@@ -474,7 +593,7 @@ class Slower(script.Encoder):
 
         state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
         store = get_memory_info_reply(state).store_stats
-        with (Path(self.folder).parent.parent / "memory").open("a") as file:
+        with marker(self.args, "memory").open("a") as file:
             file.write(f"{store.object_store_bytes_used} {store.spilled_bytes_total}\n")
         time.sleep(0.2)
         single.encode_images = lambda vae, images: images[:, :1, ::8, ::8].float().repeat(1, 8, 1, 1)
