@@ -24,6 +24,7 @@ What stands where, and why:
 import argparse
 import asyncio
 import collections
+import contextlib
 import email.utils
 import functools
 import glob
@@ -54,6 +55,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image, ImageOps
 from tqdm.auto import tqdm
@@ -68,6 +70,17 @@ PASSING = ("timed out", "connection", "broken off", "host not found", "HTTP 429"
 NOT_PUBLIC = [ipaddress.ip_network(network) for network in ("168.63.129.16", "fec0::/10", "64:ff9b:1::/48")]
 ITEM = {"name": str, "table": str, "first": int, "last": int}  # a piece of work
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Why there is no answer, by the first kind that fits: {0} is the kind of error, {1} what it says
+ERRORS = {
+    TimeoutError: "timed out",
+    (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionResetError): "broken off",
+    aiohttp.ClientConnectorDNSError: "host not found",
+    aiohttp.ClientSSLError: "TLS: {1}",
+    aiohttp.ClientConnectorError: "connection: {0} {1}",
+    aiohttp.ClientOSError: "broken off",
+    aiohttp.ClientResponseError: "bad answer: not as HTTP has it",
+    ValueError: "bad URL: {1}",  # of aiohttp, yarl or the encoding of a name
+}
 
 # ------------------------------------------------------------------------------------------------- arguments
 
@@ -79,6 +92,7 @@ def parse_args(argv=None):
         epilog="example: python download_images.py --input urls.parquet --url_column url --output_dir images",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    count = number(1, 10**9, int)
     add = parser.add_argument_group("table").add_argument
     add("--input", help="parquet, CSV or JSON lines: file, folder or glob")
     add("--url_column", default="url", help="column of URLs")
@@ -86,27 +100,27 @@ def parse_args(argv=None):
     add("--keep_columns", nargs="+", default=[], help="columns to copy into the shards")
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", help="everything is written here")
-    add("--rows_per_shard", type=int, default=1000, help="source rows per file; a kill loses no more")
+    add("--rows_per_shard", type=count, default=1000, help="source rows per file; a kill loses no more")
     add("--retry_failed", action="store_true", help="try again what may pass now, such as time-outs")
     add = parser.add_argument_group("images").add_argument
-    add("--min_size", type=int, default=1, help="least short side, pixels")
-    add("--max_aspect_ratio", type=float, help="of the long side to the short one (None: any)")
-    add("--resize_to", type=int, help="shrink to this short side, pixels (None: keep files as is)")
-    add("--jpeg_quality", type=int, default=95, help="of images that were shrunk, 1 to 100")
+    add("--min_size", type=count, default=1, help="least short side, pixels")
+    add("--max_aspect_ratio", type=number(1, 10**9), help="of the long side to the short one (None: any)")
+    add("--resize_to", type=count, help="shrink to this short side, pixels (None: keep files as is)")
+    add("--jpeg_quality", type=number(1, 100, int), default=95, help="of images that were shrunk")
     add = parser.add_argument_group("requests").add_argument
-    add("--connections", type=int, default=64, help="requests at a time in each task")
-    add("--per_host", type=int, default=8, help="of these, requests to one host")
-    add("--timeout", type=float, default=30, help="seconds for a whole request with its redirects")
-    add("--idle_timeout", type=float, default=10, help="seconds to connect, and without a byte")
-    add("--retries", type=int, default=2, help="after time-outs, 429 and 5xx")
-    add("--max_bytes", type=int, default=10_000_000, help="largest file")
+    add("--connections", type=number(1, 10_000, int), default=64, help="requests at a time in each task")
+    add("--per_host", type=count, default=8, help="of these, requests to one host")
+    add("--timeout", type=number(0.001, 10**6), default=30, help="seconds for a whole request with its redirects")
+    add("--idle_timeout", type=number(0.001, 10**6), default=10, help="seconds to connect, and without a byte")
+    add("--retries", type=number(0, 100, int), default=2, help="after time-outs, 429 and 5xx")
+    add("--max_bytes", type=number(1, 10**15, int), default=10_000_000, help="largest file")
     add("--user_agent", default="download_images/1.0", help="say who you are: name/version (+contact)")
     directives = ["noai", "noimageai", "noindex", "noimageindex"]
     add("--opt_out", nargs="*", default=directives, help="X-Robots-Tag directives to respect")
     add("--allow_private_addresses", nargs="*", help="hosts that are not public: all, or of these networks")
     add = parser.add_argument_group("Ray").add_argument
     add("--address", help="of a cluster (None: as RAY_ADDRESS says, or start one here)")
-    add("--num_cpus", type=int, help="tasks at a time, if Ray is started here (None: cores)")
+    add("--num_cpus", type=number(1, 10_000, int), help="tasks at a time, if Ray is started here (None: cores)")
 
     args = parser.parse_args(argv)
     if args.input is None or args.output_dir is None:
@@ -114,16 +128,8 @@ def parse_args(argv=None):
             "--input, a table with a column of URLs (parquet, CSV or JSON lines), and --output_dir are needed: "
             "such as --input urls.parquet --output_dir images"
         )
-    for name, value in vars(args).items():
-        least = 0 if name == "retries" else 1
-        if type(value) is int and value < least:
-            parser.error(f"--{name} {value} is less than {least}")
-        if type(value) is float and not value > 0:
-            parser.error(f"--{name} {value:g} is not more than 0")
-    if args.max_aspect_ratio is not None and args.max_aspect_ratio < 1:
-        parser.error(f"--max_aspect_ratio {args.max_aspect_ratio:g} is less than 1, that of a square")
-    if args.jpeg_quality > 100:
-        parser.error(f"--jpeg_quality {args.jpeg_quality} is more than 100")
+    if "/working_dir_files/" in os.path.abspath(args.output_dir):  # where Ray unpacks `ray job submit --working-dir`
+        parser.error(f"Ray deletes {os.path.abspath(args.output_dir)} after the job: give --output_dir from the root")
     if args.num_cpus is not None and (args.address or os.environ.get("RAY_ADDRESS", "local")) != "local":
         parser.error("--num_cpus is for a Ray that is started here: leave it out with --address and RAY_ADDRESS")
     own = ["image", "text", "url", "width", "height", "sha256"]
@@ -140,6 +146,18 @@ def parse_args(argv=None):
         parser.error(f"--allow_private_addresses: {error}, such as 10.1.0.0/16")
     args.opt_out = [directive.lower() for directive in args.opt_out]
     return args
+
+
+def number(low, high, kind=float):
+    """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf."""
+
+    def parse(text):
+        if not low <= (value := kind(text)) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
+        return value
+
+    parse.__name__, parse.bounds = kind.__name__, (low, high, kind)
+    return parse
 
 
 def fail(message, alone=False):
@@ -160,13 +178,6 @@ class PrivateAddress(OSError):
     """A connection to an address that is not on the public internet; an OSError, as aiohttp expects of a socket."""
 
 
-def is_public(ip):
-    """Whether an address is one of the public internet."""
-    if any(ip in network for network in NOT_PUBLIC):
-        return False
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved)
-
-
 def check_address(address, allowed):
     """Raise PrivateAddress for an IP address, written as the socket library does, that is not to be connected to.
 
@@ -177,8 +188,8 @@ def check_address(address, allowed):
     if ip.version == 6:
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else inner or ip
-    networks = [ipaddress.ip_network(network) for network in allowed or ()]
-    if not is_public(ip) and allowed != [] and not any(ip in network for network in networks):
+    public = ip.is_global and not (ip.is_multicast or ip.is_reserved or any(ip in network for network in NOT_PUBLIC))
+    if not public and allowed != [] and not any(ip in ipaddress.ip_network(network) for network in allowed or ()):
         raise PrivateAddress("private address")  # the same text for all of a host's, or aiohttp would mix them
 
 
@@ -298,26 +309,13 @@ class Downloads:
                 return None, body
         except Failure:
             raise
-        except TimeoutError:
-            raise Failure("timed out", 0.0) from None
-        except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionResetError):
-            raise Failure("broken off") from None
-        except aiohttp.ClientConnectorDNSError:
-            raise Failure("host not found") from None
-        except aiohttp.ClientSSLError as error:
-            raise Failure(f"TLS: {error}"[:200]) from None
-        except aiohttp.ClientConnectorError as error:
-            if isinstance(error.os_error, PrivateAddress):
-                raise Failure("private address") from None
-            raise Failure(f"connection: {type(error.os_error).__name__} {error.os_error}"[:200]) from None
-        except aiohttp.ClientOSError:
-            raise Failure("broken off") from None
-        except aiohttp.ClientResponseError:
-            raise Failure("bad answer: not as HTTP has it") from None
-        except ValueError as error:  # of aiohttp, yarl or the encoding of a name
-            raise Failure(f"bad URL: {error}"[:200]) from None
         except Exception as error:  # of whatever kind: a strange server must not stop the shard
-            raise Failure(f"connection: {type(error).__name__} {error}"[:200]) from None
+            if isinstance(getattr(error, "os_error", None), PrivateAddress):
+                raise Failure("private address") from None
+            reason = next((reason for kind, reason in ERRORS.items() if isinstance(error, kind)), "connection: {} {}")
+            cause = getattr(error, "os_error", error)
+            wait = 0.0 if isinstance(error, TimeoutError) else None
+            raise Failure(reason.format(type(cause).__name__, cause)[:200], wait) from None
 
 
 async def fetch_rows(urls, spool, args):
@@ -461,19 +459,19 @@ def read_rows(url, first, last, columns):
 
 
 def read_shard(path, first, last, spool):
-    """Copy the images of a shard, if it is there, into `spool`. Returns ({row: image}, {row: failure})."""
+    """Copy the images of a shard into `spool`. Returns ({row: image}, {row: failure}); nothing if it is damaged."""
     try:
         parquet = pq.ParquetFile(path)
         failures = {f["row"]: f for f in json.loads(parquet.metadata.metadata[b"failures"])}
-    except (FileNotFoundError, pa.ArrowInvalid):
+        images, rows = {}, (row for row in range(first, last) if row not in failures)
+        for batch in parquet.iter_batches(64, columns=["image", "width", "height", "sha256"]):
+            for item in batch.to_pylist():
+                start = spool.tell()
+                spool.write(item.pop("image")["bytes"])
+                images[next(rows)] = {"first": start, "last": spool.tell(), **item}
+        return images, failures
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):  # a disk that is full says so again
         return {}, {}
-    images, rows = {}, (row for row in range(first, last) if row not in failures)
-    for batch in parquet.iter_batches(64, columns=["image", "width", "height", "sha256"]):
-        for item in batch.to_pylist():
-            start = spool.tell()
-            spool.write(item.pop("image")["bytes"])
-            images[next(rows)] = {"first": start, "last": spool.tell(), **item}
-    return images, failures
 
 
 def write_images(path, table, first, images, failures, spool, schema):
@@ -656,7 +654,11 @@ def make_schema(tables, args):
         fail(f"--caption_column {args.caption_column} holds {text.type}, neither text nor lists of text")
     own = {"text": text.type, "url": pa.string(), "width": pa.int32(), "height": pa.int32(), "sha256": pa.string()}
     columns = pa.schema([*own.items(), *((field.name, field.type) for field in kept)])
-    return datasets.Features({"image": datasets.Image(), **datasets.Features.from_arrow_schema(columns)}).arrow_schema
+    try:
+        kinds = datasets.Features.from_arrow_schema(columns)
+    except ValueError as error:
+        fail(f"--keep_columns {' '.join(args.keep_columns)}: `datasets` has no such column ({error})")
+    return datasets.Features({"image": datasets.Image(), **kinds}).arrow_schema
 
 
 # ------------------------------------------------------------------------------------------------- main
@@ -697,13 +699,21 @@ def list_sizes(fs, folder):
         return {}
 
 
+def read_json(data):
+    """What a file of ours says; nothing if it is damaged."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return {}
+
+
 def read_records(fs, folder, items):
     """Yield (item, its record) in order, by many requests at a time: object storage is quick only so."""
     with ThreadPoolExecutor(32) as pool:
         for first in range(0, len(items), 1000):
             some = items[first : first + 1000]
             paths = [name_record(folder, item["name"]) for item in some]
-            yield from zip(some, map(json.loads, pool.map(fs.cat_file, paths)), strict=True)
+            yield from zip(some, map(read_json, pool.map(fs.cat_file, paths)), strict=True)
 
 
 def choose_items(fs, folder, items, retry_failed):
@@ -713,7 +723,7 @@ def choose_items(fs, folder, items, retry_failed):
     done = [item for item in done if item["name"] in shards]
     if retry_failed:
         records = read_records(fs, folder, done)
-        done = [item for item, r in records if not any(f["reason"].startswith(PASSING) for f in r["failures"])]
+        done = [item for item, r in records if r and not any(f["reason"].startswith(PASSING) for f in r["failures"])]
     done = {item["name"] for item in done}
     return [item for item in items if item["name"] not in done]
 
@@ -768,9 +778,9 @@ def gather(fs, folder, items, scratch):
     with open(f"{scratch}/failures", "w") as file:
         for item, record in read_records(fs, folder, items):
             path, size = f"{folder}/{item['name']}", sizes.get(item["name"])
-            if size != record["bytes"]:
+            if size != record.get("bytes"):
                 fs.rm_file(name_record(folder, item["name"]))
-                fail(f"{path} has {size} bytes and should have {record['bytes']}: the same command mends it")
+                fail(f"{path} has {size} bytes and should have {record.get('bytes')}: the same command mends it")
             for failure in record["failures"]:
                 file.write(json.dumps({"table": record["table"], **failure}) + "\n")
                 reasons[failure["reason"].split(":")[0]] += 1
@@ -789,16 +799,16 @@ def stop(number, frame):
 def main(args):
     """Make the shards; ends with 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as until_the_end:
         try:
-            download(args, scratch)
+            download(args, scratch, until_the_end)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 
-def download(args, scratch):
-    """What `main` does, with a local folder for what is not yet whole."""
+def download(args, scratch, until_the_end):
+    """What `main` does, with a local folder for what is not yet whole, and an ExitStack that holds the lock."""
     # The folder that is there, or a new one
     try:
         fs, folder, on_disk = open_folder(args.output_dir)
@@ -812,6 +822,10 @@ def download(args, scratch):
         tables_fs, paths = list_tables(args)
         for name in ("records", "tables"):
             fs.makedirs(f"{folder}/__download__/{name}", exist_ok=True)
+        if on_disk:
+            until_the_end.enter_context(FileLock(f"{folder}/__download__/.lock").acquire(timeout=0))
+    except Timeout:
+        fail(f"another process is writing to {args.output_dir}: end it, or choose another --output_dir")
     except Exception as error:  # of the file system's own kinds, such as missing credentials
         fail(f"--output_dir {args.output_dir} can't be written to ({error})")
 
@@ -830,7 +844,7 @@ def download(args, scratch):
     settings["input"] = {"tables": len(tables), "rows": num_rows, "sha256": digest}
     if not started:
         publish_text(fs, scratch, json.dumps(settings, indent=1), settings_path)
-    elif differences := find_differences(json.loads(fs.cat_file(settings_path)), settings):
+    elif differences := find_differences(read_json(fs.cat_file(settings_path)), settings):
         fail(f"{args.output_dir} holds another download ({', '.join(differences)}): choose another --output_dir")
 
     # What is missing

@@ -564,14 +564,21 @@ def test_decompression_bombs_are_not_decoded():
     "flags, message",
     [
         ([], "--input, a table with a column of URLs"),
-        (["--input", "x", "--output_dir", "y", "--connections", "0"], "--connections 0 is less than 1"),
-        (["--input", "x", "--output_dir", "y", "--timeout", "0"], "--timeout 0 is not more than 0"),
-        (["--input", "x", "--output_dir", "y", "--timeout", "nan"], "--timeout nan is not more than 0"),
-        (["--input", "x", "--output_dir", "y", "--max_aspect_ratio", "0.5"], "--max_aspect_ratio 0.5 is less than 1"),
-        (["--input", "x", "--output_dir", "y", "--jpeg_quality", "101"], "--jpeg_quality 101 is more than 100"),
+        (["--input", "x", "--output_dir", "y", "--connections", "0"], "--connections: 0 is not between 1 and"),
+        (["--input", "x", "--output_dir", "y", "--timeout", "0"], "--timeout: 0 is not between 0.001 and"),
+        (["--input", "x", "--output_dir", "y", "--timeout", "nan"], "--timeout: nan is not between 0.001 and"),
+        (
+            ["--input", "x", "--output_dir", "y", "--max_aspect_ratio", "0.5"],
+            "--max_aspect_ratio: 0.5 is not between 1 and",
+        ),
+        (
+            ["--input", "x", "--output_dir", "y", "--jpeg_quality", "101"],
+            "--jpeg_quality: 101 is not between 1 and 100",
+        ),
         (["--input", "x", "--output_dir", "y", "--keep_columns", "width"], "two columns 'width'"),
         (["--input", "x", "--output_dir", "y", "--keep_columns", "id", "id"], "two columns 'id'"),
         (["--input", "x", "--output_dir", "y", "--num_cpus", "2", "--address", "auto"], "--num_cpus is for a Ray"),
+        (["--input", "x", "--output_dir", "/tmp/ray/working_dir_files/y"], "Ray deletes /tmp/ray/working_dir_files/y"),
         (
             ["--input", "x", "--output_dir", "y", "--allow_private_addresses", "10.0.0.1/8"],
             "--allow_private_addresses",
@@ -617,6 +624,8 @@ def test_bad_tables_end_in_a_sentence(tmp_path, capsys):
     assert "bad.jsonl can't be used" in refused(capsys, tmp_path / "bad.jsonl", out)
     make_table(tmp_path / "empty.parquet", pa.array([], pa.string()))
     assert "holds no rows" in refused(capsys, tmp_path / "empty.parquet", out)
+    make_table(tmp_path / "map.parquet", ["http://a"], map=pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8())))
+    assert "has no such column" in refused(capsys, tmp_path / "map.parquet", out, "--keep_columns", "map")
     (tmp_path / "two").mkdir()
     shutil.copy(table, tmp_path / "two/a.parquet")
     make_table(tmp_path / "two/b.parquet", ["http://127.0.0.1/"], id=["text"])
@@ -692,6 +701,38 @@ def test_a_shard_that_is_not_as_recorded_is_named_and_mended(local_ray, server, 
     assert "the same command mends it" in refused(capsys, table, out, "--rows_per_shard", 3)
     run(table, out, "--rows_per_shard", 3)
     assert contents(out) == before
+
+
+@pytest.mark.parametrize("what", ["shard", "record", "settings"])
+def test_what_was_damaged_is_mended_or_named(local_ray, server, tmp_path, capsys, what):
+    """Here by bytes that changed in the middle, which leaves the footer of a shard as it is."""
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
+    run(table, out, "--rows_per_shard", 3)
+    before, record = contents(out), out / "__download__/records/data-00001-of-00003.json"
+    path = {
+        "shard": out / "data-00001-of-00003.parquet",
+        "record": record,
+        "settings": out / "__download__/settings.json",
+    }
+    data = bytearray(path[what].read_bytes())
+    data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
+    path[what].write_bytes(data)
+    if what == "settings":
+        assert "holds another download (format_version None -> 1" in refused(capsys, table, out, "--rows_per_shard", 3)
+        return
+    if what == "record":
+        assert "the same command mends it" in refused(capsys, table, out, "--rows_per_shard", 3)
+    else:
+        record.unlink()
+    run(table, out, "--rows_per_shard", 3)
+    assert contents(out) == before
+
+
+def test_two_downloads_into_one_folder_are_refused(server, tmp_path, capsys):
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 3)), tmp_path / "out"
+    (out / "__download__").mkdir(parents=True)
+    with script.FileLock(out / "__download__/.lock"):
+        assert "another process is writing to" in refused(capsys, table, out)
 
 
 def test_retry_failed_keeps_what_was_got(local_ray, server, tmp_path):
