@@ -43,6 +43,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,10 +91,13 @@ def parse_args(argv=None):
         command = shlex.split(single.DEMO) + (sys.argv[1:] if argv is None else argv)
         print(f"No data given: this is the demo, short for\npython {Path(__file__).name} {shlex.join(command)}")
         args = parser.parse_args(command)
+    args.output_dir = args.output_dir.removeprefix("file://")
+    if "/working_dir_files/" in os.path.abspath(args.output_dir):  # where Ray unpacks `ray job submit --working-dir`
+        parser.error(f"Ray deletes {os.path.abspath(args.output_dir)} after the job: give --output_dir from the root")
     local = argparse.Namespace(**vars(args))
     if is_address(args.train_data_dir):
-        for name in ("dataset_config_name", "max_train_samples"):
-            if getattr(args, name) is not None:
+        for name in ("dataset_config_name", "max_train_samples", "dataset_split"):
+            if getattr(args, name) != parser.get_default(name):
                 parser.error(f"--{name} is for folders: of --train_data_dir {args.train_data_dir} all parquet is read")
         local.train_data_dir = "."
         if args.output_dir.startswith(args.train_data_dir.rstrip("/")):
@@ -466,10 +470,13 @@ def make_absolute(args):
     return argparse.Namespace(**vars(args) | paths)
 
 
-def start_ray(args):
-    """Start or find Ray. Returns (number of encoders, resources of each, tasks of stage 1, a sentence on it)."""
+def start_ray(args, weight_bytes):
+    """Start or find Ray. Returns (encoders, what a task of each stage takes, tasks of stage 1, a sentence on all)."""
     if not ray.is_initialized():
-        with single.explained(f"Ray can't be started{f' or found at {args.address}' if args.address else ''}"):
+        address = args.address or os.environ.get("RAY_ADDRESS", "")
+        with single.explained(f"Ray can't be started{f' or found at {address}' if address else ''}"):
+            if re.fullmatch(r"[^/]+:\d+", address):  # Ray itself would take minutes to find nobody there
+                socket.create_connection(address.rsplit(":", 1), timeout=10).close()
             ray.init(args.address, runtime_env=RUNTIME_ENV, logging_level="error", log_to_driver=False)
     context = ray.data.DataContext.get_current()
     logging.getLogger("ray.data").setLevel("CRITICAL")  # it says at length what it is about to do
@@ -485,12 +492,18 @@ def start_ray(args):
     # ever. Instead, stage 1 is given no more tasks than there are cores that the encoders do not keep busy.
     busy = count * (1 if per_encoder else torch.get_num_threads())
     num_tasks = args.num_transform_cpus or max(1, int(cpus - busy))
-    nodes = sum(node["Alive"] for node in ray.nodes())
+    memory, kinds = 2**30 + 4 * PART_BYTES, ("CPU", "GPU", "memory")
+    needs = {"a task that decodes": (1, 0, memory), "an encoder": (0, per_encoder, memory + 2 * weight_bytes)}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for what, need in needs.items():
+        if not any(all(node.get(kind, 0) >= x for kind, x in zip(kinds, need, strict=True)) for node in nodes):
+            need = f"{need[0]} CPUs, {need[1]:g} GPUs and {need[2] / 1e9:.1f} GB"
+            single.fail(f"{what} needs {need}, and no node of Ray has that: it would wait for ever")
+    resources = [dict(zip(("num_cpus", "num_gpus", "memory"), need, strict=True)) for need in needs.values()]
     where = f"{per_encoder:g} GPUs" if per_encoder else f"{torch.get_num_threads()} CPU threads"
-    sentence = (
-        f"Ray: {nodes} nodes, {cpus:g} CPUs, {gpus:g} GPUs; {count} encoders of {where}, {num_tasks} tasks that decode"
-    )
-    return count, {"num_cpus": 0, "num_gpus": per_encoder}, num_tasks, sentence
+    found = f"{len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs"
+    sentence = f"Ray: {found}; {count} encoders of {where}, {num_tasks} tasks that decode"
+    return count, resources, num_tasks, sentence
 
 
 def find_damaged(folder, shards, records):
@@ -512,29 +525,28 @@ def find_damaged(folder, shards, records):
     return damages
 
 
-def make_parts(parts, rows, folder, settings, weight_bytes, encoders, args):
+def make_parts(parts, rows, folder, settings, engine, args):
     """Send parts [(first, end)] through both stages; yields {"first", "end", "failed", ...} of each as it is done.
 
-    `rows`: the data set for `open_rows`; `encoders`: what `start_ray` decided.
+    `rows`: the data set for `open_rows`; `engine`: what `start_ray` decided.
     """
     if not parts:
         return
-    num_encoders, resources, num_tasks = encoders
+    num_encoders, (resources, encoder_resources), num_tasks = engine
     first, end = np.array(parts).T
     items = pa.table({"first": first, "end": end})
     # Some parts a task, one after the other, or the driver has too many tasks to keep in mind; but work for all cores.
     step = min(256, max(1, int(len(parts) / 8 / ray.cluster_resources().get("CPU", 1))))
     # Two parts at an encoder: the next one is there before this one is done. More would only fill the memory.
-    pool = ray.data.ActorPoolStrategy(size=num_encoders, max_tasks_in_flight_per_actor=2)
+    pool = ray.data.ActorPoolStrategy(size=min(num_encoders, len(parts)), max_tasks_in_flight_per_actor=2)
     shared = {"folder": folder, "args": args}
     blocks = ray.data.from_arrow([items.slice(i, step) for i in range(0, len(items), step)]).map_batches(
-        transform_part, fn_kwargs={"pickled": rows, **shared}, batch_size=1, batch_format="pyarrow", num_cpus=1,
-        memory=2**30 + 4 * PART_BYTES, compute=ray.data.TaskPoolStrategy(size=num_tasks),
+        transform_part, fn_kwargs={"pickled": rows, **shared}, batch_size=1, batch_format="pyarrow",
+        compute=ray.data.TaskPoolStrategy(size=num_tasks), **resources,
     )  # fmt: skip
     done = blocks.map_batches(
         Encoder, fn_constructor_kwargs={**shared, "settings": settings, "threads": torch.get_num_threads()},
-        batch_size=1, batch_format="pyarrow", zero_copy_batch=True, compute=pool,
-        memory=2**30 + 4 * PART_BYTES + 2 * weight_bytes, **resources,
+        batch_size=1, batch_format="pyarrow", zero_copy_batch=True, compute=pool, **encoder_resources,
     )  # fmt: skip
     yield from done.iter_rows()
 
@@ -645,7 +657,7 @@ def main(args):
 
     # Ray before the cache, which is not to be begun if there are no nodes for it.
     was_there = ray.is_initialized()
-    *encoders, sentence = start_ray(engine)
+    *engine, sentence = start_ray(engine, weight_bytes)
     print(sentence, flush=True)
     remote = is_address(args.output_dir)
     folder = args.output_dir.rstrip("/") if remote else os.path.abspath(args.output_dir)
@@ -673,7 +685,7 @@ def main(args):
         # Make it. Parts come back in any order, and are put together by their names.
         there = make_absolute(args)
         pickled = pickle.dumps((there, column, channels, tokenizer, rows._fingerprint, pickle.dumps(rows)))
-        done = make_parts(parts, pickled, f"{folder}/unfinished", settings, weight_bytes, encoders, there)
+        done = make_parts(parts, pickled, f"{folder}/unfinished", settings, engine, there)
         num_left = sum(end - first for first, end in parts)
         skipped = [entry for record in records.values() for entry in record["skipped"]]
         progress_bar = tqdm(total=len(rows), initial=len(rows) - num_left, desc="Images", unit="img")
@@ -698,6 +710,9 @@ def main(args):
         reason = next((line for line in lines[::-1] if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1])
         single.fail(f"Ray could not go on ({reason}); the same command goes on from here")
     finally:
+        for thread in threading.enumerate():  # that of Ray Data would ask a Ray that is gone, which ends the process
+            if thread.name.startswith("StreamingExecutor"):
+                thread.join(10)
         if not was_there:
             ray.shutdown()
         for leftover in output_dir.rglob(".tmp-*"):  # of workers that ended with this process

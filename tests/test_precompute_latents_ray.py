@@ -284,7 +284,7 @@ def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(tmp_path, flags,
     begin = time.time()
     process.send_signal(number)
     assert process.wait(30) == code, log.read_text()
-    assert time.time() - begin < 15 and f"Stopped by {number.name}; the same command goes on" in log.read_text()
+    assert time.time() - begin < 15 and f"Stopped by {number.name}; what is saved is whole" in log.read_text()
     assert not list(out.rglob(".tmp-*")) and 1 <= len(list(out.glob("data-*"))) < 4
     assert driver(*flags)[0] == 0 and contents(out) == whole
 
@@ -358,9 +358,26 @@ def test_other_settings_too_many_bad_rows_and_bad_folders_are_refused(tmp_path, 
         assert (tmp_path / "out/.tmp-of-another-run").exists()
 
 
+def test_what_no_node_can_give_is_refused_and_not_waited_for(flags, driver):
+    code, said = driver(*flags, "--gpus_per_encoder=1")
+    assert code == 1 and "an encoder needs 0 CPUs, 1 GPUs and" in said and "no node of Ray has that" in said, said
+
+
+def test_a_ray_that_is_not_there_is_named(flags, capsys, tmp_path):
+    begin = time.time()
+    reset()
+    with pytest.raises(SystemExit):
+        script.main(script.parse_args([*flags, f"--address=127.0.0.1:{free_port()}"]))
+    said = capsys.readouterr().err
+    assert time.time() - begin < 30 and "Ray can't be started or found at 127.0.0.1" in said, said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("argv, sentence", [
     (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
     (["--train_data_dir=s3://a/b", "--max_train_samples=5"], "--max_train_samples is for folders"),
+    (["--train_data_dir=s3://a/b", "--dataset_split=test"], "--dataset_split is for folders"),
+    (["--output_dir=/tmp/ray/working_dir_files/x"], "Ray deletes /tmp/ray/working_dir_files/x after the job"),
     (["--train_data_dir=s3://a/b", "--output_dir=s3://a/b/c"], "--output_dir s3://a/b/c lies in --train_data_dir"),
     (["--mixed_precision=fp16", "--gpus_per_encoder=0"], "--mixed_precision fp16 needs GPUs"),
     (["--num_encoders=0"], "--num_encoders: 0 is not between 1 and"),
