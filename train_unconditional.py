@@ -148,14 +148,8 @@ def parse_args(argv=None):
     add("--max_train_steps", type=count, help="optimizer steps; overrides the epochs")
     add("--learning_rate", type=number(0, 100), default=1e-4, help="peak, after the warm-up")
     rules = ["linear", "sqrt", "auto"]
-    add(
-        "--scale_lr",
-        nargs="?",
-        const="linear",
-        choices=rules,
-        default=False,
-        help="multiply it by the images per step",
-    )
+    scale = {"nargs": "?", "const": "linear", "choices": rules, "default": False}
+    add("--scale_lr", **scale, help="multiply it by the images per step")
     add("--no-scale_lr", dest="scale_lr", action="store_false", default=False, help="leave it as it is given")
     add("--base_batch_size", type=count, default=1, help="images per step that it is given for, with --scale_lr")
     add("--find_lr", **switch, help="measure which rate is good, train nothing, and end")
@@ -555,18 +549,9 @@ def main(args):
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
     if args.find_lr:  # and end: nothing that it trains is kept
         return find_learning_rate(
-            accelerator,
-            lock,
-            ddp_unet,
-            optimizer,
-            noise_scheduler,
-            loaded,
-            images_seen,
-            num_images,
-            data_step,
-            None,
-            args,
-        )
+            accelerator, lock, ddp_unet, optimizer, noise_scheduler, loaded, images_seen, num_images, data_step,
+            None, args,
+        )  # fmt: skip
     records = Records(accelerator, global_step, num_left_out, checkpoint is not None, args)
     batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
     log_held_out = functools.partial(
@@ -1773,9 +1758,8 @@ def open_output_dir(accelerator, args):
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             others = [path.name for path in output_dir.iterdir() if not path.name.startswith(".")]
-            own = {"run.args", "metrics.jsonl", "find_lr.json"} & set(
-                others
-            ) and "cache.json" not in others  # what each run leaves
+            own = {"run.args", "metrics.jsonl", "find_lr.json"} & set(others)  # one of which each run leaves
+            own = own and "cache.json" not in others
             if others and not own:
                 fail(f"--output_dir {output_dir} holds {min(others)} and no run of this script: choose another folder")
             lock.acquire(timeout=0)
