@@ -28,6 +28,7 @@ import collections
 import contextlib
 import copy
 import functools
+import gc
 import hashlib
 import html
 import importlib.util
@@ -64,6 +65,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
     gather_object,
 )
+from accelerate.utils.memory import should_reduce_batch_size
 from datasets.distributed import split_dataset_by_node
 from diffusers import DDIMPipeline, DDPMPipeline, DDPMScheduler, UNet2DModel
 from diffusers.optimization import SchedulerType, get_scheduler
@@ -142,7 +144,8 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("optimization").add_argument
     add("--seed", type=number(0, 2**63 - 1, int), default=0, help="fixes all that is random")
-    add("--train_batch_size", type=number(1, 10**5, int), default=16, help="images per process and micro-batch")
+    add("--train_batch_size", type=number(1, 10**5, int, "auto"), default=16, help="per process and micro-batch")
+    add("--total_batch_size", type=count, help="images per step, by accumulation (None: what the others give)")
     add("--gradient_accumulation_steps", type=count, default=1, help="micro-batches per optimizer step")
     add("--num_train_epochs", "--num_epochs", type=count, default=100, help="passes over the images")
     add("--max_train_steps", type=count, help="optimizer steps; overrides the epochs")
@@ -207,6 +210,8 @@ def parse_args(argv=None):
         parser.error("--streaming needs --max_train_steps: a stream has no length to count epochs by")
     if args.streaming and args.holdout:
         parser.error("--holdout needs the images on a disk: of a stream none can be set aside")
+    if args.streaming and args.train_batch_size == "auto":
+        parser.error("--train_batch_size auto needs the images on a disk, to try steps of them: give a number")
     if args.cache_images and (args.streaming or args.preserve_input_precision):
         parser.error("--cache_images stores 8 bits of all images: it goes with neither stream nor preserved precision")
     check_training_args(parser, args)
@@ -500,13 +505,14 @@ def main(args):
     dataset = ImageDataset(rows, column, unet.config.in_channels, args)
     train_rows, held_out = (rows, {}) if args.streaming else hold_out(accelerator, dataset, args)
     num_images = sys.maxsize if args.streaming else len(train_rows)  # a stream never ends its first epoch
-    images_per_micro_batch = args.train_batch_size * num_processes
-    images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
-    scale_learning_rate(accelerator, images_per_step, args)
 
     # Where the run is: data_step counts also the steps that fp16 skipped, images_seen is where the data goes on.
     state = read_state(checkpoint, num_images)
     global_step, data_step, images_seen = state["global_step"], state["data_step"], state["images_seen"]
+    choose_batch_size(accelerator, unet, noise_scheduler, dataset, train_rows, None, state["settings"], args)
+    images_per_micro_batch = args.train_batch_size * num_processes
+    images_per_step = images_per_micro_batch * args.gradient_accumulation_steps
+    scale_learning_rate(accelerator, images_per_step, args)
     if args.max_train_steps is None:
         args.max_train_steps = count_steps(data_step, images_seen, num_images, images_per_step, args)
     if global_step > args.max_train_steps:
@@ -624,10 +630,12 @@ def main(args):
 # --------------------------------------------------------------- shared by all scripts: flags, errors, images, batches
 
 
-def number(low, high, kind=float):
-    """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf."""
+def number(low, high, kind=float, *words):
+    """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf, or one of `words`."""
 
     def parse(text):
+        if text in words:
+            return text
         if not low <= (value := kind(text)) <= high:
             raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
         return value
@@ -1180,6 +1188,75 @@ def check_training_args(parser, args):
     for tracker in {*LOGGER_TYPE_TO_CLASS} & {args.report_to}:
         if importlib.util.find_spec(tracker) is None:
             parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")
+
+
+def choose_batch_size(accelerator, unet, noise_scheduler, dataset, rows, frozen, before, args):
+    """Put numbers for --train_batch_size auto and --total_batch_size into `args`, the same on all processes.
+
+    auto is what `largest_batch` finds, or what it found for the checkpoint whose settings are `before`.
+    """
+    total, num_processes, auto = args.total_batch_size, accelerator.num_processes, args.train_batch_size == "auto"
+    if not total and not auto:
+        return
+    each, rest = divmod(total or max(num_processes, len(rows)), num_processes)
+    if auto:
+        batch, size = dataset[[(0, int(rows[0]), 1.0)]], before.get("train_batch_size")
+        size = size or largest_batch(accelerator, unet, noise_scheduler, batch, frozen, each, args)
+        args.train_batch_size = next(n for n in range(size, 0, -1) if not total or each % n == 0)
+    if total and (rest or each % args.train_batch_size or args.gradient_accumulation_steps != 1):
+        fail(
+            f"--total_batch_size {total} is no multiple of --train_batch_size {args.train_batch_size} "
+            f"x {num_processes} processes, or --gradient_accumulation_steps is given, which it chooses itself"
+        )
+    args.gradient_accumulation_steps = each // args.train_batch_size if total else args.gradient_accumulation_steps
+    steps = args.gradient_accumulation_steps
+    accelerator.print(f"Batch size: {args.train_batch_size} x {steps} accumulated x {num_processes} processes")
+
+
+def largest_batch(accelerator, unet, noise_scheduler, batch, frozen, most, args):
+    """How many images like the one in `batch`, up to `most`, can be a micro-batch on the devices of all processes.
+
+    Doubled until the memory is full, then bisected. A trial is two steps of a copy, with optimizer, averaged weights
+    and what DDP takes for gradients; a tenth of a GPU stays free. A CPU never says that it is full: 64 is the end.
+    """
+
+    def fits(size):
+        full, device = False, accelerator.device
+        try:
+            model = put_on_device(copy.deepcopy(unet), device).train()
+            if args.gradient_checkpointing:
+                model.enable_gradient_checkpointing()
+            others = [copy.deepcopy(model) for wanted in (args.use_ema, accelerator.num_processes > 1) if wanted]
+            optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), fused=accelerator.scaler is None))
+            # Without DDP: a process whose memory is full would leave the others waiting.
+            model = accelerator.prepare_model(model, evaluation_mode=True)
+            many = {k: v.repeat_interleave(size, 0).to(device) for k, v in batch.items() if torch.is_tensor(v)}
+            for step in range(2):
+                train_step(accelerator, model, optimizer, noise_scheduler, iter([many]), 1, step, frozen, args)
+        except RuntimeError as error:
+            if not (full := should_reduce_batch_size(error)):
+                raise
+        model = others = optimizer = many = None  # noqa: F841
+        accelerator.free_memory()
+        return not any(gather_object([full]))
+
+    scaler = accelerator.scaler and accelerator.scaler.state_dict()
+    if cuda := accelerator.device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(0.9)
+    most = min(most, 64) if accelerator.device.type == "cpu" else most
+    gc.freeze()  # so that collecting what a trial leaves behind does not look through all else
+    low, high = 0, most + 1  # so many fit, so many do not
+    while high - low > 1:
+        size = min(2 * low or 1, most) if high > most else (low + high) // 2
+        low, high = (size, high) if fits(size) else (low, size)
+    gc.unfreeze()
+    if cuda:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    if scaler:  # the trials have moved its scale
+        accelerator.scaler.load_state_dict(scaler)
+    if low == 0:
+        fail("not even one image fits: try --gradient_checkpointing, --mixed_precision bf16 or a smaller model")
+    return low
 
 
 def scale_learning_rate(accelerator, images_per_step, args):

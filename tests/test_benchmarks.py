@@ -12,6 +12,7 @@ from PIL import Image
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import batch_sizes
 import digits_quality
 import plan
 import transform_speed
@@ -50,3 +51,14 @@ def test_plan(capsys):
     assert figures["parts"] == 10**6 / 2048 * 26
     assert figures["encode, hours"] == pytest.approx(10**6 / min(64 * 150, 75 * 80) / 3600)
     assert plan.simulate_parts(2048, args)[1] == 26 and plan.simulate_assignment(1024, 1024, spread=0)[1] == 1
+
+
+def test_batch_sizes(tmp_path, capsys):
+    UNet2DModel(
+        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8, 8), norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"),
+    ).save_config(tmp_path)  # fmt: skip
+    batch_sizes.main([f"--config={tmp_path}", "--resolutions=8", "--precisions=bf16", "--most=3", "--steps=1"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 8")]
+    assert [row[1:4] for row in rows] == [["bf16", "no", "3"], ["bf16", "yes", "3"]]
+    assert all(float(row[4]) > 0 for row in rows)

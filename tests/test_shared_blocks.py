@@ -23,7 +23,7 @@ TRAINING = {"compute_loss", "train_step", "update_ema", "check_training_args", "
             "name_rows", "log_held_out_loss", "to_epsilon", "samples_path", "save_samples", "read_metrics",
             "plot_loss", "save_pipeline", "save_model_card", "save_report", "list_settings",
             "draw_curves", "end_run", "find_signs", "measure_images", "scale_learning_rate",
-            "find_learning_rate"}  # fmt: skip
+            "find_learning_rate", "choose_batch_size", "largest_batch"}  # fmt: skip
 SHARED = {
     ("precompute_latents.py", "train_unconditional.py"): IMAGES,
     ("precompute_latents.py", "train_text_to_image.py"): IMAGES | MODELS,

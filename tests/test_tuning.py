@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same_weights, finish, make_images, metrics, reset, start
+from conftest import ROOT, assert_same_weights, finish, make_captioned, make_images, metrics, reset, start
+from diffusers import UNet2DConditionModel
 from PIL import Image
 
+import train_text_to_image
 import train_unconditional as script
 
 
@@ -120,3 +122,94 @@ def test_a_range_test_that_is_not_finite_is_one_sentence(tmp_path, flags, monkey
     with pytest.raises(SystemExit):
         script.parse_args([*flags, "--find_lr", "--find_lr_min=1", "--find_lr_max=0.1"])
     assert "--find_lr_min 1.0 is not below --find_lr_max 0.1" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------- the batch size
+
+
+class FullMemory:
+    """A device on which a step of more than `most` images is out of memory; `trials`: what was tried."""
+
+    def __init__(self, monkeypatch, most, script=script):
+        self.trials, self.compute_loss, self.most = [], script.compute_loss, most
+        monkeypatch.setattr(script, "compute_loss", self)
+
+    def __call__(self, unet, noise_scheduler, images, *rest, **condition):
+        self.trials.append(len(images))
+        if len(images) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return self.compute_loss(unet, noise_scheduler, images, *rest, **condition)
+
+
+def settings(folder):
+    (path,) = folder.glob("checkpoint-*/trainer_state.json")
+    return json.loads(path.read_text())["settings"]
+
+
+@pytest.mark.parametrize("most, tried", [(5, [1, 2, 4, 8, 6, 5]), (12, [1, 2, 4, 8, 12]), (1, [1, 2])])
+def test_the_largest_batch_is_found_by_doubling_and_bisection(tmp_path, flags, monkeypatch, capsys, most, tried):
+    memory = FullMemory(monkeypatch, most)
+    train(*flags, "--train_batch_size=auto", "--max_train_steps=1")
+    sizes = [size for i, size in enumerate(memory.trials) if i == 0 or memory.trials[i - 1] != size]
+    assert [size for size in sizes[: len(tried)]] == tried
+    assert settings(tmp_path / "out")["train_batch_size"] == min(most, 12)
+    assert f"Batch size: {min(most, 12)} x 1 accumulated x 1 processes" in capsys.readouterr().out
+    # As if the number had been given: the trials leave no trace in what is trained.
+    train(*flags, f"--train_batch_size={min(most, 12)}", "--max_train_steps=1", f"--output_dir={tmp_path / 'given'}")
+    assert_same_weights(tmp_path / "out/unet", tmp_path / "given/unet")
+
+
+def test_a_total_is_held_by_accumulation_and_a_found_size_kept_on_resume(tmp_path, flags, monkeypatch, capfd):
+    memory = FullMemory(monkeypatch, 5)
+    auto = [*flags, "--train_batch_size=auto", "--total_batch_size=8"]
+    train(*auto)
+    found = settings(tmp_path / "out")
+    assert (found["train_batch_size"], found["gradient_accumulation_steps"]) == (4, 2)
+    memory.trials.clear()
+    train(*auto, "--max_train_steps=4", "--resume_from_checkpoint=latest", f"@{tmp_path / 'out/run.args'}")
+    train(*auto, "--max_train_steps=4", "--resume_from_checkpoint=latest")
+    assert memory.trials == [4, 4, 4]  # 12 images: a step of 8, of two micro-batches, and one of the other 4
+    assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2, 3, 4]
+    capfd.readouterr()
+    for wrong in (["--total_batch_size=9"], ["--total_batch_size=8", "--gradient_accumulation_steps=2"]):
+        with pytest.raises(SystemExit):
+            train(*flags, *wrong, f"--output_dir={tmp_path / 'wrong'}")
+        assert "is no multiple of --train_batch_size 2 x 1 processes, or" in capfd.readouterr().err
+
+
+def test_when_nothing_fits_or_another_error_comes_it_is_said(flags, monkeypatch, capfd):
+    FullMemory(monkeypatch, 0)
+    with pytest.raises(SystemExit):
+        train(*flags, "--train_batch_size=auto")
+    assert "not even one image fits" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        script.parse_args([*flags, "--train_batch_size=auto", "--streaming"])
+    assert "give a number" in capfd.readouterr().err
+    monkeypatch.setattr(script, "compute_loss", lambda *args: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        train(*flags, "--train_batch_size=auto")
+
+
+def test_processes_agree_on_the_batch_of_the_smallest_device(tmp_path, flags, monkeypatch):
+    def run():
+        FullMemory(monkeypatch, 5 - 2 * int(script.os.environ["RANK"]))
+        train(*flags, "--train_batch_size=auto")
+
+    assert finish(start(run, 2, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
+    assert settings(tmp_path / "out")["train_batch_size"] == 3
+
+
+def test_a_batch_of_captions_is_found_too(tmp_path, monkeypatch):
+    make_captioned(tmp_path / "images", 12)
+    UNet2DConditionModel(
+        sample_size=8, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4, cross_attention_dim=32,
+        attention_head_dim=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ).save_config(tmp_path / "unet")  # fmt: skip
+    memory = FullMemory(monkeypatch, 3, train_text_to_image)
+    train_text_to_image.main(train_text_to_image.parse_args([
+        f"--pretrained_model_name_or_path={ROOT / 'demo/models'}", f"--train_data_dir={tmp_path / 'images'}",
+        f"--unet_config_name_or_path={tmp_path / 'unet'}", "--resolution=16", "--dataloader_num_workers=0",
+        "--train_batch_size=auto", "--max_train_steps=1", "--report_to=none", f"--output_dir={tmp_path / 'out'}",
+    ]))  # fmt: skip
+    assert settings(tmp_path / "out")["train_batch_size"] == 3 and memory.trials[-1] == 3
