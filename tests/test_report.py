@@ -95,8 +95,10 @@ def write_run(tmp_path, count):
 def test_a_long_run_costs_little_and_a_cache_tells_what_it_lacks(tmp_path, capfd):
     args = write_run(tmp_path, 100_000)
     begin = time.process_time()
+    records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    read = time.process_time() - begin  # the yardstick, as machines differ
     train_text_to_image.save_report(90, args)
-    assert time.process_time() - begin < 5  # 0.8 s for the records on a quiet machine, and the pictures
+    assert len(records) >= 100_000 and time.process_time() - begin - read < 4 * read + 1
     page = (tmp_path / "out/report.html").read_text()
     assert len(page) < 2_000_000 and page.count("data:image/png") == 8 and "broken" in page
     assert "<script" not in page and HOSTILE not in page and capfd.readouterr().err == ""
