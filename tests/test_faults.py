@@ -112,9 +112,13 @@ def at(event, nth, act):
 
 
 def contents(folder):
-    """{file: its bytes}, without logs and locks and what in metrics.jsonl depends on the machine."""
+    """{file: its bytes}, without logs, locks, and how fast the machine was."""
     paths = {str(path.relative_to(folder)): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
-    found = {n: path.read_bytes() for n, path in paths.items() if not re.match(r"logs/|image_cache/|.*\.lock$", n)}
+    found = {
+        n: path.read_bytes()
+        for n, path in paths.items()
+        if not re.match(r"logs/|image_cache/|report.html|.*\.lock$", n)
+    }
     if "metrics.jsonl" in found:
         records = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
         found["metrics.jsonl"] = [{k: v for k, v in record.items() if k not in MOMENTS} for record in records]
@@ -257,6 +261,7 @@ class Verdicts(collections.Counter):
             yield
         except (AssertionError, TimeoutError) as error:
             self.failures.append(str(error)[:2000])
+            print(self.failures[-1])
             shutil.rmtree(target.out, ignore_errors=True)
 
     def show(self, name):
