@@ -148,10 +148,12 @@ def parse_args(argv=None):
     return args
 
 
-def number(low, high, kind=float):
-    """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf."""
+def number(low, high, kind=float, *words):
+    """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf, or one of `words`."""
 
     def parse(text):
+        if text in words:
+            return text
         if not low <= (value := kind(text)) <= high:
             raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
         return value
