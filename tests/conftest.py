@@ -175,6 +175,8 @@ def start(function, num_processes=1, log=os.devnull):
     for rank in range(num_processes):
         pid = os.fork()
         if pid:
+            with contextlib.suppress(OSError):  # the fork does as well, but `kill` may come before it
+                os.setpgid(pid, pid)
             pids.append(pid)
             continue
         code = 1
