@@ -123,6 +123,7 @@ def make_parser():
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", default="ddpm-model-64", help="everything is written here")
     add("--latents", choices=["moments", "sample"], help="mean and std, or one draw (None: moments if there are any)")
+    add("--text_cache", choices=["embeddings", "ids"], default="embeddings", help="ids: small; the trainer encodes")
     add("--rows_per_shard", type=count, default=1024, help="source rows per file; a kill loses no more")
     add("--batch_size", type=number(1, 10**5, int), default=16, help="images per process and forward pass")
     add("--max_skipped", type=number(0, 1), default=0.05, help="share of rows that may fail")
@@ -231,6 +232,7 @@ def describe_encoders(vae, text_encoder, tokenizer, args):
         "latents": args.latents,
         "latents_shape": [channels // 2 if args.latents == "sample" and has_moments else channels, *size],
         "prompt_embeds_shape": list(empty_prompt.shape),
+        "text_cache": args.text_cache,
         "dtype": DTYPES[args.mixed_precision],
     }
     return empty_prompt, settings
@@ -252,8 +254,8 @@ def place_encoders(exact_models, device, args):
 def encode(batch, vae, text_encoder, args):
     """Stage 2, on the device: a batch of `transform`ed rows -> the columns of the cache that are numbers.
 
-    Returns ({column: float16 [N, numbers per row]}, event): the columns are on their way to the CPU, and there once
-    the event has happened (None on a CPU).
+    Returns ({column: float16 [N, numbers per row], token ids int32}, event): the columns are on their way to the CPU,
+    and there once the event has happened (None on a CPU).
     """
     pixel_values, device = batch["pixel_values"], vae.device
     # Batches begin where shards do, so this does not depend on the number of processes.
@@ -265,8 +267,12 @@ def encode(batch, vae, text_encoder, args):
         for name, moments in columns.items():
             mean, std = moments.chunk(2, dim=1)
             columns[name] = mean + std * torch.randn(mean.shape, generator=generator, device=device)
-    columns["prompt_embeds"] = encode_prompts(text_encoder, batch["input_ids"])
-    columns = {name: x.half().flatten(1).to("cpu", non_blocking=True) for name, x in columns.items()}
+    columns = {name: latents.half().flatten(1) for name, latents in columns.items()}
+    if args.text_cache == "ids":
+        columns["input_ids"] = batch["input_ids"].int()
+    else:
+        columns["prompt_embeds"] = encode_prompts(text_encoder, batch["input_ids"]).half().flatten(1)
+    columns = {name: numbers.to("cpu", non_blocking=True) for name, numbers in columns.items()}
     event = torch.cuda.Event() if device.type == "cuda" else None
     if event is not None:
         event.record()
@@ -344,6 +350,7 @@ def read_cache(output_dir):
     cache, state = json.loads((output_dir / "cache.json").read_text()), output_dir / "state.json"
     if state.exists() and json.loads(state.read_text())["_fingerprint"] != fingerprint(cache):
         raise ValueError("cache.json is not as it was written")
+    cache.setdefault("text_cache", "embeddings")  # older caches have no other
     records = {name: {**record, "skipped": []} for name, record in cache.get("shards", {}).items()}
     if records:  # finished once: what was skipped is in one file
         for entry in map(json.loads, (output_dir / "skipped.jsonl").read_text().splitlines()):
@@ -429,10 +436,11 @@ def plan_cache(rows, empty_prompt, settings, args):
         "rows_per_shard": args.rows_per_shard,
     }
     shards = [name_shard(row, settings) for row in range(0, len(rows), args.rows_per_shard)]
-    row_bytes = 2 * (math.prod(settings["latents_shape"]) * (1 + args.random_flip) + empty_prompt.size)
+    text_bytes = 2 * empty_prompt.size if args.text_cache == "embeddings" else 4 * len(empty_prompt)
+    row_bytes = 2 * math.prod(settings["latents_shape"]) * (1 + args.random_flip) + text_bytes
     size = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
     return shards, (
-        f"{len(rows):,} rows of {size(row_bytes)} ({size(2 * empty_prompt.size)} of it the caption's) and the text: "
+        f"{len(rows):,} rows of {size(row_bytes)} ({size(text_bytes)} of it the caption's) and the text: "
         f"{size(len(rows) * row_bytes)} in {len(shards):,} shards"
     )
 

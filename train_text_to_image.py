@@ -330,9 +330,12 @@ def load_cache(folder):
         state = json.loads((folder / "state.json").read_text())
         if state["_fingerprint"] != fingerprint(cache):
             raise ValueError("cache.json is not as it was written")
-        sizes = {"prompt_embeds": math.prod(cache["prompt_embeds_shape"])}
+        cache.setdefault("text_cache", "embeddings")  # older caches have no other
+        kinds = {"prompt_embeds": pa.list_(pa.float16(), math.prod(cache["prompt_embeds_shape"]))}
+        if cache["text_cache"] == "ids":
+            kinds = {"input_ids": pa.list_(pa.int32(), cache["prompt_embeds_shape"][0])}
         for name in ["latents"] + ["latents_flipped"] * cache["transform"]["random_flip"]:
-            sizes[name] = math.prod(cache["latents_shape"])
+            kinds[name] = pa.list_(pa.float16(), math.prod(cache["latents_shape"]))
         content, batches = (folder / "empty_prompt.npy").read_bytes(), []
         if hashlib.sha256(content).hexdigest() != cache["empty_prompt_sha256"]:
             raise ValueError("empty_prompt.npy is not as it was written")
@@ -343,9 +346,9 @@ def load_cache(folder):
             if sum(map(len, read)) != record["rows"]:
                 raise ValueError(f"{sum(map(len, read))} rows instead of {record['rows']}")
             for batch in read:
-                for column, size in sizes.items():
-                    if batch[column].type != pa.list_(pa.float16(), size) or batch[column].flatten().null_count:
-                        raise ValueError(f"{column} is not {size} numbers in each row")
+                for column, kind in kinds.items():
+                    if batch[column].type != kind or batch[column].flatten().null_count:
+                        raise ValueError(f"{column} is not {kind.list_size} numbers in each row")
                 if "checksums" in record:
                     digest.update(batch["checksum"].to_numpy())
             if "checksums" not in record:  # of a cache from before there were any
@@ -366,8 +369,9 @@ def load_cache(folder):
 class CachedLatents(torch.utils.data.Dataset):
     """Turns keys of `step_batches` into a batch of one or several latent caches.
 
-    {"latents", "prompt_embeds": float16 [N, numbers per row], "weight": [N], "skipped": []}. The columns are views of
-    the memory-mapped files, and a row is copied once, into its batch. A row is checked when it is first read.
+    {"latents", "prompt_embeds": float16 [N, numbers per row], or in place of these "input_ids": int32 [N, tokens],
+    "weight": [N], "skipped": []}. The columns are views of the memory-mapped files, and a row is copied once, into its
+    batch. A row is checked when it is first read.
     """
 
     def __init__(self, batches, args):
@@ -375,9 +379,10 @@ class CachedLatents(torch.utils.data.Dataset):
         self.batches, self.ends = batches, np.cumsum([len(batch) for _, batch in batches])
         self.views = [
             {name: batch[name].flatten().to_numpy().reshape(len(batch), -1) for name in batch.schema.names
-             if name in ("latents", "latents_flipped", "prompt_embeds")}
+             if name in ("latents", "latents_flipped", "prompt_embeds", "input_ids")}
             for _, batch in batches
         ]  # fmt: skip
+        self.text = "input_ids" if "input_ids" in self.views[0] else "prompt_embeds"
         self.unchecked = np.ones(len(self), bool)
 
     def __len__(self):
@@ -387,9 +392,9 @@ class CachedLatents(torch.utils.data.Dataset):
         return [key for _, batch in self.batches for key in batch["key"].to_pylist()]  # as `transform` named them
 
     def gather(self, rows, columns):
-        """Rows of the columns named for each -> float16 [N, numbers per row]."""
-        chunks = np.searchsorted(self.ends, rows, side="right")
-        out = np.empty((len(rows), self.views[0][columns[0]].shape[1]), np.float16)
+        """Rows of the columns named for each -> [N, numbers per row]."""
+        chunks, view = np.searchsorted(self.ends, rows, side="right"), self.views[0][columns[0]]
+        out = np.empty((len(rows), view.shape[1]), view.dtype)
         for i, (row, chunk, column) in enumerate(zip(rows, chunks, columns, strict=True)):
             out[i] = self.views[chunk][column][row - self.ends[chunk]]  # counted from the chunk's end
         return torch.from_numpy(out)
@@ -413,7 +418,7 @@ class CachedLatents(torch.utils.data.Dataset):
             latents = ["latents_flipped" if flip else "latents" for flip in flipped]
         return {
             "latents": self.gather(rows, latents),
-            "prompt_embeds": self.gather(rows, ["prompt_embeds"] * len(keys)),
+            self.text: self.gather(rows, [self.text] * len(keys)),
             "weight": torch.tensor([weight for _, _, weight in keys]),
             "skipped": [],
         }
@@ -422,9 +427,10 @@ class CachedLatents(torch.utils.data.Dataset):
 def load_data(accelerator, args):
     """The data of the caches, or images with the models that encode them in the step.
 
-    Returns (dataset, frozen). `frozen` is what `prepare_batch` needs: the VAE and the text encoder (None with a cache,
-    which has what they gave), the empty prompt's embedding [tokens, D], and what cache.json says, or would say.
+    Returns (dataset, frozen). `frozen` is what `prepare_batch` needs: the VAE and the text encoder (None where a cache
+    has what they gave), the empty prompt's embedding [tokens, D], and what cache.json says, or would say.
     """
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
     if args.latents_dir:
         caches = [load_cache(folder) for folder in args.latents_dir]
         cache, empty_prompt, _ = caches[0]
@@ -433,6 +439,7 @@ def load_data(accelerator, args):
             description = describe_models(vae, text_encoder, tokenizer)
             description |= describe_latents(vae, cache["transform"]["resolution"], cache["latents"])
             description["prompt_embeds_shape"] = [tokenizer.model_max_length, text_encoder.config.hidden_size]
+            description["text_cache"] = cache["text_cache"]
             for folder, (other, _, _) in zip(args.latents_dir, caches, strict=True):
                 check_cache(folder, other, description, args)
         accelerator.wait_for_everyone()
@@ -441,10 +448,12 @@ def load_data(accelerator, args):
         dataset = CachedLatents([batch for _, _, batches in caches for batch in batches], args)
         content = json.dumps([cache["shards"] for cache, _, _ in caches])
         dataset.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
-        return dataset, (None, empty_prompt.float().to(accelerator.device), cache)
+        text_encoder = None
+        if cache["text_cache"] == "ids":
+            text_encoder = load_models(args, dtype)[1].requires_grad_(False).to(accelerator.device)
+        return dataset, ((None, text_encoder), empty_prompt.float().to(accelerator.device), cache)
     args.resolution = args.resolution or 512
     rows, column = load_rows(args, others=[args.caption_column])
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision, torch.float32)
     vae, text_encoder, tokenizer = load_models(args, dtype)
     put_on_device(vae.requires_grad_(False), accelerator.device)
     text_encoder.requires_grad_(False).to(accelerator.device)
@@ -472,7 +481,8 @@ def check_cache(folder, cache, description, args):
     differences = find_differences({name: cache.get(name) for name in description}, description)
     if differences:
         fail(
-            f"{folder} was not made with these models ({', '.join(differences)}): choose the models or the cache anew"
+            f"{folder} does not fit these models or the first cache ({', '.join(differences)}): choose the models or "
+            "the caches anew"
         )
     say_cut(cache.get("captions_cut", 0), cache["rows"], cache["prompt_embeds_shape"][0], f"{folder}: ")
     if args.random_flip and not cache["transform"]["random_flip"]:
@@ -537,13 +547,14 @@ def prepare_batch(batch, frozen, args):
 
     A fresh draw of the latents each time, and the empty prompt in place of a share of the captions.
     """
-    encoders, empty_prompt, cache = frozen
-    if encoders is None:
+    (vae, text_encoder), empty_prompt, cache = frozen
+    if vae is None:
         latents = batch["latents"].float().unflatten(1, cache["latents_shape"])
+    else:
+        latents = encode_images(vae, batch["pixel_values"])
+    if text_encoder is None:
         prompt_embeds = batch["prompt_embeds"].float().unflatten(1, cache["prompt_embeds_shape"])
     else:
-        vae, text_encoder = encoders
-        latents = encode_images(vae, batch["pixel_values"])
         prompt_embeds = encode_prompts(text_encoder, batch["input_ids"])
     if cache["latents"] == "moments":
         mean, std = latents.chunk(2, dim=1)

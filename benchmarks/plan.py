@@ -37,7 +37,7 @@ def parse_args(argv=None):
     add("--resolution", type=count, default=256, help="side of the square images, pixels")
     add("--image_bytes", type=positive, default=60e3, help="of a stored image with its caption (given, not measured)")
     add("--latent_channels", type=count, default=4, help="of the VAE, whose latents have 1/8 of the side")
-    add("--embedding", type=count, default=77 * 1024, help="numbers of a caption's embedding (SD v2: 77 x 1024)")
+    add("--embedding", type=count, default=77 * 1024, help="numbers for a caption (SD v2: 77 x 1024; ids: 2 x 77)")
     add = parser.add_argument_group("speed").add_argument
     add(
         "--download_speed",

@@ -514,7 +514,7 @@ def test_a_cache_of_other_models_or_settings_is_refused(tmp_path, cached, models
     vae.register_to_config(scaling_factor=0.18215)
     vae.save_pretrained(tmp_path / "vae")
     error = refused(capfd, *cached, f"--vae_name_or_path={tmp_path / 'vae'}")
-    assert "was not made with these models (vae.scaling_factor 0.9446 -> 0.18215)" in error
+    assert "does not fit these models or the first cache (vae.scaling_factor 0.9446 -> 0.18215)" in error
     with torch.no_grad():
         vae.register_to_config(scaling_factor=0.9446)
         vae.encoder.conv_in.bias[0] += 1e-3
@@ -528,7 +528,10 @@ def test_a_cache_of_other_models_or_settings_is_refused(tmp_path, cached, models
     assert "takes 4 channels and embeddings of 48; the latents have 4, the embeddings 32" in error
     make_cache(tmp_path, "--latents=sample", name="sample")
     both = [*cached, "--latents_dir", tmp_path / "cache", tmp_path / "sample"]
-    assert f"{tmp_path / 'sample'} was not made with" in refused(capfd, *both)
+    assert f"{tmp_path / 'sample'} does not fit these models" in refused(capfd, *both)
+    make_cache(tmp_path, "--text_cache=ids", name="ids")
+    both = [*cached, "--latents_dir", tmp_path / "cache", tmp_path / "ids"]
+    assert f"{tmp_path / 'ids'} does not fit these models or the first cache (text_cache ids" in refused(capfd, *both)
     assert not (tmp_path / "out/unet").exists()
 
 
@@ -648,6 +651,23 @@ def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_p
     rewrite(cache, lambda content: content.update(latents_shape=[8, 8, 8]))
     rewrite(cache, lambda content: content["shards"].update({"../equal/" + two.name: content["shards"][one.name]}))
     assert "is not as it was written" in refused(capfd, *cached) or "rows instead of" in refused(capfd, *cached)
+
+
+def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
+    """It is smaller by what the embeddings take, and goes on where a kill ends it as any other does."""
+    make_cache(tmp_path, "--text_cache=ids", name="ids")
+    sizes = [sum(path.stat().st_size for path in (tmp_path / name).glob("data-*")) for name in ("cache", "ids")]
+    assert sizes[0] - sizes[1] > 0.8 * 6 * (8 * 32 * 2 - 8 * 4)  # rows of so many bytes, but for what Arrow adds
+    train(*cached)
+    ids = [*cached, f"--latents_dir={tmp_path / 'ids'}", f"--output_dir={tmp_path / 'of-ids'}"]
+    train(*ids)
+    losses = [[record["loss"] for record in metrics(tmp_path / name)] for name in ("out", "of-ids")]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0] != losses[1]
+    before = (tmp_path / "ids/cache.json").read_bytes()
+    make_cache(tmp_path, "--text_cache=ids", name="ids")
+    assert (tmp_path / "ids/cache.json").read_bytes() == before
+    with pytest.raises(SystemExit):
+        make_cache(tmp_path, name="ids")
 
 
 def test_a_cache_with_batches_of_bad_rows_trains(tmp_path, flags):
