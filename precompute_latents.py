@@ -1135,11 +1135,14 @@ def encode_prompts(text_encoder, input_ids):
 
 def hash_weights(model):
     """SHA-256 of a model's weights: of their values and shapes, whatever the files and the library call them."""
-    digests = []
-    for weight in model.parameters():
+
+    def hash_weight(weight):
         digest = hashlib.sha256(str(tuple(weight.shape)).encode())
         digest.update(weight.detach().float().cpu().contiguous().numpy())
-        digests.append(digest.hexdigest())
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor() as pool:  # gigabytes, and all processes wait; hashing lets other threads run
+        digests = pool.map(hash_weight, model.parameters())
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
