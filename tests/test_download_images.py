@@ -861,14 +861,18 @@ def test_object_storage(local_ray, storage, server, tmp_path):
     if storage is None:
         pytest.skip("needs moto[server]")
     fs = pytest.importorskip("s3fs", reason="needs s3fs").S3FileSystem()
-    fs.mkdir("bucket")
+    fs.mkdir("downloads")
     table = make_table(tmp_path / "urls.parquet", [*good_urls(server, 30), f"{server.url}/flaky/30"])
-    fs.put_file(table, "bucket/tables/urls.parquet")
-    source, out, flags = "s3://bucket/tables/*.parquet", "s3://bucket/out", ["--rows_per_shard", "5", "--retries", "0"]
+    fs.put_file(table, "downloads/tables/urls.parquet")
+    source, out, flags = (
+        "s3://downloads/tables/*.parquet",
+        "s3://downloads/out",
+        ["--rows_per_shard", "5", "--retries", "0"],
+    )
 
     def done():
         fs.invalidate_cache()
-        return len(fs.glob("bucket/out/__download__/records/*.json"))
+        return len(fs.glob("downloads/out/__download__/records/*.json"))
 
     server.delay = 0.5
     driver = start(source, out, *flags, "--address", local_ray)
@@ -880,11 +884,11 @@ def test_object_storage(local_ray, storage, server, tmp_path):
     server.delay = 0
     run(source, out, *flags)
     fs.invalidate_cache()
-    assert len(fs.cat("bucket/out/__download__/failures.jsonl").splitlines()) == 1
+    assert len(fs.cat("downloads/out/__download__/failures.jsonl").splitlines()) == 1
     server.requests["/flaky/30"] = 5
     run(source, out, *flags, "--retry_failed")
     fs.invalidate_cache()
-    fs.get("bucket/out/", str(tmp_path / "copy/"), recursive=True)
+    fs.get("downloads/out/", str(tmp_path / "copy/"), recursive=True)
     assert [row["image"]["bytes"] for row in read_rows(tmp_path / "copy")] == [make_image(i) for i in range(31)]
     assert read_failures(tmp_path / "copy") == []
     assert sum(server.requests[f"/image/{i}"] for i in range(30)) <= 40  # two shards were in work when it was killed

@@ -412,25 +412,25 @@ def test_the_other_scripts_do_not_need_ray():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not [name for name in names if name.split(".")[0] == "ray"], path
     code = "import sys; sys.modules['ray'] = None; import precompute_latents, train_text_to_image, train_unconditional"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-    code = "import sys; sys.modules['ray'] = None; import precompute_latents_ray"
+    code += "; print('fine'); import precompute_latents_ray"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.strip().endswith("Ray is missing: pip install -r requirements-ray.txt")
+    assert (
+        done.returncode == 1
+        and done.stdout == "fine\n"
+        and done.stderr.strip().endswith("Ray is missing: pip install -r requirements-ray.txt")
+    )
 
 
 def test_the_demo(tmp_path):
-    begin = time.time()
     env = {**os.environ, "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-", dir="/tmp"), "HF_HOME": str(tmp_path)}
     command = [sys.executable, ROOT / "precompute_latents_ray.py", "--output_dir", tmp_path / "out"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    seconds = time.time() - begin
     shutil.rmtree(env["RAY_TMPDIR"], ignore_errors=True)
     assert done.returncode == 0 and "short for\npython precompute_latents_ray.py --pretrained" in done.stdout, (
         done.stderr
     )
     precompute("--output_dir", tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert seconds < 60
 
 
 # ------------------------------------------------------------------- object storage

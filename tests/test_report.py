@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import time
-from html import unescape
+from html import escape, unescape
 
 import pytest
 from conftest import make_images, metrics
@@ -109,7 +109,7 @@ def test_a_long_run_costs_little_and_a_cache_tells_what_it_lacks(tmp_path, capfd
 @pytest.mark.parametrize("width, height, dark", [(390, 844, True), (1280, 900, False)])
 def test_it_looks_right_in_a_browser(tmp_path, width, height, dark):
     train_text_to_image.save_report(90, write_run(tmp_path, 30))
-    look = """<script>document.body.dataset.seen = JSON.stringify({
+    look = """<script>parent.document.body.dataset.seen = JSON.stringify({
         title: document.title, width: innerWidth, wide: document.documentElement.scrollWidth,
         ink: getComputedStyle(document.querySelector("svg text")).fill,
         dark: matchMedia("(prefers-color-scheme: dark)").matches,
@@ -117,17 +117,12 @@ def test_it_looks_right_in_a_browser(tmp_path, width, height, dark):
         pictures: [...document.images].map(image => [image.naturalWidth, image.height]),
         lines: [...document.querySelectorAll("svg")].map(svg => [svg, ...svg.querySelectorAll("polyline, text")].map(
             part => part.getBoundingClientRect()).map(box => [box.left, box.right, box.top, box.bottom]))})</script>"""
-    (tmp_path / "look.html").write_text((tmp_path / "out/report.html").read_text() + look)
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        scheme,
-    ]
-    command += [f"--window-size={width},{height}", "--dump-dom", (tmp_path / "look.html").as_uri()]
+    page = escape((tmp_path / "out/report.html").read_text() + look)
+    frame = f"<iframe style='border: 0' width={width} height={height} srcdoc=\"{page}\"></iframe>"  # a window is wider
+    (tmp_path / "look.html").write_text(frame)
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", "--window-size=1400,1000"]
+    command += [(tmp_path / "look.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
     seen = json.loads(unescape(re.search('data-seen="(.*?)"', dom)[1]))
     assert seen["title"] == "out" and seen["dark"] is dark and seen["width"] == width

@@ -861,7 +861,7 @@ def test_a_strip_of_pixels_does_not_fill_the_memory(tmp_path):
     Image.new("L", (40000, 2)).save(tmp_path / "strip.png")
     source = {"bytes": (tmp_path / "strip.png").read_bytes(), "path": None}
     for center_crop in (True, False):
-        size = script.cache_batch({"image": [source]}, [0], "image", 64, center_crop, 3)["image"][0]["size"]
+        size = script.cache_batch({"image": [source]}, [0], "image", 64, center_crop, 3, 0)["image"][0]["size"]
         assert size == [3, 64, 64] if center_crop else size == [3, 64, 256]
 
 
