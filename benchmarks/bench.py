@@ -1,0 +1,231 @@
+"""What the benchmarks share: models with random weights, images, caches of random numbers, and how steps are timed."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import platform
+import runpy
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+# Stable Diffusion 2, and the same with a tenth of the channels, whose parts have the same share of the work.
+SIZES = {
+    "sd2": {"unet": (320, 640, 1280, 1280), "vae": (128, 256, 512, 512), "groups": 32, "text": 1024},
+    "tenth": {"unet": (32, 64, 128, 128), "vae": (12, 24, 48, 48), "groups": 4, "text": 96},
+    "toy": {"unet": (8, 8), "vae": (4, 4, 4, 4), "groups": 4, "text": 32},
+}
+
+
+def make_models(folder, size):
+    """A Stable Diffusion folder with random weights."""
+    import torch
+    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    shape, folder = SIZES[size], Path(folder)
+    large, text = size == "sd2", shape["text"]
+    blocks, levels = len(shape["unet"]), len(shape["vae"])
+    torch.manual_seed(0)
+    config = json.loads((ROOT / "configs/stable_diffusion_v2_base_unet.json").read_text())
+    config |= {"block_out_channels": shape["unet"], "cross_attention_dim": text}
+    config |= {"attention_head_dim": [max(1, width // 64) for width in shape["unet"]]}
+    config |= {"norm_num_groups": 32 if min(shape["unet"]) >= 32 else 4}
+    config["down_block_types"] = ["CrossAttnDownBlock2D"] * (blocks - 1) + ["DownBlock2D"]
+    config["up_block_types"] = ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * (blocks - 1)
+    unet = UNet2DConditionModel.from_config(config)
+    vae = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * levels, up_block_types=["UpDecoderBlock2D"] * levels,
+        block_out_channels=shape["vae"], layers_per_block=2, norm_num_groups=shape["groups"], scaling_factor=0.18215,
+    )  # fmt: skip
+    tokenizer = CLIPTokenizer.from_pretrained(ROOT / "demo/models/tokenizer", model_max_length=77)
+    layers, heads = (23, text // 64) if large else (2, 2)
+    text_encoder = CLIPTextModel(
+        CLIPTextConfig(
+            hidden_size=text, intermediate_size=4 * text, num_hidden_layers=layers, num_attention_heads=heads,
+            vocab_size=49408 if large else len(tokenizer), bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+    scheduler = DDPMScheduler.from_pretrained(ROOT / "demo/models/scheduler")
+    models = (vae, text_encoder, tokenizer, unet, scheduler)
+    StableDiffusionPipeline(*models, None, None, requires_safety_checker=False).save_pretrained(folder)
+    return folder
+
+
+def make_images(folder, count, side):
+    """A folder of JPEGs with captions: 16 pictures, which are smooth as photographs are, again and again."""
+    import numpy as np
+    from PIL import Image
+
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    rng, captions = np.random.default_rng(0), []
+    for i in range(count):
+        if i < 16:
+            small = Image.fromarray(rng.integers(0, 256, (side // 16 + 2, side // 16 + 2, 3), np.uint8))
+            small.resize((side, side), Image.BICUBIC).save(folder / f"{i}.jpg", quality=90)
+        else:
+            os.link(folder / f"{i % 16}.jpg", folder / f"{i}.jpg")
+        captions.append(json.dumps({"file_name": f"{i}.jpg", "text": f"a digit {i}"}))
+    (folder / "metadata.jsonl").write_text("\n".join(captions))
+    return folder
+
+
+def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_per_shard=1024):
+    """A finished cache of precompute_latents.py whose rows are random numbers, written as that script writes."""
+    import datasets
+    import numpy as np
+    import pyarrow as pa
+    import torch
+
+    import precompute_latents as script
+
+    folder = Path(folder)
+    (folder / "unfinished").mkdir(parents=True)
+    args = script.parse_args([
+        f"--pretrained_model_name_or_path={models}", f"--train_data_dir={models}", f"--resolution={resolution}",
+        f"--text_cache={text_cache}", f"--rows_per_shard={rows_per_shard}", f"--output_dir={folder}",
+    ])  # fmt: skip
+    args.mixed_precision = "no"
+    empty_prompt, settings = script.describe_encoders(*script.load_models(args, torch.float32), args)
+    shards, _ = script.plan_cache(datasets.Dataset.from_dict({"row": range(rows)}), empty_prompt, settings, args)
+    script.write_file(folder / "cache.json", json.dumps(settings))
+    rng, numbers = np.random.default_rng(0), int(np.prod(settings["latents_shape"]))
+    embedding = empty_prompt.size if text_cache == "embeddings" else len(empty_prompt)
+
+    def encoded(start, end):
+        for first in range(start, end, 64):
+            count = min(64, end - first)
+            columns = {"latents": rng.random((count, numbers), np.float32).astype(np.float16)}
+            columns["latents"][:, numbers // 2 :] *= 0.1  # the standard deviations
+            if text_cache == "embeddings":
+                columns["prompt_embeds"] = rng.random((count, embedding), np.float32).astype(np.float16)
+            else:
+                columns["input_ids"] = rng.integers(0, 200, (count, embedding), np.int32)
+            sums = [script.checksum({name: column[i] for name, column in columns.items()}) for i in range(count)]
+            arrays = {
+                n: pa.FixedSizeListArray.from_arrays(pa.array(c.ravel()), c.shape[1]) for n, c in columns.items()
+            }
+            arrays["text"] = arrays["key"] = pa.array([str(first + i) for i in range(count)])
+            arrays["checksum"] = pa.array(sums, pa.uint64())
+            yield first, pa.RecordBatch.from_pydict(arrays), [], {"encoded_again": 0, "captions_cut": 0}
+
+    for number, name in enumerate(shards):
+        start = number * rows_per_shard
+        script.write_shard(folder / name, encoded(start, min(rows, start + rows_per_shard)))
+    script.finish(folder, empty_prompt, 1)
+    return folder
+
+
+def run(script, argv, steps=None, forbid_syncs=False):
+    """Run a training script in a process of its own; a hook on AdamW notes when each optimizer step has been given.
+
+    Returns {"first": seconds from the start of the process to the end of step 1, "step": seconds of a step, the mean
+    of all after the third, "rss": MiB of memory at most, "gpu": GiB of the GPU's at most}. After `steps` the process
+    is ended, so that nobody waits for what a training saves. With `forbid_syncs` whatever waits for a GPU in the steps
+    before the first record (--logging_steps 10) is an error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log, begin = Path(folder, "steps"), time.time()
+        command = [sys.executable, __file__, str(log), str(steps), str(forbid_syncs), str(script), *map(str, argv)]
+        with open(Path(folder, "output"), "w+") as output:
+            environment = {"HF_HUB_OFFLINE": "1", **os.environ}
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a loader's processes
+            if process.returncode or not log.exists():
+                output.seek(0)
+                sys.exit(f"{' '.join(command)} failed:\n{output.read()[-3000:]}")
+        times, peaks = zip(*(map(float, line.split()) for line in log.read_text().splitlines()), strict=True)
+    warm = min(3, len(times) - 1)
+    step = (times[-1] - times[warm]) / max(1, len(times) - 1 - warm)
+    return {"first": times[0] - begin, "step": step, "rss": usage.ru_maxrss / 1024, "gpu": peaks[-1]}
+
+
+def interleaved(runs, rounds):
+    """{name: [what each round's run returned]}, the runs in turns, so that all meet the machine's slow moments."""
+    results = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, function in runs.items():
+            results[name].append(function())
+    return results
+
+
+def spread(numbers, form="{:.2f}"):
+    """The median, and from where to where the numbers go."""
+    low, high = form.format(min(numbers)), form.format(max(numbers))
+    return form.format(statistics.median(numbers)) + (f" ({low} to {high})" if len(numbers) > 1 else "")
+
+
+def machine():
+    """The hardware and torch, in words."""
+    import torch
+
+    processor = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            processor = line.split(":")[1].strip()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{device}, {cores} cores of {processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def show(title, header, rows):
+    """Print a Markdown table."""
+    print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
+
+
+def make_parser(doc, **defaults):
+    """A parser with the flags that the timing benchmarks share."""
+    parser = argparse.ArgumentParser(
+        description=doc.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    defaults = {"size": "tenth", "mixed_precision": "no", "batch_size": 4, "steps": 12, "rounds": 3, **defaults}
+    parser.add_argument("--size", choices=SIZES, default=defaults["size"], help="of the models: SD 2's, or a tenth")
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default=defaults["mixed_precision"])
+    for name in ("batch_size", "steps", "rounds"):
+        parser.add_argument(f"--{name}", type=int, default=defaults[name])
+    return parser
+
+
+def child(log, steps, forbid_syncs, script, *argv):
+    """Run a script as `python script argv` would, and note in `log` the time of each optimizer step."""
+    import torch
+
+    last = 0 if steps == "None" else int(steps)
+    step, count, cuda = torch.optim.AdamW.step, itertools.count(1), torch.cuda.is_available()
+
+    def timed(self, *args, **options):
+        result = step(self, *args, **options)
+        number = next(count)
+        if cuda and number in (4, last):  # where the timing begins and ends
+            torch.cuda.synchronize()
+        with open(log, "a") as file:
+            file.write(f"{time.time()} {torch.cuda.max_memory_allocated() / 2**30 if cuda else math.nan}\n")
+        if cuda and forbid_syncs == "True":
+            torch.cuda.set_sync_debug_mode("error" if 5 <= number < 9 else "default")
+        if number == last:
+            os._exit(0)
+        return result
+
+    torch.optim.AdamW.step = timed
+    sys.argv, sys.path[0] = [script, *argv], str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    child(*sys.argv[1:])

@@ -1,0 +1,156 @@
+"""What does a trainer's loop cost beside the model? Steps of both trainers over those of a bare loop.
+
+    python benchmarks/step_overhead.py                                       # some minutes on 2 cores
+    python benchmarks/step_overhead.py --size sd2 --mixed_precision bf16 --batch_size 64 --steps 60      # on a GPU
+
+The bare loop does a forward pass, a mean squared error, a backward pass and a step of fused AdamW on tensors that lie
+there. The trainers are started as users start them: data from a cache (or images), noise, averaged weights, clipping,
+records, checks. Bare loop and trainer take turns; the ratio is that of the medians. Then one step is taken apart.
+"""
+
+import contextlib
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import bench
+
+TRAINERS = ("train_text_to_image", "train_unconditional")
+
+
+def bare(name, *argv):
+    """The bare loop, with the flags of a trainer."""
+    import torch
+    import torch.nn.functional as F
+
+    script = importlib.import_module(name)
+    args = script.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == TRAINERS[0]:
+        cache = json.loads(Path(args.latents_dir[0], "cache.json").read_text())
+        channels, *size = cache["latents_shape"]
+        shape, (tokens, width) = (channels // 2, *size), cache["prompt_embeds_shape"]
+        unet = script.make_unet(args, shape, width)
+        condition = {"encoder_hidden_states": torch.randn(args.train_batch_size, tokens, width, device=device)}
+    else:
+        unet, condition = script.make_unet(args), {}
+        shape = (unet.config.in_channels, args.resolution, args.resolution)
+    script.put_on_device(unet, device).train()
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate, fused=True)
+    images, noise = torch.randn(2, args.train_batch_size, *shape, device=device)
+    timesteps = torch.randint(1000, (args.train_batch_size,), device=device)
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.mixed_precision, torch.float32)
+    for _ in range(args.max_train_steps):
+        with torch.autocast(device.type, precision, enabled=precision != torch.float32):
+            prediction = unet(images, timesteps, **condition).sample
+        F.mse_loss(prediction.float(), noise).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def take_apart(name, argv):
+    """Where a trainer's time goes: {part: share of a step}; waits for the GPU after each part."""
+    import torch
+
+    script, marks = importlib.import_module(name), []
+    parts = {
+        "the batch made ready": (script, "prepare_batch"),
+        "noise, forward pass and loss": (script, "compute_loss"),
+        "backward pass": (script.Accelerator, "backward"),
+        "gradient norm and clipping": (script.Accelerator, "clip_grad_norm_"),
+        "AdamW": (torch.optim.AdamW, "step"),
+        "averaged weights": (script, "update_ema"),
+        "the range of the images, for signs": (script, "measure_images"),
+        "notes": (script.Records, "add"),
+        "records": (script.Records, "update"),
+    }
+    times = {part: [] for part in parts}
+
+    def now():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def timed(part, function):
+        def inner(*args, **options):
+            begin = now()
+            result = function(*args, **options)
+            times[part].append(now() - begin)
+            if part == "averaged weights":  # once a step
+                marks.append((now(), {part: len(found) for part, found in times.items()}))
+            return result
+
+        return inner
+
+    with contextlib.ExitStack() as stack:
+        for part, (owner, function) in parts.items():
+            stack.enter_context(mock.patch.object(owner, function, timed(part, getattr(owner, function))))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        script.main(script.parse_args(argv))
+    (begin, before), (end, after) = marks[2], marks[-1]
+    spent = {part: sum(found[before[part] : after[part]]) / (end - begin) for part, found in times.items()}
+    return {**spent, "all else: data, loop, schedule": 1 - sum(spent.values())}
+
+
+def make_flags(folder, cli):
+    """What to train: {trainer: its flags}, without --output_dir."""
+    models, rows = bench.make_models(folder / "sd", cli.size), cli.batch_size * max(8, cli.steps // 4)
+    cache = bench.make_cache(folder / "cache", models, rows, cli.resolution)
+    side = 8 if cli.size == "toy" else 32 if cli.size == "tenth" else 64
+    images = bench.make_images(folder / "images", 4 * rows, side)
+    common = [f"--train_batch_size={cli.batch_size}", f"--max_train_steps={cli.steps}", "--report_to=none"]
+    common += [f"--mixed_precision={cli.mixed_precision}", "--logging_steps=5", "--checkpointing_steps=1000000"]
+    unconditional = [*common, f"--train_data_dir={images}", f"--resolution={side}", "--cache_images", "--use_ema"]
+    unconditional += ["--ddpm_num_inference_steps=1", "--eval_batch_size=1", f"--cache_dir={folder / 'data'}"]
+    unconditional[0] = f"--train_batch_size={4 * cli.batch_size}"
+    if cli.size != "sd2":  # else the U-Net of diffusers' script
+        width = 8 if cli.size == "toy" else 32
+        config = {"layers_per_block": 1, "block_out_channels": [width, 2 * width], "norm_num_groups": 4}
+        config |= {"down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2}
+        (folder / "unet.json").write_text(json.dumps({"_class_name": "UNet2DModel", **config}))
+        unconditional.append(f"--model_config_name_or_path={folder / 'unet.json'}")
+    text = [*common, f"--latents_dir={cache}", f"--pretrained_model_name_or_path={models}", "--use_ema"]
+    return dict(zip(TRAINERS, (text, unconditional), strict=True))
+
+
+def main(argv=None):
+    parser = bench.make_parser(__doc__)
+    parser.add_argument("--resolution", type=int, default=256, help="of the images whose latents are trained on")
+    cli = parser.parse_args(argv)
+    print(bench.machine())
+    with tempfile.TemporaryDirectory() as folder:
+        flags, rows, parts = make_flags(Path(folder), cli), [], {}
+        for name, argv in flags.items():
+            runs = {
+                "bare": lambda name=name, argv=argv: bench.run(__file__, [name, *argv], cli.steps)["step"],
+                "trainer": lambda name=name, argv=argv: bench.run(
+                    bench.ROOT / f"{name}.py", [*argv, f"--output_dir={tempfile.mkdtemp(dir=folder)}/out"], cli.steps
+                )["step"],
+            }
+            steps = bench.interleaved(runs, cli.rounds)
+            ratio = statistics.median(steps["bare"]) / statistics.median(steps["trainer"])
+            milliseconds = [bench.spread([1000 * step for step in steps[kind]], "{:.0f}") for kind in runs]
+            rows.append([f"`{name}.py`", *milliseconds, f"{ratio:.3f}"])
+            parts[name] = take_apart(name, [*argv, f"--output_dir={folder}/apart-{name}"])
+        batches = f"batch {cli.batch_size} (unconditional {4 * cli.batch_size})"
+        bench.show(
+            f"{cli.size}, {batches}, {cli.mixed_precision}, with EMA",
+            ["", "bare loop, ms a step", "trainer, ms a step", "speed of the trainer / bare"], rows,
+        )  # fmt: skip
+        names = list(parts[TRAINERS[0]])
+        shares = [[part, *(f"{parts[name][part]:.1%}" for name in TRAINERS)] for part in names]
+        bench.show("A step taken apart", ["", *TRAINERS], shares)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in TRAINERS:
+        bare(*sys.argv[1:])
+    else:
+        main()
