@@ -859,7 +859,10 @@ def test_latents_that_are_far_from_unit_size_are_told(tmp_path, cached, capfd, m
 
 
 def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monkeypatch):
-    """From a cache at most 2 % of the main thread beside forward, backward, clipping and optimizer; EMA left out."""
+    """From a cache at most 4 % of the main thread beside forward, backward, clipping and optimizer; EMA left out.
+
+    (It is 1 to 2 %, more where memory is slow; benchmarks/step_overhead.py measures it.)
+    """
     unet = UNet2DConditionModel(
         sample_size=8, layers_per_block=1, block_out_channels=(64, 128), cross_attention_dim=32, attention_head_dim=8,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
@@ -895,4 +898,4 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
     steps = [(b - a, b - a - (inside_b - inside_a)) for (a, inside_a), (b, inside_b) in itertools.pairwise(marks[2:])]
     # The quickest is the one that other programs disturbed least.
     duration, outside = min(steps, key=lambda step: step[1])
-    assert duration > 0.1 and outside < 0.02 * duration, steps
+    assert duration > 0.1 and outside < 0.04 * duration, steps
