@@ -621,6 +621,7 @@ def main(args):
     if stop:
         end_stopped(accelerator, stop, global_step, args)
     if accelerator.is_main_process:
+        prune_checkpoints(Path(args.output_dir) / f"checkpoint-{global_step}", args)  # if a kill came before it
         save_model_card(global_step, args)
         save_report(global_step, args)
     done = f"Done: pipeline, samples/ and report.html are in {args.output_dir}"
@@ -1760,12 +1761,17 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
             own = xxhash.xxh3_128(json.dumps(state).encode())  # of all the rest in the file
             state["checksums"]["trainer_state.json"] = own.hexdigest()
             (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
-        if args.checkpoints_total_limit is not None:
-            others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != path]
-            for checkpoint in others[: max(0, len(others) - args.checkpoints_total_limit + 1)]:
-                # Under another name first, so that no half of it is ever taken for a checkpoint.
-                delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
+        prune_checkpoints(path, args)
     accelerator.wait_for_everyone()
+
+
+def prune_checkpoints(saved, args):
+    """Delete the oldest beyond --checkpoints_total_limit, never the one that was `saved` last."""
+    if args.checkpoints_total_limit is not None:
+        others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != saved]
+        for checkpoint in others[: max(0, len(others) - args.checkpoints_total_limit + 1)]:
+            # Under another name first, so that no half of it is ever taken for a checkpoint.
+            delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
 
 
 def read_state(checkpoint, num_images):

@@ -261,7 +261,8 @@ class Verdicts(collections.Counter):
         try:
             yield
         except (AssertionError, TimeoutError) as error:
-            self.failures.append(str(error)[:2000])
+            text = str(error)
+            self.failures.append(text if len(text) < 3000 else f"{text[:1000]}\n...\n{text[-2000:]}")
             print(self.failures[-1])
             shutil.rmtree(target.out, ignore_errors=True)
 
@@ -285,10 +286,11 @@ def attack(target, moments, act, judge, num_processes=1, together=False, left_ou
 
     `judge(codes, said, victim, reproduction)` tells whether the attack came, and fails if the run ended badly.
     """
-    verdicts = Verdicts()
+    verdicts, so_far = Verdicts(), []
     shutil.rmtree(target.out, ignore_errors=True)
     for number, (event, nth, victim) in enumerate(moments, 1):
-        reproduction = f"{target}\n{act.__name__} in process {victim} of {num_processes}, before {moments[:number]}"
+        so_far = [*so_far, (event, nth)] if target.out.exists() else [(event, nth)]
+        reproduction = f"{target}\n{act.__name__} in process {victim} of {num_processes}, before {so_far}"
         options = {"num_processes": num_processes, "happen": at(event, nth, act), "victim": victim}
         with verdicts.case(target):
             codes, said = target.run(*argv, together=together, **options)
