@@ -650,7 +650,7 @@ def format_args(args, leave_out=()):
         if isinstance(value, bool):
             lines.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list):
-            lines.append(f"--{name} {shlex.join(value)}")
+            lines.append(f"--{name} {shlex.join(map(str, value))}")
         else:
             lines.append(f"--{name}={shlex.quote(str(value))}")
     return "\n".join(lines) + "\n"

@@ -15,6 +15,7 @@ What stands where:
     transform, CaptionedImages       keys -> a batch of images and captions; all choices follow from the key, so
                                      resuming repeats them
     load_cache, CachedLatents        keys -> a batch of a cache, read in place: nothing is copied but into its batch
+    choose_rows                      the rows of an epoch, when caches have weights
     make_unet, make_schedulers       the model, how its latents are noised, and how the pipeline samples
     prepare_batch, compute_loss      a batch -> what the U-Net is given, and the loss
     log_validation, describe_model   what people look at
@@ -123,6 +124,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("data: a cache").add_argument
     add("--latents_dir", nargs="+", help="caches of precompute_latents.py")
+    add("--latents_weights", nargs="+", type=number(1e-3, 1e3), help="how often an epoch takes each cache's rows")
 
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add("--dataset_name", help="data set on the hub, or a local folder")
@@ -238,6 +240,8 @@ def parse_args(argv=None):
             parser.error(
                 f"--latents_dir {folder} is an address: copy the cache to a disk, where it is mapped into memory"
             )
+    if args.latents_weights and len(args.latents_weights) != len(args.latents_dir or []):
+        parser.error(f"--latents_weights: {len(args.latents_weights)} for {len(args.latents_dir or [])} --latents_dir")
     images_only = ["dataset_config_name", "dataset_split", "image_column", "caption_column", "max_train_samples"]
     images_only += ["caption_extension", "center_crop", "image_interpolation_mode", "min_size", "skip_empty_captions"]
     images_only += ["dataloader_num_workers"]
@@ -371,7 +375,8 @@ class CachedLatents(torch.utils.data.Dataset):
 
     {"latents", "prompt_embeds": float16 [N, numbers per row], or in place of these "input_ids": int32 [N, tokens],
     "weight": [N], "skipped": []}. The columns are views of the memory-mapped files, and a row is copied once, into its
-    batch. A row is checked when it is first read.
+    batch. A row is checked when it is first read. A number beyond the rows is one of them once more, as `choose_rows`
+    counts, which is mirrored by a draw of its own.
     """
 
     def __init__(self, batches, args):
@@ -411,7 +416,7 @@ class CachedLatents(torch.utils.data.Dataset):
                 self.unchecked[row] = False
 
     def __getitem__(self, keys):
-        rows, latents = [row for _, row, _ in keys], ["latents"] * len(keys)
+        rows, latents = [row % len(self) for _, row, _ in keys], ["latents"] * len(keys)
         self.check(rows)
         if self.random_flip:
             flipped = [draw_choices(self.seed, epoch, row)[2] < 0.5 for epoch, row, _ in keys]
@@ -448,6 +453,7 @@ def load_data(accelerator, args):
         dataset = CachedLatents([batch for _, _, batches in caches for batch in batches], args)
         content = json.dumps([cache["shards"] for cache, _, _ in caches])
         dataset.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+        dataset.cache_ends = np.cumsum([cache["rows"] for cache, _, _ in caches])
         text_encoder = None
         if cache["text_cache"] == "ids":
             text_encoder = load_models(args, dtype)[1].requires_grad_(False).to(accelerator.device)
@@ -468,6 +474,26 @@ def load_data(accelerator, args):
         say_cut(sum(cut), len(cut), tokenizer.model_max_length)
     dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizer, args)
     return dataset, ((vae, text_encoder), empty_prompt, cache)
+
+
+def choose_rows(rows, dataset, args, epoch):
+    """The rows that an epoch takes of `rows`, which are sorted: of each cache --latents_weights times as many.
+
+    A cache's rows, in an order drawn from the seed, are gone round without end, and an epoch takes the next weight *
+    rows of them: with 3 it has each thrice; with 1.5 each once or twice, and two epochs have each thrice. The first
+    time a row comes in an epoch it has its own number, then one that is higher by all rows for each time before.
+    """
+    if not args.latents_weights:
+        return rows
+    chosen, parts = [], np.split(rows, np.searchsorted(rows, dataset.cache_ends[:-1]))
+    for folder, weight, part in zip(args.latents_dir, args.latents_weights, parts, strict=True):
+        count = round(weight * len(part))
+        if count == 0:
+            fail(f"--latents_weights {weight:g} takes none of the {len(part)} rows of {folder}: choose a larger one")
+        rounds, places = np.divmod(np.arange(epoch * count, (epoch + 1) * count), len(part))
+        order = np.random.default_rng(args.seed).permutation(part)
+        chosen.append(order[places] + (rounds - rounds[0]) * len(dataset))
+    return np.sort(np.concatenate(chosen))  # so that weights of 1 change nothing
 
 
 def describe_latents(vae, resolution, kind):
@@ -715,7 +741,8 @@ def main(args):
     dataset, frozen = load_data(accelerator, args)
     _, empty_prompt, cache = frozen
     train_rows, held_out = hold_out(accelerator, dataset, args)
-    num_images = len(train_rows)
+    epoch_rows = functools.partial(choose_rows, train_rows, dataset, args)
+    num_images = len(epoch_rows(0))  # of an epoch
     channels, *size = cache["latents_shape"]
     channels //= 2 if cache["latents"] == "moments" else 1
     torch.manual_seed(args.seed)  # every process starts from the same weights
@@ -764,7 +791,7 @@ def main(args):
         sampled = accelerator.prepare_model(models["unet_ema"], evaluation_mode=True)  # autocast as in training
 
     # Batches come without end, across epochs, so the device never waits for one to begin.
-    keys = step_batches(train_rows, args, rank, num_processes, images_seen)
+    keys = step_batches(epoch_rows, args, rank, num_processes, images_seen)
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
     if args.find_lr:  # and end: nothing that it trains is kept
         return find_learning_rate(
@@ -876,7 +903,7 @@ def format_args(args, leave_out=()):
         if isinstance(value, bool):
             lines.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list):
-            lines.append(f"--{name} {shlex.join(value)}")
+            lines.append(f"--{name} {shlex.join(map(str, value))}")
         else:
             lines.append(f"--{name}={shlex.quote(str(value))}")
     return "\n".join(lines) + "\n"
@@ -1680,18 +1707,21 @@ def name_rows(rows, column, args):
 def step_batches(rows, args, rank, num_processes, images_seen):
     """Yield without end one process's micro-batches of keys (epoch, row, weight), from the image `images_seen` on.
 
-    (seed, epoch) alone fixes the order of `rows`, numbers, so a run can go on at any image, also with another batch
-    size or number of processes. A step takes the next images of that order; the last one of an epoch takes what is
-    left, so every image comes exactly once an epoch: none is dropped or repeated. The weights make the sum of loss *
-    weight over a step's micro-batches, averaged over the processes as DDP does, the mean over the step's images. A
-    process with no image left gets one of weight 0, because DDP needs all to take part.
+    `rows` are numbers, or a function of the epoch that gives always as many. (seed, epoch) alone fixes their order, so
+    a run can go on at any image, also with another batch size or number of processes. A step takes the next images of
+    that order; the last one of an epoch takes what is left, so every number comes exactly once an epoch: none is
+    dropped or repeated. The weights make the sum of loss * weight over a step's micro-batches, averaged over the
+    processes as DDP does, the mean over the step's images. A process with no image left gets one of weight 0, because
+    DDP needs all to take part.
     """
     per_micro = args.train_batch_size * num_processes
     per_step = per_micro * args.gradient_accumulation_steps
-    first_epoch, first_image = divmod(images_seen, len(rows))
+    rows_of = rows if callable(rows) else lambda epoch: rows
+    num_images = len(rows_of(0))
+    first_epoch, first_image = divmod(images_seen, num_images)
     for epoch in itertools.count(first_epoch):
-        order = np.random.default_rng([args.seed, epoch]).permutation(rows).tolist()
-        for step_start in range(first_image, len(rows), per_step):
+        order = np.random.default_rng([args.seed, epoch]).permutation(rows_of(epoch)).tolist()
+        for step_start in range(first_image, num_images, per_step):
             step = order[step_start : step_start + per_step]
             for start in range(0, len(step), per_micro):
                 mine = step[start : start + per_micro][rank::num_processes]  # in turns, so that all have about as many
@@ -1891,7 +1921,9 @@ class Records:
             with saving(args.output_dir, "metrics.jsonl") as unfinished:
                 (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
         shown = {key: value for key, value in vars(args).items() if value is not None}
-        shown = {key: " | ".join(value) if isinstance(value, list) else value for key, value in shown.items()}
+        shown = {
+            key: " | ".join(map(str, value)) if isinstance(value, list) else value for key, value in shown.items()
+        }
         advice = "`wandb login`, or set WANDB_MODE=offline, or " if args.report_to in ("wandb", "all") else ""
         with explained(f"--report_to {args.report_to} does not work: {advice}--report_to none"):
             accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})

@@ -663,7 +663,7 @@ def format_args(args, leave_out=()):
         if isinstance(value, bool):
             lines.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, list):
-            lines.append(f"--{name} {shlex.join(value)}")
+            lines.append(f"--{name} {shlex.join(map(str, value))}")
         else:
             lines.append(f"--{name}={shlex.quote(str(value))}")
     return "\n".join(lines) + "\n"
@@ -1310,18 +1310,21 @@ def name_rows(rows, column, args):
 def step_batches(rows, args, rank, num_processes, images_seen):
     """Yield without end one process's micro-batches of keys (epoch, row, weight), from the image `images_seen` on.
 
-    (seed, epoch) alone fixes the order of `rows`, numbers, so a run can go on at any image, also with another batch
-    size or number of processes. A step takes the next images of that order; the last one of an epoch takes what is
-    left, so every image comes exactly once an epoch: none is dropped or repeated. The weights make the sum of loss *
-    weight over a step's micro-batches, averaged over the processes as DDP does, the mean over the step's images. A
-    process with no image left gets one of weight 0, because DDP needs all to take part.
+    `rows` are numbers, or a function of the epoch that gives always as many. (seed, epoch) alone fixes their order, so
+    a run can go on at any image, also with another batch size or number of processes. A step takes the next images of
+    that order; the last one of an epoch takes what is left, so every number comes exactly once an epoch: none is
+    dropped or repeated. The weights make the sum of loss * weight over a step's micro-batches, averaged over the
+    processes as DDP does, the mean over the step's images. A process with no image left gets one of weight 0, because
+    DDP needs all to take part.
     """
     per_micro = args.train_batch_size * num_processes
     per_step = per_micro * args.gradient_accumulation_steps
-    first_epoch, first_image = divmod(images_seen, len(rows))
+    rows_of = rows if callable(rows) else lambda epoch: rows
+    num_images = len(rows_of(0))
+    first_epoch, first_image = divmod(images_seen, num_images)
     for epoch in itertools.count(first_epoch):
-        order = np.random.default_rng([args.seed, epoch]).permutation(rows).tolist()
-        for step_start in range(first_image, len(rows), per_step):
+        order = np.random.default_rng([args.seed, epoch]).permutation(rows_of(epoch)).tolist()
+        for step_start in range(first_image, num_images, per_step):
             step = order[step_start : step_start + per_step]
             for start in range(0, len(step), per_micro):
                 mine = step[start : start + per_micro][rank::num_processes]  # in turns, so that all have about as many
@@ -1521,7 +1524,9 @@ class Records:
             with saving(args.output_dir, "metrics.jsonl") as unfinished:
                 (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
         shown = {key: value for key, value in vars(args).items() if value is not None}
-        shown = {key: " | ".join(value) if isinstance(value, list) else value for key, value in shown.items()}
+        shown = {
+            key: " | ".join(map(str, value)) if isinstance(value, list) else value for key, value in shown.items()
+        }
         advice = "`wandb login`, or set WANDB_MODE=offline, or " if args.report_to in ("wandb", "all") else ""
         with explained(f"--report_to {args.report_to} does not work: {advice}--report_to none"):
             accelerator.init_trackers(args.tracker_project_name, shown, {"wandb": {"dir": args.output_dir}})

@@ -1,4 +1,5 @@
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -478,6 +479,81 @@ def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, flags):
     assert len(again.unique(dim=0)) == 2  # the same row is mirrored in some epochs
 
 
+@pytest.fixture
+def two_caches(tmp_path, flags):
+    """Six rows of one cache and five of another, whose weights follow."""
+    make_captioned(tmp_path / "more", 5)
+    make_cache(tmp_path, "--random_flip")
+    make_cache(tmp_path, "--random_flip", name="other", images="more")
+    caches = ["--latents_dir", str(tmp_path / "cache"), str(tmp_path / "other")]
+    return [*flags, *EXACT, *caches, "--latents_weights"]
+
+
+def count_rows(epochs, *argv, num_processes=1, holdout=()):
+    """How often each row of two caches comes in each epoch: [epochs, rows]; and the first epoch's numbers."""
+    args = script.parse_args([*argv, "--train_batch_size=2"])
+    rows = np.array([row for row in range(11) if row not in holdout])
+    dataset = type("Dataset", (), {"cache_ends": np.array([6, 11]), "__len__": lambda self: 11})()
+    choose = functools.partial(script.choose_rows, rows, dataset, args)
+    counts, first, num_images = np.zeros((epochs, 11), int), [], len(choose(0))
+    for rank in range(num_processes):
+        for batch in script.step_batches(choose, args, rank, num_processes, 0):
+            if batch[0][0] == epochs:
+                break
+            for epoch, row, weight in batch:
+                counts[epoch, row % 11] += weight > 0
+                first += [row] * (epoch == 0 and weight > 0)
+    assert counts.sum(axis=1).tolist() == [num_images] * epochs
+    return counts, first
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_weights_say_how_often_an_epoch_takes_a_caches_rows(two_caches, num_processes):
+    counts, first = count_rows(3, *two_caches, "1", "3", num_processes=num_processes)
+    assert (counts[:, :6] == 1).all() and (counts[:, 6:] == 3).all()
+    assert len(set(first)) == len(first) == 21  # a repeat has a number of its own, and so a mirroring
+    counts, _ = count_rows(10, *two_caches, "0.5", "1.4", num_processes=num_processes, holdout=(0, 1))
+    assert (counts[:, :2] == 0).all()  # what is held out
+    assert (counts[:, 2:6].sum(axis=1) == 2).all() and (counts[:, 6:].sum(axis=1) == 7).all()
+    assert (counts[:, 2:6] <= 1).all() and set(counts[:, 6:].flat) == {1, 2}
+    assert len(np.unique(counts, axis=0)) > 3  # others in each epoch, and in the long run all alike
+    assert (counts[:, 2:6].sum(axis=0) == 5).all() and (counts[:, 6:].sum(axis=0) == 14).all()
+    assert np.array_equal(counts, count_rows(10, *two_caches, "0.5", "1.4", holdout=(0, 1))[0])
+    assert not np.array_equal(counts, count_rows(10, *two_caches, "0.5", "1.4", "--seed=1", holdout=(0, 1))[0])
+
+
+def test_rows_that_come_again_in_an_epoch_are_mirrored_anew(two_caches):
+    args = script.parse_args([*two_caches, "1", "1"])
+    loaded = [script.load_cache(folder) for folder in args.latents_dir]
+    data = script.CachedLatents([batch for _, _, batches in loaded for batch in batches], args)
+    again = data[[(0, 7 + 11 * k, 1.0) for k in range(8)]]
+    assert len(again["latents"].unique(dim=0)) == 2 and len(again["prompt_embeds"].unique(dim=0)) == 1
+    assert torch.equal(again["prompt_embeds"][7], data[[(0, 7, 1.0)]]["prompt_embeds"][0])
+
+
+def test_weights_train_as_they_say_and_resume_exactly(tmp_path, two_caches, capfd):
+    """An epoch of 7 images or so, in steps of 2; resumed within it and at its end."""
+    plain = [flag for flag in two_caches if flag != "--latents_weights"]
+    train(*plain, f"--output_dir={tmp_path / 'plain'}")
+    train(*two_caches, "1", "1", f"--output_dir={tmp_path / 'ones'}")
+    assert_same_weights(tmp_path / "plain/unet", tmp_path / "ones/unet")
+    weighted = [*two_caches, "1", "0.4", "--resume_from_checkpoint=latest", "--holdout=2", "--lr_scheduler=constant"]
+    for name, steps in (("whole", [9]), ("parts", [3, 4, 9])):
+        for last in steps:
+            train(*weighted, f"--max_train_steps={last}", f"--output_dir={tmp_path / name}")
+    assert_same_weights(tmp_path / "whole/unet", tmp_path / "parts/unet")
+    assert [r["epoch"] for r in metrics(tmp_path / "whole") if "loss" in r] == [0] * 4 + [1] * 4 + [2]
+    again = script.parse_args([f"@{tmp_path / 'whole/run.args'}"])
+    assert again.latents_weights == [1.0, 0.4]
+    capfd.readouterr()
+    train(*two_caches, "1", "2", "--resume_from_checkpoint=latest", "--holdout=2", "--max_train_steps=11",
+          f"--output_dir={tmp_path / 'whole'}")  # fmt: skip
+    said = capfd.readouterr().out
+    assert ", latents_weights [1.0, 0.4] -> [1.0, 2.0]" in said and ", num_images " in said
+    error = refused(capfd, *two_caches, "1", "0.01", f"--output_dir={tmp_path / 'none'}")
+    assert f"--latents_weights 0.01 takes none of the 5 rows of {tmp_path / 'other'}" in error
+
+
 def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models):
     config = json.loads((models / "scheduler/scheduler_config.json").read_text())
     config |= {"_class_name": "PNDMScheduler", "prediction_type": "epsilon", "skip_prk_steps": True}
@@ -799,6 +875,11 @@ def test_bad_checkpoints_and_models_are_refused(tmp_path, cached, models, capfd)
     (["--latents_dir=a", "--pretrained_model_name_or_path=sd", "--center_crop"], "--center_crop does nothing with"),
     (["--latents_dir=s3://b/c", "--pretrained_model_name_or_path=sd"], "copy the cache to a disk"),
     (["--latents_dir=a", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "--latents_dir excludes"),
+    (["--latents_dir=a", "--latents_weights", "1", "2", "--pretrained_model_name_or_path=sd"], "2 for 1 --latents"),
+    (["--train_data_dir=.", "--latents_weights=1", "--pretrained_model_name_or_path=sd"], "1 for 0 --latents_dir"),
+    (["--latents_dir=a", "--latents_weights=0", "--pretrained_model_name_or_path=sd"], "0 is not between 0.001 and"),
+    (["--latents_dir=a", "--latents_weights=-1", "--pretrained_model_name_or_path=sd"], "-1 is not between 0.001"),
+    (["--latents_dir=a", "--latents_weights=nan", "--pretrained_model_name_or_path=sd"], "nan is not between 0.001"),
     (["--caption_dropout=2", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "2 is not between 0 and 1"),
     (["--train_batch_size=0", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"], "0 is not between 1 and"),
 ])  # fmt: skip
