@@ -24,6 +24,13 @@ DIGITS = Path(__file__).parent.parent / "demo/digits"
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
+def load_digits():
+    """The demo's digits in a fixed order: images [1797, 1, 8, 8] in [0, 1], labels [1797]."""
+    rows = datasets.load_dataset(str(DIGITS), split="train").shuffle(seed=0)
+    images = torch.from_numpy(np.stack([np.array(image) for image in rows["image"]]))[:, None] / 255
+    return images, torch.tensor([NAMES.index(text.split()[-1]) for text in rows["text"]])
+
+
 def train_classifier(images, labels, steps=1000):
     """A small convolutional net; images [N, 1, 8, 8] in [0, 1], labels [N]."""
     layers = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -44,9 +51,7 @@ def main():
     parser.add_argument("--num_inference_steps", type=int, default=50)
     args = parser.parse_args()
     torch.manual_seed(0)
-    rows = datasets.load_dataset(str(DIGITS), split="train").shuffle(seed=0)
-    images = torch.from_numpy(np.stack([np.array(image) for image in rows["image"]]))[:, None] / 255
-    labels = torch.tensor([NAMES.index(text.split()[-1]) for text in rows["text"]])
+    images, labels = load_digits()
     classifier = train_classifier(images[:1400], labels[:1400])
     with torch.no_grad():
         real = classifier(images[1400:]).softmax(dim=-1)

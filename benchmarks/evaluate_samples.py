@@ -1,0 +1,246 @@
+"""How good are a pipeline's samples? FID, KID and CLIP score against real images, with intervals.
+
+    accelerate launch benchmarks/evaluate_samples.py ddpm-mine --num_samples 5000
+    accelerate launch benchmarks/evaluate_samples.py sd-mine --real path/to/images --clip openai/clip-vit-large-patch14
+    python benchmarks/evaluate_samples.py ddpm-digits --feature_extractor digits        # the demo, without a network
+
+The real images are those of the run that trained the pipeline, cropped in the centre: if it had --holdout, only those
+that it set aside; of a run from a cache, or a pipeline from elsewhere, --real says where images are. Text to image is
+prompted with their captions. Sample i starts from a seed of its own, so the figures are the same for any batch size,
+and for any number of processes but for rounding. FID depends on the number of images and on the feature extractor:
+compare figures of as many.
+
+Needs torchmetrics (`pip install torchmetrics`); for --feature_extractor inception torch-fidelity as well, which
+downloads the weights. Prints a Markdown table; --output writes the same as JSON.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import DiffusionPipeline
+from torch import nn
+from tqdm.auto import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import digits_quality
+
+import train_text_to_image
+import train_unconditional as script
+
+
+def load_extractor(name, device):
+    """A feature extractor: images uint8 [N, 3, H, W] -> features float32 [N, D]."""
+    if name == "digits":  # the layer before the last of a classifier of the demo's digits
+        torch.manual_seed(0)
+        classifier = digits_quality.train_classifier(*digits_quality.load_digits())[:-1].to(device)
+        grey = lambda images: images.float().mean(dim=1, keepdim=True) / 255  # noqa: E731
+        return lambda images: classifier(F.interpolate(grey(images), size=8, mode="area"))
+    if name == "inception":
+        from torchmetrics.image.fid import NoTrainInceptionV3
+
+        return NoTrainInceptionV3("inception-v3-compat", ["2048"]).to(device)
+    with warnings.catch_warnings(action="ignore"):  # torch will drop TorchScript one day; extractors come in it still
+        extractor = torch.jit.load(name, map_location=device).eval()
+    # As the Inception files of NVIDIA's StyleGANs have it, which give class probabilities otherwise.
+    options = {"return_features": True} if "return_features" in str(extractor.forward.schema) else {}
+    return lambda images: extractor(images, **options).float()
+
+
+def load_clip(name, device):
+    """A scorer: images uint8 [N, 3, H, W], prompts -> 100 times the cosine of their CLIP embeddings [N]."""
+    from transformers import CLIPModel, CLIPProcessor
+
+    model, processor = CLIPModel.from_pretrained(name).eval().to(device), CLIPProcessor.from_pretrained(name)
+
+    def score(images, prompts):
+        length = model.config.text_config.max_position_embeddings
+        tokens = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": length}
+        embeds = model(**processor(text=prompts, images=list(images.cpu()), **tokens).to(device))
+        return 100 * (embeds.image_embeds * embeds.text_embeds).sum(dim=-1)  # both have length 1
+
+    return score
+
+
+def measure_kid(real, fake, subsets=100):
+    """KID (arXiv:1801.01401) of two sets of features [N, D], by torchmetrics: a mean over subsets of at most 1000."""
+    from torchmetrics.image.kid import KernelInceptionDistance
+
+    size = min(len(real), len(fake), 1000)
+    torch.manual_seed(0)  # it draws its subsets
+    with warnings.catch_warnings(action="ignore"):  # it says that it keeps its features
+        metric = KernelInceptionDistance(nn.Identity(), subsets=subsets, subset_size=size, sync_on_compute=False)
+    metric.update(real, real=True)
+    metric.update(fake, real=False)
+    return metric.compute()[0].item()
+
+
+def measure_fid(real, fake):
+    """FID (arXiv:1706.08500) of two sets of features [N, D], by torchmetrics."""
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
+    same = nn.Identity()  # the features are there already
+    same.num_features = real.shape[1]
+    metric = FrechetInceptionDistance(same, sync_on_compute=False)  # one process has them all
+    metric.update(real, real=True)
+    metric.update(fake, real=False)
+    return metric.compute().item()
+
+
+def measure_fid_fast(real, fake):
+    """The same from singular values, for the resamples: of 2048 features torchmetrics takes 18 s on one core."""
+    means = [part.double().mean(dim=0) for part in (real, fake)]
+    roots = [(part - mean) / (len(part) - 1) ** 0.5 for part, mean in zip((real, fake), means, strict=True)]
+    roots = [torch.linalg.qr(root, mode="r").R if len(root) > root.shape[1] else root for root in roots]
+    shared = torch.linalg.svdvals(roots[0] @ roots[1].T).sum()  # trace of the root of the covariances' product
+    return ((means[0] - means[1]).square().sum() + sum(root.square().sum() for root in roots) - 2 * shared).item()
+
+
+def find_interval(value, function, sets, resamples):
+    """The 95 % interval of a value of some sets, by the bootstrap: how far other sets of as many would lead.
+
+    Drawing with replacement raises FID and KID, because no set has twins; so the spread of the resamples is taken
+    around their mean, and laid around the value. None without resamples.
+    """
+    if not resamples:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda part: part[torch.randint(len(part), (len(part),), generator=generator)]  # noqa: E731
+    drawn = np.array([function(*map(draw, sets)) for _ in range(resamples)])
+    return [value + float(end) for end in np.quantile(drawn, [0.025, 0.975]) - drawn.mean()]
+
+
+def read_real(pipeline, parser, args):
+    """Open the real images as the run that trained the pipeline did, at the size of the samples.
+
+    Returns (data set, the run's flags with those of here). Which images the run held out follows from their names, so
+    those of a run from a cache are found in a folder.
+    """
+    path, captioned = Path(args.pipeline, "run.args"), hasattr(pipeline, "tokenizer")
+    flags = [f"@{path}"] if path.is_file() else ["--train_data_dir=.", "--pretrained_model_name_or_path=."]
+    run = (train_text_to_image if captioned else script).parse_args(flags)
+    if args.real:
+        run.train_data_dir, run.dataset_name = args.real, None
+    elif not path.is_file() or not (run.train_data_dir or run.dataset_name):
+        parser.error(f"{args.pipeline} does not say where images are: --real does")
+    for name in ("image_column", "caption_column"):
+        if getattr(args, name):
+            setattr(run, name, getattr(args, name))
+    size = pipeline.unet.config.sample_size * getattr(pipeline, "vae_scale_factor", 1)
+    run.resolution = args.resolution or (path.is_file() and run.resolution) or size
+    run.guidance_scale = args.guidance_scale or getattr(run, "guidance_scale", None)
+    run.center_crop, run.preserve_input_precision = True, False
+    rows, column = script.load_rows(run, others=[run.caption_column] if captioned else [])
+    channels = 3 if captioned else pipeline.unet.config.in_channels
+    return script.ImageDataset(rows, column, channels, run), run
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    count = script.number(1, 10**7, int)
+    parser.add_argument("pipeline", help="folder of a pipeline, such as a trainer's --output_dir")
+    parser.add_argument("--real", help="folder of real images, with captions for text to image (None: the run's)")
+    parser.add_argument("--image_column", help="of --real (None: the run's)")
+    parser.add_argument("--caption_column", help="of --real (None: the run's)")
+    parser.add_argument("--num_samples", type=script.number(2, 10**7, int), default=1000)
+    parser.add_argument("--batch_size", type=count, default=64, help="samples drawn at once by each process")
+    parser.add_argument("--num_inference_steps", type=count, default=50)
+    parser.add_argument("--guidance_scale", type=script.number(1, 1000), help="(None: the run's, or 7.5)")
+    parser.add_argument("--resolution", type=count, help="pixels (None: the run's, or the pipeline's)")
+    parser.add_argument("--seed", type=script.number(0, 2**63 - 1, int), default=0, help="of the samples")
+    parser.add_argument("--feature_extractor", default="inception", help="inception, digits or a TorchScript file")
+    parser.add_argument("--clip", help="CLIP score of the samples: hub id or folder of a CLIPModel")
+    parser.add_argument("--resamples", type=script.number(0, 10**6, int), default=200, help="for the intervals")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args(argv)
+    for name in ["torchmetrics"] + ["torch_fidelity"] * (args.feature_extractor == "inception"):
+        if importlib.util.find_spec(name) is None:
+            parser.error(f"`pip install {name.replace('_', '-')}` first, or choose another --feature_extractor")
+    if args.feature_extractor not in ("inception", "digits") and not Path(args.feature_extractor).is_file():
+        parser.error(f"--feature_extractor {args.feature_extractor} is neither inception, nor digits, nor a file")
+    with script.explained(f"{args.pipeline} can't be loaded as a pipeline"):
+        pipeline = DiffusionPipeline.from_pretrained(args.pipeline)
+    captioned = hasattr(pipeline, "tokenizer")
+    if args.clip and not captioned:
+        parser.error("--clip compares samples with their prompts: this pipeline takes none")
+    dataset, run = read_real(pipeline, parser, args)
+    accelerator, _ = script.make_accelerator(run)
+    device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.to(device)
+    train_rows, held_out = script.hold_out(accelerator, dataset, run)
+    real_rows = sorted(held_out) or train_rows.tolist()
+    if captioned:
+        captions = dataset.rows[real_rows][run.caption_column]
+        captions = [text[0] if isinstance(text, list) and text else text or "" for text in captions]
+        prompts = [captions[i % len(captions)] for i in range(args.num_samples)]
+    with script.explained("the models that judge can't be loaded"):
+        extract = load_extractor(args.feature_extractor, device)
+        score = load_clip(args.clip, device) if args.clip else None
+
+    def read(numbers):
+        batch = dataset[[(None, real_rows[i], 1.0) for i in numbers]]
+        decoded = batch["weight"] > 0
+        return [i for i, whole in zip(numbers, decoded, strict=True) if whole], batch["pixel_values"][decoded]
+
+    def draw(numbers):
+        options = {"num_inference_steps": args.num_inference_steps, "output_type": "np"}
+        if captioned:
+            options |= {"height": run.resolution, "width": run.resolution, "guidance_scale": run.guidance_scale}
+            options["prompt"] = [prompts[i] for i in numbers]
+        else:
+            options["batch_size"] = len(numbers)
+        generators = [torch.Generator(device).manual_seed(script.step_seed(args.seed, i)) for i in numbers]
+        images = torch.from_numpy(pipeline(generator=generators, **options).images)
+        return numbers, (images * 255).round().byte().permute(0, 3, 1, 2)
+
+    def look_at(what, load, count):
+        """Of all images of a kind, which the processes share: features [N, D], and CLIP scores [N] of samples."""
+        mine, found = range(rank, count, num_processes), []
+        for start in tqdm(range(0, len(mine), args.batch_size), what, disable=not accelerator.is_main_process):
+            numbers, images = load(list(mine[start : start + args.batch_size]))
+            if not numbers:  # none could be decoded
+                continue
+            images = images.expand(-1, 3, -1, -1).to(device)
+            judged = score and load is draw
+            scores = score(images, [prompts[i] for i in numbers]) if judged else torch.zeros(len(images))
+            found += zip(numbers, extract(images).cpu(), scores.cpu(), strict=True)
+        _, *found = zip(*sorted(script.gather_object(found), key=lambda item: item[0]), strict=True)
+        return [torch.stack(part) for part in found]
+
+    with torch.no_grad():
+        real, _ = look_at("Real images", read, len(real_rows))
+        fake, scores = look_at("Samples", draw, args.num_samples)
+    if accelerator.is_main_process:
+        report = {"pipeline": args.pipeline, "samples": len(fake), "real": len(real), "held_out": bool(held_out)}
+        report |= {"feature_extractor": args.feature_extractor, "resamples": args.resamples, "metrics": {}}
+        kid_fast = functools.partial(measure_kid, subsets=10)
+        for name, measure, fast in (("FID", measure_fid, measure_fid_fast), ("KID", measure_kid, kid_fast)):
+            value = measure(real, fake)
+            interval = find_interval(value, fast, (real, fake), args.resamples)
+            halves = measure(real[::2], real[1::2])
+            report["metrics"][name] = {"value": value, "interval": interval, "halves_of_real": halves}
+        if score:
+            mean = lambda scores: scores.mean().item()  # noqa: E731
+            interval = find_interval(mean(scores), mean, (scores,), args.resamples)
+            report["metrics"]["CLIP score"] = {"value": mean(scores), "interval": interval}
+        print(f"\n{len(fake)} samples, {len(real)} real images, {'' if held_out else 'not '}held out from training\n")
+        print("| metric | value | 95 % interval | one half of the real images to the other |\n|---|---|---|---|")
+        for name, found in report["metrics"].items():
+            ends = " to ".join(f"{end:.4g}" for end in found["interval"] or [])
+            halves = f"{found['halves_of_real']:.4g}" if "halves_of_real" in found else ""
+            print(f"| {name} | {found['value']:.4g} | {ends} | {halves} |")
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=2) + "\n")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

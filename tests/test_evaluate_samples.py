@@ -1,0 +1,269 @@
+"""benchmarks/evaluate_samples.py: its figures are what they claim, of the right images, and tell good from bad."""
+
+import functools
+import importlib.util
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from conftest import MODELS, ROOT, finish, make_captioned, make_images, make_models, reset, start
+from diffusers import StableDiffusionPipeline
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+import precompute_latents
+import train_text_to_image
+import train_unconditional
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import digits_quality
+import evaluate_samples
+
+
+class Moments(torch.nn.Module):
+    """Stands for an extractor: the mean of each channel and the spread of the image."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        images = images.float() / 255
+        return torch.cat([images.mean(dim=(2, 3)), images.std(dim=(1, 2, 3))[:, None]], dim=1)
+
+
+@pytest.fixture
+def extractor(tmp_path):
+    with warnings.catch_warnings(action="ignore"):  # torch would rather have another format, which it can't run alone
+        torch.jit.script(Moments()).save(str(tmp_path / "moments.pt"))
+    return f"--feature_extractor={tmp_path / 'moments.pt'}"
+
+
+def run(script, *argv):
+    reset()
+    script.main(script.parse_args([str(arg) for arg in argv]))
+
+
+def evaluate(tmp_path, *argv):
+    reset()
+    evaluate_samples.main([*map(str, argv), f"--output={tmp_path / 'report.json'}"])
+    return json.loads((tmp_path / "report.json").read_text())
+
+
+@pytest.fixture
+def pipeline(tmp_path, unet_config):
+    """A run on 12 images, 5 of them held out; the weights are as they were drawn."""
+    make_images(tmp_path / "images", 12)
+    run(train_unconditional, f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}",
+        "--resolution=16", f"--output_dir={tmp_path / 'out'}", "--train_batch_size=4", "--max_train_steps=1",
+        "--learning_rate=0", "--ddpm_num_inference_steps=1", "--eval_batch_size=1", "--report_to=none",
+        "--dataloader_num_workers=0", "--holdout=5", "--random_flip")  # fmt: skip
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The rows that were read as real images."""
+    rows, load = [], train_unconditional.ImageDataset.load
+    monkeypatch.setattr(
+        train_unconditional.ImageDataset,
+        "load",
+        lambda self, epoch, row, item: rows.append((epoch, row)) or load(self, epoch, row, item),
+    )
+    return rows
+
+
+@pytest.mark.parametrize("count, features", [(300, 8), (20, 32)])  # more images than features, and fewer
+def test_the_fast_fid_is_that_of_torchmetrics(count, features):
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(features, features, generator=generator)
+    real, fake = (torch.randn(count + n, features, generator=generator) @ mix for n in (0, 7))
+    slow, fast = evaluate_samples.measure_fid(real, fake + 1), evaluate_samples.measure_fid_fast(real, fake + 1)
+    assert fast == pytest.approx(slow, rel=1e-3) and slow > 1
+    moved = evaluate_samples.measure_fid(real, real + 2)
+    assert moved == pytest.approx(4 * features, rel=1e-3) == evaluate_samples.measure_fid_fast(real, real + 2)
+    for measure in (evaluate_samples.measure_fid, evaluate_samples.measure_fid_fast):
+        assert measure(real, real) == pytest.approx(0, abs=1e-2 * slow)
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    """95 % of the intervals of a mean hold the true one, and those of KID between two halves hold 0."""
+    generator = torch.Generator().manual_seed(0)
+    mean = lambda values: values.mean().item()  # noqa: E731
+    held = 0
+    for _ in range(200):
+        values = torch.randn(50, generator=generator) + 3
+        low, high = evaluate_samples.find_interval(mean(values), mean, (values,), 100)
+        held += low < 3 < high
+        assert low < mean(values) < high
+    assert 175 <= held <= 199
+    halves = torch.randn(2, 60, 4, generator=generator)
+    kid = functools.partial(evaluate_samples.measure_kid, subsets=1)
+    low, high = evaluate_samples.find_interval(kid(*halves), kid, halves, 50)
+    assert low < 0 < high
+    low, high = evaluate_samples.find_interval(kid(halves[0], halves[1] + 1), kid, (halves[0], halves[1] + 1), 50)
+    assert 0 < low < high
+    assert evaluate_samples.find_interval(1.0, mean, (values,), 0) is None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def classifier():
+    """Trained once, and for a third of the steps: right on 99 % of the digits."""
+    with pytest.MonkeyPatch.context() as patch:
+        train, trained = functools.partial(digits_quality.train_classifier, steps=300), []
+        once = lambda *data: trained[0] if trained else trained.append(train(*data)) or trained[0]  # noqa: E731
+        patch.setattr(digits_quality, "train_classifier", once)
+        yield
+
+
+def test_a_trained_demo_scores_far_better_than_an_untrained_one(tmp_path, monkeypatch, seen, capsys):
+    """The demo for 200 steps, with a U-Net of half the width."""
+    monkeypatch.chdir(ROOT)
+    config = json.loads(Path("demo/digits_unet.json").read_text()) | {"block_out_channels": [16, 32]}
+    (tmp_path / "unet.json").write_text(json.dumps(config))
+    reports = {}
+    for name, flags in (("trained", ["--max_train_steps=200"]), ("not", ["--max_train_steps=1", "--learning_rate=0"])):
+        run(train_unconditional, *flags, f"--output_dir={tmp_path / name}", "--lr_warmup_steps=20", "--holdout=100",
+            "--report_to=none", "--save_images_epochs=1000", "--eval_batch_size=1",
+            f"--model_config_name_or_path={tmp_path / 'unet.json'}")  # fmt: skip
+        seen.clear()
+        reports[name] = evaluate(tmp_path, tmp_path / name, "--feature_extractor=digits", "--num_samples=100",
+                                 "--num_inference_steps=20", "--resamples=30")  # fmt: skip
+    hashes = {row: xxhash.xxh3_64_intdigest(f"0 row {row}".encode()) for row in range(1797)}
+    assert {row for _, row in seen} == set(sorted(hashes, key=hashes.get)[:100]) and reports["not"]["held_out"]
+    assert reports["not"]["real"] == reports["not"]["samples"] == 100
+    for metric in ("FID", "KID"):
+        trained, untrained = (reports[name]["metrics"][metric] for name in ("trained", "not"))
+        assert trained["value"] < 0.5 * untrained["value"] and trained["interval"][1] < untrained["interval"][0]
+        assert trained["interval"][0] < trained["value"] < trained["interval"][1]
+        assert trained["halves_of_real"] < 0.5 * untrained["value"]
+    assert f"| FID | {reports['not']['metrics']['FID']['value']:.4g} | " in capsys.readouterr().out
+
+
+def test_real_against_real_is_near_0():
+    images, _ = digits_quality.load_digits()
+    extract = evaluate_samples.load_extractor("digits", "cpu")
+    with torch.no_grad():
+        real = extract((images * 255).byte().expand(-1, 3, -1, -1))
+        noise = extract(torch.randint(256, (900, 3, 8, 8), dtype=torch.uint8))
+    assert real.shape == (1797, 128)
+    far = evaluate_samples.measure_fid(real, noise), evaluate_samples.measure_kid(real, noise)
+    near = [measure(real[::2], real[1::2]) for measure in (evaluate_samples.measure_fid, evaluate_samples.measure_kid)]
+    assert near[0] < 0.02 * far[0] and abs(near[1]) < 0.02 * far[1]
+    assert evaluate_samples.measure_fid(real, real) == pytest.approx(0, abs=1e-3 * far[0])
+
+
+def test_figures_do_not_depend_on_batch_size_and_processes(tmp_path, pipeline, extractor, seen, capsys):
+    flags = [pipeline, extractor, "--num_samples=7", "--num_inference_steps=2", "--resamples=20"]
+    one = evaluate(tmp_path, *flags)
+    assert len(seen) == 5 and {epoch for epoch, _ in seen} == {None} and one["real"] == 5 and one["held_out"]
+    assert "7 samples, 5 real images, held out from training" in capsys.readouterr().out
+    other = evaluate(tmp_path, *flags, "--batch_size=2")
+    argv = [*map(str, flags), f"--output={tmp_path / 'two.json'}"]
+    reset()
+    job = start(lambda: evaluate_samples.main(argv), 2, tmp_path / "log")
+    assert finish(job) == [0, 0], (tmp_path / "log").read_text()
+    two = json.loads((tmp_path / "two.json").read_text())
+    for report in (other, two):
+        for metric, found in report["metrics"].items():
+            assert found["value"] == pytest.approx(one["metrics"][metric]["value"], rel=1e-5, abs=1e-6)
+            assert found["interval"] == pytest.approx(one["metrics"][metric]["interval"], rel=1e-4, abs=1e-5)
+    another = evaluate(tmp_path, *flags, "--seed=1")
+    assert another["metrics"]["FID"]["value"] != pytest.approx(one["metrics"]["FID"]["value"], rel=1e-3)
+
+
+def test_a_pipeline_without_a_run_is_compared_with_a_folder(tmp_path, pipeline, extractor, seen, capsys):
+    (pipeline / "run.args").unlink()
+    flags = [pipeline, extractor, "--num_samples=4", "--num_inference_steps=1", "--resamples=0"]
+    with pytest.raises(SystemExit):
+        evaluate(tmp_path, *flags)
+    assert "does not say where images are: --real does" in capsys.readouterr().err
+    (tmp_path / "images/3.png").write_bytes(b"no image")
+    report = evaluate(tmp_path, *flags, f"--real={tmp_path / 'images'}")
+    assert report["real"] == 11 and not report["held_out"] and {row for _, row in seen} == set(range(12))
+    assert report["metrics"]["FID"]["interval"] is None and report["metrics"]["FID"]["value"] > 0
+    assert "11 real images, not held out from training" in capsys.readouterr().out
+
+
+def make_clip(folder):
+    torch.manual_seed(0)
+    tokenizer = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length,
+            "eos_token_id": tokenizer.eos_token_id}  # fmt: skip
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config={**small, **text}, vision_config={**small, "image_size": 16, "patch_size": 8}, projection_dim=16
+    )
+    CLIPModel(config).save_pretrained(folder)
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    CLIPProcessor(CLIPImageProcessor(**sizes), tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
+    tmp_path, extractor, seen, monkeypatch, capsys
+):
+    captions = [f"a digit {'zero one two'.split()[i % 3]} {i}" for i in range(12)]
+    make_captioned(tmp_path / "images", 12, captions)
+    models, shared = make_models(tmp_path), ["--resolution=16", "--dataloader_num_workers=0", "--rows_per_shard=5"]
+    run(precompute_latents, f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}",
+        f"--output_dir={tmp_path / 'cache'}", *shared)  # fmt: skip
+    run(train_text_to_image, f"--pretrained_model_name_or_path={models}", f"--latents_dir={tmp_path / 'cache'}",
+        f"--output_dir={tmp_path / 'out'}", "--max_train_steps=1", "--learning_rate=0", "--report_to=none",
+        "--holdout=4", "--guidance_scale=2")  # fmt: skip
+    drawn, draw = [], StableDiffusionPipeline.__call__
+
+    def spy(self, **options):
+        drawn.append((options, draw(self, **options)))
+        return drawn[-1][1]
+
+    monkeypatch.setattr(StableDiffusionPipeline, "__call__", spy)
+    flags = [tmp_path / "out", extractor, "--num_samples=6", "--num_inference_steps=2", "--resamples=10"]
+    with pytest.raises(SystemExit):
+        evaluate(tmp_path, *flags)
+    assert "does not say where images are: --real does" in capsys.readouterr().err
+    flags += [f"--real={tmp_path / 'images'}", f"--clip={make_clip(tmp_path / 'clip')}", "--batch_size=6"]
+    report = evaluate(tmp_path, *flags)
+    state = json.loads((tmp_path / "out/checkpoint-1/trainer_state.json").read_text())
+    assert state["settings"]["num_images"] == 8 and report["real"] == 4 == len(seen) and report["held_out"]
+    args = train_text_to_image.parse_args([f"@{tmp_path / 'out/run.args'}"])
+    data = train_text_to_image.CachedLatents(train_text_to_image.load_cache(tmp_path / "cache")[2], args)
+    _, held_out = train_text_to_image.hold_out(train_text_to_image.Accelerator(cpu=True), data, args)
+    of_cache = {data.names()[row] for row in held_out}  # as the trainer chose them
+    ((options, result),) = drawn
+    assert {f"{prompt.split()[-1]}.png" for prompt in options["prompt"]} == of_cache and len(of_cache) == 4
+    assert options["guidance_scale"] == 2 and result.images.shape == (6, 16, 16, 3)
+    model, processor = CLIPModel.from_pretrained(tmp_path / "clip"), CLIPProcessor.from_pretrained(tmp_path / "clip")
+    cosines = []
+    for image, prompt in zip(result.images, options["prompt"], strict=True):  # one by one
+        image = (image * 255).round().astype(np.uint8)
+        inputs = processor(text=[prompt], images=[image], return_tensors="pt")
+        with torch.no_grad():
+            embeds = model(**inputs)
+        cosines.append(torch.nn.functional.cosine_similarity(embeds.text_embeds, embeds.image_embeds).item())
+    found = report["metrics"]["CLIP score"]
+    assert found["value"] == pytest.approx(100 * np.mean(cosines), abs=1e-3)
+    assert found["interval"][0] <= found["value"] <= found["interval"][1]
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    ([], "`pip install torch-fidelity` first"),
+    (["--feature_extractor=nowhere.pt"], "nowhere.pt is neither inception, nor digits, nor a file"),
+    (["--feature_extractor=digits", "--clip=clip"], "--clip compares samples with their prompts: this pipeline takes"),
+    (["--num_samples=1"], "1 is not between 2 and"),
+])  # fmt: skip
+def test_what_can_not_be_measured_is_said(tmp_path, pipeline, argv, sentence, capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "fidelity" in name else find_spec(name))
+    with pytest.raises(SystemExit) as stop:
+        evaluate(tmp_path, pipeline, *argv)
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+    assert not Path(tmp_path / "report.json").exists()
+
+
+def test_torchmetrics_is_named_when_it_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        evaluate(tmp_path, "anywhere", "--feature_extractor=digits")
+    assert "`pip install torchmetrics` first" in capsys.readouterr().err
