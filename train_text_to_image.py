@@ -388,6 +388,9 @@ class CachedLatents(torch.utils.data.Dataset):
             for _, batch in batches
         ]  # fmt: skip
         self.text = "input_ids" if "input_ids" in self.views[0] else "prompt_embeds"
+        self.checksums = [  # None in caches from before rows had any: `load_cache` has checked the whole of those
+            batch["checksum"].to_numpy() if "checksum" in batch.schema.names else None for _, batch in batches
+        ]
         self.unchecked = np.ones(len(self), bool)
 
     def __len__(self):
@@ -396,34 +399,30 @@ class CachedLatents(torch.utils.data.Dataset):
     def names(self):
         return [key for _, batch in self.batches for key in batch["key"].to_pylist()]  # as `transform` named them
 
-    def gather(self, rows, columns):
-        """Rows of the columns named for each -> [N, numbers per row]."""
-        chunks, view = np.searchsorted(self.ends, rows, side="right"), self.views[0][columns[0]]
-        out = np.empty((len(rows), view.shape[1]), view.dtype)
-        for i, (row, chunk, column) in enumerate(zip(rows, chunks, columns, strict=True)):
-            out[i] = self.views[chunk][column][row - self.ends[chunk]]  # counted from the chunk's end
-        return torch.from_numpy(out)
-
-    def check(self, rows):
-        """Refuse rows that are not as they were written: as OSError, because the disk failed, or who wrote to it."""
-        for row in rows:
-            if self.unchecked[row]:
-                chunk = np.searchsorted(self.ends, row, side="right")
-                (shard, batch), i = self.batches[chunk], row - self.ends[chunk]
-                found = checksum({name: view[i] for name, view in self.views[chunk].items()})
-                if "checksum" in batch.schema.names and batch["checksum"][i].as_py() != found:
-                    raise OSError(f"{shard} is damaged: the command that made the cache mends it when it is run again")
-                self.unchecked[row] = False
+    def check(self, row, chunk, i):
+        """Refuse a row that is not as it was written: as OSError, because the disk failed, or who wrote to it."""
+        written = self.checksums[chunk]
+        if written is not None and written[i] != checksum({name: view[i] for name, view in self.views[chunk].items()}):
+            shard, _ = self.batches[chunk]
+            raise OSError(f"{shard} is damaged: the command that made the cache mends it when it is run again")
+        self.unchecked[row] = False
 
     def __getitem__(self, keys):
-        rows, latents = [row % len(self) for _, row, _ in keys], ["latents"] * len(keys)
-        self.check(rows)
-        if self.random_flip:
-            flipped = [draw_choices(self.seed, epoch, row)[2] < 0.5 for epoch, row, _ in keys]
-            latents = ["latents_flipped" if flip else "latents" for flip in flipped]
+        rows = np.array([row for _, row, _ in keys]) % len(self)
+        chunks = np.searchsorted(self.ends, rows, side="right")
+        places = (rows - self.ends[chunks]).tolist()  # counted from the chunk's end
+        first = self.views[0]
+        out = {name: np.empty((len(keys), first[name].shape[1]), first[name].dtype) for name in ("latents", self.text)}
+        for i, ((epoch, number, _), row, chunk, place) in enumerate(
+            zip(keys, rows.tolist(), chunks.tolist(), places, strict=True)
+        ):
+            flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
+            out["latents"][i] = self.views[chunk]["latents_flipped" if flip else "latents"][place]
+            out[self.text][i] = self.views[chunk][self.text][place]
+            if self.unchecked[row]:  # now, while its numbers are in the processor's cache
+                self.check(row, chunk, place)
         return {
-            "latents": self.gather(rows, latents),
-            self.text: self.gather(rows, [self.text] * len(keys)),
+            **{name: torch.from_numpy(numbers) for name, numbers in out.items()},
             "weight": torch.tensor([weight for _, _, weight in keys]),
             "skipped": [],
         }
