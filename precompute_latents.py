@@ -883,16 +883,18 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
     if len(data) > 2**30:
         raise ValueError("it has more than 1 GiB")
     Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
-    formats = {*"AVIF BMP GIF JPEG JPEG2000 PNG PPM QOI TGA TIFF WEBP".split()} & Image.OPEN.keys()
-    image = Image.open(io.BytesIO(data), formats=list(formats))  # reads the header, and refuses decompression bombs
+    formats = "JPEG PNG WEBP AVIF BMP GIF JPEG2000 PPM QOI TIFF TGA".split()  # as they are tried; TGA has no mark
+    formats = [name for name in formats if name in Image.OPEN]
+    image = Image.open(io.BytesIO(data), formats=formats)  # reads the header, and refuses decompression bombs
     if min(image.size) < min_size:
         raise ValueError(f"{image.width} x {image.height} pixels are less than --min_size {min_size}")
     if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
         if image.getexif().get(0x0112, 1) == 1:  # Pillow alone decides what is turned, and turns it below
             with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
-                data = data.replace(b"Exif\0\0", b"exif\0\0", 1)
+                if "exif" in image.info:
+                    data = data.replace(b"Exif\0\0", b"exif\0\0", 1)
                 return decode_jpeg(data, mode="GRAY" if channels == 1 else "RGB")
-    image = ImageOps.exif_transpose(image)
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I") or image.mode == "F":  # deep grey; Pillow's own conversion would clip it at 255
         values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
         if not (values.min() >= 0 and values.max() <= 1):  # nor nan
@@ -902,8 +904,9 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    pixels = np.array(image.convert("L" if channels == 1 else "RGB")).reshape(image.height, image.width, channels)
-    pixels = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    mode = "L" if channels == 1 else "RGB"
+    image = image if image.mode == mode else image.convert(mode)  # it would copy
+    pixels = torch.from_numpy(np.array(image).reshape(image.height, image.width, channels)).permute(2, 0, 1)
     return pixels.float() / 255 if keep_precision else pixels
 
 
