@@ -573,11 +573,11 @@ def prepare_batch(batch, frozen, args):
     A fresh draw of the latents each time, and the empty prompt in place of a share of the captions.
     """
     (vae, text_encoder), empty_prompt, cache = frozen
-    if vae is None:
+    if "latents" in batch:  # of a cache
         latents = batch["latents"].float().unflatten(1, cache["latents_shape"])
     else:
         latents = encode_images(vae, batch["pixel_values"])
-    if text_encoder is None:
+    if "prompt_embeds" in batch:
         prompt_embeds = batch["prompt_embeds"].float().unflatten(1, cache["prompt_embeds_shape"])
     else:
         prompt_embeds = encode_prompts(text_encoder, batch["input_ids"])

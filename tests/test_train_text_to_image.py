@@ -409,7 +409,7 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
 
     def prepare(cache, caption_dropout):
         args = argparse.Namespace(caption_dropout=caption_dropout)
-        latents, condition = script.prepare_batch(batch, (None, torch.zeros(3, 5), cache), args)
+        latents, condition = script.prepare_batch(batch, ((None, None), torch.zeros(3, 5), cache), args)
         return latents, condition["encoder_hidden_states"]
 
     latents, embeds = prepare(cache, 0.25)
