@@ -14,7 +14,7 @@ What stands where:
     parse_args                       the flags, one a line; bad values end here, before anything is loaded or written
     transform, TransformedRows       stage 1, on CPU cores: rows -> a batch of images and captions
     describe_encoders, encode        stage 2, on the device: a batch -> the columns of the cache, and what decides them
-    encode_all                       keeps the device busy, and encodes again what is not finite
+    encode_all, work_ahead           keep the device busy, also while files are written
     read_cache ... finish            the files; a shard is whole or not there, so that a kill costs no more than one
     main                             the run in phases
 After main the text is that of the other scripts, and `python tests/copy_shared.py precompute_latents.py` copies a
@@ -529,6 +529,25 @@ def watch(batches, waits):
         yield batch
 
 
+def work_ahead(items, count, device):
+    """Yield what a generator makes, up to `count` ahead in a thread: the device works while files are written."""
+    item = next(items, None)  # the first here: it starts the loader's processes, and a thread should not fork
+
+    def make():
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # a thread has its own
+            return next(items, None)
+
+    with ThreadPoolExecutor(1) as thread:
+        queue = collections.deque(thread.submit(make) for _ in range(count))
+        try:
+            while item is not None:
+                yield item
+                item = queue.popleft().result()
+                queue.append(thread.submit(make))
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
 def show_progress(encoded, waits, progress_bar):
     """Pass on what `encode_all` yields, and show the speed and how long the device waited for images."""
     start, waited = time.perf_counter(), 0.0
@@ -592,6 +611,7 @@ def main(args):
     progress_bar = tqdm(total=total, initial=done, desc=name, unit="img", disable=not accelerator.is_main_process)
     skipped = [entry for number in mine if shards[number] in records for entry in records[shards[number]]["skipped"]]
     encoded = encode_all(watch(batches, waits), models, exact_models, args)
+    encoded = work_ahead(encoded, 16, device)
     encoded = show_progress(encoded, waits, progress_bar)
     for number, of_shard in itertools.groupby(encoded, lambda item: item[0] // args.rows_per_shard):
         skipped += write_shard(output_dir / shards[number], of_shard)["skipped"]

@@ -506,6 +506,33 @@ def test_a_record_that_a_full_disk_cut_short_is_made_again(tmp_path, flags, monk
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_the_device_does_not_wait_while_a_shard_is_written(tmp_path, flags, monkeypatch):
+    """On a device that is free again 20 ms after the batch before, with a disk that takes 0.2 s a shard."""
+    make_images(tmp_path / "more", 64)
+    lines = [json.dumps({"file_name": f"{i}.png", "text": "x"}) for i in range(64)]
+    (tmp_path / "more/metadata.jsonl").write_text("\n".join(lines))
+    encode, fsync, free, idle = script.encode, os.fsync, [], []
+
+    class Done:
+        def __init__(self, moment):
+            self.moment = moment
+
+        def synchronize(self):
+            time.sleep(max(0, self.moment - time.perf_counter()))
+
+    def queue(*batch):
+        columns, _ = encode(*batch)
+        now = time.perf_counter()
+        idle.append(max(0, now - free[-1]) if free else 0)
+        free.append(max([now, *free[-1:]]) + 0.02)
+        return columns, Done(free[-1])
+
+    monkeypatch.setattr(script, "encode", queue)
+    monkeypatch.setattr(script.os, "fsync", lambda file: (time.sleep(0.2), fsync(file)))
+    precompute(*flags, f"--train_data_dir={tmp_path / 'more'}", "--rows_per_shard=16", "--batch_size=1")
+    assert len(idle) == 64 and max(idle) < 0.1, sorted(idle)[-5:]
+
+
 def test_rows_that_an_outage_took_are_tried_again(tmp_path, flags, capfd, monkeypatch):
     """A folder that goes away while it is read and comes back: no good row is lost, and broken ones stay skipped."""
     (tmp_path / "images/9.png").write_bytes(b"no image")
