@@ -3,10 +3,12 @@
 import argparse
 import functools
 import io
+import re
 import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, reset
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from PIL import Image
@@ -17,21 +19,78 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import batch_sizes
 import bench
+import cache_reader
 import cached_vs_online
 import digits_quality
 import gpu
 import growth
 import peers
 import plan
+import precompute_speed
 import step_overhead
 import transform_speed
 
+import precompute_latents as script
 
-def test_transform_speed():
+
+def table(said):
+    """The rows of a Markdown table as lists of cells, without its head."""
+    rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("|")]
+    assert set(map(len, rows[:1] + rows[2:])) == {len(rows[0])}
+    return rows[2:]
+
+
+def first(cell):
+    """What a cell begins with, as a number."""
+    return float(re.match(r"[0-9.]+", cell)[0])
+
+
+def test_transform_speed(monkeypatch, capsys):
     buffer = io.BytesIO()
-    Image.fromarray(np.zeros((80, 120, 3), np.uint8)).save(buffer, "JPEG")
-    theirs, ours = transform_speed.compare([buffer.getvalue()], 32, seconds=0.01, rounds=2)
-    assert theirs > 0 and ours > 0
+    ramp = np.add.outer(np.arange(80), np.arange(120))[..., None] + np.array([0, 20, 40])
+    Image.fromarray(ramp.astype(np.uint8)).save(buffer, "JPEG", quality=95)
+    monkeypatch.setattr(transform_speed, "make_photos", lambda width: [buffer.getvalue()])
+    transform_speed.main(["--resolution=32", "--widths", "120", "--seconds=0.01", "--rounds=2"])
+    said = capsys.readouterr().out
+    rows = table(said)
+    there = [name for name in transform_speed.WAYS if name in [row[0] for row in rows]]
+    assert len(there) == len(rows) >= 5 and all(first(row[1]) > 0 for row in rows)
+    for name, missing in (("OpenCV", transform_speed.cv2 is None), ("torchcodec", script.decode_jpeg is None)):
+        assert (f"{name} is not installed" in said) == missing == (not any(row.startswith(name) for row in there))
+    photos = [transform_speed.WAYS[name](32)(buffer.getvalue()) for name in there[:-1]]
+    photos = [photo.numpy() if torch.is_tensor(photo) else photo.astype(float) for photo in photos]
+    for name, photo in zip(there, photos, strict=False):  # all ways make the same picture
+        assert photo.shape == (3, 32, 32) and np.abs(photo - photos[0]).mean() < 3, name
+
+
+def test_cache_reader(tmp_path, capsys):
+    cache_reader.make_cache(tmp_path, 21, 16, (3, 8), batch_size=4, rows_per_shard=8)
+    order = [[20, 3, 7], [0, 19]]
+    expected = list(cache_reader.open_numpy(tmp_path)(order))
+    assert len(np.unique(np.concatenate([batch["latents"] for batch in expected]), axis=0)) == 5
+    for opened in cache_reader.READERS.values():  # all read the same numbers
+        for batch, right in zip(opened(tmp_path)(order), expected, strict=True):
+            assert all(np.array_equal(batch[name], right[name]) for name in cache_reader.COLUMNS)
+    cache_reader.forget(tmp_path)
+    cache_reader.main(["--rows=40", "--resolutions=16", "--tokens", "3", "8", "--batch_size=8", "--rounds=2"])
+    rows = table(capsys.readouterr().out)
+    assert [row[1] for row in rows] == list(cache_reader.READERS)
+    assert all(re.fullmatch(r"[0-9.]+k, [0-9.]+ \([0-9.]+ to [0-9.]+\)", cell) for row in rows for cell in row[2:])
+    assert [cell.split(", ")[1] for cell in rows[1][2:]] == 3 * ["1.00 (1.00 to 1.00)"]
+
+
+def test_precompute_speed(capsys, monkeypatch):
+    buffer = io.BytesIO()
+    Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(buffer, "JPEG")
+    monkeypatch.setattr(precompute_speed, "make_photos", lambda width: [buffer.getvalue()])
+    precompute_speed.main(
+        ["--rows=10", "--resolutions=16", "--vae", "8", "8", "--text", "16", "1", "--tokens=8", "--batch_size=4",
+         "--rounds=2", "--dataloader_num_workers=0"]
+    )  # fmt: skip
+    (row,) = table(capsys.readouterr().out)
+    decode, encode, whole, running, share, cores = map(first, row[1:])
+    assert row[0] == "16" and min(decode, encode, whole) > 0 and whole <= running
+    assert share == pytest.approx(running / encode, rel=0.8) and cores == pytest.approx(encode / decode, abs=1)
 
 
 def test_digits_quality(tmp_path, monkeypatch, capsys):
