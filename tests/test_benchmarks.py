@@ -3,17 +3,19 @@
 import argparse
 import functools
 import io
+import json
 import re
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, reset
+from conftest import ROOT, make_images, metrics, reset
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from PIL import Image
 
 import train_text_to_image
+import train_unconditional
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -22,6 +24,7 @@ import bench
 import cache_reader
 import cached_vs_online
 import digits_quality
+import find_lr_worth
 import gpu
 import growth
 import peers
@@ -175,3 +178,27 @@ def test_tables_of_all_that_is_trained(tmp_path, capsys):
         assert capsys.readouterr().out.count("\n| ") >= 2, benchmark
     with pytest.raises(SystemExit):  # no checkout is there
         peers.main([*TOY, f"--diffusers={tmp_path}", "--resolution=64"])
+
+
+def test_find_lr_worth(tmp_path, unet_config, capsys, monkeypatch):
+    """What stands in the table is what the runs measured; here they run in this process, which is faster."""
+
+    def run(command, **options):
+        reset()
+        train_unconditional.main(train_unconditional.parse_args(command[2:]))
+        return argparse.Namespace(returncode=0)
+
+    monkeypatch.setattr(find_lr_worth.subprocess, "run", run)
+    argv = ["train_unconditional.py", "--steps=2", "--factors", "1", "2", "--holdout=3", f"--output_dir={tmp_path}"]
+    argv += ["--", f"--train_data_dir={make_images(tmp_path / 'images', 8)}", "--resolution=16", "--find_lr_steps=10"]
+    argv += [f"--model_config_name_or_path={unet_config}", "--ddpm_num_inference_steps=1", "--train_batch_size=2"]
+    find_lr_worth.main([*argv, "--learning_rate=0.003"])
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "train_unconditional/find-lr/find_lr.json").read_text())["suggestion"]
+    assert f"2 steps; --find_lr suggests {found:.2g}; " in said
+    rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("| 0.")]
+    assert [row[0] for row in rows] == [f"{rate:.2g}" for rate in (found, 2 * found, 0.003)]
+    for name, row in zip((f"lr-{found:.3g}", f"lr-{2 * found:.3g}", "own"), rows, strict=True):
+        record = metrics(tmp_path / "train_unconditional" / name)[-1]
+        assert record["step"] == 2
+        assert row[2:] == [f"{record[key]:.4f}" for key in ("held_out_loss_ema", "held_out_loss")]
