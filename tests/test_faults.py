@@ -66,19 +66,19 @@ def cases(quick, many, names=NAMES, more=()):
 
 
 def watch(script, out, happen):
-    """From here on call `happen(event)` before what this process's main thread does.
+    """From here on call `happen(event)` before what this process does, in any thread.
 
     Events are the script's functions and those that save and sample, and all that changes files below `out`.
     """
-    home, main, busy = os.getpid(), threading.get_ident(), []
+    home, own = os.getpid(), threading.local()
 
     def tell(event):
-        if os.getpid() == home and threading.get_ident() == main and not busy:
-            busy.append(event)
+        if os.getpid() == home and not getattr(own, "busy", False):
+            own.busy = True
             try:
                 happen(re.sub(r"\.tmp-[0-9a-f]{12}-", ".tmp-", event))
             finally:
-                busy.clear()
+                own.busy = False
 
     def audit(name, args):
         if name == "open" and isinstance(args[2], int) and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -286,6 +286,7 @@ def attack(target, moments, act, judge, num_processes=1, together=False, left_ou
 
     `judge(codes, said, victim, reproduction)` tells whether the attack came, and fails if the run ended badly.
     """
+    assert moments
     verdicts, so_far = Verdicts(), []
     shutil.rmtree(target.out, ignore_errors=True)
     for number, (event, nth, victim) in enumerate(moments, 1):
