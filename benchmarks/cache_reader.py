@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import torch
-from transform_speed import machine  # first: it finds the scripts
+from bench import machine, spread  # before the scripts, which it finds
 
 import precompute_latents as maker
 import train_text_to_image as script
@@ -155,10 +155,8 @@ def main(argv=None):
                     speeds[name].append(passes)
             for name, passes in speeds.items():
                 shares = np.array(passes) / speeds["numpy memory map"]
-                cells = [
-                    f"{np.median(found) / 1e3:.1f}k, {np.median(share):.2f} ({share.min():.2f} to {share.max():.2f})"
-                    for found, share in zip(np.transpose(passes), shares.T, strict=True)
-                ]
+                pairs = zip(np.transpose(passes), shares.T, strict=True)
+                cells = [f"{np.median(found) / 1e3:.1f}k, {spread(share)}" for found, share in pairs]
                 print(f"| {resolution} | {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -23,8 +23,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from bench import machine, spread  # before the scripts, which it finds
 from diffusers import AutoencoderKL
-from transform_speed import machine, make_photos  # first: it finds the scripts
+from transform_speed import make_photos
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 import precompute_latents as script
@@ -122,8 +123,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
-    device = torch.cuda.get_device_name() + "; " if torch.cuda.is_available() else ""
-    print(f"{device}{machine()}; {args.rows} photographs of {args.width} px\n")
+    print(f"{machine()}; {args.rows} photographs of {args.width} px, threads of the encoder: {args.threads}\n")
     print(
         "| to px | decoded by a core | encoder alone | whole script | running | share of the encoder | cores needed |"
     )
@@ -141,8 +141,8 @@ def main(argv=None):
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 speeds = measure(folder, args.rows, args.rounds, flags)
         share = np.divide(speeds["running"], speeds["encode"])
-        cells = [f"{np.median(found):.0f} ({min(found):.0f} to {max(found):.0f})" for found in speeds.values()]
-        cells += [f"{np.median(share):.2f} ({share.min():.2f} to {share.max():.2f})"]
+        cells = [spread(found, "{:.0f}") for found in speeds.values()]
+        cells += [spread(share)]
         cells += [f"{np.median(np.divide(speeds['encode'], speeds['decode'])):.1f}"]
         print(f"| {resolution} | {' | '.join(cells)} |", flush=True)
 

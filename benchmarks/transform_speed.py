@@ -11,14 +11,12 @@ decoder of ours takes alone is the limit of whoever uses libjpeg and decodes eve
 import argparse
 import functools
 import io
-import os
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 import torchvision.transforms.v2 as v2
+from bench import machine, spread  # before the scripts, which it finds
 from PIL import Image
 from torchvision import transforms
 
@@ -27,15 +25,7 @@ try:
 except ImportError:
     cv2 = None
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import precompute_latents as script
-
-
-def machine():
-    """The processor, how many of its cores this process may use, and on how many threads it computes."""
-    with open("/proc/cpuinfo") as file:
-        name = next((line.split(": ")[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} of them used"
 
 
 def make_photos(width):
@@ -149,9 +139,7 @@ def main(argv=None):
         cells = []
         for speeds in found:
             ratio = np.divide(speeds[name], speeds["diffusers"])
-            cells.append(
-                f"{np.median(speeds[name]):.0f}, {np.median(ratio):.2f} x ({ratio.min():.2f} to {ratio.max():.2f})"
-            )
+            cells.append(f"{np.median(speeds[name]):.0f}, {spread(ratio)} x")
         print(f"| {name} | {' | '.join(cells)} |")
 
 
