@@ -808,6 +808,7 @@ def main(args):
         pipeline = make_pipeline(sampled, sampler, args)  # a kill came between the two
         log_held_out(global_step)
         log_validation(accelerator, pipeline, global_step, stop_signal, args)
+        stop = stop_signal.agree()  # broken off, before a step leads past it
 
     unet.train()
     while global_step < args.max_train_steps and not stop:

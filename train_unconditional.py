@@ -568,6 +568,7 @@ def main(args):
     if checkpoint and is_due(global_step, *samples_every) and not samples_path(global_step, args).exists():
         log_held_out(global_step)  # a kill came between the two
         log_validation(accelerator, pipeline, global_step, stop_signal, args)
+        stop = stop_signal.agree()  # broken off, before a step leads past it
 
     unet.train()
     while global_step < args.max_train_steps and not stop:

@@ -271,6 +271,17 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(tmp_
         killed.setattr(script, "log_validation", lambda *args: os._exit(9))
         assert finish(start(lambda: train(*flags), log=tmp_path / "log")) == [9], (tmp_path / "log").read_text()
     assert checkpoints(tmp_path / "out") == {"checkpoint-2"} and not (tmp_path / "out/samples").exists()
+    log_validation = script.log_validation
+
+    def stopped(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        log_validation(*args)
+
+    with monkeypatch.context() as killed:  # once more, in what is to be made good: no step may lead past it
+        killed.setattr(script, "log_validation", stopped)
+        resumed = start(lambda: train(*flags, "--resume_from_checkpoint=latest"), log=tmp_path / "log")
+        assert finish(resumed) == [143], (tmp_path / "log").read_text()
+    assert checkpoints(tmp_path / "out") == {"checkpoint-2"} and not (tmp_path / "out/samples").exists()
     train(*flags, "--resume_from_checkpoint=latest")
     for path in (tmp_path / "whole/samples").iterdir():
         assert path.read_bytes() == (tmp_path / "out/samples" / path.name).read_bytes()
