@@ -263,6 +263,15 @@ def test_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, flags, 
     )
 
 
+def test_what_a_kill_left_half_moved_is_put_back(tmp_path):
+    for name in (".tmp-old-metrics.jsonl", ".tmp-old-run.args"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "run.args").write_text("new")
+    (tmp_path / ".tmp-saving").mkdir()
+    script.clean(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"metrics.jsonl": "old", "run.args": "new"}
+
+
 def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(tmp_path, flags, monkeypatch):
     """The checkpoint is written first, because samples may take minutes; what it says is done is done in the end."""
     flags = [*flags, "--checkpointing_steps=2", "--validation_steps=2"]
