@@ -190,15 +190,16 @@ def show(title, header, rows):
 
 
 def make_parser(doc, **defaults):
-    """A parser with the flags that the timing benchmarks share."""
+    """A parser with the flags that the timing benchmarks share, but for those whose default is None."""
     parser = argparse.ArgumentParser(
         description=doc.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     defaults = {"size": "tenth", "mixed_precision": "no", "batch_size": 4, "steps": 12, "rounds": 3, **defaults}
-    parser.add_argument("--size", choices=SIZES, default=defaults["size"], help="of the models: SD 2's, or a tenth")
-    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default=defaults["mixed_precision"])
-    for name in ("batch_size", "steps", "rounds"):
-        parser.add_argument(f"--{name}", type=int, default=defaults[name])
+    options = {"size": {"choices": SIZES, "help": "of the models: SD 2's, or a tenth"}}
+    options["mixed_precision"] = {"choices": ["no", "fp16", "bf16"]}
+    for name, default in defaults.items():
+        if default is not None:
+            parser.add_argument(f"--{name}", default=default, **options.get(name, {"type": int}))
     return parser
 
 

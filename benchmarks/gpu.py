@@ -1,4 +1,4 @@
-"""One GPU, all that matters: training and encoding at the true sizes of Stable Diffusion 2, in nine minutes.
+"""One GPU, all that matters: training and encoding at the true sizes of Stable Diffusion 2.
 
     python benchmarks/gpu.py                                        # on a GPU; --diffusers path/to/diffusers beside it
     python benchmarks/gpu.py --size toy --mixed_precision no --resolutions 64 --batch_sizes 4 --steps 6   # on a CPU
@@ -53,7 +53,7 @@ def encode(models, images, resolution, cli, folder):
 
 
 def main(argv=None):
-    parser = bench.make_parser(__doc__, size="sd2", mixed_precision="bf16", steps=30, rounds=1)
+    parser = bench.make_parser(__doc__, size="sd2", mixed_precision="bf16", batch_size=None, steps=30, rounds=None)
     parser.add_argument("--resolutions", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[128, 64], help="one for each resolution")
     parser.add_argument("--diffusers", help="a checkout of diffusers, whose script trains on pixels beside ours")

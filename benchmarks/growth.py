@@ -4,8 +4,7 @@
     python benchmarks/growth.py --rows 1000 --num_caches 1 --steps 20000          # a long run: its tenths
 
 A row is small here (the demo's models, 8 px), so that what belongs to the number of rows is not hidden by their size.
-Runs are processes of their own: what a start costs holds the imports, which `--rows 1` shows. Then the speed and the
-memory of a long run, in tenths.
+Runs are processes of their own, and what a start takes holds the imports.
 """
 
 import json
@@ -16,7 +15,7 @@ import bench
 
 
 def main(argv=None):
-    parser = bench.make_parser(__doc__, batch_size=16, steps=300, rounds=1)
+    parser = bench.make_parser(__doc__, size=None, mixed_precision=None, batch_size=16, steps=300, rounds=None)
     parser.add_argument("--rows", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6])
     parser.add_argument(
         "--num_caches", type=int, nargs="+", default=[1, 8], help="folders that the rows are split over"
