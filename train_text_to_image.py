@@ -411,18 +411,15 @@ class CachedLatents(torch.utils.data.Dataset):
         rows = np.array([row for _, row, _ in keys]) % len(self)
         chunks = np.searchsorted(self.ends, rows, side="right")
         places = (rows - self.ends[chunks]).tolist()  # counted from the chunk's end
-        first = self.views[0]
-        out = {name: np.empty((len(keys), first[name].shape[1]), first[name].dtype) for name in ("latents", self.text)}
-        for i, ((epoch, number, _), row, chunk, place) in enumerate(
-            zip(keys, rows.tolist(), chunks.tolist(), places, strict=True)
-        ):
-            flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
-            out["latents"][i] = self.views[chunk]["latents_flipped" if flip else "latents"][place]
-            out[self.text][i] = self.views[chunk][self.text][place]
-            if self.unchecked[row]:  # now, while its numbers are in the processor's cache
+        columns = {"latents": [], self.text: []}
+        for (epoch, number, _), row, chunk, place in zip(keys, rows.tolist(), chunks.tolist(), places, strict=True):
+            if self.unchecked[row]:
                 self.check(row, chunk, place)
-        return {
-            **{name: torch.from_numpy(numbers) for name, numbers in out.items()},
+            flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
+            columns["latents"].append(self.views[chunk]["latents_flipped" if flip else "latents"][place])
+            columns[self.text].append(self.views[chunk][self.text][place])
+        return {  # each column in one copy, for which this thread lets go of Python's lock once and not once a row
+            **{name: torch.from_numpy(np.concatenate(rows).reshape(len(keys), -1)) for name, rows in columns.items()},
             "weight": torch.tensor([weight for _, _, weight in keys]),
             "skipped": [],
         }
