@@ -465,8 +465,6 @@ def open_cache(accelerator, settings, args, folder=None):
                 flags = {name: x for name, x in vars(args).items() if x is not None and name not in UNLIKE}
                 described = {**settings, "decoder": decoder, "made_with": flags}
                 write_file(output_dir / "cache.json", json.dumps(described, indent=1))
-            if not (output_dir / "run.args").exists():  # second: alone in a folder it would be somebody else's
-                write_file(output_dir / "run.args", format_args(args, UNLIKE))
             (output_dir / "unfinished").mkdir(exist_ok=True)
             for leftover in output_dir.rglob(".tmp-*"):  # of a run that was killed
                 delete(leftover)
@@ -482,6 +480,9 @@ def open_cache(accelerator, settings, args, folder=None):
         fail(f"{name} is damaged ({type(error).__name__}: {error}): delete it, or choose another --output_dir")
     if differences:
         fail(f"{name} holds another cache ({', '.join(differences)}): choose another --output_dir")
+    path, text = output_dir / "run.args", format_args(args, UNLIKE)
+    if accelerator.is_main_process and not (path.is_file() and path.read_bytes() == os.fsencode(text)):
+        write_file(path, text)
     if cache.get("decoder", decoder) != decoder:  # no reason to refuse: JPEG decoders differ by a grey level or two
         accelerator.print(f"{name} was begun with {cache['decoder']}; its JPEGs are decoded with {decoder} now")
     return lock, cache, records
