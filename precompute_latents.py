@@ -215,6 +215,7 @@ def describe_encoders(vae, text_encoder, tokenizer, args):
     Returns (empty_prompt: its embedding, float16 [tokens, D]; settings: what of all this has to be the same in two
     runs, or their shards do not fit together).
     """
+    try_models(vae, text_encoder)
     has_moments = not isinstance(vae, AutoencoderTiny)
     if args.latents == "moments" and not has_moments:
         fail("an AutoencoderTiny has no moments: leave --latents out")
@@ -376,20 +377,29 @@ def digest_file(path):
         return None
 
 
+def write_batches(writer, batches, checksums):
+    """Write record batches as one; those without a row as none, which would be in the way of who reads by batches."""
+    for batch in pa.Table.from_batches(batches).combine_chunks().to_batches() if batches else ():
+        writer.write_batch(batch)
+        checksums.update(batch["checksum"].to_numpy())
+
+
 def write_shard(path, encoded):
     """Write what `encode_all` yields for one shard, whole or not at all, and then its record."""
     unfinished, record = name_unfinished(path), {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []}
     checksums = xxhash.xxh3_128()  # with it a trainer knows a shard, and by its rows' checksums each row
     try:
         with contextlib.ExitStack() as stack:
-            file, writer = stack.enter_context(unfinished.open("wb")), None
+            file, writer, held = stack.enter_context(unfinished.open("wb")), None, []
             for _, rows, skipped, counts in encoded:
                 writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
-                if len(rows):  # an empty batch would be in the way of who reads batch by batch
-                    writer.write_batch(rows)
-                    checksums.update(rows["checksum"].to_numpy())
+                held.append(rows)
                 for name, more in {"rows": len(rows), "skipped": skipped, **counts}.items():
                     record[name] += more
+                if sum(map(len, held)) >= 256:  # a trainer opens every batch of a cache, so they are large
+                    write_batches(writer, held, checksums)
+                    held = []
+            write_batches(writer, held, checksums)
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         record["sha256"], record["checksums"] = digest_file(unfinished), checksums.hexdigest()
@@ -694,7 +704,8 @@ def explain(error):
         error = error.__cause__
     text = str(error).strip()
     text = text.splitlines()[-1] if "Original Traceback" in text else text
-    return " ".join(text.split(" <_io")[0].split()) or type(error).__name__
+    text = " ".join(text.split(" <_io")[0].split()) or type(error).__name__
+    return text if len(text) < 400 else f"{text[:400]} ..."
 
 
 def stop(number, frame):
@@ -1133,7 +1144,8 @@ def load_models(args, dtype):
         tokenizer.model_max_length = limit  # old tokenizers do not know how many the text encoder takes
     except Exception as error:
         fail(
-            f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})"
+            f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline "
+            f"({explain(error)})"
         )
     if args.resolution is not None and args.resolution % vae_scale_factor(vae):
         fail(f"--resolution {args.resolution} is not a multiple of {vae_scale_factor(vae)}, which this VAE needs")
@@ -1155,6 +1167,17 @@ def encode_images(vae, pixel_values):
 def encode_prompts(text_encoder, input_ids):
     """Tokens [N, model_max_length] -> the text encoder's last hidden state, float32 [N, model_max_length, D]."""
     return text_encoder(input_ids)[0].float()
+
+
+def try_models(vae, text_encoder):
+    """Run models of these configs without numbers, to end the program now if they say what can't be computed."""
+    with torch.device("meta"), torch.no_grad():
+        with explained("the VAE does not work"):
+            shell, side = type(vae).from_config(vae.config), 2 * vae_scale_factor(vae)
+            latents = encode_images(shell, torch.zeros(1, vae.config.in_channels, side, side))
+            shell.decode(latents[:, : vae.config.latent_channels])
+        with explained("the text encoder does not work"):
+            encode_prompts(type(text_encoder)(text_encoder.config), torch.zeros(1, 2, dtype=torch.long))
 
 
 def hash_weights(model):

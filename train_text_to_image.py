@@ -367,6 +367,11 @@ def load_cache(folder):
     except FileNotFoundError as error:
         fail(f"{error.filename or shard} is missing: make the cache with precompute_latents.py")
     except Exception as error:
+        if "Memory mapping file failed" in str(error):
+            fail(
+                f"{shard} can't be mapped into memory: raise `ulimit -v`, or the number of files that Linux lets a "
+                "process map (sysctl vm.max_map_count), or make caches with more --rows_per_shard"
+            )
         fail(f"{shard or folder} is damaged ({error}): run the command that made the cache again, it mends it")
 
 
@@ -437,6 +442,7 @@ def load_data(accelerator, args):
         cache, empty_prompt, _ = caches[0]
         if accelerator.is_main_process:  # the models are loaded to be compared, and let go
             vae, text_encoder, tokenizer = load_models(args, torch.float32)
+            try_models(vae, text_encoder)
             description = describe_models(vae, text_encoder, tokenizer)
             description |= describe_latents(vae, cache["transform"]["resolution"], cache["latents"])
             description["prompt_embeds_shape"] = [tokenizer.model_max_length, text_encoder.config.hidden_size]
@@ -457,6 +463,7 @@ def load_data(accelerator, args):
     args.resolution = args.resolution or 512
     rows, column = load_rows(args, others=[args.caption_column])
     vae, text_encoder, tokenizer = load_models(args, dtype)
+    try_models(vae, text_encoder)
     put_on_device(vae.requires_grad_(False), accelerator.device)
     text_encoder.requires_grad_(False).to(accelerator.device)
     with torch.no_grad():
@@ -523,10 +530,11 @@ def make_unet(args, latents_shape, embed_dim):
     with explained(f"{source} holds no UNet2DConditionModel"):
         if args.unet_config_name_or_path:
             unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(source, **options))
-            unet.register_to_config(sample_size=latents_shape[1])  # what the pipeline draws unless told otherwise
         else:
             options |= {"subfolder": "unet", "revision": args.revision, "variant": args.variant}
             unet = load_weights(UNet2DConditionModel, source, **options)
+    # What the pipeline draws unless told otherwise; of old versions it would not believe sizes below 64.
+    unet.register_to_config(sample_size=latents_shape[1], _diffusers_version=diffusers.__version__)
     if (unet.config.in_channels, unet.config.cross_attention_dim) != (latents_shape[0], embed_dim):
         fail(
             f"the U-Net of {source} takes {unet.config.in_channels} channels and embeddings of "
@@ -923,7 +931,8 @@ def explain(error):
         error = error.__cause__
     text = str(error).strip()
     text = text.splitlines()[-1] if "Original Traceback" in text else text
-    return " ".join(text.split(" <_io")[0].split()) or type(error).__name__
+    text = " ".join(text.split(" <_io")[0].split()) or type(error).__name__
+    return text if len(text) < 400 else f"{text[:400]} ..."
 
 
 def stop(number, frame):
@@ -1362,7 +1371,8 @@ def load_models(args, dtype):
         tokenizer.model_max_length = limit  # old tokenizers do not know how many the text encoder takes
     except Exception as error:
         fail(
-            f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline ({error})"
+            f"{source} does not hold the {options.get('subfolder', 'model')} of a Stable Diffusion pipeline "
+            f"({explain(error)})"
         )
     if args.resolution is not None and args.resolution % vae_scale_factor(vae):
         fail(f"--resolution {args.resolution} is not a multiple of {vae_scale_factor(vae)}, which this VAE needs")
@@ -1384,6 +1394,17 @@ def encode_images(vae, pixel_values):
 def encode_prompts(text_encoder, input_ids):
     """Tokens [N, model_max_length] -> the text encoder's last hidden state, float32 [N, model_max_length, D]."""
     return text_encoder(input_ids)[0].float()
+
+
+def try_models(vae, text_encoder):
+    """Run models of these configs without numbers, to end the program now if they say what can't be computed."""
+    with torch.device("meta"), torch.no_grad():
+        with explained("the VAE does not work"):
+            shell, side = type(vae).from_config(vae.config), 2 * vae_scale_factor(vae)
+            latents = encode_images(shell, torch.zeros(1, vae.config.in_channels, side, side))
+            shell.decode(latents[:, : vae.config.latent_channels])
+        with explained("the text encoder does not work"):
+            encode_prompts(type(text_encoder)(text_encoder.config), torch.zeros(1, 2, dtype=torch.long))
 
 
 def hash_weights(model):

@@ -358,6 +358,11 @@ def make_unet(args):
         fail(f"{source} takes {channels} and gives {unet.config.out_channels} channels; images have 1 or 3")
     if args.resolution % multiple:
         fail(f"--resolution {args.resolution} is not a multiple of {multiple}, which this U-Net needs")
+    with torch.device("meta"), torch.no_grad(), explained(f"the U-Net of {source} can't be trained here"):
+        shell, images = type(unet).from_config(unet.config), torch.zeros(1, channels, args.resolution, args.resolution)
+        labels = None if unet.class_embedding is None else torch.zeros(1, dtype=torch.long)
+        if (prediction := shell(images, torch.zeros(1), labels).sample).shape != images.shape:  # without numbers
+            raise ValueError(f"it gives {list(prediction.shape[1:])} for images of {list(images.shape[1:])}")
     return unet
 
 
@@ -687,7 +692,8 @@ def explain(error):
         error = error.__cause__
     text = str(error).strip()
     text = text.splitlines()[-1] if "Original Traceback" in text else text
-    return " ".join(text.split(" <_io")[0].split()) or type(error).__name__
+    text = " ".join(text.split(" <_io")[0].split()) or type(error).__name__
+    return text if len(text) < 400 else f"{text[:400]} ..."
 
 
 def stop(number, frame):

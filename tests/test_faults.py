@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import datasets
@@ -639,7 +640,8 @@ def test_every_number_at_its_limits_is_refused_or_runs_well(targets, name, count
 
 
 def limit_memory():
-    """Four GiB more than now, or a number could end other programs."""
+    """Four GiB more than now, or a number could end other programs; and libraries may say what is no longer usual."""
+    warnings.simplefilter("ignore", FutureWarning)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + 2**32
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 

@@ -109,6 +109,8 @@ def test_class_labels_of_a_column_reach_the_unet(tmp_path, flags, monkeypatch):
     seen, forward = [], UNet2DModel.forward
 
     def spy(self, sample, timestep, class_labels=None, **rest):
+        if sample.is_meta:  # the trial at the start, without numbers
+            return forward(self, sample, timestep, class_labels, **rest)
         levels = ((sample.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().tolist()
         seen.append((self.training, levels, class_labels.tolist()))
         return forward(self, sample, timestep, class_labels, **rest)

@@ -16,7 +16,8 @@ IMAGES = {"number", "parse_demo", "format_args", "fail", "explain", "explained",
           "load_batches", "mark_time", "seconds_between", "make_accelerator", "threads_are_default", "put_on_device",
           "compile_model", "has_caption_files", "add_captions"}  # fmt: skip
 MODELS = {"transform", "tokenize", "locate_model", "vae_scale_factor", "load_models", "encode_images",
-          "encode_prompts", "hash_weights", "describe_models", "find_differences", "say_equal"}  # fmt: skip
+          "encode_prompts", "try_models", "hash_weights", "describe_models", "find_differences",
+          "say_equal"}  # fmt: skip
 TRAINING = {"compute_loss", "train_step", "update_ema", "check_training_args", "step_batches", "objective_flags",
             "check_objective", "is_due", "check_overflows", "StopSignal", "Records", "clean", "saving",
             "find_checkpoints", "find_checkpoint", "save_checkpoint", "load_checkpoint", "open_output_dir", "hold_out",

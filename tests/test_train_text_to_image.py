@@ -568,10 +568,18 @@ def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models
     assert scheduler.timesteps[0] == 999
 
 
-def test_a_new_unet_is_made_from_a_config(tmp_path, cached, models):
-    shutil.copy(models / "unet/config.json", tmp_path / "unet.json")
-    shutil.rmtree(models / "unet")
-    train(*cached, f"--unet_config_name_or_path={tmp_path / 'unet.json'}")
+@pytest.mark.parametrize("new", [True, False])
+def test_the_pipeline_draws_the_size_that_was_trained(tmp_path, cached, models, new):
+    """Also of a U-Net whose config is of a version of which diffusers believes no size below 64 (SD 1.5's is)."""
+    config = {
+        **json.loads((models / "unet/config.json").read_text()),
+        "sample_size": 64,
+        "_diffusers_version": "0.6.0",
+    }
+    (models / "unet/config.json").write_text(json.dumps(config))
+    if new:
+        (models / "unet").rename(tmp_path / "unet")
+    train(*cached, *[f"--unet_config_name_or_path={tmp_path / 'unet/config.json'}"][:new])
     assert StableDiffusionPipeline.from_pretrained(tmp_path / "out").unet.config.sample_size == 8
 
 
@@ -647,6 +655,20 @@ def rewrite(cache, change):
     state = json.loads((cache / "state.json").read_text())
     state["_fingerprint"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     (cache / "state.json").write_text(json.dumps(state))
+
+
+def test_more_shards_than_a_process_can_map_are_no_damage(cached, capfd, monkeypatch):
+    paths, memory_map = [], script.pa.memory_map
+
+    def refuse(path):  # as pyarrow does beyond vm.max_map_count
+        paths.append(path)
+        if len(paths) == 2:
+            raise OSError("Memory mapping file failed: Cannot allocate memory")
+        return memory_map(path)
+
+    monkeypatch.setattr(script.pa, "memory_map", refuse)
+    error = refused(capfd, *cached)
+    assert paths[1] in error and "vm.max_map_count" in error and "damaged" not in error
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -754,7 +776,7 @@ def test_a_cache_with_batches_of_bad_rows_trains(tmp_path, flags):
     make_cache(tmp_path, "--max_skipped=0.5", "--rows_per_shard=9")
     train(*flags, f"--latents_dir={tmp_path / 'cache'}")
     _, _, batches = script.load_cache(tmp_path / "cache")
-    assert [len(batch) for _, batch in batches] == [3, 3]
+    assert [len(batch) for _, batch in batches] == [6]
     path = next((tmp_path / "cache").glob("data-*"))
     table = script.pa.ipc.open_stream(path.read_bytes()).read_all()
     with script.pa.OSFile(str(path), "wb") as file, script.pa.ipc.new_stream(file, table.schema) as writer:
@@ -851,6 +873,11 @@ def test_bad_checkpoints_and_models_are_refused(tmp_path, cached, models, capfd)
         (tmp_path / "unet.json").write_text(json.dumps({**config, **change}))
         new = [f"--unet_config_name_or_path={tmp_path / 'unet.json'}", f"--output_dir={tmp_path / 'b'}"]
         assert str(tmp_path / "unet.json") in refused(capfd, *cached, *new)
+    for part, change in (("vae", {"norm_num_groups": True}), ("text_encoder", {"num_attention_heads": -1})):
+        old = (models / part / "config.json").read_text()
+        (models / part / "config.json").write_text(json.dumps({**json.loads(old), **change}))
+        assert "does not work (" in refused(capfd, *cached, f"--output_dir={tmp_path / 'b'}")
+        (models / part / "config.json").write_text(old)
     path = models / "scheduler/scheduler_config.json"
     scheduler = path.read_text()
     for change in ({"num_train_timesteps": 0}, {"timestep_spacing": "bad"}, {"prediction_type": None}):

@@ -1340,6 +1340,11 @@ def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
     assert "3 exceeds the 2 training" in refused(capfd, flags, "--ddpm_num_steps=2", "--ddpm_num_inference_steps=3")
     assert "not a multiple of 2" in refused(capfd, flags, "--resolution=15")
     assert "holds no UNet2DModel" in refused(capfd, flags, f"--model_config_name_or_path={tmp_path / 'empty'}")
+    for change in ({"freq_shift": []}, {"norm_num_groups": -1}, {"mid_block_scale_factor": "x"}):
+        config = json.loads((tmp_path / "tiny-unet/config.json").read_text())
+        (tmp_path / "odd.json").write_text(json.dumps({**config, **change}))
+        error = refused(capfd, flags, f"--model_config_name_or_path={tmp_path / 'odd.json'}")
+        assert f"the U-Net of {tmp_path / 'odd.json'} can't be trained here (" in error
     (tmp_path / "file").write_text("")
     assert "can't be written to" in refused(capfd, flags, f"--output_dir={tmp_path / 'file'}")
 
