@@ -93,13 +93,14 @@ def parse_args(argv=None):
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     count = number(1, 10**9, int)
+    path = os.path.expanduser  # a shell leaves the ~ of --output_dir=~/run as it is
     add = parser.add_argument_group("table").add_argument
-    add("--input", help="parquet, CSV or JSON lines: file, folder or glob")
+    add("--input", type=path, help="parquet, CSV or JSON lines: file, folder or glob")
     add("--url_column", default="url", help="column of URLs")
     add("--caption_column", default="text", help="column of captions; of a list one is drawn")
     add("--keep_columns", nargs="+", default=[], help="columns to copy into the shards")
     add = parser.add_argument_group("output").add_argument
-    add("--output_dir", help="everything is written here")
+    add("--output_dir", type=path, help="everything is written here")
     add("--rows_per_shard", type=count, default=1000, help="source rows per file; a kill loses no more")
     add("--retry_failed", action="store_true", help="try again what may pass now, such as time-outs")
     add = parser.add_argument_group("images").add_argument

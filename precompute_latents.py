@@ -90,17 +90,18 @@ def make_parser():
     parser.convert_arg_line_to_args = functools.partial(shlex.split, comments=True)
     switch = {"action": argparse.BooleanOptionalAction, "default": False}  # --flag, and --no-flag against a @FILE
     count = number(1, 10**9, int)
+    path = os.path.expanduser  # a shell leaves the ~ of --output_dir=~/run as it is
 
     add = parser.add_argument_group("data").add_argument
-    add("--dataset_name", help="data set on the hub, or a local folder")
+    add("--dataset_name", type=path, help="data set on the hub, or a local folder")
     add("--dataset_config_name", help="configuration of the data set, if it has several")
     add("--dataset_split", default="train", help="split to read")
-    add("--train_data_dir", help="local folder: images, parquet or webdataset tars")
+    add("--train_data_dir", type=path, help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
     add("--caption_column", default="text", help="column of captions; of a list one is drawn")
     add("--caption_extension", default=".txt", help="of files beside the images, if there is no such column")
     add("--max_train_samples", type=count, help="drawn at random; of a stream the first")
-    add("--cache_dir", help="where downloads and data sets are kept")
+    add("--cache_dir", type=path, help="where downloads and data sets are kept")
     add("--resolution", type=number(1, 16384, int), default=512, help="side of the square images, pixels")
     add("--center_crop", **switch, help="crop the centre, not a random square")
     add("--random_flip", **switch, help="mirrored images as well")
@@ -111,17 +112,17 @@ def make_parser():
     add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
 
     add = parser.add_argument_group("models").add_argument
-    add("--pretrained_model_name_or_path", help="hub id or folder of a pipeline")
+    add("--pretrained_model_name_or_path", type=path, help="hub id or folder of a pipeline")
     add("--revision", help="branch, tag or commit of the models on the hub")
     add("--variant", help="of the weight files, such as fp16")
-    add("--vae_name_or_path", help="AutoencoderKL or AutoencoderTiny instead")
-    add("--text_encoder_name_or_path", help="CLIP text model instead, with its tokenizer")
-    add("--tokenizer_name_or_path", help="tokenizer, if not beside the text encoder")
+    add("--vae_name_or_path", type=path, help="AutoencoderKL or AutoencoderTiny instead")
+    add("--text_encoder_name_or_path", type=path, help="CLIP text model instead, with its tokenizer")
+    add("--tokenizer_name_or_path", type=path, help="tokenizer, if not beside the text encoder")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
 
     add = parser.add_argument_group("output").add_argument
-    add("--output_dir", default="ddpm-model-64", help="everything is written here")
+    add("--output_dir", type=path, default="latents", help="everything is written here")
     add("--latents", choices=["moments", "sample"], help="mean and std, or one draw (None: moments if there are any)")
     add("--text_cache", choices=["embeddings", "ids"], default="embeddings", help="ids: small; the trainer encodes")
     add("--rows_per_shard", type=count, default=1024, help="source rows per file; a kill loses no more")
@@ -741,6 +742,8 @@ def in_one_sentence(main):
 
     @functools.wraps(main)
     def guarded(args):
+        if isinstance(sys.stdout, io.TextIOWrapper):  # printing a name that is not ASCII must not end a run
+            sys.stdout.reconfigure(errors="backslashreplace")
         handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             main(args)

@@ -121,21 +121,22 @@ def parse_args(argv=None):
     parser.convert_arg_line_to_args = functools.partial(shlex.split, comments=True)
     switch = {"action": argparse.BooleanOptionalAction, "default": False}  # --flag, and --no-flag against a @FILE
     count = number(1, 10**9, int)
+    path = os.path.expanduser  # a shell leaves the ~ of --output_dir=~/run as it is
 
     add = parser.add_argument_group("data: a cache").add_argument
-    add("--latents_dir", nargs="+", help="caches of precompute_latents.py")
+    add("--latents_dir", type=path, nargs="+", help="caches of precompute_latents.py")
     add("--latents_weights", nargs="+", type=number(1e-3, 1e3), help="how often an epoch takes each cache's rows")
 
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
-    add("--dataset_name", help="data set on the hub, or a local folder")
+    add("--dataset_name", type=path, help="data set on the hub, or a local folder")
     add("--dataset_config_name", help="configuration of the data set, if it has several")
     add("--dataset_split", default="train", help="split to read")
-    add("--train_data_dir", help="local folder: images, parquet or webdataset tars")
+    add("--train_data_dir", type=path, help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
     add("--caption_column", default="text", help="column of captions; of a list one is drawn")
     add("--caption_extension", default=".txt", help="of files beside the images, if there is no such column")
     add("--max_train_samples", type=count, help="drawn at random; of a stream the first")
-    add("--cache_dir", help="where downloads and data sets are kept")
+    add("--cache_dir", type=path, help="where downloads and data sets are kept")
     add("--resolution", type=number(1, 16384, int), help="side of the square images, pixels")
     add("--center_crop", **switch, help="crop the centre, not a random square")
     modes = ["bicubic", "bilinear", "nearest-exact"]
@@ -150,13 +151,13 @@ def parse_args(argv=None):
     add("--caption_dropout", type=number(0, 1), default=0.1, help="share of captions left out, for guidance")
 
     add = parser.add_argument_group("model").add_argument
-    add("--pretrained_model_name_or_path", help="hub id or folder of a pipeline")
+    add("--pretrained_model_name_or_path", type=path, help="hub id or folder of a pipeline")
     add("--revision", help="branch, tag or commit of the models on the hub")
     add("--variant", help="of the weight files, such as fp16")
-    add("--unet_config_name_or_path", help="train a new U-Net: hub id, folder or JSON file")
-    add("--vae_name_or_path", help="AutoencoderKL or AutoencoderTiny instead")
-    add("--text_encoder_name_or_path", help="CLIP text model instead, with its tokenizer")
-    add("--tokenizer_name_or_path", help="tokenizer, if not beside the text encoder")
+    add("--unet_config_name_or_path", type=path, help="train a new U-Net: hub id, folder or JSON file")
+    add("--vae_name_or_path", type=path, help="AutoencoderKL or AutoencoderTiny instead")
+    add("--text_encoder_name_or_path", type=path, help="CLIP text model instead, with its tokenizer")
+    add("--tokenizer_name_or_path", type=path, help="tokenizer, if not beside the text encoder")
     add("--gradient_checkpointing", **switch, help="less memory, about a third slower")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
     add("--allow_tf32", **switch, help="TF32 matrix products on Ampere and later")
@@ -217,10 +218,10 @@ def parse_args(argv=None):
     add("--num_inference_steps", type=count, default=20, help="sampling steps")
 
     add = parser.add_argument_group("saving").add_argument
-    add("--output_dir", default="sd-model-finetuned", help="everything is written here")
+    add("--output_dir", type=path, default="sd-model-finetuned", help="everything is written here")
     add("--checkpointing_steps", type=count, default=500, help="optimizer steps between checkpoints")
     add("--checkpoints_total_limit", type=count, help="checkpoints to keep (None: all)")
-    add("--resume_from_checkpoint", help="a checkpoint's path, or `latest`")
+    add("--resume_from_checkpoint", type=path, help="a checkpoint's path, or `latest`")
     add("--push_to_hub", **switch, help="upload the pipeline, as the logged-in user")
     add("--hub_model_id", help="repository (None: named like --output_dir)")
     add("--hub_private_repo", **switch, help="create it private")
@@ -968,6 +969,8 @@ def in_one_sentence(main):
 
     @functools.wraps(main)
     def guarded(args):
+        if isinstance(sys.stdout, io.TextIOWrapper):  # printing a name that is not ASCII must not end a run
+            sys.stdout.reconfigure(errors="backslashreplace")
         handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             main(args)

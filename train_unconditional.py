@@ -106,17 +106,18 @@ def parse_args(argv=None):
     parser.convert_arg_line_to_args = functools.partial(shlex.split, comments=True)
     switch = {"action": argparse.BooleanOptionalAction, "default": False}  # --flag, and --no-flag against a @FILE
     count = number(1, 10**9, int)
+    path = os.path.expanduser  # a shell leaves the ~ of --output_dir=~/run as it is
 
     add = parser.add_argument_group("data").add_argument
-    add("--dataset_name", help="data set on the hub, or a local folder")
+    add("--dataset_name", type=path, help="data set on the hub, or a local folder")
     add("--dataset_config_name", help="configuration of the data set, if it has several")
     add("--dataset_split", default="train", help="split to read")
-    add("--train_data_dir", help="local folder: images, parquet or webdataset tars")
+    add("--train_data_dir", type=path, help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
     add("--max_train_samples", type=count, help="drawn at random; of a stream the first")
     add("--streaming", **switch, help="read while training; needs --max_train_steps")
     add("--cache_images", **switch, help="decode and resize once, into --output_dir")
-    add("--cache_dir", help="where downloads and data sets are kept")
+    add("--cache_dir", type=path, help="where downloads and data sets are kept")
     add("--resolution", type=number(1, 16384, int), default=64, help="side of the square images, pixels")
     add("--center_crop", **switch, help="crop the centre, not a random square")
     add("--random_flip", **switch, help="mirrored images as well")
@@ -126,8 +127,8 @@ def parse_args(argv=None):
     add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model_config_name_or_path", help="U-Net config: hub id, folder or JSON file")
-    add("--pretrained_model_name_or_path", help="hub id or folder of a pipeline")
+    add("--model_config_name_or_path", type=path, help="U-Net config: hub id, folder or JSON file")
+    add("--pretrained_model_name_or_path", type=path, help="hub id or folder of a pipeline")
     add("--gradient_checkpointing", **switch, help="less memory, about a third slower")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
     add("--allow_tf32", **switch, help="TF32 matrix products on Ampere and later")
@@ -187,11 +188,11 @@ def parse_args(argv=None):
     add("--ddpm_num_inference_steps", type=count, default=1000, help="sampling steps")
 
     add = parser.add_argument_group("saving").add_argument
-    add("--output_dir", default="ddpm-model-64", help="everything is written here")
+    add("--output_dir", type=path, default="ddpm-model-64", help="everything is written here")
     add("--save_model_epochs", type=count, default=10, help="epochs between saves of the pipeline")
     add("--checkpointing_steps", type=count, default=500, help="optimizer steps between checkpoints")
     add("--checkpoints_total_limit", type=count, help="checkpoints to keep (None: all)")
-    add("--resume_from_checkpoint", help="a checkpoint's path, or `latest`")
+    add("--resume_from_checkpoint", type=path, help="a checkpoint's path, or `latest`")
     add("--push_to_hub", **switch, help="upload the pipeline, as the logged-in user")
     add("--hub_model_id", help="repository (None: named like --output_dir)")
     add("--hub_private_repo", **switch, help="create it private")
@@ -729,6 +730,8 @@ def in_one_sentence(main):
 
     @functools.wraps(main)
     def guarded(args):
+        if isinstance(sys.stdout, io.TextIOWrapper):  # printing a name that is not ASCII must not end a run
+            sys.stdout.reconfigure(errors="backslashreplace")
         handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             main(args)

@@ -2,9 +2,14 @@
 
 import argparse
 import difflib
+import importlib
+import io
 import itertools
 import math
+import os
+import re
 import shutil
+import sys
 
 import pytest
 from conftest import ROOT
@@ -111,7 +116,9 @@ def test_every_number_has_bounds_and_every_flag_a_chapter(name):
     for action in parser._actions[1:]:
         assert action.container.title in chapters, action.option_strings
         assert action.type not in (int, float), f"{action.option_strings}: say its bounds with number()"
-        if action.type is None:
+        if path := re.search("_dir$|_path$|^dataset_name$|^resume_from", action.dest) and action.dest != "logging_dir":
+            assert action.type("~/x") == os.path.expanduser("~/x") != "~/x", action.option_strings
+        if action.type is None or path:
             continue
         low, high, kind = action.type.bounds
         assert math.isfinite(low) and math.isfinite(high) and low < high
@@ -120,6 +127,14 @@ def test_every_number_has_bounds_and_every_flag_a_chapter(name):
                 action.type(value)
         assert action.type(str(low)) == low and type(action.type(str(low))) is kind
         assert action.default is None or low <= action.default <= high
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_terminal_that_knows_ascii_only_ends_no_run(name, monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    importlib.import_module(name.removesuffix(".py")).in_one_sentence(lambda args: print("Müll.png", flush=True))(None)
+    assert shown.buffer.getvalue() == b"M\\xfcll.png\n"
 
 
 @pytest.mark.parametrize("change", ["body", "decorator", "class"])
