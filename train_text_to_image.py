@@ -464,9 +464,9 @@ def load_data(accelerator, args):
     args.resolution = args.resolution or 512
     rows, column = load_rows(args, others=[args.caption_column])
     vae, text_encoder, tokenizer = load_models(args, dtype)
-    try_models(vae, text_encoder)
     put_on_device(vae.requires_grad_(False), accelerator.device)
     text_encoder.requires_grad_(False).to(accelerator.device)
+    try_models(vae, text_encoder)
     with torch.no_grad():
         empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]).to(accelerator.device))[0]
     kind = "sample" if isinstance(vae, AutoencoderTiny) else "moments"
@@ -1400,14 +1400,14 @@ def encode_prompts(text_encoder, input_ids):
 
 
 def try_models(vae, text_encoder):
-    """Run models of these configs without numbers, to end the program now if they say what can't be computed."""
-    with torch.device("meta"), torch.no_grad():
+    """Encode a small image and two tokens, or end the program: a config may say what can't be computed."""
+    with torch.no_grad():
         with explained("the VAE does not work"):
-            shell, side = type(vae).from_config(vae.config), 2 * vae_scale_factor(vae)
-            latents = encode_images(shell, torch.zeros(1, vae.config.in_channels, side, side))
-            shell.decode(latents[:, : vae.config.latent_channels])
+            side = 2 * vae_scale_factor(vae)
+            latents = encode_images(vae, torch.zeros(1, vae.config.in_channels, side, side, device=vae.device))
+            vae.decode(latents[:, : vae.config.latent_channels].to(vae.dtype))
         with explained("the text encoder does not work"):
-            encode_prompts(type(text_encoder)(text_encoder.config), torch.zeros(1, 2, dtype=torch.long))
+            encode_prompts(text_encoder, torch.zeros(1, 2, dtype=torch.long, device=text_encoder.device))
 
 
 def hash_weights(model):
