@@ -75,6 +75,7 @@ DEMO = f"""
     --output_dir latents-digits --resolution 8 --batch_size 64 --dataloader_num_workers 0
 """
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
+BATCH_BYTES = 2**26  # of a record batch: a trainer opens every one of a cache, and this script holds one
 # Flags that change nothing in a cache: cache.json and run.args are the same whatever they were.
 UNLIKE = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
 
@@ -397,7 +398,7 @@ def write_shard(path, encoded):
                 held.append(rows)
                 for name, more in {"rows": len(rows), "skipped": skipped, **counts}.items():
                     record[name] += more
-                if sum(map(len, held)) >= 256:  # a trainer opens every batch of a cache, so they are large
+                if sum(batch.nbytes for batch in held) >= BATCH_BYTES:
                     write_batches(writer, held, checksums)
                     held = []
             write_batches(writer, held, checksums)

@@ -735,14 +735,14 @@ def test_the_hash_sees_values_not_names(tmp_path):
     assert len(digest) == len(hashlib.sha256().hexdigest())
 
 
-def test_small_batches_are_written_as_few_large_ones(tmp_path):
+def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
     """A trainer opens every record batch of a cache."""
+    monkeypatch.setattr(script, "BATCH_BYTES", 256 * 16)
     arrays = {"numbers": pa.array(range(640)), "checksum": pa.array(range(640), pa.uint64())}
     rows, counts = pa.RecordBatch.from_pydict(arrays), {"encoded_again": 0, "captions_cut": 0}
     (tmp_path / "unfinished").mkdir()
-    encoded = [
-        (start, rows.slice(start, 16 * (start != 32)), [], counts) for start in range(0, 640, 16)
-    ]  # one without
+    batches = [rows.slice(start, 0 if start == 32 else 16) for start in range(0, 640, 16)]
+    encoded = [(0, batch, [], counts) for batch in batches]
     record = script.write_shard(tmp_path / "shard.arrow", encoded)
     written = list(pa.ipc.open_stream(tmp_path / "shard.arrow"))
     assert [len(batch) for batch in written] == [256, 256, 112]
