@@ -425,7 +425,9 @@ class CachedLatents(torch.utils.data.Dataset):
             columns["latents"].append(self.views[chunk]["latents_flipped" if flip else "latents"][place])
             columns[self.text].append(self.views[chunk][self.text][place])
         return {  # each column in one copy, for which this thread lets go of Python's lock once and not once a row
-            **{name: torch.from_numpy(np.concatenate(rows).reshape(len(keys), -1)) for name, rows in columns.items()},
+            **{
+                name: torch.from_numpy(np.concatenate(found).reshape(len(keys), -1)) for name, found in columns.items()
+            },
             "weight": torch.tensor([weight for _, _, weight in keys]),
             "skipped": [],
         }

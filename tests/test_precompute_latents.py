@@ -749,3 +749,24 @@ def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
     assert pa.Table.from_batches(written) == pa.Table.from_batches([rows.slice(0, 32), rows.slice(48)])
     checksums = b"".join(batch["checksum"].to_numpy().tobytes() for batch in written)
     assert (record["rows"], record["checksums"]) == (624, xxhash.xxh3_128_hexdigest(checksums))
+
+
+def test_state_json_without_which_a_cache_does_not_open_comes_last(flags, monkeypatch):
+    names, write_file = [], script.write_file
+    monkeypatch.setattr(script, "write_file", lambda path, text: names.append(path.name) or write_file(path, text))
+    precompute(*flags)
+    assert names[-3:] == ["cache.json", "dataset_info.json", "state.json"]
+
+
+def test_a_small_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    script.write_file(tmp_path / "cache.json", "before")
+    write_bytes = Path.write_bytes
+
+    def half(path, data):
+        write_bytes(path, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(OSError):
+        script.write_file(tmp_path / "cache.json", "afterwards")
+    assert (tmp_path / "cache.json").read_text() == "before"
