@@ -507,6 +507,20 @@ def count_rows(epochs, *argv, num_processes=1, holdout=()):
     return counts, first
 
 
+def test_a_batch_in_any_order_is_its_rows(tmp_path, cached, images):
+    """Of images and of a cache."""
+    keys = [(1, row, row / 10) for row in (4, 0, 5, 2, 2, 1)]
+    args = script.parse_args([*images, "--random_flip"])
+    tokenizer = script.load_models(args, torch.float32)[2]
+    online = script.CaptionedImages(*script.load_rows(args, others=["text"]), 3, tokenizer, args)
+    for data in (online, script.CachedLatents(script.load_cache(tmp_path / "cache")[2], script.parse_args(cached))):
+        batch, alone = data[keys], [data[[key]] for key in keys]
+        names = [name for name in batch if torch.is_tensor(batch[name])]
+        assert len(names) == 3 and all(
+            torch.equal(batch[name], torch.cat([one[name] for one in alone])) for name in names
+        )
+
+
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_weights_say_how_often_an_epoch_takes_a_caches_rows(two_caches, num_processes):
     counts, first = count_rows(3, *two_caches, "1", "3", num_processes=num_processes)

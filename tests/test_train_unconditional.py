@@ -857,6 +857,16 @@ def test_crops_are_square_in_place_and_keyed(tmp_path):
     assert torch.equal(data[[(0, 1, 1.0)]]["pixel_values"], data[[(1, 1, 1.0)]]["pixel_values"])
 
 
+def test_a_batch_in_any_order_is_its_rows(tmp_path):
+    make_images(tmp_path / "images", 6, size=(60, 20))
+    args = script.parse_args([f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--random_flip"])
+    data = script.ImageDataset(*script.load_rows(args), 3, args)
+    keys = [(1, row, row / 10) for row in (4, 0, 5, 2, 2, 1)]
+    batch, alone = data[keys], [data[[key]] for key in keys]
+    for name in ("pixel_values", "weight"):
+        assert torch.equal(batch[name], torch.cat([one[name] for one in alone])), name
+
+
 def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path):
     images = torch.tensor([0, 255], dtype=torch.uint8).expand(200, 3, 4, 2)
     for pixel_values in (images, images / 255):
