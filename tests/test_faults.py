@@ -640,10 +640,15 @@ def test_every_number_at_its_limits_is_refused_or_runs_well(targets, name, count
 
 
 def limit_memory():
-    """Four GiB more than now, or a number could end other programs; and libraries may say what is no longer usual."""
-    warnings.simplefilter("ignore", FutureWarning)
+    """Four GiB more than now, or a number could end other programs."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + 2**32
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+
+def limit_memory_and_let_warn():
+    """Libraries may say that a setting is no longer usual, which pytest would make an error."""
+    warnings.simplefilter("ignore", FutureWarning)
+    limit_memory()
 
 
 @cases(6, 150)
@@ -669,7 +674,7 @@ def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, 
         ]
         shutil.rmtree(target.out, ignore_errors=True)
         with verdicts.case(target):
-            codes, said = target.run(flags=flags, before=limit_memory)
+            codes, said = target.run(flags=flags, before=limit_memory_and_let_warn)
             verdicts[target.judge_sound(codes, said, f"{target}\n{file}: {key} = {json.dumps(value)}")] += 1
     shutil.rmtree(target.out, ignore_errors=True)
     verdicts.show(f"{name}, {len(trials)} settings")
