@@ -293,6 +293,8 @@ class Encoder:
     def __init__(self, args, folder, settings, threads):
         self.args, self.folder = args, folder
         self.device = torch.device("cuda" if ray.get_gpu_ids() else "cpu")
+        if self.device.type == "cpu":
+            single.keep_memory()
         torch.set_num_threads(threads)  # other sums, other bits: as many as the driver has, and so as the other script
         transformers.utils.logging.disable_progress_bar()
         tries = f"{folder}/encoder-{ray.get_runtime_context().get_actor_id()}.start"

@@ -31,6 +31,7 @@ import base64
 import collections
 import contextlib
 import copy
+import ctypes
 import functools
 import gc
 import hashlib
@@ -84,6 +85,7 @@ from diffusers import (
 from diffusers.optimization import SchedulerType, get_scheduler
 from diffusers.training_utils import compute_snr
 from filelock import FileLock, Timeout
+from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import create_repo, repo_info, upload_folder
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -1004,7 +1006,7 @@ def load_rows(args, streaming=False, others=()):
     source = args.dataset_name or args.train_data_dir
     extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
     captions = has_caption_files(source, extension)
-    with explained(f"{source} can't be loaded as a data set"):
+    with explained(f"{source} can't be loaded as a data set"), listed_once():
         builder = datasets.load_dataset_builder(
             "imagefolder" if captions else source,  # or it might be loaded as text, the lines of the captions
             args.dataset_config_name, data_dir=source if captions else None, cache_dir=args.cache_dir,
@@ -1041,6 +1043,17 @@ def load_rows(args, streaming=False, others=()):
     if not streaming and len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return rows, column
+
+
+@contextlib.contextmanager
+def listed_once():
+    """Lists a local folder once: `datasets` would do so for each of the 66 patterns that a split's files may match."""
+    find = LocalFileSystem.find
+    LocalFileSystem.find = functools.cache(find)
+    try:
+        yield
+    finally:
+        LocalFileSystem.find = find
 
 
 def say_unused(folder, builder, rows, column, split):
@@ -1499,8 +1512,10 @@ def make_accelerator(args, timeout=timedelta(hours=2), **options):
         if args.gradient_accumulation_steps not in (1, steps):
             fail(f"--gradient_accumulation_steps {args.gradient_accumulation_steps}, but the launch says {steps}")
         args.gradient_accumulation_steps = steps
-    if device.type == "cpu" and threads_are_default():
-        torch.set_num_threads(cores)
+    if device.type == "cpu":
+        keep_memory()
+        if threads_are_default():
+            torch.set_num_threads(cores)
     threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
     accelerator.print(f"Processes: {num_processes} on {device.type}{threads}; mixed precision: {args.mixed_precision}")
     return accelerator, cores
@@ -1516,6 +1531,14 @@ def threads_are_default():
         return b"OMP_NUM_THREADS=" not in words and b"num_cpu_threads" not in words
     except OSError:  # no Linux, or no right to look
         return True
+
+
+def keep_memory():
+    """Let glibc keep memory that is freed: activations come and go in every step, and to ask the system for new pages
+    each time takes up to half of it (mallopt(3))."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes
+            libc.mallopt(parameter, 2**30)
 
 
 def put_on_device(model, device):

@@ -11,7 +11,6 @@ records, checks. Bare loop and trainer take turns; the ratio is that of the medi
 import contextlib
 import importlib
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,8 @@ def bare(name, *argv):
     script = importlib.import_module(name)
     args = script.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        script.keep_memory()  # as the trainer does
     if name == TRAINERS[0]:
         cache = json.loads(Path(args.latents_dir[0], "cache.json").read_text())
         channels, *size = cache["latents_shape"]
@@ -126,8 +127,6 @@ def main(argv=None):
     parser.add_argument("--resolution", type=int, default=256, help="of the images whose latents are trained on")
     cli = parser.parse_args(argv)
     print(bench.machine())
-    # On a CPU both get memory alike, and keep it: what glibc gives back to the system at times costs up to a tenth.
-    os.environ.update(MALLOC_TRIM_THRESHOLD_="4000000000", MALLOC_MMAP_THRESHOLD_="4000000000")
     with tempfile.TemporaryDirectory() as folder:
         flags, rows, parts = make_flags(Path(folder), cli), [], {}
         for name, argv in flags.items():

@@ -171,6 +171,7 @@ def test_tables_of_all_that_is_trained(tmp_path, capsys):
         (step_overhead, [*TOY, "--resolution=64"]),
         (cached_vs_online, [*TOY, "--resolution=64"]),
         (growth, ["--rows=64", "--num_caches=2", "--steps=20"]),
+        (growth, ["--rows", "--images", "8", "32"]),
         (gpu, [*TOY[:2], "--mixed_precision=no", "--resolutions=64", "--batch_sizes=4", "--no_compile"]),
     ):
         reset()

@@ -1,3 +1,4 @@
+import argparse
 import hashlib
 import json
 import os
@@ -532,6 +533,8 @@ def test_the_device_does_not_wait_while_a_shard_is_written(tmp_path, flags, monk
         return columns, Done(free[-1])
 
     monkeypatch.setattr(script, "encode", queue)
+    work_ahead, device = script.work_ahead, argparse.Namespace(type="xpu")
+    monkeypatch.setattr(script, "work_ahead", lambda items, count, _: work_ahead(items, count, device))
     monkeypatch.setattr(script.os, "fsync", lambda file: (time.sleep(0.2), fsync(file)))
     precompute(*flags, f"--train_data_dir={tmp_path / 'more'}", "--rows_per_shard=16", "--batch_size=1")
     assert len(idle) == 64 and max(idle) < 0.1, sorted(idle)[-5:]

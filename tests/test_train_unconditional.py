@@ -3,7 +3,9 @@ import io
 import json
 import math
 import os
+import platform
 import re
+import resource
 import shutil
 import signal
 import tarfile
@@ -29,6 +31,7 @@ from conftest import (
 )
 from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from diffusers.training_utils import EMAModel
+from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 import train_unconditional as script
@@ -1534,3 +1537,26 @@ def test_push_to_hub_uploads_the_pipeline_only_and_honours_private(tmp_path, fla
 
     monkeypatch.setattr(script, "create_repo", no_login)
     assert "hf auth login" in refused(capfd, flags, *other)
+
+
+def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, monkeypatch):
+    make_images(tmp_path / "images" / "deep", 2)
+    listed, listing = [], LocalFileSystem.ls
+    monkeypatch.setattr(LocalFileSystem, "ls", lambda fs, path, **k: listed.append(path) or listing(fs, path, **k))
+    args = script.parse_args([f"--train_data_dir={tmp_path / 'images'}", f"--cache_dir={tmp_path / 'datasets'}"])
+    rows, _ = script.load_rows(args)
+    assert len(rows) == 2 and 0 < sum(Path(path).name == "deep" for path in listed) < 4
+    shutil.copy(tmp_path / "images/deep/0.png", tmp_path / "images/new.png")
+    assert len(script.load_rows(args)[0]) == 3  # and anew by the next who asks
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have their own ways")
+def test_memory_that_a_step_frees_is_there_for_the_next():
+    def touched(megabytes=64):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        b"x" * (megabytes << 20)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before  # pages of 4 KiB asked for
+
+    script.keep_memory()
+    touched()
+    assert touched() < 100
