@@ -405,7 +405,8 @@ class CachedLatents(torch.utils.data.Dataset):
         return int(self.ends[-1])
 
     def names(self):
-        return [key for _, batch in self.batches for key in batch["key"].to_pylist()]  # as `transform` named them
+        for _, batch in self.batches:
+            yield from batch["key"].to_pylist()  # as `transform` named them
 
     def check(self, row, chunk, i):
         """Refuse a row that is not as it was written: as OSError, because the disk failed, or who wrote to it."""
@@ -1733,8 +1734,8 @@ def hold_out(accelerator, dataset, args):
     """
     if not args.holdout:
         return np.arange(len(dataset)), {}
-    names = [f"{args.seed} {name}".encode() for name in dataset.names()]
-    hashes = np.array([xxhash.xxh3_64_intdigest(name) for name in names], np.uint64)
+    hashes = (xxhash.xxh3_64_intdigest(f"{args.seed} {name}".encode()) for name in dataset.names())
+    hashes = np.fromiter(hashes, np.uint64, len(dataset))
     count = int(args.holdout if args.holdout >= 1 else (hashes < args.holdout * 2.0**64).sum())
     if not 0 < count < len(hashes):
         fail(f"--holdout {args.holdout:g} sets {count} of {len(hashes)} images aside: choose another share or number")
@@ -1769,9 +1770,9 @@ def step_batches(rows, args, rank, num_processes, images_seen):
     num_images = len(rows_of(0))
     first_epoch, first_image = divmod(images_seen, num_images)
     for epoch in itertools.count(first_epoch):
-        order = np.random.default_rng([args.seed, epoch]).permutation(rows_of(epoch)).tolist()
+        order = np.random.default_rng([args.seed, epoch]).permutation(rows_of(epoch))
         for step_start in range(first_image, num_images, per_step):
-            step = order[step_start : step_start + per_step]
+            step = order[step_start : step_start + per_step].tolist()
             for start in range(0, len(step), per_micro):
                 mine = step[start : start + per_micro][rank::num_processes]  # in turns, so that all have about as many
                 yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]

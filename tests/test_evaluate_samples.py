@@ -230,7 +230,7 @@ def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
     args = train_text_to_image.parse_args([f"@{tmp_path / 'out/run.args'}"])
     data = train_text_to_image.CachedLatents(train_text_to_image.load_cache(tmp_path / "cache")[2], args)
     _, held_out = train_text_to_image.hold_out(train_text_to_image.Accelerator(cpu=True), data, args)
-    of_cache = {data.names()[row] for row in held_out}  # as the trainer chose them
+    of_cache = {list(data.names())[row] for row in held_out}  # as the trainer chose them
     ((options, result),) = drawn
     assert {f"{prompt.split()[-1]}.png" for prompt in options["prompt"]} == of_cache and len(of_cache) == 4
     assert options["guidance_scale"] == 2 and result.images.shape == (6, 16, 16, 3)

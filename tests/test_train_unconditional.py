@@ -11,6 +11,7 @@ import signal
 import tarfile
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -1537,6 +1538,15 @@ def test_push_to_hub_uploads_the_pipeline_only_and_honours_private(tmp_path, fla
 
     monkeypatch.setattr(script, "create_repo", no_login)
     assert "hf auth login" in refused(capfd, flags, *other)
+
+
+def test_the_order_of_many_rows_is_held_as_numbers():
+    rows, args = np.arange(10**6), argparse.Namespace(seed=0, train_batch_size=4, gradient_accumulation_steps=1)
+    tracemalloc.start()
+    first = next(script.step_batches(rows, args, 0, 1, 0))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(first) == 4 and most < 9 * len(rows)  # bytes; a list of them takes 40
 
 
 def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, monkeypatch):
