@@ -1007,11 +1007,12 @@ def load_rows(args, streaming=False, others=()):
     source = args.dataset_name or args.train_data_dir
     extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
     captions = has_caption_files(source, extension)
-    with explained(f"{source} can't be loaded as a data set"), listed_once():
-        builder = datasets.load_dataset_builder(
-            "imagefolder" if captions else source,  # or it might be loaded as text, the lines of the captions
-            args.dataset_config_name, data_dir=source if captions else None, cache_dir=args.cache_dir,
-        )  # fmt: skip
+    with explained(f"{source} can't be loaded as a data set"):
+        with listed_once():
+            builder = datasets.load_dataset_builder(
+                "imagefolder" if captions else source,  # or it might be loaded as text, the lines of the captions
+                args.dataset_config_name, data_dir=source if captions else None, cache_dir=args.cache_dir,
+            )  # fmt: skip
         if not streaming:
             builder.download_and_prepare()
         rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
@@ -1489,6 +1490,7 @@ def make_accelerator(args, timeout=timedelta(hours=2), **options):
         dynamo = TorchDynamoPlugin()  # what the launcher says; `compile_model` does it, for the weights' names
         options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout)]
         accelerator = Accelerator(mixed_precision=args.mixed_precision, dynamo_backend="no", **options)
+        torch.ones(1, device=accelerator.device)  # which may be busy, not there, or too old for this torch
     device, num_processes = accelerator.device, accelerator.num_processes
     if num_processes == 1 and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
         num_launched = max(

@@ -123,6 +123,7 @@ def test_what_can_not_be_done_is_refused(tmp_path, flags, name, config, sentence
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "many"}, "can't be set up as they were launched"),
     ({"ACCELERATE_DYNAMO_MODE": "nosuch", "ACCELERATE_DYNAMO_BACKEND": "inductor"}, "with inductor is not possible"),
     ({"ACCELERATE_DYNAMO_BACKEND": "nosuch"}, "can't be set up as they were launched"),
+    ({"ACCELERATE_TORCH_DEVICE": "cuda:99"}, "can't be set up as they were launched"),
 ])  # fmt: skip
 def test_an_odd_environment_is_refused(tmp_path, flags, env, sentence):
     codes, log = run(tmp_path, "precompute", flags["precompute"], {"ACCELERATE_USE_CPU": "true", **env})
