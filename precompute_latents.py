@@ -467,7 +467,7 @@ def open_cache(accelerator, settings, args, folder=None):
     if folder is None:
         check_output_dir(args)
     output_dir, name = Path(folder or args.output_dir), args.output_dir
-    lock = FileLock(output_dir / ".lock")
+    lock = FileLock(output_dir / ".lock", is_singleton=True)  # a run that failed in a notebook may still hold it
     decoder = describe_decoder()
     if accelerator.is_main_process:
         try:
@@ -644,7 +644,7 @@ def main(args):
             cache = finish(output_dir, empty_prompt, args.max_skipped)
         except OSError as error:
             fail(f"{output_dir} could not be finished ({error}); its shards are whole, the same command goes on")
-        lock.release()
+        lock.release(force=True)
         (output_dir / ".lock").unlink()
         say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
         print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {output_dir}")

@@ -719,7 +719,7 @@ def main(args):
             ray.shutdown()
         for leftover in output_dir.rglob(".tmp-*"):  # of workers that ended with this process
             leftover.unlink(missing_ok=True)
-        lock.release()
+        lock.release(force=True)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     (output_dir / ".lock").unlink()

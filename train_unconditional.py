@@ -1879,7 +1879,7 @@ def open_output_dir(accelerator, args):
     """
     check_output_dir(args)
     output_dir = Path(args.output_dir)
-    lock = FileLock(output_dir / ".lock")
+    lock = FileLock(output_dir / ".lock", is_singleton=True)  # a run that failed in a notebook may still hold it
     if accelerator.is_main_process:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -2105,7 +2105,7 @@ def end_run(accelerator, lock, done, files, args):
         with explained(f"the upload to {args.hub_model_id} failed; the pipeline is whole in {args.output_dir}"):
             upload_folder(repo_id=args.hub_model_id, folder_path=args.output_dir, allow_patterns=files)
     accelerator.print(done)
-    lock.release()
+    lock.release(force=True)
     accelerator.end_training()
 
 

@@ -32,6 +32,7 @@ from conftest import (
 )
 from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from diffusers.training_utils import EMAModel
+from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
@@ -1538,6 +1539,16 @@ def test_push_to_hub_uploads_the_pipeline_only_and_honours_private(tmp_path, fla
 
     monkeypatch.setattr(script, "create_repo", no_login)
     assert "hf auth login" in refused(capfd, flags, *other)
+
+
+def test_a_failure_that_is_looked_at_in_a_notebook_does_not_lock_the_folder(tmp_path, flags, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "compute_loss", lambda *args, **condition: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as failure:  # which holds all that `main` has made
+            train(*flags)
+    train(*flags)
+    with FileLock(tmp_path / "out/.lock", timeout=0):
+        assert "main" in [entry.name for entry in failure.traceback]
 
 
 def test_the_order_of_many_rows_is_held_as_numbers():
