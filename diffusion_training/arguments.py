@@ -1,0 +1,62 @@
+"""Flags: a parser that reads @FILE, numbers with bounds, a demo's command line, run.args."""
+
+import argparse
+import functools
+import os
+import shlex
+import sys
+from pathlib import Path
+
+PATH = os.path.expanduser  # a type: a shell leaves the ~ of --output_dir=~/run as it is
+SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}  # --flag, and --no-flag against a @FILE
+
+
+def make_parser(script, doc):
+    """The parser of the script whose file and docstring are given; `@FILE` stands for the flags in a file."""
+    parser = argparse.ArgumentParser(
+        prog=Path(script).name, description=(doc or "").split("\n")[0],  # `python -OO` has no docstrings
+        epilog="@FILE stands for the flags in a file, such as a run's run.args",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, fromfile_prefix_chars="@",
+    )  # fmt: skip
+    parser.convert_arg_line_to_args = functools.partial(shlex.split, comments=True)
+    return parser
+
+
+def number(low, high, kind=float, *words):
+    """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf, or one of `words`."""
+
+    def parse(text):
+        if text in words:
+            return text
+        if not low <= (value := kind(text)) <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
+        return value
+
+    parse.__name__, parse.bounds = kind.__name__, (low, high, kind)
+    return parse
+
+
+COUNT = number(1, 10**9, int)  # a type
+
+
+def parse_demo(parser, demo, argv, launcher="accelerate launch"):
+    """The arguments of the demo, which every flag in `argv` wins over; prints the command that they stand for."""
+    command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"No data given: this is the demo, short for\n{launcher} {parser.prog} {shlex.join(command)}")
+    return parser.parse_args(command)
+
+
+def format_args(args, script, leave_out=()):
+    """The flags as a file that @FILE reads, a flag a line."""
+    lines = [f"# accelerate launch {script} @run.args"]
+    for name, value in vars(args).items():
+        if name in leave_out or value is None:
+            continue
+        if isinstance(value, bool):
+            lines.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            lines.append(f"--{name} {shlex.join(map(str, value))}")
+        else:
+            lines.append(f"--{name}={shlex.quote(str(value))}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,53 @@
+"""Ray: started or found, with what its workers need of these files."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from diffusion_training.errors import explained
+
+
+def find_modules(*objects):
+    """The files and folders that hold functions or classes: what a worker needs to import them on another machine."""
+    files = {Path(sys.modules[each.__module__.split(".")[0]].__file__).resolve() for each in objects}
+    return sorted(str(file.parent if file.name == "__init__.py" else file) for file in files)
+
+
+def connect(address, modules, **options):
+    """Find Ray at `address` or at RAY_ADDRESS, or start one; one that this process has already is taken.
+
+    `modules`: of `find_modules`. Returns what ends it again, to be called; ends the program in a sentence if there is
+    none to be had.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns of a change to come, for GPUs
+    import ray
+    import ray.data
+
+    was_there = ray.is_initialized()
+    if not was_there:
+        known = address or os.environ.get("RAY_ADDRESS", "")
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        with explained(f"Ray can't be started{f' or found at {known}' if known else ''}"):
+            if re.fullmatch(r"[^/]+:\d+", known):  # Ray itself would take minutes to find nobody there
+                socket.create_connection(known.rsplit(":", 1), timeout=10).close()
+            ray.init(
+                address, runtime_env={"py_modules": modules}, logging_level="error", log_to_driver=False, **options
+            )
+        for number, handler in handlers.items():  # Ray has put its own in place
+            signal.signal(number, handler)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel("CRITICAL")  # it says at length what it is about to do
+
+    def disconnect():
+        for thread in threading.enumerate():  # that of Ray Data would ask a Ray that is gone, which ends the process
+            if thread.name.startswith("StreamingExecutor"):
+                thread.join(10)
+        if not was_there:
+            ray.shutdown()
+
+    return disconnect

@@ -1,0 +1,63 @@
+"""--cache_images: every image decoded and resized once, into a memory-mapped file."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import torch
+from filelock import FileLock
+from tqdm.auto import tqdm
+
+from diffusion_training.data.images import decode_image, name_image, shrink
+from diffusion_training.errors import explain, fail
+from diffusion_training.files import checksum_files, delete, saving
+
+
+def cache_batch(batch, indices, column, resolution, center_crop, channels, min_size):
+    """Decode and resize a batch of rows for `cache_images`; rows that can't be decoded are named and left out."""
+    images, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP does not survive the fork of `map`, and there is a process per core
+    for row, source in zip(indices, batch[column], strict=True):
+        try:
+            image = decode_image(source, channels, min_size=min_size)
+            image = shrink(image, resolution, (0.5, 0.5) if center_crop else None)
+        except Exception as error:
+            tqdm.write(f"Skipped {name_image(row, source)} ({explain(error)})", file=sys.stderr)
+            continue
+        images.append({"bytes": image.numpy().tobytes(), "path": source["path"], "size": list(image.shape)})
+    torch.set_num_threads(threads)
+    return {column: images}
+
+
+def cache_images(rows, column, channels, num_workers, args):
+    """Decode and resize every image once, into memory-mapped Arrow files; their folder's name is that of the data and
+    of the transform, and a file beside it has their checksums.
+
+    Returns (the same rows, with pixels in place of files, as `decode_image` takes them; number of images left out).
+    """
+    settings = {"column": column, "resolution": args.resolution, "center_crop": args.center_crop, "channels": channels}
+    settings["min_size"] = args.min_size
+    key = hashlib.sha256(json.dumps([3, rows._fingerprint, settings]).encode()).hexdigest()[:16]  # 3: of this layout
+    folder = Path(args.output_dir) / "image_cache"
+    (folder / key).mkdir(parents=True, exist_ok=True)
+    size = datasets.List(datasets.Value("int32"), length=3)
+    image = {"bytes": datasets.Value("large_binary"), "path": datasets.Value("string"), "size": size}
+    with FileLock(folder / f"{key}.lock"):  # the first process to come here writes it, the others find it whole
+        whole = folder / f"{key}.json"
+        if not whole.exists() or json.loads(whole.read_text()) != checksum_files(folder / key):
+            whole.unlink(missing_ok=True)
+            delete(folder / key)  # of a run that was killed, or no longer as it was written
+            (folder / key).mkdir()
+        cached = rows.map(
+            cache_batch, with_indices=True, batched=True, batch_size=64, writer_batch_size=64, fn_kwargs=settings,
+            features=datasets.Features({column: image}), cache_file_name=str(folder / key / "rows.arrow"),
+            new_fingerprint=key, num_proc=num_workers if num_workers > 1 else None, desc="Caching images",
+        )  # fmt: skip
+        if not whole.exists():
+            with saving(folder, "the cache of images") as unfinished:
+                (unfinished / whole.name).write_text(json.dumps(checksum_files(folder / key)))
+    if len(cached) == 0:
+        fail(f"none of the {len(rows)} images could be decoded")
+    return cached, len(rows) - len(cached)

@@ -1,0 +1,101 @@
+"""An image file -> a tensor: decoding, cropping, resizing."""
+
+import contextlib
+import importlib.metadata
+import io
+import os
+
+import fsspec
+import numpy as np
+import torch
+import torchvision.transforms.v2.functional as TF
+from PIL import Image, ImageOps
+
+from diffusion_training.errors import printable
+
+try:
+    from torchcodec.decoders import decode_jpeg  # up to twice as fast as Pillow
+except (ImportError, OSError, RuntimeError):  # not installed, or not made for this torch
+    decode_jpeg = None
+
+
+def describe_decoder():
+    """What decodes JPEGs here, with its version."""
+    name = "torchcodec" if decode_jpeg else "pillow"
+    return f"{name} {importlib.metadata.version(name)}"
+
+
+def decode_image(source, channels, keep_precision=False, min_size=0):
+    """Decode an image to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
+
+    `source` is the {"bytes", "path"} of an undecoded `datasets.Image`; a "size" beside them says that the bytes are
+    those of such a tensor. `channels` is 1 or 3.
+    EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
+    Raises ValueError for less than `min_size` pixels on a side, and what Pillow raises for what it can't read whole.
+    """
+    if source is None or source["bytes"] is source["path"] is None:
+        raise ValueError("there is no image")
+    data = source["bytes"]
+    if "size" in source:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])
+    if data is None:
+        if os.path.exists(source["path"]) and not os.path.isfile(source["path"]):
+            raise ValueError("it is no file")  # but a pipe or a device, which might never end
+        with fsspec.open(source["path"]) as file:
+            data = file.read(2**30 + 1)
+    if len(data) > 2**30:
+        raise ValueError("it has more than 1 GiB")
+    Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
+    formats = "JPEG PNG WEBP AVIF BMP GIF JPEG2000 PPM QOI TIFF TGA".split()  # as they are tried; TGA has no mark
+    formats = [name for name in formats if name in Image.OPEN]
+    image = Image.open(io.BytesIO(data), formats=formats)  # reads the header, and refuses decompression bombs
+    if min(image.size) < min_size:
+        raise ValueError(f"{image.width} x {image.height} pixels are less than --min_size {min_size}")
+    if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
+        if image.getexif().get(0x0112, 1) == 1:  # Pillow alone decides what is turned, and turns it below
+            with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
+                if "exif" in image.info:
+                    data = data.replace(b"Exif\0\0", b"exif\0\0", 1)
+                return decode_jpeg(data, mode="GRAY" if channels == 1 else "RGB")
+    ImageOps.exif_transpose(image, in_place=True)
+    if image.mode.startswith("I") or image.mode == "F":  # deep grey; Pillow's own conversion would clip it at 255
+        values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
+        if not (values.min() >= 0 and values.max() <= 1):  # nor nan
+            raise ValueError(f"its values are not from 0 to {'1' if image.mode == 'F' else '65535'}")
+        pixels = torch.from_numpy(values).expand(channels, -1, -1)
+        return pixels.contiguous() if keep_precision else (pixels * 255).round().byte()
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    mode = "L" if channels == 1 else "RGB"
+    image = image if image.mode == mode else image.convert(mode)  # it would copy
+    pixels = torch.from_numpy(np.array(image).reshape(image.height, image.width, channels)).permute(2, 0, 1)
+    return pixels.float() / 255 if keep_precision else pixels
+
+
+def shrink(image, resolution, place=None, interpolation="bicubic"):
+    """Crop [C, H, W] to the largest square and resize it to `resolution` pixels: antialiased, in its own dtype.
+
+    `place` is (y, x) of the crop in [0, 1], (0.5, 0.5) the centre. None crops no more than strips, to 4 : 1, and makes
+    the short side `resolution`. Cropped first, because a long strip that is resized whole may not fit into memory.
+    """
+    height, width = image.shape[-2:]
+    side = min(height, width)
+    if place is None:
+        image = TF.center_crop(image, [min(height, 4 * side), min(width, 4 * side)])
+    else:
+        image = TF.crop(image, round((height - side) * place[0]), round((width - side) * place[1]), side, side)
+    image = TF.resize(image, [resolution], interpolation=TF.InterpolationMode(interpolation), antialias=True)
+    return image.clamp(0, 1) if image.is_floating_point() else image
+
+
+def name_image(row, source):
+    """What the reader knows an image by."""
+    return printable((source and source["path"]) or f"row {row}")
+
+
+def is_outage(error):
+    """Whether an image can't be read because of the disk or the network, and not because it is gone or forbidden."""
+    if not isinstance(error, OSError) or error.errno is None or isinstance(error, PermissionError):
+        return False
+    return not (isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(str(error.filename))))

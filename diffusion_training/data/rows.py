@@ -1,0 +1,134 @@
+"""A data set -> its rows, with images left undecoded."""
+
+import collections
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pyarrow.compute as pc
+from fsspec.implementations.local import LocalFileSystem
+from PIL import Image
+
+from diffusion_training.data.images import name_image
+from diffusion_training.errors import explained, fail, printable
+
+
+def load_rows(args, streaming=False, others=()):
+    """Open the data set. Returns (its rows, with images left undecoded as {"bytes", "path"}; the column of images).
+
+    `others`: further columns that are wanted. The rest, which may be images too, is not read for nothing.
+    """
+    source = args.dataset_name or args.train_data_dir
+    extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
+    captions = has_caption_files(source, extension)
+    with explained(f"{source} can't be loaded as a data set"):
+        with listed_once():
+            builder = datasets.load_dataset_builder(
+                "imagefolder" if captions else source,  # or it might be loaded as text, the lines of the captions
+                args.dataset_config_name, data_dir=source if captions else None, cache_dir=args.cache_dir,
+            )  # fmt: skip
+        if not streaming:
+            builder.download_and_prepare()
+        rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
+    caption_column = getattr(args, "caption_column", None)
+    if captions and caption_column in others and caption_column not in rows.features:
+        rows = add_captions(rows, caption_column, extension)
+    features = rows.features or {}
+    columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
+    if column not in features:
+        fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
+    for name in others:
+        if name not in features:
+            beside = f"or put captions beside the images (photo{extension} for photo.jpg)"
+            fail(f"{source} has no column {name!r} but {', '.join(features)}: choose with --caption_column, {beside}")
+    with explained(f"column {column!r} of {source} can't be read as images"):
+        for name in [column, *(name for name in others if name in columns)]:
+            # Plain bytes and paths become images too; a cache that was made of them knows them by this fingerprint.
+            same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
+            rows = rows.cast_column(name, datasets.Image(decode=False), **same)
+    if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
+        say_unused(source, builder, rows, column, args.dataset_split)
+    if args.max_train_samples is not None and streaming:
+        rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
+    elif args.max_train_samples is not None:
+        rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
+    rows = rows.select_columns([column, *others])
+    if not streaming and len(rows) == 0:
+        fail(f"{source} holds no images in split {args.dataset_split!r}")
+    return rows, column
+
+
+@contextlib.contextmanager
+def listed_once():
+    """Lists a local folder once: `datasets` would do so for each of the 66 patterns that a split's files may match."""
+    find = LocalFileSystem.find
+    LocalFileSystem.find = functools.cache(find)
+    try:
+        yield
+    finally:
+        LocalFileSystem.find = find
+
+
+def say_unused(folder, builder, rows, column, split):
+    """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
+    used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
+    images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
+    for name, paths in (builder.config.data_files or {}).items():
+        used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
+    if images:  # those that metadata name, or all
+        used += pc.struct_field(rows.data[column], "path").to_pylist()
+    real = functools.cache(os.path.realpath)
+    used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
+    found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
+    meant = ("/.", "/__download__/")  # hidden files, and what download_images.py keeps for itself
+    found = [path for path in found if not any(part in path.removeprefix(real(folder)) for part in meant)]
+    unused = sorted(path for path in found if path not in used)
+    if unused:
+        kinds = collections.Counter(Path(path).suffix.lower() or "no suffix" for path in unused).most_common(5)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        named = os.path.relpath(unused[0], real(folder))
+        print(printable(f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), such as {named}"))
+
+
+def has_caption_files(folder, extension):
+    """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
+    paths = list(Path(folder).rglob("*")) if os.path.isdir(folder) else []
+    named = {path.with_suffix("") for path in paths if path.suffix == extension}
+    images = Image.registered_extensions()
+    return any(path.suffix.lower() in images and path.with_suffix("") in named for path in paths)
+
+
+def add_captions(rows, column, extension):
+    """Add the captions that lie beside a folder's images, None where there is none; they enter the fingerprint."""
+
+    def read(path):
+        path = Path(path).with_suffix(extension)
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None  # a pipe has no end
+
+    images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
+    captions = [read(image["path"]) for image in images]
+    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions]).encode()).hexdigest()[:16]
+    return rows.add_column(column, captions, new_fingerprint=fingerprint)
+
+
+def read_items(rows, keys):
+    """The rows that keys (epoch, row, ...) name, as dicts. At once: single rows cost more than a small image."""
+    if len(keys[0]) == 4:  # streamed: the key has it with it
+        return [item for _, _, _, item in keys]
+    columns = rows[[key[1] for key in keys]]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def name_rows(rows, column, folder):
+    """What each row is known by, as in a cache: its file in `folder`, or its number. Reads no image."""
+    paths = pc.struct_field(rows.data[column], "path").to_pylist()
+    if rows._indices is not None:  # --max_train_samples has drawn them
+        paths = [paths[i] for i in rows._indices.column(0).to_pylist()]
+    names = [name_image(row, {"path": path}) for row, path in enumerate(paths)]
+    return [os.path.relpath(name, folder) if os.path.isabs(name) else name for name in names]

@@ -1,0 +1,141 @@
+"""Files that are whole or not there: saving, cleaning up after a kill, checksums."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import xxhash
+from filelock import FileLock, Timeout
+
+from diffusion_training.errors import explain, fail
+
+
+@contextlib.contextmanager
+def saving(folder, what):
+    """Give an empty folder; what is written there then takes its place in `folder`, each item whole or not at all.
+
+    If that fails, it ends with a sentence, and what stood there before stays.
+    """
+    folder = Path(folder)
+    unfinished = folder / ".tmp-saving"
+    try:
+        delete(unfinished)  # what a kill has left
+        unfinished.mkdir()
+        yield unfinished
+        for path in unfinished.rglob("*"):
+            if path.is_file():  # on the disk before it has its name, or a power cut leaves empty files
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        for item in unfinished.iterdir():  # one by one: each is whole, and what is elsewhere stays
+            path, old = folder / item.name, folder / f".tmp-old-{item.name}"
+            if path.is_dir():  # a folder can't be replaced in one go: `clean` puts it back if a kill comes here
+                path.rename(old)
+            item.replace(path)
+            delete(old)  # last: until here one of the two is whole
+        unfinished.rmdir()
+    except Exception as error:  # torch.save says nothing of a disk that is full
+        full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
+        reason = "the disk is full" if full else explain(error)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        fail(f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True)
+
+
+def clean(output_dir):
+    """Put back what a kill left half-moved by `saving`, and delete what it left half-written."""
+    for old in output_dir.glob(".tmp-old-*"):
+        path = output_dir / old.name.removeprefix(".tmp-old-")
+        if not path.exists():
+            old.rename(path)
+    for leftover in output_dir.glob(".tmp-*"):
+        delete(leftover)
+
+
+def take_folder(folder, name, is_own, what):
+    """Make a folder, or take one that is empty or one of ours, and lock it against other processes. Returns the lock.
+
+    name: what --output_dir calls it. is_own: tells by the names of its files whether it holds a `what` of ours.
+    """
+    lock = FileLock(folder / ".lock", is_singleton=True)  # a run that failed in a notebook may still hold it
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+        if names and not is_own(names):
+            fail(f"--output_dir {name} holds {min(names)} and no {what}: choose another folder")
+        lock.acquire(timeout=0)
+    except Timeout:
+        fail(f"another process is writing to {name}: end it, or choose another --output_dir")
+    except OSError as error:
+        fail(f"--output_dir {name} can't be written to ({error})")
+    return lock
+
+
+def delete(path):
+    """Delete a file, a folder or a link, if there is one; never what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def checksum_files(folder):
+    """{file: xxh3_128} of all files in a folder, but for the one that says them."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "trainer_state.json":
+            digest = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while block := file.read(1 << 24):
+                    digest.update(block)
+            found[str(path.relative_to(folder))] = digest.hexdigest()
+    return found
+
+
+def check_output_dir(args):
+    """Refuse an --output_dir that is no folder of its own: what is written must never become what is read."""
+    if "://" in args.output_dir or "\0" in args.output_dir:
+        fail(f"--output_dir {args.output_dir!r} is no path on a disk: write to one, and copy what comes out")
+    written = Path(args.output_dir).resolve()
+    for name, value in vars(args).items():
+        values = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
+        if any("\ud800" <= character <= "\udfff" for character in "".join(values)):
+            fail(f"--{name} {value!a} can't be read as text: rename it, or write it in UTF-8")
+        if name in ("latents_dir", "train_data_dir", "dataset_name") or name.endswith("name_or_path"):
+            for source in filter(os.path.isdir, values):
+                if written.is_relative_to(Path(source).resolve()):
+                    fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
+
+
+def write_file(path, text):
+    """Write a small file, of text in UTF-8 or of bytes, whole or not at all."""
+    unfinished = name_unfinished(path)
+    unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
+    unfinished.replace(path)
+
+
+def name_unfinished(path):
+    """A name for a file until it is whole; never the same twice: a run that is thought dead may still be writing."""
+    return path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
+
+
+def digest_file(path):
+    """SHA-256 of a file, None if there is none."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def find_differences(before, now, prefix=""):
+    """What differs between two nested dicts, as ["vae.scaling_factor 0.18215 -> 0.13025"]."""
+    found = []
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += find_differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} {old} -> {new}")
+    return found

@@ -1,0 +1,199 @@
+"""The files of a latent cache: planned, opened, written, checked, finished."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from tqdm.auto import tqdm
+
+from diffusion_training import __version__
+from diffusion_training.arguments import format_args
+from diffusion_training.data.images import describe_decoder
+from diffusion_training.errors import fail
+from diffusion_training.files import (
+    check_output_dir,
+    delete,
+    digest_file,
+    find_differences,
+    name_unfinished,
+    take_folder,
+    write_file,
+)
+
+BATCH_BYTES = 2**26  # of a record batch: a trainer opens every one of a cache, and this script holds one
+# Flags that change nothing in a cache: cache.json and run.args are the same whatever they were.
+UNLIKE = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
+
+
+def fingerprint_cache(cache):
+    """What `datasets` knows a cache by: a hash of cache.json, which tells also whether it is as it was written."""
+    return hashlib.sha256(json.dumps(cache).encode()).hexdigest()[:16]
+
+
+def checksum_row(row):
+    """xxh3 of the numbers in a row of a cache: {column: float16 [numbers per row]}, in the order of the names."""
+    digest = xxhash.xxh3_64()
+    for name in sorted(row):
+        digest.update(row[name])
+    return digest.intdigest()
+
+
+def read_cache(output_dir):
+    """What cache.json says, and the records of all shards that are whole, also of those written since.
+
+    Returns (dict, {file name: {"rows", "sha256", "checksums": of the rows' checksums, "encoded_again",
+    "captions_cut", "skipped": [{"row", "key", "reason"}]}}).
+    """
+    cache, state = json.loads((output_dir / "cache.json").read_text()), output_dir / "state.json"
+    if state.exists() and json.loads(state.read_text())["_fingerprint"] != fingerprint_cache(cache):
+        raise ValueError("cache.json is not as it was written")
+    records = {name: {**record, "skipped": []} for name, record in cache.get("shards", {}).items()}
+    if records:  # finished once: what was skipped is in one file
+        for entry in map(json.loads, (output_dir / "skipped.jsonl").read_text().splitlines()):
+            records[name_shard(entry["row"], cache)]["skipped"].append(entry)
+    for path in output_dir.glob("unfinished/data-*.json"):
+        with contextlib.suppress(ValueError):  # a record that can't be read is that of a shard that is missing
+            records[path.stem] = json.loads(path.read_text())
+    return cache, records
+
+
+def name_shard(row, cache):
+    """The file that holds a row of the source."""
+    number, count = row // cache["rows_per_shard"], math.ceil(cache["source"]["rows"] / cache["rows_per_shard"])
+    return f"data-{number:05d}-of-{count:05d}.arrow"
+
+
+def write_batches(writer, batches, checksums):
+    """Write record batches as one; those without a row as none, which would be in the way of who reads by batches."""
+    for batch in pa.Table.from_batches(batches).combine_chunks().to_batches() if batches else ():
+        writer.write_batch(batch)
+        checksums.update(batch["checksum"].to_numpy())
+
+
+def write_shard(path, encoded):
+    """Write what `encode_all` yields for one shard, whole or not at all, and then its record."""
+    unfinished, record = name_unfinished(path), {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []}
+    checksums = xxhash.xxh3_128()  # with it a trainer knows a shard, and by its rows' checksums each row
+    try:
+        with contextlib.ExitStack() as stack:
+            file, writer, held = stack.enter_context(unfinished.open("wb")), None, []
+            for _, rows, skipped, counts in encoded:
+                writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
+                held.append(rows)
+                for name, more in {"rows": len(rows), "skipped": skipped, **counts}.items():
+                    record[name] += more
+                if sum(batch.nbytes for batch in held) >= BATCH_BYTES:
+                    write_batches(writer, held, checksums)
+                    held = []
+            write_batches(writer, held, checksums)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        record["sha256"], record["checksums"] = digest_file(unfinished), checksums.hexdigest()
+        unfinished.replace(path)
+        write_file(path.parent / "unfinished" / f"{path.name}.json", json.dumps(record))
+    except OSError as error:
+        fail(f"{path} could not be written ({error}); the same command goes on from what is whole", alone=True)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return record
+
+
+def describe_damage(path, records):
+    """Why a shard that has a record must be made again, None if it need not."""
+    if path.name not in records:
+        return None
+    if any(entry["reason"].startswith("not read") for entry in records[path.name]["skipped"]):
+        return "lacks rows that could not be read"
+    if (digest := digest_file(path)) != records[path.name]["sha256"]:
+        return "is damaged" if digest else "is gone"
+
+
+def check_skipped(skipped, num_rows, max_skipped):
+    """End the program if more rows were skipped than --max_skipped allows."""
+    if len(skipped) > max_skipped * num_rows:
+        such = f"such as {skipped[-1]['key']} ({skipped[-1]['reason']})"
+        many = f"{len(skipped)} of {num_rows} rows could not be used, more than --max_skipped {max_skipped:g} allows"
+        fail(f"{many}, {such}; the same command goes on from here with a larger --max_skipped", alone=True)
+
+
+def plan_cache(rows, empty_prompt, settings, args):
+    """Complete `settings`, and say how big the cache will be. Returns (names of its shards, that sentence)."""
+    flags = "resolution center_crop image_interpolation_mode random_flip seed min_size skip_empty_captions".split()
+    settings["transform"] = {name: getattr(args, name) for name in flags}
+    settings["source"] = {"fingerprint": rows._fingerprint, "rows": len(rows)}
+    settings["rows_per_shard"] = args.rows_per_shard
+    shards = [name_shard(row, settings) for row in range(0, len(rows), args.rows_per_shard)]
+    text_bytes = 2 * empty_prompt.size if args.text_cache == "embeddings" else 4 * len(empty_prompt)
+    row_bytes = 2 * math.prod(settings["latents_shape"]) * (1 + args.random_flip) + text_bytes
+    size = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
+    each = f"{len(rows):,} rows of {size(row_bytes)} ({size(text_bytes)} of it the caption's) and the text"
+    return shards, f"{each}: {size(len(rows) * row_bytes)} in {len(shards):,} shards"
+
+
+def open_cache(accelerator, settings, args, folder=None):
+    """Lock --output_dir, and take up the cache that is there, or begin one. `folder`: its copy, if it is elsewhere.
+
+    Returns (the lock, None but on the first process; what `read_cache` returns).
+    """
+    if folder is None:
+        check_output_dir(args)
+    output_dir, name = Path(folder or args.output_dir), args.output_dir
+    lock, decoder = None, describe_decoder()
+    if accelerator.is_main_process:
+        lock = take_folder(output_dir, name, lambda names: "cache.json" in names, "latent cache")
+        try:
+            if not (output_dir / "cache.json").exists():
+                flags = {name: x for name, x in vars(args).items() if x is not None and name not in UNLIKE}
+                described = {**settings, "decoder": decoder, "made_with": flags, "version": __version__}
+                write_file(output_dir / "cache.json", json.dumps(described, indent=1))
+            (output_dir / "unfinished").mkdir(exist_ok=True)
+            for leftover in output_dir.rglob(".tmp-*"):  # of a run that was killed
+                delete(leftover)
+        except OSError as error:
+            fail(f"--output_dir {name} can't be written to ({error})")
+    accelerator.wait_for_everyone()
+    try:
+        cache, records = read_cache(output_dir)
+        differences = find_differences({name: cache.get(name) for name in settings}, settings)
+    except Exception as error:
+        fail(f"{name} is damaged ({type(error).__name__}: {error}): delete it, or choose another --output_dir")
+    if differences:
+        fail(f"{name} holds another cache ({', '.join(differences)}): choose another --output_dir")
+    path, content = output_dir / "run.args", os.fsencode(format_args(args, "precompute_latents.py", UNLIKE))
+    if accelerator.is_main_process and not (path.is_file() and path.read_bytes() == content):
+        write_file(path, content)
+    if cache["decoder"] != decoder:  # no reason to refuse: JPEG decoders differ by a grey level or two
+        accelerator.print(f"{name} was begun with {cache['decoder']}; its JPEGs are decoded with {decoder} now")
+    return lock, cache, records
+
+
+def finish_cache(output_dir, empty_prompt, max_skipped):
+    """When all shards are whole, write what makes them a data set; last state.json, without which it does not open."""
+    cache, records = read_cache(output_dir)
+    skipped = (entry for record in records.values() for entry in record.pop("skipped"))
+    skipped = sorted(skipped, key=lambda entry: entry["row"])
+    write_file(output_dir / "skipped.jsonl", "".join(json.dumps(entry) + "\n" for entry in skipped))
+    check_skipped(skipped, cache["source"]["rows"], max_skipped)
+    np.save(output_dir / ".tmp-empty_prompt.npy", empty_prompt)
+    (output_dir / ".tmp-empty_prompt.npy").replace(output_dir / "empty_prompt.npy")
+    cache["empty_prompt_sha256"] = digest_file(output_dir / "empty_prompt.npy")
+    for name in ("rows", "encoded_again", "captions_cut"):
+        cache[name] = sum(record[name] for record in records.values())
+    cache["skipped"], cache["shards"] = len(skipped), dict(sorted(records.items()))
+    state = dict.fromkeys(["_format_columns", "_format_type", "_split"])  # what `datasets` wants to find
+    state |= {"_format_kwargs": {}, "_output_all_columns": False}
+    state["_data_files"] = [{"filename": name} for name in cache["shards"]]
+    state["_fingerprint"] = fingerprint_cache(cache)
+    write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
+    write_file(output_dir / "dataset_info.json", "{}")
+    write_file(output_dir / "state.json", json.dumps(state, indent=1))
+    shutil.rmtree(output_dir / "unfinished")
+    return cache

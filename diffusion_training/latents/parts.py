@@ -1,0 +1,152 @@
+"""A cache by many machines: parts of shards, whose names say which rows they hold."""
+
+import contextlib
+import json
+import socket
+import tempfile
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import torch
+
+from diffusion_training.errors import Refused, explain, explained, fail
+from diffusion_training.latents.cache import write_shard
+from diffusion_training.remote import is_address, list_files, reading, remove, upload, writing
+
+PART_BYTES = 2**26  # of pixels in a part: enough to keep a GPU busy, and a node's memory holds many of them
+TRIES = 4  # of a part, if the process that makes it dies or raises
+TRIES_OF = (".transform", ".encode", ".assemble", ".start")  # files that count them
+
+
+def plan_parts(start, end, args):
+    """Cut the rows of a shard into parts: [(first row, row after the last)]. Batches begin where they always do."""
+    batch_bytes = 3 * args.resolution**2 * args.batch_size
+    step = args.batch_size * max(1, PART_BYTES // batch_bytes)
+    return [(first, min(first + step, end)) for first in range(start, end, step)]
+
+
+def name_part(first, end, args):
+    """The file of a part. Its name holds all that may differ between two runs on one cache."""
+    return f"rows-{first}-{end}-by-{args.batch_size}.part"
+
+
+def find_missing(shards, records, num_rows, there, args):
+    """What has to be made: ({shard: [its parts]}, {shard: number of its parts that have no file}, those parts).
+
+    `there`: names of files, among them those of parts that are whole.
+    """
+    missing, left, parts = {}, {}, []
+    for number, name in enumerate(shards):
+        if name not in records:
+            start = number * args.rows_per_shard
+            of_shard = plan_parts(start, min(num_rows, start + args.rows_per_shard), args)
+            todo = [part for part in of_shard if name_part(*part, args) not in there] if there else of_shard
+            missing[name], left[name] = of_shard, len(todo)
+            parts += todo
+    return missing, left, parts
+
+
+def attempt(work, path):
+    """Call `work` up to TRIES times. Returns (its result, None), or (None, why it failed the last time).
+
+    Each try leaves a mark in the file `path`, which outlives the process: a part that ends every process that touches
+    it (out of memory, say) would else come back for ever, as Ray repeats what dies.
+    """
+    reason = f"the process that worked on it died {TRIES} times; did it run out of memory?"
+    try:
+        fs, mark = fsspec.url_to_fs(str(path))
+        while len(marks := fs.cat_file(mark) if fs.isfile(mark) else b"") < TRIES:
+            fs.pipe_file(mark, marks + b".")
+            try:
+                result = work()
+                remove(path)
+                return result, None
+            except Refused as refused:  # its sentence is what counts, and this process goes on
+                reason = str(refused)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {explain(error)}"
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+    except Exception as error:  # of the file system, which at an address has its own kinds
+        reason = explain(error)
+    return None, f"{reason} (on {socket.gethostname()})"
+
+
+def write_part(path, encoded):
+    """Write what `encode_all` yields for a part, whole or not at all: record batches, and with each the rest of it."""
+    with writing(path) as unfinished, contextlib.ExitStack() as stack:
+        file, writer = stack.enter_context(unfinished.open("wb")), None
+        for first, rows, skipped, counts in encoded:
+            writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
+            about = {"first": first, "skipped": skipped, "counts": counts}
+            writer.write_batch(rows, custom_metadata={"about": json.dumps(about)})
+
+
+def read_part(path):
+    """Yield what was written by `write_part`."""
+    with reading(path) as copy, pa.memory_map(str(copy)) as file, pa.ipc.open_stream(file) as reader:
+        for rows, metadata in reader.iter_batches_with_custom_metadata():
+            about = json.loads(metadata[b"about"])
+            yield about["first"], rows, about["skipped"], about["counts"]
+
+
+def read_parts(paths, count):
+    """Yield what was written for a shard of `count` rows; a part that can't be read is deleted, to be made again."""
+    for path in paths:
+        try:
+            for item in read_part(path):
+                count -= len(item[1]) + len(item[2])
+                yield item
+        except (pa.ArrowInvalid, KeyError, ValueError, FileNotFoundError) as error:
+            remove(path)
+            raise ValueError(f"{path} is damaged or gone; the same command makes it again") from error
+    if count:
+        raise ValueError(f"the parts hold {count} rows too few")
+
+
+def write_shard_to(path, encoded):
+    """Write a shard to a folder, or for an address on this disk first, and then an upload each of both files."""
+    if not is_address(path):
+        return write_shard(Path(path), encoded)
+    folder, name = path.rsplit("/", 1)
+    with tempfile.TemporaryDirectory() as work:
+        Path(work, "unfinished").mkdir()
+        record = write_shard(Path(work, name), encoded)
+        upload(f"{work}/{name}", path)
+        upload(f"{work}/unfinished/{name}.json", f"{folder}/unfinished/{name}.json")
+    return record
+
+
+def fetch_cache(url, folder):
+    """Copy what there is of a cache at an address, but for its shards and parts, into a folder on this disk.
+
+    Returns whether there is one.
+    """
+    with explained(f"--output_dir {url} can't be read"):
+        names = list_files(url)
+        if names and "cache.json" not in names:
+            fail(f"--output_dir {url} holds {names[0]} and no latent cache: choose another address")
+        fs, root = fsspec.url_to_fs(url)
+        small = [name for name in names if not name.endswith((".arrow", ".part", *TRIES_OF))]
+        fs.get([f"{root}/{name}" for name in small], [f"{folder}/{name}" for name in small])
+    return "cache.json" in names
+
+
+def begin_cache(folder, url):
+    """Send what `open_cache` has begun to an address, unless another run has just begun there."""
+    with explained(f"--output_dir {url} can't be written to, or another run has just begun there"):
+        fs, root = fsspec.url_to_fs(url)
+        fs.put_file(f"{folder}/cache.json", f"{root}/cache.json", mode="create")
+        upload(f"{folder}/run.args", f"{url}/run.args")
+
+
+def upload_finished(folder, url):
+    """Send what `finish_cache` has written to an address, in its order."""
+    names = ("run.args", "skipped.jsonl", "empty_prompt.npy", "cache.json", "dataset_info.json", "state.json")
+    for name in names:
+        upload(f"{folder}/{name}", f"{url}/{name}")
+    fs, root = fsspec.url_to_fs(url)
+    fs.invalidate_cache()
+    if fs.exists(f"{root}/unfinished"):
+        fs.rm(f"{root}/unfinished", recursive=True)

@@ -1,0 +1,162 @@
+"""Latent caches -> batches: rows are read where they lie, and checked when they are first read."""
+
+import hashlib
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+
+from diffusion_training.data.captions import say_cut
+from diffusion_training.errors import fail
+from diffusion_training.files import find_differences
+from diffusion_training.latents.cache import checksum_row, fingerprint_cache
+from diffusion_training.latents.encoders import describe_latents, describe_models, load_models, try_models
+from diffusion_training.order import draw_choices
+
+
+def load_cache(folder):
+    """Open a cache of precompute_latents.py without reading its rows, which are checked when they are first read.
+
+    Returns (cache.json, empty prompt, [(shard, record batch)]).
+    """
+    folder, shard = Path(folder), ""
+    try:
+        cache = json.loads((folder / "cache.json").read_text())
+        if not (folder / "state.json").is_file():
+            fail(f"{folder} is not finished: run the command that made it again")
+        if json.loads((folder / "state.json").read_text())["_fingerprint"] != fingerprint_cache(cache):
+            raise ValueError("cache.json is not as it was written")
+        if cache["format_version"] != 2:
+            fail(f"{folder} is a cache of format {cache['format_version']}, and this version reads 2: make it anew")
+        kinds = {"prompt_embeds": pa.list_(pa.float16(), math.prod(cache["prompt_embeds_shape"]))}
+        if cache["text_cache"] == "ids":
+            kinds = {"input_ids": pa.list_(pa.int32(), cache["prompt_embeds_shape"][0])}
+        for name in ["latents"] + ["latents_flipped"] * cache["transform"]["random_flip"]:
+            kinds[name] = pa.list_(pa.float16(), math.prod(cache["latents_shape"]))
+        content, batches = (folder / "empty_prompt.npy").read_bytes(), []
+        if hashlib.sha256(content).hexdigest() != cache["empty_prompt_sha256"]:
+            raise ValueError("empty_prompt.npy is not as it was written")
+        empty_prompt = torch.from_numpy(np.load(io.BytesIO(content)))
+        for name, record in cache["shards"].items():
+            shard, digest = folder / Path(name).name, xxhash.xxh3_128()
+            read = [batch for batch in pa.ipc.open_stream(pa.memory_map(str(shard))) if len(batch)]
+            if sum(map(len, read)) != record["rows"]:
+                raise ValueError(f"{sum(map(len, read))} rows instead of {record['rows']}")
+            for batch in read:
+                for column, kind in kinds.items():
+                    if batch[column].type != kind or batch[column].flatten().null_count:
+                        raise ValueError(f"{column} is not {kind.list_size} numbers in each row")
+                digest.update(batch["checksum"].to_numpy())
+            if digest.hexdigest() != record["checksums"]:
+                raise ValueError("it is not as it was written")
+            batches += [(shard, batch) for batch in read]
+        if not batches:
+            raise ValueError("it holds no rows")
+        return cache, empty_prompt, batches
+    except FileNotFoundError as error:
+        fail(f"{error.filename or shard} is missing: make the cache with precompute_latents.py")
+    except Exception as error:
+        if "Memory mapping file failed" in str(error):
+            turn = "raise `ulimit -v` or vm.max_map_count, or make caches with more --rows_per_shard"
+            fail(f"{shard} can't be mapped into memory: {turn}")
+        fail(f"{shard or folder} is damaged ({error}): run the command that made the cache again, it mends it")
+
+
+class CachedLatents(torch.utils.data.Dataset):
+    """Turns keys of `step_batches` into a batch of one or several latent caches.
+
+    {"latents", "prompt_embeds": float16 [N, numbers per row], or in place of these "input_ids": int32 [N, tokens],
+    "weight": [N], "skipped": []}. The columns are views of the memory-mapped files, and a row is copied once, into its
+    batch. A row is checked when it is first read. A number beyond the rows is one of them once more, as `choose_rows`
+    counts, which is mirrored by a draw of its own. caches: {folder: what `load_cache` returns}.
+    """
+
+    def __init__(self, caches, seed, random_flip):
+        self.seed, self.random_flip, self.folders = seed, random_flip, list(caches)
+        self.batches = [batch for _, _, batches in caches.values() for batch in batches]
+        self.ends = np.cumsum([len(batch) for _, batch in self.batches])
+        self.cache_ends = np.cumsum([cache["rows"] for cache, _, _ in caches.values()])
+        content = json.dumps([cache["shards"] for cache, _, _ in caches.values()])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self.views = [
+            {name: batch[name].flatten().to_numpy().reshape(len(batch), -1) for name in batch.schema.names
+             if name in ("latents", "latents_flipped", "prompt_embeds", "input_ids")}
+            for _, batch in self.batches
+        ]  # fmt: skip
+        self.text = "input_ids" if "input_ids" in self.views[0] else "prompt_embeds"
+        self.checksums = [batch["checksum"].to_numpy() for _, batch in self.batches]
+        self.unchecked = np.ones(len(self), bool)
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def names(self):
+        for _, batch in self.batches:
+            yield from batch["key"].to_pylist()  # as `transform` named them
+
+    def check(self, row, chunk, i):
+        """Refuse a row that is not as it was written: as OSError, because the disk failed, or who wrote to it."""
+        if self.checksums[chunk][i] != checksum_row({name: view[i] for name, view in self.views[chunk].items()}):
+            shard, _ = self.batches[chunk]
+            raise OSError(f"{shard} is damaged: the command that made the cache mends it when it is run again")
+        self.unchecked[row] = False
+
+    def __getitem__(self, keys):
+        rows = np.array([row for _, row, _ in keys]) % len(self)
+        chunks = np.searchsorted(self.ends, rows, side="right")
+        places = (rows - self.ends[chunks]).tolist()  # counted from the chunk's end
+        columns = {"latents": [], self.text: []}
+        for (epoch, number, _), row, chunk, place in zip(keys, rows.tolist(), chunks.tolist(), places, strict=True):
+            if self.unchecked[row]:
+                self.check(row, chunk, place)
+            flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
+            columns["latents"].append(self.views[chunk]["latents_flipped" if flip else "latents"][place])
+            columns[self.text].append(self.views[chunk][self.text][place])
+        # Each column in one copy, for which this thread lets go of Python's lock once and not once a row
+        batch = {name: np.concatenate(found).reshape(len(keys), -1) for name, found in columns.items()}
+        batch = {name: torch.from_numpy(numbers) for name, numbers in batch.items()}
+        return {**batch, "weight": torch.tensor([weight for _, _, weight in keys]), "skipped": []}
+
+
+def choose_rows(rows, dataset, weights, epoch):
+    """The rows that an epoch takes of `rows`, which are sorted: of each cache its weight times as many.
+
+    A cache's rows, in an order drawn from the seed, are gone round without end, and an epoch takes the next weight *
+    rows of them: with 3 it has each thrice; with 1.5 each once or twice, and two epochs have each thrice. The first
+    time a row comes in an epoch it has its own number, then one that is higher by all rows for each time before.
+    """
+    if not weights:
+        return rows
+    chosen, parts = [], np.split(rows, np.searchsorted(rows, dataset.cache_ends[:-1]))
+    for folder, weight, part in zip(dataset.folders, weights, parts, strict=True):
+        count = round(weight * len(part))
+        if count == 0:
+            fail(f"--latents_weights {weight:g} takes none of the {len(part)} rows of {folder}: choose a larger one")
+        rounds, places = np.divmod(np.arange(epoch * count, (epoch + 1) * count), len(part))
+        order = np.random.default_rng(dataset.seed).permutation(part)
+        chosen.append(order[places] + (rounds - rounds[0]) * len(dataset))
+    return np.sort(np.concatenate(chosen))  # so that weights of 1 change nothing
+
+
+def check_caches(caches, args):
+    """Refuse caches that other models than those of the flags have made, or that lack what the flags ask for."""
+    first, _, _ = next(iter(caches.values()))
+    vae, text_encoder, tokenizer = load_models(args, torch.float32)  # to be compared, and let go
+    try_models(vae, text_encoder)
+    description = describe_models(vae, text_encoder, tokenizer)
+    description |= describe_latents(vae, first["transform"]["resolution"], first["latents"])
+    description["prompt_embeds_shape"] = [tokenizer.model_max_length, text_encoder.config.hidden_size]
+    description["text_cache"] = first["text_cache"]
+    for folder, (cache, _, _) in caches.items():
+        if differences := find_differences({name: cache.get(name) for name in description}, description):
+            fail(f"{folder} does not fit these models or the first cache ({', '.join(differences)}): choose others")
+        say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0], f"{folder}: ")
+        if args.random_flip and not cache["transform"]["random_flip"]:
+            fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
+        if args.resolution not in (None, cache["transform"]["resolution"]):
+            fail(f"--resolution {args.resolution}: {folder} holds {cache['transform']['resolution']} px")

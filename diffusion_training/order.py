@@ -1,0 +1,75 @@
+"""What comes when, and all that is random: every draw has a key, so that a resumed run draws the same."""
+
+import itertools
+import math
+
+import numpy as np
+from datasets.distributed import split_dataset_by_node
+
+
+def step_seed(*key):
+    """A 64-bit seed from integers, such as (seed, step, micro-batch, process)."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
+def draw_choices(seed, epoch, row):
+    """Four numbers in [0, 1) for a row in an epoch: place of the crop (y, x), mirroring, caption.
+
+    Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did. Epoch
+    None, for a row that is held out: the centre, not mirrored, the caption of epoch 0, which is the one of a cache.
+    """
+    choices = np.random.default_rng([seed, epoch or 0, row]).random(4)
+    return choices if epoch is not None else np.array([0.5, 0.5, 1.0, choices[3]])
+
+
+def step_batches(rows, progress, seed, rank, num_processes):
+    """Yield without end one process's micro-batches of keys (epoch, row, weight), from where `progress` is on.
+
+    `rows` are numbers, or a function of the epoch that gives always as many. (seed, epoch) alone fixes their order, so
+    a run can go on at any image, also with another batch size or number of processes. A step takes the next images of
+    that order; the last one of an epoch takes what is left, so every number comes exactly once an epoch: none is
+    dropped or repeated. The weights make the sum of loss * weight over a step's micro-batches, averaged over the
+    processes as DDP does, the mean over the step's images. A process with no image left gets one of weight 0, because
+    DDP needs all to take part.
+    """
+    per_micro, per_step = progress.images_per_micro_batch, progress.images_per_step
+    rows_of = rows if callable(rows) else lambda epoch: rows
+    first_epoch, image = divmod(progress.images_seen, progress.num_images)
+
+    def keys(image):
+        for epoch in itertools.count(first_epoch):
+            order = np.random.default_rng([seed, epoch]).permutation(rows_of(epoch))
+            for step_start in range(image, len(order), per_step):
+                step = order[step_start : step_start + per_step].tolist()
+                for start in range(0, len(step), per_micro):
+                    mine = step[start : start + per_micro][rank::num_processes]  # in turns: all have about as many
+                    yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]
+            image = 0  # the next epoch is whole
+
+    return keys(image)
+
+
+def stream_batches(rows, progress, seed, rank, num_processes):
+    """Like `step_batches` for a stream, with the item itself as fourth part of a key.
+
+    Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was,
+    because a stream can't be entered in the middle.
+    """
+    shuffled = rows.shuffle(seed=seed, buffer_size=1000)  # in a window: a stream has no order to draw from
+    share = split_dataset_by_node(shuffled, rank, num_processes)
+    weight, start = num_processes / progress.images_per_step, math.ceil(progress.images_seen / num_processes)
+
+    def items():
+        for epoch in itertools.count():
+            share.set_epoch(epoch)  # another order in each
+            row = None
+            for row, item in enumerate(share):
+                yield epoch, row, weight, item
+            if row is None:
+                raise ValueError(f"process {rank} finds nothing in the stream: it has fewer images than processes")
+
+    def keys(endless):
+        while True:
+            yield list(itertools.islice(endless, progress.images_per_micro_batch // num_processes))
+
+    return keys(itertools.islice(items(), start, None))

@@ -1,0 +1,147 @@
+"""One file of a script and just those functions that it reaches, which runs alone in an empty folder.
+
+python -m diffusion_training.standalone train_unconditional.py > mine.py
+"""
+
+import ast
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+
+
+class Chunk:
+    """A top-level statement of a file, with its comments: the names that it binds, and those that it uses, ever and
+    as soon as it is run (of a function these are its decorators and defaults)."""
+
+    def __init__(self, module, node, text):
+        self.module, self.text = module, text
+        self.uses = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+        self.uses_at_once = {x.id for x in walk_outside(node) if isinstance(x, ast.Name)}
+        self.is_main = isinstance(node, ast.If) and "__name__" in self.uses
+        self.bound = {node.name} if hasattr(node, "name") else set()
+        for x in () if self.bound else ast.walk(node):
+            if isinstance(x, ast.Import | ast.ImportFrom):  # one that may fail, in a try
+                self.bound |= {alias.asname or alias.name for alias in x.names}
+            elif isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store):
+                self.bound.add(x.id)
+
+
+def walk_outside(node):
+    """The parts of a statement that are run with it."""
+    yield node
+    function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    for part in [*node.decorator_list, node.args] if function else ast.iter_child_nodes(node):
+        yield from walk_outside(part)
+
+
+class Module:
+    """A file: its chunks, where each name is bound, and what it imports: {name: {(source, its name there, alias)}}."""
+
+    def __init__(self, path):
+        source = path.read_text(encoding="utf-8")
+        lines, tree, end = source.splitlines(), ast.parse(source), 0
+        self.path, self.doc, self.chunks, self.imports = path, ast.get_docstring(tree), [], {}
+        for node in tree.body[1 if self.doc else 0 :]:
+            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))]) - 1
+            while first > end and lines[first - 1].startswith("#"):
+                first -= 1
+            text, end = "\n".join(lines[first : node.end_lineno]), node.end_lineno
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                self.chunks.append(Chunk(self, node, text))
+                continue
+            for alias in node.names:
+                source = getattr(node, "module", None)
+                bound = alias.asname or (alias.name if source else alias.name.split(".")[0])
+                self.imports.setdefault(bound, set()).add((source, alias.name, alias.asname))
+        self.home = {name: chunk for chunk in self.chunks for name in chunk.bound}
+
+
+@functools.cache
+def open_module(name, folder):
+    """The Module of a name if it is of this package, or a script beside the one that is written; else None."""
+    ours = name and name.split(".")[0] == __package__
+    path = Path(importlib.util.find_spec(name).origin) if ours else folder / f"{name}.py"
+    return Module(path) if path.is_file() else None
+
+
+def look_up(chunk, name, folder):
+    """What a name means in a chunk: (the chunk that binds it, or None; its imports from libraries)."""
+    if name in chunk.module.home:
+        return chunk.module.home[name], ()
+    imports = chunk.module.imports.get(name, ())
+    for source, original, alias in imports:
+        if other := open_module(source, folder):
+            if alias or original not in other.home:
+                sys.exit(f"{chunk.module.path} imports {original} of {source} as a module or under another name")
+            return other.home[original], ()
+    return None, imports
+
+
+def reach(chunks, folder):
+    """What some chunks use: (all chunks, they included; imports of libraries)."""
+    found, libraries, meanings, waiting = set(), set(), {}, list(chunks)
+    while waiting:
+        chunk = waiting.pop()
+        if chunk in found:
+            continue
+        found.add(chunk)
+        for name in chunk.uses:
+            other, imports = look_up(chunk, name, folder)
+            libraries.update(imports)
+            waiting += [other] if other else []
+            meaning = other.module.path if other else "a library" if imports else None
+            if meaning and meanings.setdefault(name, meaning) != meaning:
+                sys.exit(f"{name} is one thing in {meaning} and another in {meanings[name]}: rename one of them")
+    return found, libraries
+
+
+def sort_modules(module, folder, order):
+    """Put a module into a list, after those that it imports."""
+    for source in sorted({source or "" for imports in module.imports.values() for source, _, _ in imports}):
+        other = open_module(source, folder)
+        if other and other not in order:
+            sort_modules(other, folder, order)
+    order.append(module)
+    return order
+
+
+def write_imports(libraries):
+    """The import statements: of Python's own libraries, then of others."""
+    lines = set()
+    for source, name, alias in libraries:
+        line = f"from {source} import {name}" if source else f"import {name}"
+        lines.add(f"{line} as {alias}" if alias else line)
+    own = {line for line in lines if line.split()[1].split(".")[0] in sys.stdlib_module_names}
+    return "\n".join([*sorted(own), "", *sorted(lines - own)])
+
+
+def make_standalone(path):
+    """The text of the one file: what the script needs while it is read, the script, and all else that it reaches."""
+    script, folder = Module(Path(path)), Path(path).parent
+    order, (chunks, _) = sort_modules(script, folder, []), reach(script.chunks, folder)
+    # What a file does when it is imported, such as setting a variable, comes along with anything of it.
+    files = {chunk.module for chunk in chunks}
+    deeds = [chunk for module in files for chunk in module.chunks if not chunk.bound and not chunk.is_main]
+    chunks, libraries = reach([*script.chunks, *deeds], folder)
+    at_once = [(chunk, name) for chunk in script.chunks if not chunk.is_main for name in chunk.uses_at_once]
+    at_once = [look_up(chunk, name, folder)[0] for chunk, name in at_once]
+    early = reach([*filter(None, at_once), *deeds], folder)[0]
+    parts = [f'"""{script.doc}\n"""', write_imports(libraries)]
+
+    def place(chunk):
+        """0: needed while the script is read, 1: the script, 2: the rest, 3: the call of main."""
+        return 3 if chunk.is_main else 1 if chunk.module is script else 0 if chunk in early else 2
+
+    for part in range(4):
+        for module in order:
+            texts = [chunk.text for chunk in module.chunks if chunk in chunks and place(chunk) == part]
+            title = [f"# {'-' * 20} {module.doc.splitlines()[0]}"] if texts and module is not script else []
+            parts += title + texts
+    return "\n\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m diffusion_training.standalone SCRIPT > mine.py")
+    sys.stdout.write(make_standalone(sys.argv[1]))

@@ -1,0 +1,117 @@
+"""Checkpoints: found, written whole, pruned, checked and loaded. Nothing is unpickled."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import xxhash
+from accelerate.utils import gather_object
+
+from diffusion_training import __version__
+from diffusion_training.errors import explained, fail
+from diffusion_training.files import checksum_files, delete, saving
+from diffusion_training.training.models import read_weights, save_weights
+
+
+def find_checkpoints(output_dir):
+    """The whole checkpoints in a folder, oldest first."""
+    found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
+    steps = {path: path.name.removeprefix("checkpoint-") for path in found}
+    return sorted((path for path in found if steps[path].isdecimal()), key=lambda path: int(steps[path]))
+
+
+def find_checkpoint(given, output_dir):
+    """The checkpoint that --resume_from_checkpoint means, None to start afresh; the same on all machines."""
+    found, path = find_checkpoints(output_dir), None
+    if given == "latest":
+        path = found[-1] if found else None
+        if path is None and os.environ.get("RANK", "0") == "0":
+            print(f"No checkpoint in {output_dir} yet: starting afresh")
+    elif given:
+        path = Path(output_dir, given)  # first, so that a namesake in the working directory is not taken for it
+        path = path if path.is_dir() else Path(given)
+        if not (path / "trainer_state.json").is_file():
+            fail(f"--resume_from_checkpoint {given} is no whole checkpoint, neither as a path nor in {output_dir}")
+        if path.resolve() in [older.resolve() for older in found[:-1]]:
+            fail(f"{found[-1]} is newer than {path}: delete what is newer, or choose another --output_dir")
+    elif found:
+        turn = "go on from it with --resume_from_checkpoint latest, or choose another --output_dir"
+        fail(f"{output_dir} holds {found[-1].name} of an earlier run: {turn}")
+    if len(set(gather_object([path and path.name]))) > 1:
+        fail("the machines found different checkpoints: --output_dir must be a folder that they share")
+    return path
+
+
+def save_checkpoint(accelerator, models, optimizer, state, args):
+    """Write checkpoint-N and then prune the oldest: call it on every process.
+
+    Weights of `models`, each in a folder of its name, optimizer and `state` are all there is to restore: data order
+    and noise follow from the step.
+    """
+    path, scaler = Path(args.output_dir) / f"checkpoint-{state['global_step']}", accelerator.scaler
+    if accelerator.is_main_process:
+        with saving(args.output_dir, path) as unfinished:
+            for name, model in models.items():
+                save_weights(model, unfinished / path.name / name)
+            torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
+            torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
+            state = {**state, "version": __version__, "checksums": checksum_files(unfinished / path.name)}
+            own = xxhash.xxh3_128(json.dumps(state).encode())  # of all the rest in the file
+            state["checksums"]["trainer_state.json"] = own.hexdigest()
+            (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
+        prune_checkpoints(path, args)
+    accelerator.wait_for_everyone()
+
+
+def prune_checkpoints(saved, args):
+    """Delete the oldest beyond --checkpoints_total_limit, never the one that was `saved` last."""
+    if args.checkpoints_total_limit is not None:
+        others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != saved]
+        for checkpoint in others[: max(0, len(others) - args.checkpoints_total_limit + 1)]:
+            # Under another name first, so that no half of it is ever taken for a checkpoint.
+            delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
+
+
+def read_state(checkpoint, num_images):
+    """Where a checkpoint is in the training and in the data, and its settings; zeros without one."""
+    if checkpoint is None:
+        return {"global_step": 0, "data_step": 0, "images_seen": 0, "settings": {}}
+    with explained(f"{checkpoint} is damaged; resume from another or choose a new --output_dir"):
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        own = state["checksums"].pop("trainer_state.json", None)
+        if own != xxhash.xxh3_128(json.dumps(state).encode()).hexdigest():
+            raise ValueError("trainer_state.json is not as it was written")
+        before = state["settings"]["num_images"]
+        if before != num_images:  # other images: the epoch that was begun begins again
+            state["images_seen"] = state["images_seen"] // before * num_images
+    return state
+
+
+def load_checkpoint(accelerator, path, models, optimizer, state, settings):
+    """Load checkpoint-N into models, optimizer and fp16 scaler, and say which settings have changed."""
+    then, now = ({name: of.get(name, 0) for name in ("holdout", "seed")} for of in (state["settings"], settings))
+    if now["holdout"] and then != now:
+        fail(f"{path} was trained on images that would be held out: {then} -> {now}; keep both, or no --holdout")
+    try:
+        written, found = state["checksums"], checksum_files(path)
+        for name in {**written, **found}:
+            if written.get(name) != found.get(name):
+                raise ValueError(f"{name} is not as it was written")
+        for name, model in models.items():
+            folder = path / name if (path / name).is_dir() else path / name.removesuffix("_ema")  # --use_ema from here
+            read_weights(model, folder)
+        moments = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
+        moments["param_groups"] = optimizer.state_dict()["param_groups"]  # the flags of this run count
+        optimizer.load_state_dict(moments)
+        for parameter, moments in optimizer.state.items():  # saved channels_last on CUDA, which other devices are not
+            for name in ("exp_avg", "exp_avg_sq"):
+                moments[name] = torch.empty_like(parameter).copy_(moments[name])
+        if accelerator.scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
+            accelerator.scaler.load_state_dict(saved)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[-1]
+        fail(f"{path} is damaged or from another model ({reason}); resume from another or choose a new --output_dir")
+    before = {**settings, **state["settings"], "resume_from_checkpoint": settings["resume_from_checkpoint"]}
+    changed = [f", {key} {before[key]} -> {value}" for key, value in settings.items() if before[key] != value]
+    accelerator.print(f"Resuming from {path}{''.join(changed)}")

@@ -1,0 +1,113 @@
+"""The flags that several scripts have, group by group, and what is refused in them."""
+
+import argparse
+import importlib.util
+import math
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from diffusers.optimization import SchedulerType
+
+from diffusion_training.arguments import COUNT, PATH, SWITCH, number
+
+
+def add_source_flags(add, captions=False):
+    """Where images come from: what `load_rows` reads."""
+    add("--dataset_name", type=PATH, help="data set on the hub, or a local folder")
+    add("--dataset_config_name", help="configuration of the data set, if it has several")
+    add("--dataset_split", default="train", help="split to read")
+    add("--train_data_dir", type=PATH, help="local folder: images, parquet or webdataset tars")
+    add("--image_column", help="column of images (None: `image`, or the only one)")
+    if captions:
+        add("--caption_column", default="text", help="column of captions; of a list one is drawn")
+        add("--caption_extension", default=".txt", help="of files beside the images, if there is no such column")
+    add("--max_train_samples", type=COUNT, help="drawn at random; of a stream the first")
+
+
+def add_transform_flags(add):
+    """What `transform` reads besides resolution and crop."""
+    add("--min_size", type=number(0, 16384, int), default=0, help="skip images with a shorter side, pixels")
+    add("--skip_empty_captions", **SWITCH, help="skip images without a word")
+    modes = ["bicubic", "bilinear", "nearest-exact"]
+    add("--image_interpolation_mode", choices=modes, default="bicubic", help="for resizing, antialiased")
+    add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
+
+
+def add_encoder_flags(add):
+    """Encoders that are not those of the pipeline: what `load_models` reads."""
+    add("--vae_name_or_path", type=PATH, help="AutoencoderKL or AutoencoderTiny instead")
+    add("--text_encoder_name_or_path", type=PATH, help="CLIP text model instead, with its tokenizer")
+    add("--tokenizer_name_or_path", type=PATH, help="tokenizer, if not beside the text encoder")
+
+
+def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
+    """Steps, batches, learning rate, Adam, averaged weights; what diffusers' scripts differ in is given."""
+    add = parser.add_argument_group("optimization").add_argument
+    add("--seed", type=number(0, 2**63 - 1, int), default=0, help="fixes all that is random")
+    add("--train_batch_size", type=number(1, 10**5, int, "auto"), default=16, help="per process and micro-batch")
+    add("--total_batch_size", type=COUNT, help="images per step, by accumulation (None: what the others give)")
+    add("--gradient_accumulation_steps", type=COUNT, default=1, help="micro-batches per optimizer step")
+    add("--num_train_epochs", "--num_epochs", type=COUNT, default=100, help="passes over the images")
+    add("--max_train_steps", type=COUNT, help="optimizer steps; overrides the epochs")
+    add("--learning_rate", type=number(0, 100), default=1e-4, help="peak, after the warm-up")
+    scale = {"nargs": "?", "const": "linear", "choices": ["linear", "sqrt", "auto"], "default": False}
+    add("--scale_lr", **scale, help="multiply it by the images per step")
+    add("--no-scale_lr", dest="scale_lr", action="store_false", default=False, help="leave it as it is given")
+    add("--base_batch_size", type=COUNT, default=1, help="images per step that it is given for, with --scale_lr")
+    add("--find_lr", **SWITCH, help="measure which rate is good, train nothing, and end")
+    add("--find_lr_min", type=number(1e-30, 1e3), default=1e-7, help="rate that the test begins with")
+    add("--find_lr_max", type=number(1e-30, 1e3), default=1.0, help="rate that it ends with, if it gets there")
+    add("--find_lr_steps", type=number(10, 10**6, int), default=200, help="optimizer steps between the two")
+    schedules = [schedule.value for schedule in SchedulerType]
+    add("--lr_scheduler", choices=schedules, default=lr_scheduler, help="shape of the decay")
+    add("--lr_warmup_steps", type=number(0, 10**9, int), default=500, help="optimizer steps")
+    add("--lr_num_cycles", type=COUNT, default=1, help="restarts of cosine_with_restarts")
+    add("--lr_power", type=number(0, 100), default=1.0, help="power of polynomial")
+    add("--lr_step_rules", help="piecewise_constant: 1:1000,0.1:2000,0.01")
+    add("--adam_beta1", type=number(0, 0.999999), default=adam_beta1, help="decay of the gradient's mean")
+    add("--adam_beta2", type=number(0, 0.999999), default=0.999, help="decay of its square's mean")
+    add("--adam_weight_decay", type=number(0, 100), default=adam_weight_decay, help="decoupled weight decay")
+    add("--adam_epsilon", type=number(1e-30, 1), default=1e-8, help="added to the denominator")
+    add("--max_grad_norm", type=number(0, 1e9), default=1.0, help="clip the gradient's norm; 0: don't")
+    add("--use_ema", action=argparse.BooleanOptionalAction, default=True, help="average the weights")
+    add("--ema_inv_gamma", type=number(1e-3, 1e12), default=1.0, help="warm-up 1 - (1 + step / inv_gamma) ** -power")
+    add("--ema_power", type=number(0, 10), default=0.75, help="2/3 suits over a million steps")
+    add("--ema_max_decay", type=number(0, 1), default=0.9999, help="the decay that the warm-up ends at")
+
+
+def add_logging_flags(add, tracker_project_name):
+    """Records and trackers."""
+    add("--logging_steps", type=COUNT, default=10, help="steps between records, which wait for the device")
+    trackers = [*LOGGER_TYPE_TO_CLASS, "all", "none"]
+    add("--report_to", "--logger", choices=trackers, default="tensorboard", help="besides metrics.jsonl")
+    add("--tracker_project_name", default=tracker_project_name, help="project in the trackers")
+    add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
+
+
+def add_saving_flags(add):
+    """Checkpoints and the hub."""
+    add("--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints")
+    add("--checkpoints_total_limit", type=COUNT, help="checkpoints to keep (None: all)")
+    add("--resume_from_checkpoint", type=PATH, help="a checkpoint's path, or `latest`")
+    add("--push_to_hub", **SWITCH, help="upload the pipeline, as the logged-in user")
+    add("--hub_model_id", help="repository (None: named like --output_dir)")
+    add("--hub_private_repo", **SWITCH, help="create it private")
+
+
+def check_training_args(parser, args):
+    """What all trainers refuse in these flags, besides numbers out of their bounds."""
+    if args.lr_scheduler == "piecewise_constant":
+        try:  # as diffusers reads them
+            *rules, last = (args.lr_step_rules or "").split(",")
+            rules = [(float(value), int(step)) for value, step in (rule.split(":") for rule in rules)]
+            if not all(map(math.isfinite, [float(last), *(value for value, _ in rules)])):
+                raise ValueError
+        except ValueError:
+            parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01")
+    if args.lr_scheduler == "polynomial" and args.learning_rate <= 1e-7:
+        parser.error("--lr_scheduler polynomial ends at a rate of 1e-7: --learning_rate must be larger")
+    if args.find_lr_min >= args.find_lr_max:
+        parser.error(f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}")
+    args.push_to_hub &= not args.find_lr  # there is nothing to upload
+    for tracker in {*LOGGER_TYPE_TO_CLASS} & {args.report_to}:
+        if importlib.util.find_spec(tracker) is None:
+            parser.error(f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none")

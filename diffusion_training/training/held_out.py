@@ -1,0 +1,78 @@
+"""The held-out loss: images that are set aside, and a measure of them that is the same for every run."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import xxhash
+
+from diffusion_training.errors import fail
+from diffusion_training.loading import load_batches
+from diffusion_training.order import step_seed
+from diffusion_training.training.objective import to_epsilon
+
+
+def hold_out(accelerator, dataset, holdout, seed):
+    """Split a data set: (numbers of the rows to train on, {number: hash} of those for the held-out loss).
+
+    A row's hash, of seed and name, alone decides, so that images that come or go move no others: it lies below the
+    share `holdout`, or is one of so many lowest.
+    """
+    if not holdout:
+        return np.arange(len(dataset)), {}
+    hashes = (xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in dataset.names())
+    hashes = np.fromiter(hashes, np.uint64, len(dataset))
+    count = int(holdout if holdout >= 1 else (hashes < holdout * 2.0**64).sum())
+    if not 0 < count < len(hashes):
+        fail(f"--holdout {holdout:g} sets {count} of {len(hashes)} images aside: choose another share or number")
+    order = hashes.argsort(kind="stable")
+    accelerator.print(f"Held out: {count} of {len(hashes)} images")
+    return np.sort(order[count:]), {int(row): int(hashes[row]) for row in order[:count]}
+
+
+@torch.no_grad()
+def log_held_out_loss(accelerator, records, dataset, held_out, models, noise_scheduler, prepare, stop_signal, step):
+    """Record the held-out loss at a step: the mean squared error of epsilon, whatever the objective and its weights.
+
+    It is the mean over the images that `hold_out` chose and over nine timesteps, .1 to .9 of all: at random ones it
+    would drown in their differences. All that is drawn is keyed by seed, image and timestep, and a batch is an image
+    at its nine, so that runs can be compared, whatever their batch size, processes and kills. A signal breaks off.
+
+    models: {"held_out_loss": the U-Net, "held_out_loss_ema": its average, if there is one}.
+    prepare: the script's prepare_batch, without what is only for training, such as captions left out.
+    """
+    if not held_out or records.held_out.get("step") == step:
+        return
+    device, training = accelerator.device, [model.training for model in models.values()]
+    for model in models.values():
+        model.eval()  # without dropout
+    timesteps = torch.arange(1, 10, device=device) * noise_scheduler.config.num_train_timesteps // 10
+    rows = sorted(held_out)[accelerator.process_index :: accelerator.num_processes]
+    sums = torch.zeros(9 * len(models) + 2, device=device)  # nine losses for each model, images, images tried
+    for row, batch in zip(rows, load_batches(dataset, [[(None, row, 1.0)] for row in rows], 0, device), strict=False):
+        if stop_signal.received:
+            break
+        torch.manual_seed(held_out[row])  # for the draw from a VAE's distribution
+        images, condition, _ = prepare(batch)
+        condition = {name: value.repeat_interleave(9, dim=0) for name, value in condition.items()}
+        generators = [torch.Generator().manual_seed(step_seed(held_out[row], level)) for level in range(9)]
+        noise = torch.cat([torch.randn(images.shape, generator=generator) for generator in generators]).to(device)
+        noisy_images, losses = noise_scheduler.add_noise(images.expand_as(noise), noise, timesteps), []
+        for model in models.values():
+            prediction = model(noisy_images, timesteps, **condition).sample.float()
+            prediction = to_epsilon(prediction, noisy_images, noise_scheduler, timesteps)
+            losses.append(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
+        weight = batch["weight"]  # 0 for what can't be decoded
+        sums += torch.cat([weight * torch.cat(losses), weight, torch.ones_like(weight)])
+        records.new_skipped.update(batch["skipped"])
+    for model, was in zip(models.values(), training, strict=True):
+        model.train(was)
+    *sums, weight, tried = accelerator.reduce(sums).tolist()
+    if tried < len(held_out):
+        return
+    if weight == 0:
+        fail(f"none of the {tried:.0f} images that --holdout sets aside could be decoded")
+    nines = [[value / weight for value in sums[start : start + 9]] for start in range(0, len(sums), 9)]
+    record = {name: sum(nine) / 9 for name, nine in zip(models, nines, strict=True)}
+    record |= {f"held_out_loss_t0.{i}": value for i, value in enumerate(nines[-1], 1)}  # of what the pipeline gets
+    records.held_out = {"step": step, **record}
+    records.write(records.held_out)

@@ -1,0 +1,141 @@
+"""The launch: device, processes and precision as Accelerate's launcher says, or a sentence; signals; the end."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, InitProcessGroupKwargs, ProjectConfiguration, TorchDynamoPlugin
+from huggingface_hub import upload_folder
+
+from diffusion_training.errors import explained, fail
+
+
+def make_accelerator(args, timeout=timedelta(hours=2)):
+    """The Accelerator; what `accelerate config` and its launcher say goes into `args`, or is refused in a sentence.
+
+    Returns (accelerator, number of cores for each process of this machine). `timeout`: how long processes wait for
+    each other; some wait while the first downloads or checks a model.
+    """
+    options = {}
+    if "report_to" in args:  # a trainer's
+        torch.set_float32_matmul_precision("high" if args.allow_tf32 else "highest")
+        options["log_with"] = None if args.report_to == "none" else args.report_to
+        logs = str(Path(args.output_dir, args.logging_dir))
+        options["project_config"] = ProjectConfiguration(args.output_dir, logging_dir=logs)
+    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):  # on a CPU Accelerate would drop them
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() not in ("false", "0", "no"):
+            fail(f"{engine} is not supported: launch on one device, or on several with DDP (--multi_gpu)")
+    args.mixed_precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if args.mixed_precision not in ("no", "fp16", "bf16"):
+        fail(f"mixed precision {args.mixed_precision} is not supported: choose no, fp16 or bf16")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with explained("the processes can't be set up as they were launched"):
+        cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        num_launched = int(os.environ.get("WORLD_SIZE", 1))
+        dynamo = TorchDynamoPlugin()  # what the launcher says; `compile_model` does it, for the weights' names
+        options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout)]
+        accelerator = Accelerator(mixed_precision=args.mixed_precision, dynamo_backend="no", **options)
+        torch.ones(1, device=accelerator.device)  # which may be busy, not there, or too old for this torch
+    device, num_processes = accelerator.device, accelerator.num_processes
+    if num_processes == 1 and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
+        num_launched = max(2, num_launched)  # of several processes on CPUs the launcher leaves one, and an address
+    if num_launched != num_processes:
+        turn = "on CPUs set ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give each process its own"
+        fail(f"{num_launched} processes were launched but each sees {num_processes}: {turn}")
+    if not accelerator.distributed_type.value.startswith(("NO", "MULTI_")):  # MULTI_...: DDP, whatever the device
+        fail(f"{accelerator.distributed_type.value} is not supported: launch on one device, or on several with DDP")
+    if args.mixed_precision == "fp16" and device.type == "cpu":
+        fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
+    if args.compile is None and dynamo.backend != DynamoBackend.NO:
+        args.compile = dynamo.backend.value.lower()
+    # The trainers accumulate by themselves: with a number of its own, Accelerate would divide the gradients once more.
+    steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
+    if steps < 1:
+        fail(f"the launch says {steps} gradient accumulation steps: there must be one at least")
+    if steps != 1 and "gradient_accumulation_steps" in args:
+        if args.gradient_accumulation_steps not in (1, steps):
+            fail(f"--gradient_accumulation_steps {args.gradient_accumulation_steps}, but the launch says {steps}")
+        args.gradient_accumulation_steps = steps
+    if device.type == "cpu":
+        keep_memory()
+        if threads_are_default():
+            torch.set_num_threads(cores)
+    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    accelerator.print(f"Processes: {num_processes} on {device.type}{threads}; mixed precision: {args.mixed_precision}")
+    return accelerator, cores
+
+
+def threads_are_default():
+    """Whether one thread is the launcher's own idea, said neither in its environment nor in its command line."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
+        return False
+    try:
+        launcher = Path(f"/proc/{os.getppid()}")
+        words = (launcher / "environ").read_bytes() + (launcher / "cmdline").read_bytes().replace(b"-", b"_")
+        return b"OMP_NUM_THREADS=" not in words and b"num_cpu_threads" not in words
+    except OSError:  # no Linux, or no right to look
+        return True
+
+
+def keep_memory():
+    """Let glibc keep memory that is freed: activations come and go in every step, and to ask the system for new pages
+    each time takes up to half of it (mallopt(3))."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes
+            libc.mallopt(parameter, 2**30)
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM, noted here, end the run after the step in work and on all processes alike."""
+
+    def __init__(self, num_processes):
+        self.received, self.times = 0, 0
+        self.handlers = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        # The processes agree over gloo, so that no device has to wait.
+        self.group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
+
+    def note(self, number, frame):
+        self.received, self.times = number, self.times + 1
+        if self.times == 3:  # torchrun passes each on a second time; who sends a third means it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def agree(self):
+        """The signal's number if any process has received one, else 0: the same on all, once a step."""
+        number = torch.tensor(self.received)
+        if self.group is not None:
+            torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self.group)
+        return int(number)
+
+    def close(self):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+
+def end_stopped(accelerator, stop, global_step, max_train_steps):
+    """End the program after a signal, with the status that says so."""
+    where = f"after step {global_step} of {max_train_steps}"
+    turn = "the same command with --resume_from_checkpoint latest goes on from there"
+    accelerator.print(f"Stopped by {signal.Signals(stop).name} {where}; {turn}")
+    accelerator.end_training()
+    sys.exit(128 + stop)
+
+
+def end_run(accelerator, lock, done, files, args):
+    """Upload if asked for, say `done`, and let go of everything."""
+    accelerator.wait_for_everyone()
+    time.sleep(0.1)  # torch 2.11 can hang on the way out if gloo's thread has not yet let go of the last gather
+    if accelerator.is_main_process and args.push_to_hub:
+        files = ["model_index.json", "README.md", "loss.png", "samples/*", *files]
+        with explained(f"the upload to {args.hub_model_id} failed; the pipeline is whole in {args.output_dir}"):
+            upload_folder(repo_id=args.hub_model_id, folder_path=args.output_dir, allow_patterns=files)
+    accelerator.print(done)
+    if lock is not None:
+        lock.release(force=True)
+    accelerator.end_training()

@@ -1,0 +1,60 @@
+"""Where a run is, and what is due: arithmetic only."""
+
+import math
+
+from diffusion_training.errors import fail
+
+
+class Progress:
+    """Where a run is: `global_step` counts optimizer steps, `data_step` also those that fp16 skipped, and
+    `images_seen` is where the data goes on.
+
+    state: of `read_state`. num_images: of an epoch. images_per_micro_batch: on all processes together.
+    """
+
+    def __init__(self, state, num_images, images_per_micro_batch, accumulation_steps):
+        self.global_step, self.data_step = state["global_step"], state["data_step"]
+        self.images_seen, self.num_images = state["images_seen"], num_images
+        self.images_per_micro_batch = images_per_micro_batch
+        self.images_per_step = images_per_micro_batch * accumulation_steps
+        self.stepped = True
+
+    @property
+    def epoch(self):
+        """The epoch that the next image is of, counted from 0."""
+        return self.images_seen // self.num_images
+
+    def next_step(self):
+        """(images, micro-batches) of the next step: the last one of an epoch takes what is left.
+
+        This follows from `images_seen` alone, so that a resumed run agrees.
+        """
+        images = min(self.images_per_step, self.num_images - self.images_seen % self.num_images)
+        return images, math.ceil(images / self.images_per_micro_batch)
+
+    def advance(self, images, stepped):
+        """Take note of a step; not `stepped` is one that fp16 has skipped, because it overflowed."""
+        self.data_step, self.images_seen, self.stepped = self.data_step + 1, self.images_seen + images, stepped
+        self.global_step += stepped
+        overflows = self.data_step - self.global_step
+        if overflows > 50 + self.data_step / 100:  # some at the start are how the scaler finds its scale
+            fail(f"{overflows} of {self.data_step} fp16 steps overflowed: use bf16 or a lower --learning_rate")
+
+    def is_due(self, steps, epochs=None):
+        """Whether what comes every so many `steps`, or if that is None every so many `epochs`, comes now.
+
+        A step that was skipped counts for epochs only, or what is due at a step would be due again.
+        """
+        if steps is not None:
+            return self.stepped and self.global_step > 0 and self.global_step % steps == 0
+        return epochs is not None and self.images_seen % (epochs * self.num_images) == 0
+
+    def last_step(self, num_epochs):
+        """The step at which `num_epochs` end: the steps so far, and those for the images that are left."""
+        steps_per_epoch = math.ceil(self.num_images / self.images_per_step)
+        rest_of_epoch = math.ceil((self.num_images - self.images_seen % self.num_images) / self.images_per_step)
+        return self.data_step + rest_of_epoch + (num_epochs - self.epoch - 1) * steps_per_epoch
+
+    def state(self):
+        """What a checkpoint keeps."""
+        return {"global_step": self.global_step, "data_step": self.data_step, "images_seen": self.images_seen}

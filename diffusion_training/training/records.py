@@ -1,0 +1,142 @@
+"""What a run tells while it trains: metrics.jsonl, trackers, the bar, skipped images, the share of waiting."""
+
+import contextlib
+import itertools
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from tqdm.auto import tqdm
+
+from diffusion_training.errors import explained, fail
+from diffusion_training.files import saving
+from diffusion_training.loading import seconds_between
+from diffusion_training.training.checkpoints import find_checkpoints
+from diffusion_training.training.signs import find_signs, read_metrics
+
+
+class Records:
+    """Collects what a run tells.
+
+    `watch` and `add` only take notes; `update` alone waits for the device.
+    """
+
+    def __init__(self, accelerator, global_step, num_left_out, resumed, args):
+        self.accelerator, self.output_dir, self.args = accelerator, Path(args.output_dir), args
+        kept = read_metrics(args.output_dir, global_step) if resumed else []
+        self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
+        self.num_records = sum("loss" in record for record in kept)
+        self.signs = {kind for record in kept for kind in record.get("signs", ())}
+        if accelerator.is_main_process:  # what was recorded after the checkpoint comes again
+            with saving(args.output_dir, "metrics.jsonl") as unfinished:
+                (unfinished / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+        flags = {name: x for name, x in vars(args).items() if x is not None}
+        flags = {name: " | ".join(map(str, x)) if isinstance(x, list) else x for name, x in flags.items()}
+        advice = "`wandb login`, or set WANDB_MODE=offline, or " if args.report_to in ("wandb", "all") else ""
+        with explained(f"--report_to {args.report_to} does not work: {advice}--report_to none"):
+            accelerator.init_trackers(args.tracker_project_name, flags, {"wandb": {"dir": args.output_dir}})
+        main = accelerator.is_main_process
+        self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
+        self.sums = torch.zeros(5, device=accelerator.device)  # since the record: `train_step`'s, clipped, steps
+        self.images = torch.zeros(5, device=accelerator.device)  # of the first batches: what `measure_images` says
+        self.waits, self.num_images, self.start = [], 0, time.perf_counter()
+        self.skipped = {name: reason for record in kept for name, reason in record.get("skipped", {}).items()}
+        self.num_told, self.new_skipped, self.num_left_out = len(self.skipped), {}, num_left_out
+        self.any_decoded = resumed
+
+    def watch(self, batches, prepare_batch):
+        """Pass batches on, note what could not be decoded and how long each was waited for, and look at the first."""
+        looked_at = 0
+        for batch in batches:
+            self.new_skipped.update(batch["skipped"])
+            self.waits.append(batch["waited"])
+            if looked_at < 100:  # images of this process: enough to tell whether the model is given what it should be
+                looked_at += len(batch["weight"])
+                self.images += measure_images(prepare_batch(batch)[0], batch["weight"])
+            yield batch
+
+    def add(self, sums, num_images, epoch, lr):
+        """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
+        one, clipped = torch.ones_like(sums[:1]), sums[2:3] > (self.args.max_grad_norm or math.inf)
+        self.sums += torch.cat([sums, clipped, one])
+        self.num_images, self.epoch, self.lr = self.num_images + num_images, epoch, lr
+        self.bar.update(1)  # counts, and shows nothing that would have to be waited for
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Saving and sampling are no part of the rate."""
+        begin = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - begin
+
+    def update(self, step, log, last):
+        """Wait for the device, check what has come since the last record and, if it is time to `log`, write one."""
+        sums = self.accelerator.reduce(torch.cat([self.sums, self.images])).tolist()
+        total_loss, total_weight, total_norm, clipped, steps, *images = sums
+        for name, reason in gather_object(sorted(self.new_skipped.items())):
+            if name not in self.skipped and self.accelerator.is_main_process:
+                self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
+            self.skipped[name] = reason
+        self.new_skipped = {}
+        self.any_decoded = self.any_decoded or total_weight > 0
+        if total_weight == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
+            fail(f"none of the last {self.num_images} images could be decoded")
+        if not math.isfinite(total_loss + total_norm):  # before anything is saved
+            kept = find_checkpoints(self.output_dir)
+            where = f"at step {step} (last checkpoint: {kept[-1] if kept else 'none'})"
+            fail(f"the loss is not finite {where}; try a lower --learning_rate or more --lr_warmup_steps")
+        if not log or total_weight == 0:
+            return
+        now = time.perf_counter()
+        duration = now - self.start
+        record = {
+            "step": step,
+            "epoch": self.epoch,
+            "loss": total_loss / total_weight,
+            "lr": self.lr,
+            "grad_norm": total_norm / steps,
+            "clipped": clipped / steps,  # share of the steps
+            "images_per_second": self.num_images / duration,
+            "data_wait": sum(seconds_between(*wait) for wait in self.waits) / duration,  # share of the time
+            "skipped_images": len(self.skipped) + self.num_left_out,
+        }
+        self.bar.set_postfix_str(
+            f"loss={record['loss']:.4f}, lr={self.lr:.1e}, {record['images_per_second']:.1f} img/s, "
+            f"{record['data_wait']:.1%} waiting for data"
+            + (f", held out {self.held_out['held_out_loss']:.4f}" if self.held_out else "")
+        )
+        signs, self.num_records = {}, self.num_records + 1
+        if self.accelerator.is_main_process and (last or self.num_records.bit_count() == 1):
+            # At records 1, 2, 4, 8 ...: soon, and yet seldom, because all are read.
+            images = [total / images[-1] for total in images[:-1]] if images[-1] else None
+            signs = find_signs([*read_metrics(self.output_dir), record], images, self.args)
+            signs = {kind: text for kind, text in signs.items() if kind not in self.signs}
+            self.signs |= signs.keys()
+        for text in signs.values():
+            self.bar.write(f"Worth a look: {text}", file=sys.stderr)
+        skipped = dict(itertools.islice(self.skipped.items(), self.num_told, None))
+        self.num_told, more = len(self.skipped), {"signs": signs, "skipped": skipped}
+        self.write(record | {name: value for name, value in more.items() if value})
+        self.sums.zero_()
+        self.waits, self.num_images, self.start = [], 0, now  # each record tells of what came since the last
+
+    def write(self, record):
+        """Add a record to metrics.jsonl and the trackers."""
+        if self.accelerator.is_main_process:
+            with (self.output_dir / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        numbers = {key: value for key, value in record.items() if key not in ("step", "signs", "skipped")}
+        self.accelerator.log(numbers, step=record["step"])
+
+
+@torch.no_grad()
+def measure_images(images, weight):
+    """Sums over images [N, C, H, W] of weight [N] times: lowest, highest, mean square, 1 if of one colour, 1."""
+    values = images.flatten(1)
+    low, high = values.aminmax(dim=1)
+    found = [low, high, values.square().mean(dim=1), (low == high).float(), torch.ones_like(low)]
+    return weight @ torch.stack(found, dim=1)

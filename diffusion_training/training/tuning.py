@@ -1,0 +1,147 @@
+"""What suits a run: the batch size that fits, the learning rate that goes with it, or one by a range test."""
+
+import copy
+import gc
+import json
+import math
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from accelerate.utils.memory import should_reduce_batch_size
+from tqdm.auto import tqdm
+
+from diffusion_training.errors import fail
+from diffusion_training.files import saving
+from diffusion_training.training.models import list_parameters, put_on_device
+
+
+def choose_batch_size(accelerator, models, take_step, dataset, rows, before, args):
+    """Put numbers for --train_batch_size auto and --total_batch_size into `args`, the same on all processes.
+
+    auto is what `largest_batch` finds, or what it found for the checkpoint whose settings are `before`.
+    """
+    total, num_processes, auto = args.total_batch_size, accelerator.num_processes, args.train_batch_size == "auto"
+    if not total and not auto:
+        return
+    each, rest = divmod(total or max(num_processes, len(rows)), num_processes)
+    if auto:
+        batch, size = dataset[[(0, int(rows[0]), 1.0)]], before.get("train_batch_size")
+        size = size or largest_batch(accelerator, models, take_step, batch, each, args)
+        args.train_batch_size = next(n for n in range(size, 0, -1) if not total or each % n == 0)
+    if total and (rest or each % args.train_batch_size or args.gradient_accumulation_steps != 1):
+        other = "or --gradient_accumulation_steps is given, which it chooses itself"
+        each = f"--train_batch_size {args.train_batch_size} x {num_processes} processes"
+        fail(f"--total_batch_size {total} is no multiple of {each}, {other}")
+    args.gradient_accumulation_steps = each // args.train_batch_size if total else args.gradient_accumulation_steps
+    steps = args.gradient_accumulation_steps
+    accelerator.print(f"Batch size: {args.train_batch_size} x {steps} accumulated x {num_processes} processes")
+
+
+def largest_batch(accelerator, models, take_step, batch, most, args):
+    """How many images like the one in `batch`, up to `most`, can be a micro-batch on the devices of all processes.
+
+    Doubled until the memory is full, then bisected. A trial is two steps of a copy, with optimizer, averaged weights
+    and what DDP takes for gradients; a tenth of a GPU stays free. A CPU never says that it is full: 64 is the end.
+    """
+
+    def fits(size):
+        full, device = False, accelerator.device
+        try:
+            trial = {name: put_on_device(copy.deepcopy(model), device).train() for name, model in models.items()}
+            if args.gradient_checkpointing:
+                trial["unet"].enable_gradient_checkpointing()
+            others = [copy.deepcopy(trial) for wanted in (args.use_ema, accelerator.num_processes > 1) if wanted]
+            optimizer = torch.optim.AdamW(list_parameters(trial), fused=accelerator.scaler is None)
+            optimizer = accelerator.prepare(optimizer)
+            # Without DDP: a process whose memory is full would leave the others waiting.
+            trial = {name: accelerator.prepare_model(model, evaluation_mode=True) for name, model in trial.items()}
+            many = {k: v.repeat_interleave(size, 0).to(device) for k, v in batch.items() if torch.is_tensor(v)}
+            for step in range(2):
+                take_step(trial, optimizer, iter([many]), 1, step)
+        except RuntimeError as error:
+            if not (full := should_reduce_batch_size(error)):
+                raise
+        trial = others = optimizer = many = None  # noqa: F841
+        accelerator.free_memory()
+        return not any(gather_object([full]))
+
+    scaler = accelerator.scaler and accelerator.scaler.state_dict()
+    if cuda := accelerator.device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(0.9)
+    most = min(most, 64) if accelerator.device.type == "cpu" else most
+    gc.freeze()  # so that collecting what a trial leaves behind does not look through all else
+    low, high = 0, most + 1  # so many fit, so many do not
+    while high - low > 1:
+        size = min(2 * low or 1, most) if high > most else (low + high) // 2
+        low, high = (size, high) if fits(size) else (low, size)
+    gc.unfreeze()
+    if cuda:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    if scaler:  # the trials have moved its scale
+        accelerator.scaler.load_state_dict(scaler)
+    if low == 0:
+        fail("not even one image fits: try --gradient_checkpointing, --mixed_precision bf16 or a smaller model")
+    return low
+
+
+def scale_learning_rate(accelerator, images_per_step, args):
+    """Multiply --learning_rate, which is given for --base_batch_size, as --scale_lr says, and print the result.
+
+    linear is what keeps SGD alike (arXiv:1706.02677), sqrt Adam (arXiv:2205.10287); auto is linear up to 512 images.
+    """
+    if not args.scale_lr:
+        return
+    rules = {"linear": lambda images: images, "sqrt": math.sqrt, "auto": lambda n: min(n, math.sqrt(512 * n))}
+    factor = rules[args.scale_lr](images_per_step) / rules[args.scale_lr](args.base_batch_size)
+    rates = (args.learning_rate, args.learning_rate * factor)
+    given, scaled = (np.format_float_scientific(rate, precision=4, trim="-", exp_digits=1) for rate in rates)
+    args.learning_rate *= factor
+    rule = f"{args.scale_lr}, {images_per_step} images a step"
+    accelerator.print(f"Learning rate ({rule}): {given} x {factor:g} = {scaled}")
+
+
+def find_learning_rate(accelerator, models, optimizer, take_step, batches, progress, args):
+    """Find a learning rate by a range test (arXiv:1506.01186), and write find_lr.json and find_lr.png.
+
+    The rate grows by the same factor from step to step, until the loss, smoothed over about ten, is four times its
+    lowest. The suggestion is a tenth of the rate at the lowest. Nothing that is trained here is kept. Returns a
+    sentence that says what was found.
+    """
+    import matplotlib.figure  # here, because it takes half a second
+
+    tested, average = [], 0.0
+    rates = np.geomspace(args.find_lr_min, args.find_lr_max, args.find_lr_steps).tolist()
+    for rate in tqdm(rates, "Range test", disable=not accelerator.is_main_process):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        images, micro_batches = progress.next_step()
+        sums = take_step(models, optimizer, batches, micro_batches, progress.data_step)
+        progress.advance(images, stepped=True)
+        loss, weight, _ = accelerator.reduce(sums).tolist()
+        if weight == 0:  # no image of the step could be decoded
+            continue
+        average = 0.9 * average + 0.1 * loss / weight
+        smoothed = average / (1 - 0.9 ** (len(tested) + 1))  # as if it had not begun at 0
+        if not smoothed < math.inf:
+            break
+        tested.append((smoothed, rate, loss / weight))
+        if smoothed > 4 * min(tested)[0]:
+            break
+    batches.close()
+    if not tested:
+        fail("the loss is not finite from the start: there is no learning rate to find")
+    lowest, best, _ = min(tested)
+    reason = f"a tenth of {best:.2g}, at which the smoothed loss was lowest ({lowest:.4g})"
+    found = {"suggestion": best / 10, "reason": reason}
+    found |= dict(zip(("smoothed", "rates", "losses"), map(list, zip(*tested, strict=True)), strict=True))
+    if accelerator.is_main_process:
+        figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log", yscale="log", title=reason)
+        axes.plot(found["rates"], found["losses"], alpha=0.3)
+        axes.plot(found["rates"], found["smoothed"])
+        axes.axvline(best / 10, linestyle="--")
+        with saving(args.output_dir, "find_lr.json") as unfinished:
+            figure.savefig(unfinished / "find_lr.png")
+            (unfinished / "find_lr.json").write_text(json.dumps(found))
+    return f"--learning_rate {best / 10:.2g}: {reason}; see {args.output_dir}/find_lr.png"
