@@ -1,4 +1,4 @@
-"""A web server as bad as the web, for test_download_images.py: what a path asks for is what it gets."""
+"""A web server as bad as the web, for the tests of downloads: what a path asks for is what it gets."""
 
 import asyncio
 import collections
@@ -11,6 +11,35 @@ import zlib
 
 import numpy as np
 from PIL import Image
+
+GOOD = "image type slow close chunked hop busy flaky otherbot".split()
+# Start of the reason, and requests, with two retries
+BAD = {
+    "stall": ("timed out", 3),
+    "mute": ("timed out", 3),
+    "drip": ("timed out", 3),
+    "break": ("broken off", 1),
+    "breakchunk": ("broken off", 1),
+    "short": (("bad answer", "not an image"), 1),
+    "cut": ("not an image: image file is truncated", 1),
+    "html": ("not an image: cannot identify", 1),
+    "eps": ("not an image: cannot identify", 1),
+    "circle": ("too many redirects", 1),
+    "private": ("private address", 1),
+    "mapped": ("private address", 1),
+    "file": ("not http or https: 'file'", 1),
+    "later": ("HTTP 429", 1),
+    "broken": ("HTTP 500", 3),
+    "missing": ("HTTP 404", 1),
+    "endless": ("too large: it does not end", 1),
+    "huge": ("too large: 2000000000 bytes", 1),
+    "bomb": ("compressed body", 1),
+    "pixels": ("too many pixels", 1),
+    "noai": ("opted out: noai", 1),
+}
+SLOW = ("stall", "mute", "drip")  # of these, what takes as long as it is given
+# Flags of download_images.py for this server
+FAST = ["--timeout", "2", "--idle_timeout", "1", "--max_bytes", "1000000", "--allow_private_addresses", "127.0.0.1"]
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\nshowpage\n"
 
@@ -26,9 +55,10 @@ def make_image(number):
 
 def make_pixel_bomb():
     """A PNG of some bytes that claims 60,000 x 60,000 pixels."""
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    chunk = struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
-    return b"\x89PNG\r\n\x1a\n" + chunk
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    header = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return file.getvalue()[:12] + header + struct.pack(">I", zlib.crc32(header)) + file.getvalue()[33:]
 
 
 class ImageServer:

@@ -1,17 +1,16 @@
-"""What helps to choose a learning rate and a batch size."""
+"""What helps to choose a learning rate and a batch size, in runs of the trainers."""
 
-import argparse
 import json
-import math
 
 import pytest
 import torch
 from conftest import ROOT, assert_same_weights, finish, make_captioned, make_images, metrics, reset, start
 from diffusers import UNet2DConditionModel
-from PIL import Image
 
 import train_text_to_image
 import train_unconditional as script
+
+pytestmark = pytest.mark.usefixtures("without_figures")
 
 
 @pytest.fixture
@@ -25,24 +24,9 @@ def flags(tmp_path, unet_config):
     ]  # fmt: skip
 
 
-def train(*argv):
+def train(*argv, script=script):
     reset()
     script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-# ------------------------------------------------------------------- the learning rate and the batch size
-
-
-@pytest.mark.parametrize("argv, images, factor", [
-    (["--scale_lr"], 8, 8), (["--scale_lr", "linear", "--base_batch_size=64"], 256, 4), (["--scale_lr=sqrt"], 64, 8),
-    (["--scale_lr=sqrt", "--base_batch_size=64"], 256, 2), (["--scale_lr=auto"], 512, 512), ([], 512, 1),
-    (["--scale_lr=auto", "--base_batch_size=64"], 2048, 16), (["--scale_lr", "--no-scale_lr"], 512, 1),
-    (["--scale_lr=auto", "--base_batch_size=2048"], 512, 0.5),
-])  # fmt: skip
-def test_learning_rates_are_scaled_by_rule(flags, argv, images, factor):
-    args = script.parse_args([*flags, *argv])
-    script.scale_learning_rate(argparse.Namespace(print=lambda line: None), images, args)
-    assert args.learning_rate == pytest.approx(1e-4 * factor)
 
 
 def test_the_scaled_rate_is_printed_and_trained_with(tmp_path, flags, capsys):
@@ -53,13 +37,6 @@ def test_the_scaled_rate_is_printed_and_trained_with(tmp_path, flags, capsys):
     # The file of this command says what was given, so that it is not multiplied twice.
     again = script.parse_args([f"@{tmp_path / 'out/run.args'}"])
     assert (again.learning_rate, again.scale_lr, again.base_batch_size) == (1e-4, "linear", 1)
-    (tmp_path / "old.args").write_text("--no-scale_lr")
-    assert not script.parse_args([*flags, *argv, f"@{tmp_path / 'old.args'}"]).scale_lr  # as it was written before
-
-
-def test_a_base_without_a_rule_has_no_effect(flags, capsys):
-    script.parse_args([*flags, "--base_batch_size=64"])
-    assert "--base_batch_size 64 has no effect" in capsys.readouterr().err
 
 
 def tree(folder):
@@ -85,9 +62,9 @@ def test_a_range_test_trains_at_rates_that_grow(tmp_path, flags, monkeypatch, ca
     """They are those of the optimizer, its losses those of real steps, and the trained weights end up elsewhere."""
     seen, train_step = [], script.train_step
 
-    def recording(accelerator, unet, optimizer, *rest):
-        norm = sum(weight.detach().double().square().sum() for weight in unet.parameters()).item()
-        sums = train_step(accelerator, unet, optimizer, *rest)
+    def recording(accelerator, noise_scheduler, args, prepare, models, optimizer, *rest):
+        norm = sum(weight.detach().double().square().sum() for weight in models["unet"].parameters()).item()
+        sums = train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, *rest)
         seen.append((optimizer.param_groups[0]["lr"], (sums[0] / sums[1]).item(), norm))
         return sums
 
@@ -96,35 +73,8 @@ def test_a_range_test_trains_at_rates_that_grow(tmp_path, flags, monkeypatch, ca
     found = json.loads((tmp_path / "out/find_lr.json").read_text())
     rates, losses, norms = map(list, zip(*seen, strict=True))
     assert found["rates"] == rates == pytest.approx([10 ** (-7 + 5 * i / 9) for i in range(10)])
-    assert found["losses"] == pytest.approx(losses) and found["smoothed"][0] == pytest.approx(losses[0])
-    assert norms[-1] != norms[0] and len(set(norms)) == 10
+    assert found["losses"] == pytest.approx(losses) and norms[-1] != norms[0] and len(set(norms)) == 10
     assert f"--learning_rate {found['suggestion']:.2g}: {found['reason']}" in capsys.readouterr().out
-    assert Image.open(tmp_path / "out/find_lr.png").size[0] > 300
-
-
-def test_a_range_test_suggests_a_tenth_of_the_best_and_stops_when_it_diverges(tmp_path, flags, monkeypatch):
-    def bowl(accelerator, unet, optimizer, *rest):
-        rate = optimizer.param_groups[0]["lr"]
-        return torch.tensor([8 * (1 + (math.log10(rate) + 3) ** 2), 8, 0])
-
-    monkeypatch.setattr(script, "train_step", bowl)
-    train(*flags, "--find_lr", "--find_lr_steps=700")
-    found = json.loads((tmp_path / "out/find_lr.json").read_text())
-    assert found["suggestion"] == pytest.approx(1e-4, rel=0.3)
-    assert 0.054 < found["rates"][-1] < 0.1 and found["smoothed"][-1] > 4 * min(found["smoothed"])
-
-
-def test_a_range_test_that_is_not_finite_is_one_sentence(tmp_path, flags, monkeypatch, capfd):
-    monkeypatch.setattr(script, "train_step", lambda *args: torch.tensor([math.nan, 1, 0]))
-    with pytest.raises(SystemExit):
-        train(*flags, "--find_lr")
-    assert "not finite from the start" in capfd.readouterr().err and not (tmp_path / "out/find_lr.json").exists()
-    with pytest.raises(SystemExit):
-        script.parse_args([*flags, "--find_lr", "--find_lr_min=1", "--find_lr_max=0.1"])
-    assert "--find_lr_min 1.0 is not below --find_lr_max 0.1" in capfd.readouterr().err
-
-
-# ------------------------------------------------------------------- the batch size
 
 
 class FullMemory:
@@ -134,11 +84,11 @@ class FullMemory:
         self.trials, self.compute_loss, self.most = [], script.compute_loss, most
         monkeypatch.setattr(script, "compute_loss", self)
 
-    def __call__(self, unet, noise_scheduler, images, *rest, **condition):
+    def __call__(self, models, noise_scheduler, images, *rest):
         self.trials.append(len(images))
         if len(images) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return self.compute_loss(unet, noise_scheduler, images, *rest, **condition)
+        return self.compute_loss(models, noise_scheduler, images, *rest)
 
 
 def settings(folder):
@@ -146,20 +96,18 @@ def settings(folder):
     return json.loads(path.read_text())["settings"]
 
 
-@pytest.mark.parametrize("most, tried", [(5, [1, 2, 4, 8, 6, 5]), (12, [1, 2, 4, 8, 12]), (1, [1, 2])])
-def test_the_largest_batch_is_found_by_doubling_and_bisection(tmp_path, flags, monkeypatch, capsys, most, tried):
-    memory = FullMemory(monkeypatch, most)
+def test_a_batch_size_that_was_found_trains_as_one_that_was_given(tmp_path, flags, monkeypatch, capsys):
+    """The trials leave no trace in what is trained; fp32 with averaged weights here, on one process."""
+    memory = FullMemory(monkeypatch, 5)
     train(*flags, "--train_batch_size=auto", "--max_train_steps=1")
     sizes = [size for i, size in enumerate(memory.trials) if i == 0 or memory.trials[i - 1] != size]
-    assert [size for size in sizes[: len(tried)]] == tried
-    assert settings(tmp_path / "out")["train_batch_size"] == min(most, 12)
-    assert f"Batch size: {min(most, 12)} x 1 accumulated x 1 processes" in capsys.readouterr().out
-    # As if the number had been given: the trials leave no trace in what is trained.
-    train(*flags, f"--train_batch_size={min(most, 12)}", "--max_train_steps=1", f"--output_dir={tmp_path / 'given'}")
+    assert sizes == [1, 2, 4, 8, 6, 5] and settings(tmp_path / "out")["train_batch_size"] == 5
+    assert "Batch size: 5 x 1 accumulated x 1 processes" in capsys.readouterr().out
+    train(*flags, "--train_batch_size=5", "--max_train_steps=1", f"--output_dir={tmp_path / 'given'}")
     assert_same_weights(tmp_path / "out/unet", tmp_path / "given/unet")
 
 
-def test_a_total_is_held_by_accumulation_and_a_found_size_kept_on_resume(tmp_path, flags, monkeypatch, capfd):
+def test_a_total_is_held_by_accumulation_and_a_found_size_kept_on_resume(tmp_path, flags, monkeypatch):
     memory = FullMemory(monkeypatch, 5)
     auto = [*flags, "--train_batch_size=auto", "--total_batch_size=8"]
     train(*auto)
@@ -170,33 +118,6 @@ def test_a_total_is_held_by_accumulation_and_a_found_size_kept_on_resume(tmp_pat
     train(*auto, "--max_train_steps=4", "--resume_from_checkpoint=latest")
     assert memory.trials == [4, 4, 4]  # 12 images: a step of 8, of two micro-batches, and one of the other 4
     assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2, 3, 4]
-    capfd.readouterr()
-    for wrong in (["--total_batch_size=9"], ["--total_batch_size=8", "--gradient_accumulation_steps=2"]):
-        with pytest.raises(SystemExit):
-            train(*flags, *wrong, f"--output_dir={tmp_path / 'wrong'}")
-        assert "is no multiple of --train_batch_size 2 x 1 processes, or" in capfd.readouterr().err
-
-
-def test_when_nothing_fits_or_another_error_comes_it_is_said(flags, monkeypatch, capfd):
-    FullMemory(monkeypatch, 0)
-    with pytest.raises(SystemExit):
-        train(*flags, "--train_batch_size=auto")
-    assert "not even one image fits" in capfd.readouterr().err
-    with pytest.raises(SystemExit):
-        script.parse_args([*flags, "--train_batch_size=auto", "--streaming"])
-    assert "give a number" in capfd.readouterr().err
-    monkeypatch.setattr(script, "compute_loss", lambda *args: torch.zeros(2) @ torch.zeros(3))
-    with pytest.raises(RuntimeError, match="size"):
-        train(*flags, "--train_batch_size=auto")
-
-
-def test_processes_agree_on_the_batch_of_the_smallest_device(tmp_path, flags, monkeypatch):
-    def run():
-        FullMemory(monkeypatch, 5 - 2 * int(script.os.environ["RANK"]))
-        train(*flags, "--train_batch_size=auto")
-
-    assert finish(start(run, 2, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
-    assert settings(tmp_path / "out")["train_batch_size"] == 3
 
 
 def test_a_batch_of_captions_is_found_too(tmp_path, monkeypatch):
@@ -207,9 +128,10 @@ def test_a_batch_of_captions_is_found_too(tmp_path, monkeypatch):
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ).save_config(tmp_path / "unet")  # fmt: skip
     memory = FullMemory(monkeypatch, 3, train_text_to_image)
-    train_text_to_image.main(train_text_to_image.parse_args([
+    train(
         f"--pretrained_model_name_or_path={ROOT / 'demo/models'}", f"--train_data_dir={tmp_path / 'images'}",
         f"--unet_config_name_or_path={tmp_path / 'unet'}", "--resolution=16", "--dataloader_num_workers=0",
         "--train_batch_size=auto", "--max_train_steps=1", "--report_to=none", f"--output_dir={tmp_path / 'out'}",
-    ]))  # fmt: skip
+        script=train_text_to_image,
+    )  # fmt: skip
     assert settings(tmp_path / "out")["train_batch_size"] == 3 and memory.trials[-1] == 3

@@ -1,9 +1,14 @@
+"""The cache of precompute_latents.py made on Ray: the same bytes, whoever dies. Parts are tested in test_parts.py."""
+
+import argparse
 import ast
 import contextlib
+import functools
 import io
 import os
 import pickle
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -13,10 +18,13 @@ import time
 from pathlib import Path
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pytest
-from conftest import ROOT, finish, free_port, make_captioned, reset, start, wait_until
-from test_precompute_latents import MODELS, contents
+import torch
+from conftest import MODELS, ROOT, finish, free_port, make_captioned, reset, start, wait_until
+from filelock import FileLock
+from test_precompute_latents import contents
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
 # Without these Ray writes into the home folder, and sends statistics.
@@ -24,12 +32,16 @@ os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 
 import precompute_latents as single
 import precompute_latents_ray as script
+from diffusion_training.data.rows import load_rows
+from diffusion_training.latents import parts, remote_rows
 
 NUM_ROWS, ROWS_PER_SHARD, ROWS_PER_PART = 26, 8, 4
+MODULES = script.find_modules(script.Encoder, script.TransformedRows, script.Refused)  # what the script sends
 
 
 # Processes that import this file and work: beside Ray's threads the forks of other tests might hang.
-CHILD = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]}; import test_precompute_latents_ray as test; "
+HERE = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/scripts")]
+CHILD = f"import sys; sys.path[:0] = {HERE}; import test_precompute_latents_ray as test; "
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +49,9 @@ def driver(storage):
     """driver(*argv, setup=None) runs the script in a process with a Ray of its own. Returns (status, what it said)."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # pytest's own are too long for the names of sockets
     command = [sys.executable, "-c", CHILD + "test.serve(sys.argv[1])", folder]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    # Elsewhere, or workers would find the files by the driver's folder, and not by what they are sent
+    with subprocess.Popen(command, **pipes, cwd="/", start_new_session=True) as process:
 
         def drive(*argv, setup=None):
             pickle.dump(([str(arg) for arg in argv], setup and setup.__name__), process.stdin)
@@ -53,9 +67,9 @@ def driver(storage):
 def serve(folder):
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    script.ray.init(
-        num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False, _temp_dir=folder,
-        runtime_env=script.RUNTIME_ENV, logging_level="error", log_to_driver=False,
+    disconnect = script.connect(
+        "local", MODULES, num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False, _temp_dir=folder,
+        _system_config={"num_workers_soft_limit": 6},  # workers stay: to import what they need takes them some seconds
     )  # fmt: skip
     answer = script.ray.get_runtime_context().gcs_address
     with contextlib.suppress(EOFError):
@@ -64,17 +78,18 @@ def serve(folder):
             answers.flush()
             argv, setup = pickle.load(sys.stdin.buffer)
             answer = run(argv, setup and globals()[setup])
-    script.ray.shutdown()
+    disconnect()
 
 
 def run(argv, setup=None):
     """Run the script in this process, changed by `setup()`. Returns (status, what it printed)."""
     reset()
-    was = dict(vars(script))
-    script.PART_BYTES = ROWS_PER_PART * 3 * 16 * 16
+    was, size = dict(vars(script)), parts.PART_BYTES
+    parts.PART_BYTES = ROWS_PER_PART * 3 * 16 * 16
     script.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have this file
     if setup:
         setup()
+        script.find_modules = lambda *objects: MODULES  # also where the encoder is one of this file
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -84,6 +99,7 @@ def run(argv, setup=None):
         return stop.code, said.getvalue()
     finally:
         vars(script).update(was)
+        parts.PART_BYTES = size
 
 
 @pytest.fixture
@@ -113,79 +129,96 @@ def whole(tmp_path, flags):
     return contents(tmp_path / "whole")
 
 
+class Ref:
+    """What a call without Ray gives back."""
+
+    def __init__(self, function, *args):
+        self.result = function(*args)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Runs the script as `driver` does, but without Ray: parts in any order, shards as they come."""
+    nodes = [{"Alive": True, "Resources": {"CPU": 2, "memory": 2**34}}]
+    monkeypatch.setattr(script, "ray", argparse.Namespace(
+        get_gpu_ids=lambda: [], get_runtime_context=lambda: argparse.Namespace(get_actor_id=lambda: "an-actor"),
+        cluster_resources=lambda: {"CPU": 2}, nodes=lambda: nodes, cloudpickle=script.ray.cloudpickle,
+        wait=lambda refs, **options: (refs, []), get=lambda ref: ref.result,
+    ))  # fmt: skip
+    for name in ("assemble", "check_shards"):
+        function = getattr(script, name)._function
+        monkeypatch.setattr(script, name, argparse.Namespace(remote=functools.partial(Ref, function)))
+
+    def make_parts(todo, rows, folder, settings, engine, args):
+        encoders = [script.Encoder(args, folder, settings, torch.get_num_threads()) for _ in range(engine[0])]
+        for first, end in random.Random(0).sample(todo, len(todo)):
+            item = pa.table({"first": [first], "end": [end]})
+            block = script.transform_part(item, pickled=rows, folder=folder, args=args)
+            yield from encoders[first % len(encoders)](block).to_pylist()
+
+    monkeypatch.setattr(script, "make_parts", make_parts)
+    monkeypatch.setattr(script, "connect", lambda address, modules: lambda: None)
+    yield lambda *argv, setup=None: run([str(arg) for arg in argv], setup)
+    script.open_rows.cache_clear()
+
+
 # ------------------------------------------------------------------- the same bytes
 
 
-def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(tmp_path, flags, whole, driver):
+def test_parts_in_any_order_by_any_encoders_make_the_bytes_of_one_process(tmp_path, flags, whole, here):
     assert len(whole) == 4 + 6 and whole["skipped.jsonl"].count(b"\n") == 2
-    two = start(lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log")
-    assert finish(two) == [0, 0], (tmp_path / "log").read_text()
-    assert contents(tmp_path / "two") == whole
-    for name, engine in {
-        "one": ["--num_encoders=1", "--num_transform_cpus=1"],
-        "three": ["--num_encoders=3", "--gpus_per_encoder=0"],
-    }.items():
-        code, said = driver(*flags, *engine, f"--output_dir={tmp_path / name}")
+    for count in (1, 3):
+        code, said = here(*flags, f"--num_encoders={count}", f"--output_dir={tmp_path / str(count)}")
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
-        assert contents(tmp_path / name) == whole
+        assert contents(tmp_path / str(count)) == whole
     assert "3 encoders of 1 CPU threads" in said and "waiting for images" in said
 
 
-@pytest.mark.long
-def test_moments_of_whole_shards_in_other_precision(tmp_path, flags, driver):
-    flags += ["--latents=moments", "--no-random_flip", "--mixed_precision=bf16", "--batch_size=3"]
+@pytest.mark.ci
+def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(tmp_path, flags, whole):
+    """Ray's are launched for real, by a copy of another name and place: workers import what they are sent."""
+    two = start(lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log")
+    assert finish(two) == [0, 0], (tmp_path / "log").read_text()
+    assert contents(tmp_path / "two") == whole
+    shutil.copy(ROOT / "precompute_latents_ray.py", tmp_path / "mine.py")
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    env = {**os.environ, "RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, tmp_path / "mine.py", *flags, "--num_encoders=2", "--num_transform_cpus=1"]
+    done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    assert done.returncode == 0 and "Done: 24 rows, 2 skipped" in done.stdout, done.stderr
+    assert "2 encoders of 1 CPU threads, 1 tasks that decode" in done.stdout and "waiting for images" in done.stderr
+    assert contents(tmp_path / "out") == whole
+
+
+def test_the_demo_is_the_one_of_the_other_script(capsys):
+    args = script.parse_args(["--num_encoders=3"])
+    said = capsys.readouterr().out
+    assert "this is the demo, short for\npython precompute_latents_ray.py --pretrained_model_name_or_path" in said
+    theirs = single.parse_args([])
+    assert all(getattr(args, name) == value for name, value in vars(theirs).items()) and args.num_encoders == 3
+
+
+def test_moments_and_tokens_of_whole_shards_in_other_precision(tmp_path, flags, here):
+    flags += ["--latents=moments", "--no-random_flip", "--mixed_precision=bf16", "--batch_size=3", "--text_cache=ids"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = driver(*flags)
+    code, said = here(*flags)
     assert code == 0, said
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_each_script_goes_on_with_what_the_other_began_and_mends_it(tmp_path, flags, whole, driver):
+def test_each_script_goes_on_with_what_the_other_began_and_mends_it(tmp_path, flags, whole, here):
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
     names = sorted(name for name in whole if name.endswith(".arrow"))
     (tmp_path / "out" / names[0]).unlink()
     (tmp_path / "out" / names[2]).write_bytes(whole[names[2]][:-8])
     before = {name: (tmp_path / "out" / name).stat().st_ino for name in (names[1], names[3])}
-    code, said = driver(*flags)
+    code, said = here(*flags)
     assert code == 0 and f"{names[0]} is gone" in said and f"{names[2]} is damaged" in said, said
     assert contents(tmp_path / "out") == whole
     assert before == {name: (tmp_path / "out" / name).stat().st_ino for name in before}  # what was good was left alone
     precompute(*flags)
     assert contents(tmp_path / "out") == whole
-
-
-def test_parts_are_cut_where_batches_are_and_named_by_what_they_hold(tmp_path):
-    argv = ["--train_data_dir=.", "--pretrained_model_name_or_path=.", "--resolution=512", "--batch_size=16"]
-    args = script.parse_args(argv)
-    parts = script.plan_parts(1024, 2048, args)
-    assert parts[0] == (1024, 1104) and parts[-1][1] == 2048  # 5 batches of 16 are 63 MB
-    assert [first for first, _ in parts] == list(range(1024, 2048, 80))
-    assert script.plan_parts(0, 7, args) == [(0, 7)]
-    names = [script.name_part(*part, args) for part in parts]
-    args.batch_size = 8
-    assert len({*names, *(script.name_part(*part, args) for part in parts)}) == 2 * len(parts)
-    shards = [f"data-{i}" for i in range(3)]
-    args.rows_per_shard = 100
-    there = [script.name_part(100, 180, args)]
-    missing, left, todo = script.find_missing(shards, {"data-0": {}}, 250, there, args)
-    assert missing == {"data-1": [(100, 180), (180, 200)], "data-2": [(200, 250)]}
-    assert left == {"data-1": 1, "data-2": 1} and todo == [(180, 200), (200, 250)]
-
-
-def test_a_part_holds_what_encode_all_yields(tmp_path):
-    rows = pa.RecordBatch.from_pydict({"x": pa.array([1.0, 2.0], pa.float16()), "text": ["a\0", "\U0001f600"]})
-    skipped = [{"row": 3, "key": "3.png", "reason": "broken"}]
-    items = [(1, rows, [], 0), (3, rows.slice(0, 0), skipped, 2)]
-    script.write_part(tmp_path / "x.part", iter(items))
-    assert list(script.read_parts([tmp_path / "x.part"], 3)) == items
-    assert [path.name for path in tmp_path.iterdir()] == ["x.part"]
-    with pytest.raises(ValueError, match="1 rows too few"):
-        list(script.read_parts([tmp_path / "x.part"], 4))
-    data = (tmp_path / "x.part").read_bytes()
-    (tmp_path / "x.part").write_bytes(b"\1" * 16 + data[16:])
-    with pytest.raises(ValueError, match="x.part is damaged"):
-        list(script.read_parts([tmp_path / "x.part"], 3))
-    assert not list(tmp_path.iterdir())  # to be made again
 
 
 # ------------------------------------------------------------------- whoever dies
@@ -201,7 +234,7 @@ class Dies(script.Encoder):
 
     def __call__(self, block):
         first = block["first"][0].as_py()
-        begun, done = marker(self.args, "begun"), marker(self.args, "done")
+        begun, done = (marker(self.args, name) for name in ("begun", "done"))
         if first == 8 and not begun.exists():
             begun.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -212,33 +245,67 @@ class Dies(script.Encoder):
         return result
 
 
-def kill_encoder():
-    script.Encoder = Dies
-
-
-def kill_transform_task():
-    real = script.transform_part
+def kill_both():
+    """Also the driver notes the last two shards only when it is told to: until then it can be killed."""
+    transform, shards = script.transform_part, script.make_shards
 
     def transform_part(item, args, **rest):
-        done = real(item, args=args, **rest)
+        done = transform(item, args=args, **rest)
         mark = marker(args, f"transformed-{item['first'][0]}")
-        if item["first"][0].as_py() in (4, 16) and not mark.exists():
+        if item["first"][0].as_py() == 4 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
-    script.transform_part = transform_part
+    def make_shards(missing, left, done, settings, folder, args, progress_bar):
+        late = []
+        for name, record in shards(missing, left, done, settings, folder, args, progress_bar):
+            if name < "data-00002":
+                yield name, record
+            else:
+                late.append((name, record))
+        wait_until(marker(args, "go").exists, 600)
+        yield from late
+
+    script.transform_part, script.make_shards, script.Encoder = transform_part, make_shards, Dies
 
 
-def kill_both():
-    kill_encoder()
-    kill_transform_task()
+MARKS = {"begun", "done", "transformed-4"}
 
 
-def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver):
+def start_driver(log, setup, *argv):
+    """The script as a process of its own, changed by a function of this file."""
+    code = CHILD + f"code, said = test.run(sys.argv[1:], test.{setup.__name__}); print(said); sys.exit(code)"
+    options = {"stdout": log.open("w"), "stderr": subprocess.STDOUT, "cwd": "/"}
+    return subprocess.Popen([sys.executable, "-c", code, *argv], **options)
+
+
+@pytest.mark.ci
+def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver, here, bucket):
+    """Nor does a killed driver: whole files are left, here at an address, and the same command goes on."""
+    flags.append("--output_dir=s3://bucket/latents")
+    process = start_driver(tmp_path / "log", kill_both, *flags, f"--address={driver.address}")
+    record = "bucket/latents/unfinished/data-00001-of-00004.arrow.json"
+    killed = lambda: MARKS < set(os.listdir(tmp_path)) and bucket.exists(record)  # noqa: E731
+    wait_until(lambda: killed() or process.poll() is not None, 400)
+    process.kill()
+    process.wait()
+    made = objects(bucket, "bucket/latents")
+    shards = {name for name in made if name.startswith("data-")}
+    assert killed() and {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (tmp_path / "log").read_text()
+    assert all(made[name] == whole[name] for name in shards) and "state.json" not in made
+    times = {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
+    code, said = here(*flags)  # at once: the dead one's workers may not have noticed yet
+    assert code == 0, said
+    assert objects(bucket, "bucket/latents") == whole
+    assert times == {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
+
+
+@pytest.mark.long
+def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flags, whole, driver):
+    (tmp_path / "go").touch()
     code, said = driver(*flags, setup=kill_both)
-    marks = {"begun", "done", "transformed-4", "transformed-16"}
-    assert code == 0 and marks < set(os.listdir(tmp_path)), said
+    assert code == 0 and MARKS < set(os.listdir(tmp_path)), said
     assert contents(tmp_path / "out") == whole
 
 
@@ -252,15 +319,10 @@ def slow_encoder():
     script.Encoder = Slow
 
 
-def start_driver(log, *argv):
-    """The script as a process of its own, with slow encoders."""
-    code = CHILD + "code, said = test.run(sys.argv[1:], test.slow_encoder); print(said); sys.exit(code)"
-    return subprocess.Popen([sys.executable, "-c", code, *argv], stdout=log.open("w"), stderr=subprocess.STDOUT)
-
-
+@pytest.mark.long
 def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(tmp_path, flags, whole, driver):
     log, out = tmp_path / "log", tmp_path / "out"
-    process = start_driver(log, *flags, f"--address={driver.address}")
+    process = start_driver(log, slow_encoder, *flags, f"--address={driver.address}")
     wait_until(lambda: list(out.glob("unfinished/data-*")) or process.poll() is not None, 120)
     process.kill()
     process.wait()
@@ -279,7 +341,7 @@ def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(tmp_pat
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(tmp_path, flags, whole, driver, number, code):
     log, out = tmp_path / "log", tmp_path / "out"
-    process = start_driver(log, *flags, f"--address={driver.address}")
+    process = start_driver(log, slow_encoder, *flags, f"--address={driver.address}")
     wait_until(lambda: list(out.glob("unfinished/data-*")) or process.poll() is not None, 120)
     begin = time.time()
     process.send_signal(number)
@@ -305,32 +367,29 @@ def raising_encoder():
     script.Encoder = Raises
 
 
-def test_a_model_that_raises_is_tried_again_and_then_named(tmp_path, flags, whole, driver):
-    code, said = driver(*flags, setup=raising_encoder)
-    assert code == 1 and said.count("precompute_latents.py:") == 1 and "Traceback" not in said, said
+def test_a_model_that_raises_is_tried_again_and_then_named(tmp_path, flags, whole, here):
+    code, said = here(*flags, setup=raising_encoder)
+    assert code == 1 and said.count("precompute_latents_ray.py:") == 1 and "Traceback" not in said, said
     assert "rows 12 to 15 could not be made, tried 4 times: RuntimeError: CUDA error: too hot" in said
     assert (tmp_path / "tries").read_text() == "xxxx"
     made = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("data-*")}
     assert all(whole[name] == data for name, data in made.items()) and "state.json" not in os.listdir(tmp_path / "out")
 
 
-def test_tries_are_counted_over_the_processes_that_die(tmp_path):
-    path, calls = tmp_path / "x.encode", []
-    path.write_text("...")  # three died
-    assert script.attempt(lambda: calls.append(1) or "done", path) == ("done", None)
-    assert calls == [1] and not path.exists()
-    path.write_text("....")
-    result, reason = script.attempt(calls.append, path)
-    assert result is None and calls == [1] and "died 4 times; did it run out of memory?" in reason
-    path.unlink()
-    result, reason = script.attempt(lambda: single.fail("the disk is full"), path)
-    assert result is None and reason.startswith("precompute_latents.py: the disk is full (on ")
-    assert script.attempt(lambda: 1, tmp_path / "gone/x")[0] is None
+def other_models():
+    real = script.describe_models
+    script.describe_models = lambda *models: real(*models) | {"vae": {"sha256": "another"}}
+
+
+def test_an_encoder_whose_node_has_other_models_is_refused(tmp_path, flags, here):
+    code, said = here(*flags, setup=other_models)
+    assert code == 1 and "the models are other ones here (vae.class AutoencoderKL -> None, vae.sha256" in said, said
+    assert not list((tmp_path / "out").glob("data-*"))
 
 
 def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp_path, flags):
     args = single.parse_args(flags)
-    rows, column = single.load_rows(args, others=["text"])
+    rows, column = load_rows(args, others=["text"])
     pickled = lambda fingerprint: pickle.dumps((args, column, 3, None, fingerprint, pickle.dumps(rows)))  # noqa: E731
     assert len(pickle.dumps(rows)) < 20_000
     assert len(script.open_rows(pickled(rows._fingerprint)).rows) == NUM_ROWS
@@ -342,35 +401,55 @@ def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp
         script.open_rows(pickled("another"))
 
 
-def test_other_settings_too_many_bad_rows_and_bad_folders_are_refused(tmp_path, flags, whole, driver):
+def test_other_settings_too_many_bad_rows_and_bad_folders_are_refused(tmp_path, flags, whole, here):
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
-    code, said = driver(*flags, "--seed=3")
+    code, said = here(*flags, "--seed=3")
     assert code == 1 and "transform.seed 0 -> 3" in said
-    code, said = driver(*flags, "--max_skipped=0.01", f"--output_dir={tmp_path / 'other'}")
+    code, said = here(*flags, "--max_skipped=0.01", f"--output_dir={tmp_path / 'other'}")
     assert code == 1 and "more than --max_skipped 0.01 allows" in said and said.count(".py:") == 1
     assert not list((tmp_path / "other").glob(".tmp-*"))
-    code, said = driver(*flags, "--max_skipped=0.2", f"--output_dir={tmp_path / 'other'}")
+    code, said = here(*flags, "--max_skipped=0.2", f"--output_dir={tmp_path / 'other'}")
     assert code == 0 and contents(tmp_path / "other") == whole
-    with single.FileLock(tmp_path / "out/.lock"):
+    with FileLock(tmp_path / "out/.lock"):
         (tmp_path / "out/.tmp-of-another-run").touch()
-        code, said = driver(*flags)
+        code, said = here(*flags)
         assert code == 1 and "another process is writing" in said
         assert (tmp_path / "out/.tmp-of-another-run").exists()
 
 
-def test_what_no_node_can_give_is_refused_and_not_waited_for(flags, driver):
-    code, said = driver(*flags, "--gpus_per_encoder=1")
-    assert code == 1 and "an encoder needs 0 CPUs, 1 GPUs and" in said and "no node of Ray has that" in said, said
+def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flags, monkeypatch):
+    """And not waited for."""
 
+    def plan(*argv, nodes=((4, 0), (4, 0)), memory=2**34, weights=10**9):
+        nodes = [{"CPU": cpus, "GPU": gpus, "memory": memory} for cpus, gpus in nodes]
+        total = {kind: sum(node[kind] for node in nodes) for kind in ("CPU", "GPU")}
+        found = [{"Alive": True, "Resources": node} for node in nodes]
+        monkeypatch.setattr(script.ray, "cluster_resources", lambda: total)
+        gone = {"Alive": False, "Resources": {"CPU": 99, "GPU": 99, "memory": 2**50}}
+        monkeypatch.setattr(script.ray, "nodes", lambda: [*found, gone])
+        args = script.parse_args([*flags, *argv])
+        return script.plan_engine(args, weights)
 
-def test_a_ray_that_is_not_there_is_named(flags, capsys, tmp_path):
-    begin = time.time()
-    reset()
-    with pytest.raises(SystemExit):
-        script.main(script.parse_args([*flags, f"--address=127.0.0.1:{free_port()}"]))
-    said = capsys.readouterr().err
-    assert time.time() - begin < 30 and "Ray can't be started or found at 127.0.0.1" in said, said
-    assert not (tmp_path / "out").exists()
+    count, (task, encoder), num_tasks, sentence = plan()
+    assert (count, num_tasks) == (1, 8 - 1) and sentence.startswith(
+        "Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU"
+    )
+    assert (task["num_cpus"], task["num_gpus"]) == (1, 0) and (encoder["num_cpus"], encoder["num_gpus"]) == (0, 0)
+    assert encoder["memory"] - task["memory"] == 2 * 10**9  # the weights twice: in float32, and as they are used
+    count, (_, encoder), num_tasks, sentence = plan(nodes=((8, 4), (8, 4), (8, 0)))
+    assert (count, encoder["num_gpus"], num_tasks) == (8, 1, 24 - 8) and "8 encoders of 1 GPUs" in sentence
+    assert plan("--gpus_per_encoder=0.5", nodes=((8, 4),))[0] == 8
+    assert plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))[::2] == (3, 5)
+    assert plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))[1][1]["num_gpus"] == 0
+    for argv, options, said in [
+        (["--gpus_per_encoder=1"], {}, "an encoder needs 0 CPUs, 1 GPUs and .* GB, and no node of Ray has that"),
+        ([], {"memory": 2**29}, "a task that decodes needs 1 CPUs, 0 GPUs and 1.3 GB, and no node"),
+        ([], {"weights": 2**34}, "an encoder needs 0 CPUs, 0 GPUs and 35.7 GB, and no node"),
+        (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "an encoder needs 0 CPUs, 2 GPUs"),
+        (["--mixed_precision=fp16"], {}, "fp16 does nothing on a CPU"),
+    ]:
+        with pytest.raises(SystemExit, match=said):
+            plan(*argv, **options)
 
 
 @pytest.mark.parametrize("argv, sentence", [
@@ -405,32 +484,17 @@ def test_dry_run_needs_no_ray(flags, capsys, monkeypatch, tmp_path):
     assert "26 rows of" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
-def test_the_other_scripts_do_not_need_ray():
-    for path in {*ROOT.glob("*.py")} - {*ROOT.glob("*_ray.py")} - {ROOT / "download_images.py"}:
-        for node in ast.walk(ast.parse(path.read_text())):
+def test_the_other_scripts_do_not_need_ray(monkeypatch):
+    """Nor does what they share, until it is asked for."""
+    for path in {*ROOT.glob("*.py"), *ROOT.glob("diffusion_training/**/*.py")} - {ROOT / "precompute_latents_ray.py"}:
+        for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not [name for name in names if name.split(".")[0] == "ray"], path
-    code = "import sys; sys.modules['ray'] = None; import precompute_latents, train_text_to_image, train_unconditional"
-    code += "; print('fine'); import precompute_latents_ray"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (
-        done.returncode == 1
-        and done.stdout == "fine\n"
-        and done.stderr.strip().endswith("Ray is missing: pip install -r requirements-ray.txt")
-    )
-
-
-def test_the_demo(tmp_path):
-    env = {**os.environ, "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-", dir="/tmp"), "HF_HOME": str(tmp_path)}
-    command = [sys.executable, ROOT / "precompute_latents_ray.py", "--output_dir", tmp_path / "out"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    shutil.rmtree(env["RAY_TMPDIR"], ignore_errors=True)
-    assert done.returncode == 0 and "short for\npython precompute_latents_ray.py --pretrained" in done.stdout, (
-        done.stderr
-    )
-    precompute("--output_dir", tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    said = "^precompute_latents_ray.py: Ray is missing: pip install -r requirements-ray.txt$"
+    with pytest.raises(SystemExit, match=said):
+        runpy.run_path(str(ROOT / "precompute_latents_ray.py"))
 
 
 # ------------------------------------------------------------------- object storage
@@ -472,15 +536,16 @@ def without_source(files):
     return {name: data for name, data in files.items() if name not in ("cache.json", "run.args", "state.json")}
 
 
-def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_path, flags, driver, bucket):
+def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_path, flags, here, bucket):
     precompute(*flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}")
     disk = contents(tmp_path / "disk")
     there = [*flags, "--train_data_dir=s3://bucket/images/"]
-    code, said = driver(*there, "--output_dir=s3://bucket/latents", setup=kill_both)
+    code, said = here(*there, "--output_dir=s3://bucket/latents")
     assert code == 0 and "Done: 24 rows, 2 skipped, are in s3://bucket/latents" in said, said
     made = objects(bucket, "bucket/latents")
     assert made.keys() == disk.keys() and without_source(made) == without_source(disk)
-    assert len(datasets.load_from_disk("s3://bucket/latents")) == 24
+    code, said = here(*there)  # images there, cache here
+    assert code == 0 and contents(tmp_path / "out") == made, said
 
     # Whole: nothing is written again. Damaged, gone, begun: mended
     times = {path: bucket.info(path)["LastModified"] for path in bucket.find("bucket/latents")}
@@ -488,11 +553,11 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_pa
     bucket.pipe_file(f"bucket/latents/{names[1]}", made[names[1]][:-8])
     bucket.rm_file(f"bucket/latents/{names[2]}")
     bucket.pipe_file("bucket/latents/unfinished/rows-16-20-by-2.part", b"half")
-    code, said = driver(*there, "--output_dir=s3://bucket/latents")
+    code, said = here(*there, "--output_dir=s3://bucket/latents")
     assert code == 1 and f"{names[1]} is damaged" in said and f"{names[2]} is gone" in said, said
     assert "s3://bucket/latents/unfinished/rows-16-20-by-2.part is damaged or gone" in said
     assert not bucket.exists("bucket/latents/state.json")
-    code, said = driver(*there, "--output_dir=s3://bucket/latents")
+    code, said = here(*there, "--output_dir=s3://bucket/latents")
     assert code == 0 and objects(bucket, "bucket/latents") == made, said
     same = [f"bucket/latents/{name}" for name in (names[0], names[3])]
     assert all(bucket.info(path)["LastModified"] == times[path] for path in same)
@@ -505,46 +570,28 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_pa
         "--caption_column=caption": "s3://bucket/images has no column 'caption' but",
         "--train_data_dir=s3://bucket/latents2": "it holds no parquet files",
     }.items():
-        code, said = driver(*there, "--output_dir=s3://bucket/latents", argv)
+        code, said = here(*there, "--output_dir=s3://bucket/latents", argv)
         assert code == 1 and sentence in said, said
     assert objects(bucket, "bucket/latents") == made
 
 
 def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket):
     args = script.parse_args([*flags, "--train_data_dir=s3://bucket/images"])
-    rows = script.RemoteRows(args)
+    rows = remote_rows.RemoteRows(args)
     again = pickle.loads(pickle.dumps(rows))
     assert len(pickle.dumps(rows)) < 5000 and len(again) == NUM_ROWS
     assert [caption for caption in again[[25, 0, 9, 10, 11]]["text"]] == rows[[25, 0, 9, 10, 11]]["text"]
     assert again[[9, 10]]["text"][1].startswith("No. 1")
-    script.open_parquet.cache_clear(), script.read_group.cache_clear()
-    script.fsspec.url_to_fs("s3://bucket")[0].invalidate_cache()  # workers never list, and so have no such cache
+    remote_rows.open_parquet.cache_clear(), remote_rows.read_group.cache_clear()
+    fsspec.url_to_fs("s3://bucket")[0].invalidate_cache()  # workers never list, and so have no such cache
     bucket.put_file(str(tmp_path / "parquet/data-1.parquet"), "bucket/images/data-0.parquet")
     again[[25]]
     with pytest.raises(ValueError, match="data-0.parquet: it has changed"):
         again[[0]]
-    assert script.RemoteRows(args)._fingerprint != rows._fingerprint
+    assert remote_rows.RemoteRows(args)._fingerprint != rows._fingerprint
     bucket.pipe_file("bucket/images/data-2.parquet", b"no parquet")
     with pytest.raises(SystemExit):
-        script.RemoteRows(args)
-
-
-@pytest.mark.long
-def test_a_killed_driver_leaves_whole_objects_and_the_same_command_goes_on(tmp_path, flags, driver, bucket):
-    flags = [*flags, "--train_data_dir=s3://bucket/images", "--output_dir=s3://bucket/latents"]
-    code, said = driver(*flags, f"--output_dir={tmp_path / 'out'}")
-    assert code == 0, said
-    process = start_driver(tmp_path / "log", *flags, f"--address={driver.address}")
-    wait_until(lambda: bucket.glob("bucket/latents/unfinished/data-*") or process.poll() is not None, 120)
-    process.kill()
-    process.wait()
-    made = {path: bucket.info(path)["LastModified"] for path in bucket.glob("bucket/latents/data-*")}
-    assert 1 <= len(made) < 4, (tmp_path / "log").read_text()
-    code, said = driver(*flags, setup=kill_both)
-    assert code == 0, said
-    assert objects(bucket, "bucket/latents") == contents(tmp_path / "out")
-    done = [path for path in made if bucket.info(path)["LastModified"] == made[path]]
-    assert done
+        remote_rows.RemoteRows(args)
 
 
 # ------------------------------------------------------------------- whole nodes, and memory
@@ -586,7 +633,7 @@ def test_losing_workers_at_random_and_a_node_changes_nothing(tmp_path, flags, wh
         nodes += [start_node(log, log, f"--address=127.0.0.1:{port}") for _ in range(2)]
         time.sleep(10)
         options = ["--num_encoders=2", "--num_transform_cpus=1", f"--address=127.0.0.1:{port}"]
-        process = start_driver(tmp_path / "said", *flags, *options)
+        process = start_driver(tmp_path / "said", slow_encoder, *flags, *options)
         wait_until(lambda: list((tmp_path / "out/unfinished").glob("*.part")) or process.poll() is not None, 120)
         for _ in range(2):
             for pid in rng.sample(encoders_and_tasks(nodes[0]), 1):
@@ -619,7 +666,7 @@ class Slower(script.Encoder):
 
 def slower_encoder():
     script.Encoder = Slower
-    script.PART_BYTES = 4 * 2**20
+    parts.PART_BYTES = 4 * 2**20
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -11,7 +12,19 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from conftest import MODELS, ROOT, finish, make_captioned, make_images, make_models, reset, start
+from accelerate import Accelerator
+from conftest import (
+    MODELS,
+    ROOT,
+    finish,
+    make_captioned,
+    make_images,
+    make_models,
+    make_unet_config,
+    patch,
+    reset,
+    start,
+)
 from diffusers import StableDiffusionPipeline
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
@@ -21,8 +34,10 @@ import train_unconditional
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import digits_quality
 import evaluate_samples
+
+from diffusion_training.latents.reader import CachedLatents, load_cache
+from diffusion_training.training.held_out import hold_out
 
 
 class Moments(torch.nn.Module):
@@ -51,14 +66,24 @@ def evaluate(tmp_path, *argv):
     return json.loads((tmp_path / "report.json").read_text())
 
 
-@pytest.fixture
-def pipeline(tmp_path, unet_config):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """A run on 12 images, 5 of them held out; the weights are as they were drawn."""
-    make_images(tmp_path / "images", 12)
-    run(train_unconditional, f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}",
-        "--resolution=16", f"--output_dir={tmp_path / 'out'}", "--train_batch_size=4", "--max_train_steps=1",
-        "--learning_rate=0", "--ddpm_num_inference_steps=1", "--eval_batch_size=1", "--report_to=none",
-        "--dataloader_num_workers=0", "--holdout=5", "--random_flip")  # fmt: skip
+    folder = tmp_path_factory.mktemp("trained")
+    make_images(folder / "images", 12)
+    run(train_unconditional, f"--train_data_dir={folder / 'images'}", f"--output_dir={folder / 'out'}",
+        f"--model_config_name_or_path={make_unet_config(folder)}", f"--cache_dir={folder / 'cache'}",
+        "--resolution=16", "--train_batch_size=4", "--max_train_steps=1", "--learning_rate=0",
+        "--ddpm_num_inference_steps=1", "--eval_batch_size=1", "--report_to=none", "--dataloader_num_workers=0",
+        "--holdout=5", "--random_flip")  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def pipeline(tmp_path, trained):
+    """A copy of it; run.args names the images that it was trained on."""
+    for name in ("images", "out"):
+        shutil.copytree(trained / name, tmp_path / name)
     return tmp_path / "out"
 
 
@@ -110,22 +135,25 @@ def test_the_interval_covers_as_often_as_it_says():
 @pytest.fixture(scope="module", autouse=True)
 def classifier():
     """Trained once, and for a third of the steps: right on 99 % of the digits."""
-    with pytest.MonkeyPatch.context() as patch:
-        train, trained = functools.partial(digits_quality.train_classifier, steps=300), []
+    with pytest.MonkeyPatch.context() as context:
+        train, trained = functools.partial(evaluate_samples.train_classifier, steps=300), []
         once = lambda *data: trained[0] if trained else trained.append(train(*data)) or trained[0]  # noqa: E731
-        patch.setattr(digits_quality, "train_classifier", once)
+        context.setattr(evaluate_samples, "train_classifier", once)
         yield
 
 
+@pytest.mark.ci
 def test_a_trained_demo_scores_far_better_than_an_untrained_one(tmp_path, monkeypatch, seen, capsys):
-    """The demo for 200 steps, with a U-Net of half the width."""
+    """The demo for 200 steps of half the images, with a U-Net of half the width."""
     monkeypatch.chdir(ROOT)
+    for name in ("log_held_out_loss", "make_report"):  # which take longer than so short a training
+        patch(monkeypatch, name, lambda *_: None)
     config = json.loads(Path("demo/digits_unet.json").read_text()) | {"block_out_channels": [16, 32]}
     (tmp_path / "unet.json").write_text(json.dumps(config))
     reports = {}
     for name, flags in (("trained", ["--max_train_steps=200"]), ("not", ["--max_train_steps=1", "--learning_rate=0"])):
         run(train_unconditional, *flags, f"--output_dir={tmp_path / name}", "--lr_warmup_steps=20", "--holdout=100",
-            "--report_to=none", "--save_images_epochs=1000", "--eval_batch_size=1",
+            "--report_to=none", "--save_images_epochs=1000", "--eval_batch_size=1", "--train_batch_size=32",
             f"--model_config_name_or_path={tmp_path / 'unet.json'}")  # fmt: skip
         seen.clear()
         reports[name] = evaluate(tmp_path, tmp_path / name, "--feature_extractor=digits", "--num_samples=100",
@@ -142,7 +170,7 @@ def test_a_trained_demo_scores_far_better_than_an_untrained_one(tmp_path, monkey
 
 
 def test_real_against_real_is_near_0():
-    images, _ = digits_quality.load_digits()
+    images, _ = evaluate_samples.load_digits()
     extract = evaluate_samples.load_extractor("digits", "cpu")
     with torch.no_grad():
         real = extract((images * 255).byte().expand(-1, 3, -1, -1))
@@ -228,8 +256,8 @@ def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
     state = json.loads((tmp_path / "out/checkpoint-1/trainer_state.json").read_text())
     assert state["settings"]["num_images"] == 8 and report["real"] == 4 == len(seen) and report["held_out"]
     args = train_text_to_image.parse_args([f"@{tmp_path / 'out/run.args'}"])
-    data = train_text_to_image.CachedLatents(train_text_to_image.load_cache(tmp_path / "cache")[2], args)
-    _, held_out = train_text_to_image.hold_out(train_text_to_image.Accelerator(cpu=True), data, args)
+    data = CachedLatents({"cache": load_cache(tmp_path / "cache")}, args.seed, args.random_flip)
+    _, held_out = hold_out(Accelerator(cpu=True), data, args.holdout, args.seed)
     of_cache = {list(data.names())[row] for row in held_out}  # as the trainer chose them
     ((options, result),) = drawn
     assert {f"{prompt.split()[-1]}.png" for prompt in options["prompt"]} == of_cache and len(of_cache) == 4

@@ -1,0 +1,154 @@
+"""The benchmarks run, and what they compare is the same work; how fast it is is not judged here."""
+
+import importlib
+import io
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, reset
+from PIL import Image
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import bench
+import cache_reader
+import gpu
+import growth
+import peers
+import precompute_speed
+import step_overhead
+
+from diffusion_training.data.images import decode_jpeg
+from diffusion_training.latents.reader import CachedLatents, load_cache
+
+TOY = ["--size=toy", "--steps=6", "--rounds=1", "--resolution=64"]
+
+
+def table(said):
+    """The rows of a Markdown table as lists of cells, without its head."""
+    rows = [line[2:-2].split(" | ") for line in said.splitlines() if line.startswith("|")]
+    assert set(map(len, rows[:1] + rows[2:])) == {len(rows[0])}
+    return rows[2:]
+
+
+def first(cell):
+    """What a cell begins with, as a number."""
+    return float(re.match(r"[0-9.]+", cell)[0])
+
+
+@pytest.fixture
+def ramp(monkeypatch):
+    """One picture of 120 px in place of photographs: a ramp, in which a shift would show."""
+    buffer, colours = io.BytesIO(), np.add.outer(np.arange(80), np.arange(120))[..., None] + np.array([0, 20, 40])
+    Image.fromarray(colours.astype(np.uint8)).save(buffer, "JPEG", quality=95)
+    monkeypatch.setattr(precompute_speed, "make_photos", lambda width: [buffer.getvalue()])
+    return buffer.getvalue()
+
+
+def test_all_ways_to_transform_make_the_same_picture(ramp, capsys):
+    precompute_speed.main(["transform", "--resolutions=32", "--widths=120", "--seconds=0.01", "--rounds=2"])
+    said = capsys.readouterr().out
+    rows = table(said)
+    there = [name for name in precompute_speed.WAYS if name in [row[0] for row in rows]]
+    assert len(there) == len(rows) >= 5 and all(first(row[1]) > 0 for row in rows)
+    for name, missing in (("OpenCV", precompute_speed.cv2 is None), ("torchcodec", decode_jpeg is None)):
+        assert (f"{name} is not installed" in said) == missing == (not any(row.startswith(name) for row in there))
+    photos = [precompute_speed.WAYS[name](32)(ramp) for name in there[:-1]]
+    photos = [photo.numpy() if torch.is_tensor(photo) else photo.astype(float) for photo in photos]
+    for name, photo in zip(there, photos, strict=False):
+        assert photo.shape == (3, 32, 32) and np.abs(photo - photos[0]).mean() < 3, name
+
+
+def test_the_speed_of_precomputing(ramp, capsys):
+    flags = ["--size=toy", "--rows=10", "--resolutions=16", "--batch_size=4", "--rounds=2", "--widths=120"]
+    precompute_speed.main(["script", *flags, "--dataloader_num_workers=0"])
+    (row,) = table(capsys.readouterr().out)
+    decode, encode, whole, running, share, cores = map(first, row[1:])
+    assert row[0] == "16" and min(decode, encode, whole) > 0 and whole <= running
+    assert share == pytest.approx(running / encode, rel=0.8) and cores == pytest.approx(encode / decode, abs=1)
+
+
+def test_all_readers_read_the_same_numbers(tmp_path, capsys):
+    models = bench.make_models(tmp_path / "models", "toy")
+    folder = bench.make_cache(tmp_path / "cache", models, 21, 16, rows_per_shard=8)
+    cache_reader.copy_to_numpy(folder)
+    order = [[20, 3, 7], [0, 19]]
+    expected = list(cache_reader.open_numpy(folder)(order))
+    assert len(np.unique(np.concatenate([batch["latents"] for batch in expected]), axis=0)) == 5
+    for opened in cache_reader.READERS.values():
+        for batch, right in zip(opened(folder)(order), expected, strict=True):
+            assert all(np.array_equal(batch[name], right[name]) for name in cache_reader.COLUMNS)
+    cache_reader.main(["--size=toy", "--rows=40", "--resolutions=16", "--batch_size=8", "--rounds=2"])
+    rows = table(capsys.readouterr().out)
+    assert [row[1] for row in rows] == list(cache_reader.READERS)
+    assert all(re.fullmatch(r"[0-9.]+k, [0-9.]+ \([0-9.]+ to [0-9.]+\)", cell) for row in rows for cell in row[2:])
+    assert [cell.split(", ")[1] for cell in rows[1][2:]] == 3 * ["1.00 (1.00 to 1.00)"]
+
+
+def test_a_synthetic_cache_is_one_that_trains(tmp_path):
+    """It passes every check of the trainer, that of each row included."""
+    models = bench.make_models(tmp_path / "sd", "toy")
+    for kind in ("embeddings", "ids"):
+        cache = load_cache(bench.make_cache(tmp_path / kind, models, 70, 64, kind, rows_per_shard=32))
+        dataset = CachedLatents({kind: cache}, seed=0, random_flip=False)
+        assert len(dataset) == cache[0]["rows"] == 70
+        assert len(dataset[[(0, row, 1.0) for row in range(70)]]["weight"]) == 70 and not dataset.unchecked.any()
+
+
+@pytest.mark.ci
+def test_a_step_is_taken_apart_and_a_bare_loop_takes_the_trainers_steps(tmp_path):
+    cli = bench.make_parser("").parse_args(TOY[:3])
+    cli.resolution = 64
+    for name, argv in step_overhead.make_flags(tmp_path, cli).items():
+        reset()
+        parts = step_overhead.take_apart(name, [*argv, f"--output_dir={tmp_path / name}"])
+        assert sum(parts.values()) == pytest.approx(1) and all(part >= 0 for part in parts.values())
+        assert parts["backward pass"] > 0.05 and parts["noise, forward pass and loss"] > 0.05
+        assert all(parts.values()), parts  # what is patched is what is called
+    measured = bench.run(step_overhead.__file__, [name, *argv], steps=6)
+    assert 0 < measured["step"] < measured["first"] and measured["rss"] > 100
+
+
+def test_peers_are_started_in_turns_and_compared(tmp_path, capsys, monkeypatch):
+    """Flags are such that our scripts take them; what a step takes is made up here."""
+    seconds, started = {"embeddings": 1, "ids": 2, "pixels": 4, "theirs": 5}, []
+
+    def run(script, argv, steps):
+        if theirs := script.is_relative_to(tmp_path):
+            assert script.parts[-3:-1] == ("examples", "text_to_image") and script.name == "train_text_to_image.py"
+        else:
+            args = importlib.import_module(script.stem).parse_args(list(map(str, argv)))
+            assert args.use_ema and args.max_train_steps in (steps, None) and args.report_to == "none"
+        cache = [Path(flag.split("=")[1]).name for flag in argv if flag.startswith("--latents_dir")]
+        started.append("theirs" if theirs else cache[0] if cache else "pixels")
+        return {"step": seconds[started[-1]] + len(started) / 100, "first": 9}
+
+    monkeypatch.setattr(bench, "run", run)
+    flags = [*TOY[:2], "--rounds=3", "--resolution=64", f"--diffusers={tmp_path}"]
+    peers.main([*flags, "--trainers", "train_text_to_image"])
+    rows = table(capsys.readouterr().out)
+    assert started == 3 * list(seconds) and [row[2] for row in rows][0] == "1.90 (1.83 to 1.98)"
+    assert [row[3] for row in rows] == ["1.00", "0.51", "0.26", "0.21"] and rows[0][5] == "9.0 (9.0 to 9.0)"
+    train, vae, text = peers.count_flops(bench.make_models(tmp_path / "sd", "toy"), 64)
+    shares = [1, train / (train + text), *2 * [train / (train + vae + text)]]
+    assert [row[4] for row in rows] == [f"{share:.2f}" for share in shares] and train > 1e6
+    peers.main([*TOY, "--trainers", "train_unconditional"])
+    assert started[12:] == ["pixels"]
+
+
+@pytest.mark.long
+def test_tables_of_all_that_is_trained(tmp_path, capsys):
+    for benchmark, argv in (
+        (step_overhead, TOY),
+        (peers, TOY),
+        (growth, ["--rows=64", "--num_caches=2", "--steps=20"]),
+        (growth, ["--rows", "--images", "8", "32"]),
+        (gpu, [*TOY[:2], "--mixed_precision=no", "--resolutions=64", "--batch_sizes=4", "--no_compile"]),
+    ):
+        reset()
+        benchmark.main(argv)
+        assert capsys.readouterr().out.count("\n| ") >= 2, benchmark

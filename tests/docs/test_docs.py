@@ -1,0 +1,162 @@
+"""README.md and docs/: every command is run or parsed, every link, test and sentence that they name is there."""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, finish, make_captioned, make_unet_config, reset, start
+
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+MARKS = {"hub", "gpu", "cluster", "network"}  # what a command needs that a test has not
+SCRIPTS = {path.name for path in ROOT.glob("*.py")}
+BLOCK = r"(?:<!-- needs: (\w+) -->\n)?```(bash|python)\n(.*?)```"
+# What makes a command short; flags that come later win.
+SHORT = {
+    "train_unconditional.py": "--max_train_steps 2 --ddpm_num_inference_steps 1 --eval_batch_size 1 --report_to none "
+    "--find_lr_steps 10 --mixed_precision no --dataloader_num_workers 0",
+    "train_text_to_image.py": "--max_train_steps 2 --num_inference_steps 1 --num_validation_images 1 --report_to none",
+    "precompute_latents.py": "",
+    "precompute_latents_ray.py": "--num_encoders 1 --max_train_samples 64",
+}
+
+
+def blocks(page):
+    """[(what it needs or "", bash or python, the text)] of a page."""
+    return re.findall(BLOCK, (ROOT / page).read_text(), re.S)
+
+
+def commands(text):
+    """The commands of a bash block, as lists of words, without comments."""
+    lines = text.replace("\\\n", " ").splitlines()
+    parts = [part for line in lines for part in line.split(" && ")]
+    return [words for part in parts if (words := shlex.split(part, comments=True))]
+
+
+def find_script(words):
+    """(script, its flags) of a command that starts one, else (None, None)."""
+    for i, word in enumerate(words):
+        if word in SCRIPTS and "diffusion_training.standalone" not in words:
+            return word, words[i + 1 :]
+    return None, None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_what_it_needs_and_every_flag_is_one(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "path/to/images").mkdir(parents=True)
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    for name in ("images", "scratch"):
+        (tmp_path / name).mkdir()
+    for needs, kind, text in blocks(page):
+        assert needs in MARKS | {""}
+        for words in commands(text) if kind == "bash" else ():
+            script, flags = find_script(words)
+            if script and not any(flag.startswith("@") for flag in flags):
+                module = importlib.import_module(script.removesuffix(".py"))
+                flags = [flag.replace("/shared/photos", "path/to/images") for flag in flags]
+                module.parse_args(flags)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    make_captioned(folder / "images", 6)
+    make_unet_config(folder)
+    return folder
+
+
+def run(words, folder, inputs):
+    """Run a command, shortened: a script in this process or in two forks, all else as it stands."""
+    script, flags = find_script(words)
+    if words[:2] == ["ACCELERATE_USE_CPU=true", "accelerate"] or script in SHORT:
+        flags = flags + shlex.split(SHORT[script])
+        if "--holdout" in flags:
+            flags += ["--holdout", "32"]
+        if "path/to/images" in flags:
+            flags += ["--model_config_name_or_path", str(inputs / "tiny-unet"), "--resolution", "16"]
+        if script == "precompute_latents_ray.py":
+            env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+            command = [sys.executable, script, *flags]
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-2000:]
+            return
+        module = importlib.import_module(script.removesuffix(".py"))
+
+        def work():
+            reset()
+            module.main(module.parse_args(flags))
+
+        if "--num_processes" in words:
+            assert finish(start(work, 2, folder / "log")) == [0, 0], (folder / "log").read_text()
+        else:
+            work()
+        return
+    text = shlex.join(words).replace("'>'", ">").replace("accelerate launch", shlex.quote(sys.executable))
+    text = re.sub(r"^python\b", shlex.quote(sys.executable), text)
+    if "mine.py" in words and ">" not in words:
+        text += f" {SHORT['train_unconditional.py']} --model_config_name_or_path {inputs / 'tiny-unet'}"
+    text += " --num_samples 32" * ("benchmarks/evaluate_samples.py" in words)
+    done = subprocess.run(text, shell=True, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, (text, done.stderr[-2000:])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("page", [page for page in PAGES if any(not needs for needs, _, _ in blocks(page))])
+def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch, inputs):
+    for path in ROOT.iterdir():
+        if path.name in {*SCRIPTS, "diffusion_training", "demo", "configs", "benchmarks", "accelerate_configs"}:
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "path/to").mkdir(parents=True)
+    (tmp_path / "path/to/images").symlink_to(inputs / "images")
+    monkeypatch.chdir(tmp_path)
+    for needs, kind, text in blocks(page):
+        if kind == "bash" and not needs:
+            for words in commands(text):
+                run(words, tmp_path, inputs)
+        elif kind == "python" and not needs:
+            exec(text.replace("num_inference_steps=50", "num_inference_steps=1"), {})
+
+
+def test_readme_is_two_screens_and_links_lead_somewhere():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+            assert "://" in link or ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+    named = set(re.findall(r"\(docs/(\w[\w-]*\.md)\)", (ROOT / "README.md").read_text()))
+    assert named == {path.name for path in ROOT.glob("docs/*.md")}
+
+
+def test_every_test_that_a_page_names_is_there():
+    there = {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    } | {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    for page in PAGES:
+        missing = set(re.findall(r"\btest_\w+", (ROOT / page).read_text())) - there
+        assert not missing, f"{page}: {missing}"
+    promises = (ROOT / "README.md").read_text().split("## What they promise")[1].split("\n## ")[0]
+    assert all("`test_" in promise for promise in promises.split("\n- ")[1:])
+
+
+def test_every_sentence_of_troubleshooting_is_one_that_is_said():
+    """The parts between dots stand in the texts of scripts and package."""
+    said = ""
+    for path in [*ROOT.glob("*.py"), *(ROOT / "diffusion_training").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said += node.value + "\n"
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    items = re.findall(r"^- ((?:`[^`]+`(?:, | or | \(or |$)?)+)", text, re.M)  # what an item begins with
+    quoted = [sentence for item in items for sentence in re.findall("`([^`]+)`", item)]
+    assert len(quoted) > 40
+    for sentence in quoted:
+        for part in sentence.split("..."):
+            assert part.strip() in said, f"nothing says {part.strip()!r} of {sentence!r}"

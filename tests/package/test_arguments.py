@@ -1,0 +1,83 @@
+"""Flags: what @FILE reads is what run.args writes, numbers have bounds, a demo's flags give way."""
+
+import argparse
+import os
+import shlex
+
+import pytest
+
+from diffusion_training.arguments import PATH, SWITCH, format_args, make_parser, number, parse_demo
+
+
+@pytest.fixture
+def parser():
+    parser = make_parser("/somewhere/paint.py", "Paint.\n\nMore on it.")
+    parser.add_argument("--out", type=PATH, default="out")
+    parser.add_argument("--size", type=number(1, 64, int), default=8)
+    parser.add_argument("--rate", type=number(0, 1), default=0.5)
+    parser.add_argument("--batch", type=number(1, 9, int, "auto"), default=1)
+    parser.add_argument("--prompts", nargs="+")
+    parser.add_argument("--weights", nargs="+", type=number(0, 10))
+    parser.add_argument("--name")
+    parser.add_argument("--flip", **SWITCH)
+    return parser
+
+
+def test_what_is_written_is_read_again_to_the_bit(parser, tmp_path):
+    for argv in (
+        [],
+        ['--name=it\'s a # "test"', "--rate=0.30000000000000004", "--flip", "--size=7", "--batch=auto"],
+        ["--prompts", 'it\'s a "dog"', "# two", "", "--weights", "0.1", "1e-9", "--no-flip", "--out=a b/c"],
+    ):
+        args = parser.parse_args(argv)
+        (tmp_path / "run.args").write_text(format_args(args, "paint.py"))
+        assert vars(parser.parse_args([f"@{tmp_path}/run.args"])) == vars(args)
+        assert parser.parse_args([f"@{tmp_path}/run.args", "--flip", "--size=3"]).flip  # and later flags win
+    written = (tmp_path / "run.args").read_text().splitlines()
+    assert written[0] == "# accelerate launch paint.py @run.args"
+    assert "out" not in format_args(args, "paint.py", leave_out=["out"])
+
+
+def test_a_file_of_ones_own_may_have_comments_and_several_flags_a_line(parser, tmp_path, capsys):
+    (tmp_path / "own.args").write_text("# mine\n--size 32  # small\n\n--name 'a b' --flip\n")
+    args = parser.parse_args([f"@{tmp_path}/own.args", "--no-flip"])
+    assert (args.size, args.name, args.flip) == (32, "a b", False)
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args([f"@{tmp_path}/nowhere.args"])
+    assert stop.value.code == 2 and "nowhere.args" in capsys.readouterr().err
+
+
+def test_numbers_are_within_their_bounds(parser, capsys):
+    assert parser.parse_args(["--size=64"]).size == 64 and parser.parse_args(["--rate=0"]).rate == 0.0
+    for flag, sentence in {
+        "--size=65": "argument --size: 65 is not between 1 and 64",
+        "--size=0": "0 is not between 1 and 64",
+        "--size=1.5": "argument --size: invalid int value: '1.5'",
+        "--rate=nan": "nan is not between 0 and 1",
+        "--rate=inf": "inf is not between 0 and 1",
+        "--batch=Auto": "argument --batch: invalid int value: 'Auto'",
+    }.items():
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args([flag])
+        assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1], flag
+    assert number(1, 2, int).bounds == (1, 2, int)  # for who looks at all flags
+    with pytest.raises(argparse.ArgumentTypeError):
+        number(-1, 1)("-inf")
+
+
+def test_a_demo_prints_the_command_that_it_is_short_for_and_any_flag_wins(parser, capsys, monkeypatch):
+    demo = "--name 'the demo'\n  --size 4 --flip"
+    args = parse_demo(parser, demo, ["--size=5", "--no-flip"])
+    assert (args.name, args.size, args.flip) == ("the demo", 5, False)
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert printed.startswith("accelerate launch paint.py ")
+    assert vars(parser.parse_args(shlex.split(printed)[3:])) == vars(args)
+    monkeypatch.setenv("RANK", "1")
+    parse_demo(parser, demo, [])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_home_is_found_and_a_script_needs_no_docstring(parser):
+    assert parser.parse_args(["--out=~/x"]).out == os.path.expanduser("~/x") != "~/x"
+    assert parser.description == "Paint." and parser.prog == "paint.py"
+    assert make_parser("paint.py", None).description == ""  # python -OO has none

@@ -1,0 +1,444 @@
+"""The files of a latent cache: written whole or not at all, known again, finished so that no kill leaves half of it.
+
+No model is needed: the numbers are drawn.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+from filelock import FileLock
+
+import precompute_latents
+from diffusion_training import __version__
+from diffusion_training.latents import cache as module
+
+LATENTS, PROMPT = [2, 3, 4], [5, 6]  # shapes
+NUM_ROWS, ROWS_PER_SHARD = 7, 3
+SKIPPED = {4: "cannot identify image file"}
+
+
+def make_args(output_dir, *argv):
+    flags = ["--train_data_dir=.", "--pretrained_model_name_or_path=sd", f"--rows_per_shard={ROWS_PER_SHARD}"]
+    return precompute_latents.parse_args([*flags, "--random_flip", f"--output_dir={output_dir}", *map(str, argv)])
+
+
+def make_settings(text_cache="embeddings"):
+    """As `describe_encoders` says them, of models that are not there."""
+    return {
+        "format_version": 2,
+        "vae": {"class": "AutoencoderKL", "sha256": "a" * 64, "scaling_factor": 0.2, "shift_factor": 0.0},
+        "text_encoder": {"class": "CLIPTextModel", "sha256": "b" * 64},
+        "tokenizer": {"sha256": "c" * 64, "model_max_length": PROMPT[0]},
+        "latents": "moments",
+        "latents_shape": list(LATENTS),
+        "prompt_embeds_shape": list(PROMPT),
+        "text_cache": text_cache,
+        "dtype": "float32",
+    }
+
+
+def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):
+    """What `encode_all` yields for some rows, two a batch, with drawn numbers."""
+    for start in range(first, end, 2):
+        rows = range(start, min(start + 2, end))
+        good = [row for row in rows if row not in skipped]
+        columns = {"latents": np.prod(LATENTS), "latents_flipped": np.prod(LATENTS), "prompt_embeds": np.prod(PROMPT)}
+        drawn = {
+            name: [
+                np.random.default_rng([seed, row, *name.encode()]).normal(size=n).astype(np.float16) for row in good
+            ]
+            for name, n in columns.items()
+        }
+        if text_cache == "ids":
+            drawn["input_ids"] = [
+                numbers[: PROMPT[0]].view(np.int16).astype(np.int32) for numbers in drawn.pop("prompt_embeds")
+            ]
+        kinds = {name: pa.int32() if name == "input_ids" else pa.float16() for name in drawn}
+        sizes = {name: PROMPT[0] if name == "input_ids" else int(columns[name]) for name in drawn}
+        arrays = {
+            name: pa.FixedSizeListArray.from_arrays(
+                pa.array(np.concatenate(numbers) if numbers else [], kinds[name]), sizes[name]
+            )
+            for name, numbers in drawn.items()
+        }
+        arrays["text"] = pa.array([f"caption {row}" for row in good], pa.string())
+        arrays["key"] = pa.array([f"{row}.png" for row in good], pa.string())
+        checksums = [module.checksum_row({name: drawn[name][i] for name in drawn}) for i in range(len(good))]
+        arrays["checksum"] = pa.array(checksums, pa.uint64())
+        bad = [{"row": row, "key": f"{row}.png", "reason": skipped[row]} for row in rows if row in skipped]
+        yield start, pa.RecordBatch.from_pydict(arrays), bad, {"encoded_again": 0, "captions_cut": 1}
+
+
+ACCELERATOR = argparse.Namespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
+ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_ROWS})()
+
+
+def open_cache(args, settings=None):
+    """Plan and open a cache as the scripts do. Returns (names of its shards, its lock, cache.json, records)."""
+    settings = settings or make_settings(args.text_cache)
+    shards, _ = module.plan_cache(ROWS, np.zeros(PROMPT, np.float16), settings, args)
+    return shards, *module.open_cache(ACCELERATOR, settings, args)
+
+
+def make_cache(folder, *argv, seed=0):
+    """A cache of six rows in three shards, one row skipped. What is there of it already stays."""
+    args = make_args(folder, *argv)
+    shards, lock, _, records = open_cache(args)
+    for i, name in enumerate(shards):
+        if name not in records:
+            rows = range(i * ROWS_PER_SHARD, min(NUM_ROWS, (i + 1) * ROWS_PER_SHARD))
+            module.write_shard(folder / name, encode_rows(rows[0], rows[-1] + 1, seed, args.text_cache))
+    empty_prompt = np.random.default_rng(seed).normal(size=PROMPT).astype(np.float16)
+    try:
+        return module.finish_cache(folder, empty_prompt, 0.5)
+    finally:
+        lock.release(force=True)
+        (folder / ".lock").unlink()
+
+
+def contents(folder):
+    """Every file of a folder with its bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def refused(match, *args, **options):
+    with pytest.raises(SystemExit, match=match):
+        open_cache(*args, **options)
+
+
+# ------------------------------------------------------------------- a shard and its record
+
+
+def test_a_shard_holds_the_good_rows_and_its_record_says_the_rest(tmp_path):
+    (tmp_path / "unfinished").mkdir()
+    record = module.write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
+    rows = pa.ipc.open_stream((tmp_path / "data.arrow").read_bytes()).read_all()
+    assert rows["key"].to_pylist() == [f"{row}.png" for row in (0, 1, 2, 3, 5, 6)]
+    assert rows == pa.Table.from_batches([batch for _, batch, _, _ in encode_rows(0, 7)])
+    assert record == json.loads((tmp_path / "unfinished/data.arrow.json").read_text())
+    assert record.pop("sha256") == module.digest_file(tmp_path / "data.arrow")
+    assert record.pop("checksums") == xxhash.xxh3_128_hexdigest(rows["checksum"].combine_chunks().to_numpy())
+    skipped = [{"row": 4, "key": "4.png", "reason": SKIPPED[4]}]
+    assert record == {"rows": 6, "encoded_again": 0, "captions_cut": 4, "skipped": skipped}
+    assert set(contents(tmp_path)) == {"data.arrow", "unfinished/data.arrow.json"}
+
+
+def test_a_shard_without_a_good_row_opens(tmp_path):
+    (tmp_path / "unfinished").mkdir()
+    bad = dict.fromkeys(range(3), "broken")
+    assert module.write_shard(tmp_path / "data.arrow", encode_rows(0, 3, skipped=bad))["rows"] == 0
+    read = pa.ipc.open_stream((tmp_path / "data.arrow").read_bytes())
+    assert "latents" in read.schema.names and list(read) == []
+
+
+def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
+    """A trainer opens every record batch of a cache; and of a shard no more is held than one."""
+    monkeypatch.setattr(module, "BATCH_BYTES", 256 * 16)
+    arrays = {"numbers": pa.array(range(640)), "checksum": pa.array(range(640), pa.uint64())}
+    rows, counts = pa.RecordBatch.from_pydict(arrays), {"encoded_again": 0, "captions_cut": 0}
+    (tmp_path / "unfinished").mkdir()
+    batches = [rows.slice(start, 0 if start == 32 else 16) for start in range(0, 640, 16)]
+    record = module.write_shard(tmp_path / "shard.arrow", [(0, batch, [], counts) for batch in batches])
+    written = list(pa.ipc.open_stream(tmp_path / "shard.arrow"))
+    assert [len(batch) for batch in written] == [256, 256, 112]
+    assert pa.Table.from_batches(written) == pa.Table.from_batches([rows.slice(0, 32), rows.slice(48)])
+    checksums = b"".join(batch["checksum"].to_numpy().tobytes() for batch in written)
+    assert (record["rows"], record["checksums"]) == (624, xxhash.xxh3_128_hexdigest(checksums))
+
+
+@pytest.mark.parametrize("where", ["new_stream", "write_batches", "fsync", "write_file", "encoding"])
+def test_a_shard_is_there_whole_or_not_at_all(tmp_path, monkeypatch, where):
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "data.arrow").write_bytes(b"before")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    def broken():
+        yield from encode_rows(0, 2)
+        raise RuntimeError("CUDA error: too hot")
+
+    owner = {"new_stream": module.pa.ipc, "fsync": module.os}.get(where, module)
+    if where == "encoding":
+        with pytest.raises(RuntimeError, match="too hot"):
+            module.write_shard(tmp_path / "data.arrow", broken())
+    else:
+        monkeypatch.setattr(owner, where, full)
+        with pytest.raises(
+            SystemExit, match=r"data.arrow could not be written \(.*No space left.*the same command goes on"
+        ):
+            module.write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
+        monkeypatch.undo()
+    found = contents(tmp_path)
+    if where == "write_file":  # without its record it is made again
+        pa.ipc.open_stream(found.pop("data.arrow")).read_all()
+    assert found in ({}, {"data.arrow": b"before"})
+
+
+def test_every_damage_of_a_shard_is_seen(tmp_path):
+    (tmp_path / "unfinished").mkdir()
+    path = tmp_path / "data.arrow"
+    records = {path.name: module.write_shard(path, encode_rows(0, 7))}
+    whole = path.read_bytes()
+    assert module.describe_damage(path, records) is None
+    assert module.describe_damage(tmp_path / "another.arrow", records) is None  # it has no record: it is missing
+    for bit in np.random.default_rng(0).integers(8 * len(whole), size=200).tolist():
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        assert module.describe_damage(path, records) == "is damaged"
+    for changed in (whole[:-1], whole + b"\0", b""):
+        path.write_bytes(changed)
+        assert module.describe_damage(path, records) == "is damaged"
+    path.unlink()
+    assert module.describe_damage(path, records) == "is gone"
+    path.write_bytes(whole)
+    records[path.name]["skipped"][0]["reason"] = "not read: [Errno 5] Input/output error"
+    assert module.describe_damage(path, records) == "lacks rows that could not be read"
+
+
+def test_a_checksum_sees_every_bit_and_no_order_of_the_columns():
+    row = {"prompt_embeds": np.arange(6, dtype=np.float16), "latents": np.ones(4, np.float16)}
+    seen = {module.checksum_row(row)}
+    assert module.checksum_row(dict(reversed(row.items()))) in seen
+    for name, bit in [(name, bit) for name, numbers in row.items() for bit in range(16 * len(numbers))]:
+        changed = row[name].copy()
+        changed.view(np.uint8)[bit // 8] ^= 1 << bit % 8
+        seen.add(module.checksum_row({**row, name: changed}))
+    assert len(seen) == 1 + 16 * 10
+
+
+def test_too_many_skipped_rows_end_it():
+    skipped = [{"row": row, "key": f"{row}.png", "reason": "broken"} for row in range(6)]
+    module.check_skipped(skipped[:5], 100, 0.05)
+    module.check_skipped([], 100, 0)
+    with pytest.raises(
+        SystemExit, match=r"6 of 100 rows could not be used, .*_skipped 0.05 allows, such as 5.png \(bro"
+    ):
+        module.check_skipped(skipped, 100, 0.05)
+
+
+# ------------------------------------------------------------------- planned and opened
+
+
+def test_a_cache_is_planned_in_shards_that_hold_every_row_once(tmp_path):
+    settings, args = make_settings(), make_args(tmp_path)
+    shards, sentence = module.plan_cache(ROWS, np.zeros(PROMPT, np.float16), settings, args)
+    assert shards == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
+    assert [module.name_shard(row, settings) for row in range(7)] == [shards[i] for i in (0, 0, 0, 1, 1, 1, 2)]
+    # latents of 24 numbers twice, embeddings of 30, two bytes each
+    assert sentence.startswith("7 rows of 156B (60.0B of it the caption's) and the text: 1.09kB in 3 shards")
+    args = make_args(tmp_path, "--text_cache=ids", "--no-random_flip")
+    assert "7 rows of 68.0B (20.0B of" in module.plan_cache(ROWS, np.zeros(PROMPT, np.float16), settings, args)[1]
+
+
+def leaves(tree, path=()):
+    for key, value in tree.items():
+        yield from leaves(value, (*path, key)) if isinstance(value, dict) else [(*path, key)]
+
+
+def test_whatever_decides_the_content_is_compared(tmp_path):
+    """A cache that was made with one other setting is refused, and the sentence says which."""
+    make_cache(tmp_path / "out")
+    before, args, settings = contents(tmp_path / "out"), make_args(tmp_path / "out"), make_settings()
+    module.plan_cache(ROWS, np.zeros(PROMPT, np.float16), settings, args)
+    paths = list(leaves(settings))
+    assert len(paths) == 24 and ("transform", "image_interpolation_mode") in paths
+    for path in paths:
+        changed = json.loads(json.dumps(settings))
+        parent = changed
+        for key in path[:-1]:
+            parent = parent[key]
+        old, parent[path[-1]] = parent[path[-1]], "another"
+        with pytest.raises(SystemExit) as stop:
+            module.open_cache(ACCELERATOR, changed, args)
+        said = (
+            f"{tmp_path / 'out'} holds another cache ({'.'.join(path)} {old} -> another): choose another --output_dir"
+        )
+        assert str(stop.value) == said
+    assert contents(tmp_path / "out") == {**before, ".lock": b""}
+
+
+def test_flags_decide_the_transform_and_the_shards(tmp_path):
+    make_cache(tmp_path / "out")
+    for argv, name in {
+        "--resolution=64": "transform.resolution 512 -> 64",
+        "--center_crop": "transform.center_crop False -> True",
+        "--no-random_flip": "transform.random_flip True -> False",
+        "--seed=3": "transform.seed 0 -> 3",
+        "--min_size=9": "transform.min_size 0 -> 9",
+        "--skip_empty_captions": "transform.skip_empty_captions False -> True",
+        "--image_interpolation_mode=bilinear": "transform.image_interpolation_mode bicubic -> bilinear",
+        "--rows_per_shard=4": "rows_per_shard 3 -> 4",
+    }.items():
+        refused(rf"holds another cache \({name}\)", make_args(tmp_path / "out", argv))
+
+
+def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path, capsys):
+    cache = make_cache(tmp_path / "out")
+    assert cache["version"] == __version__
+    whole = contents(tmp_path / "out")
+    argv = ["--max_skipped=0.5", "--batch_size=5", "--dataloader_num_workers=1", f"--cache_dir={tmp_path}"]
+    _, lock, _, records = open_cache(make_args(tmp_path / "out", *argv))
+    lock.release(force=True)
+    assert records.keys() == cache["shards"].keys() and capsys.readouterr().out == ""
+    now = contents(tmp_path / "out")
+    assert "--batch_size=5" in now["run.args"].decode() and "max_skipped" not in now["run.args"].decode()
+    assert now | {"run.args": b""} == whole | {"run.args": b"", ".lock": b""}
+    # of a version that did not say so, half-made; and with another decoder of JPEGs
+    make_cache(tmp_path / "old")
+    begun = {name: value for name, value in cache.items() if name in {**make_settings(), "transform": 0, "source": 0}}
+    begun |= {"rows_per_shard": ROWS_PER_SHARD, "decoder": "pillow 1.0", "made_with": {}}
+    (tmp_path / "old/cache.json").write_text(json.dumps(begun))
+    (tmp_path / "old/state.json").unlink()
+    _, lock, _, _ = open_cache(make_args(tmp_path / "old"))
+    lock.release(force=True)
+    assert "was begun with pillow 1.0; its JPEGs are decoded with" in capsys.readouterr().out
+    assert make_cache(tmp_path / "old")["shards"] == cache["shards"]
+
+
+def test_run_args_are_the_flags_again(tmp_path):
+    make_cache(tmp_path / "out", "--caption_column=a b", "--seed=5")
+    again = precompute_latents.parse_args([f"@{tmp_path / 'out/run.args'}"])
+    made = make_args(tmp_path / "out", "--caption_column=a b", "--seed=5")
+    assert {name for name in vars(made) if getattr(made, name) != getattr(again, name)} == {"output_dir"}
+    assert (tmp_path / "out/run.args").read_text().startswith("# accelerate launch precompute_latents.py @run.args\n")
+
+
+def test_folders_of_something_else_are_refused_and_left_alone(tmp_path):
+    (tmp_path / "file").write_text("")
+    refused("can't be written to", make_args(tmp_path / "file/out"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/model_index.json").write_text("{}")
+    refused("holds model_index.json and no latent cache: choose another folder", make_args(tmp_path / "other"))
+    assert set(contents(tmp_path / "other")) <= {"model_index.json", ".lock"}
+    (tmp_path / "data").mkdir()
+    args = make_args(tmp_path / "data/out", f"--train_data_dir={tmp_path / 'data'}")
+    refused("lies in --train_data_dir", args)
+    assert not (tmp_path / "data/out").exists()
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
+    make_cache(tmp_path / "out")
+    (tmp_path / "out/.tmp-of-another-run").touch()
+    with FileLock(tmp_path / "out/.lock"):
+        refused(f"another process is writing to {tmp_path / 'out'}: end it", make_args(tmp_path / "out"))
+    assert (tmp_path / "out/.tmp-of-another-run").exists()
+
+
+def test_what_a_kill_left_half_written_is_deleted_and_made_again(tmp_path):
+    make_cache(tmp_path / "whole")
+    args = make_args(tmp_path / "out")
+    shards, lock, cache, records = open_cache(args)
+    assert not records and cache["made_with"]["rows_per_shard"] == ROWS_PER_SHARD
+    lock.release(force=True)
+    for i in (0, 1):
+        module.write_shard(tmp_path / "out" / shards[i], encode_rows(3 * i, 3 * i + 3))
+    unfinished = tmp_path / "out/unfinished"
+    (unfinished / f"{shards[1]}.json").write_text('{"rows": 3, "sha')  # without fsync, after a power cut
+    (unfinished / f".tmp-{shards[2]}.json").write_text("")
+    (tmp_path / f"out/.tmp-{shards[2]}").write_bytes(b"half")
+    (tmp_path / "out/.tmp-folder").mkdir()
+    _, lock, _, records = open_cache(args)
+    lock.release(force=True)
+    assert set(records) == {shards[0]} and not list((tmp_path / "out").rglob(".tmp-*"))
+    make_cache(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_kill_between_its_first_files_is_no_cache_of_something_else(tmp_path, monkeypatch):
+    for least in range(3):
+        written, write_file = [], module.write_file
+
+        def killed(path, text, least=least, written=written, write_file=write_file):
+            if len(written) == least:
+                raise KeyboardInterrupt
+            written.append(write_file(path, text))
+
+        with (
+            monkeypatch.context() as first,
+            pytest.raises(KeyboardInterrupt) if least < 2 else contextlib.nullcontext(),
+        ):
+            first.setattr(module, "write_file", killed)
+            open_cache(make_args(tmp_path / str(least)))
+        make_cache(tmp_path / str(least))
+        assert (tmp_path / str(least) / "run.args").exists()
+
+
+@pytest.mark.parametrize("file, change, said", [
+    ("cache.json", lambda text: text.replace('"rows": 6', '"rows": 7'), "cache.json is not as it was written"),
+    ("cache.json", lambda text: text[:100], "JSONDecodeError"),
+    ("cache.json", lambda text: "[]", "AttributeError|TypeError|ValueError"),
+    ("state.json", lambda text: "{}", "KeyError: '_fingerprint'"),
+    ("skipped.jsonl", lambda text: text[:-5], "JSONDecodeError"),
+])  # fmt: skip
+def test_a_cache_json_that_changed_is_refused(tmp_path, file, change, said):
+    make_cache(tmp_path / "out")
+    path = tmp_path / "out" / file
+    text = path.read_text()
+    assert change(text) != text
+    path.write_text(change(text))
+    before = contents(tmp_path / "out")
+    refused(rf"{tmp_path / 'out'} is damaged \(.*({said}).*delete it, or choose another", make_args(tmp_path / "out"))
+    assert contents(tmp_path / "out") == {**before, ".lock": b""}
+    path.write_text(text)
+    make_cache(tmp_path / "out")
+
+
+# ------------------------------------------------------------------- finished
+
+
+def test_datasets_opens_what_is_finished_and_finds_the_bits(tmp_path):
+    cache = make_cache(tmp_path / "out")
+    rows = datasets.load_from_disk(str(tmp_path / "out"))
+    expected = pa.Table.from_batches([batch for i in (0, 3, 6) for _, batch, _, _ in encode_rows(i, min(i + 3, 7))])
+    assert rows.data.table.combine_chunks() == expected.combine_chunks()
+    assert json.loads((tmp_path / "out/state.json").read_text())["_fingerprint"] == module.fingerprint_cache(cache)
+    assert {name: cache[name] for name in ("rows", "skipped", "encoded_again", "captions_cut")} == {
+        "rows": 6, "skipped": 1, "encoded_again": 0, "captions_cut": 5,
+    }  # fmt: skip
+    assert [json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()] == [
+        {"row": 4, "key": "4.png", "reason": SKIPPED[4]}
+    ]
+    assert np.load(tmp_path / "out/empty_prompt.npy").dtype == np.float16
+    assert not (tmp_path / "out/unfinished").exists() and not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_kill_at_any_moment_of_the_end_changes_nothing_and_state_json_comes_last(tmp_path, monkeypatch):
+    """Without state.json it does not open."""
+    make_cache(tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
+    finish_cache, replace, rmtree = module.finish_cache, Path.replace, shutil.rmtree
+    for least in range(7):
+        out, moments = tmp_path / f"out{least}", itertools.count()
+
+        def step(work, *args, least=least, moments=moments):
+            if next(moments) == least:
+                raise KeyboardInterrupt
+            return work(*args)
+
+        def finish(*args, step=step):
+            with monkeypatch.context() as killed:
+                killed.setattr(Path, "replace", lambda path, target: step(replace, path, target))
+                killed.setattr(module.shutil, "rmtree", lambda path: step(rmtree, path))
+                return finish_cache(*args)
+
+        with monkeypatch.context() as first:
+            first.setattr(module, "finish_cache", finish)
+            with pytest.raises(KeyboardInterrupt) if least < 6 else contextlib.nullcontext():
+                make_cache(out)
+        if least < 5:
+            with pytest.raises(FileNotFoundError):
+                datasets.load_from_disk(str(out))
+        assert (out / "state.json").exists() == (least >= 5)
+        make_cache(out)
+        assert contents(out) == whole

@@ -1,0 +1,127 @@
+"""Rows with captions: what becomes of one, why one is skipped, and what is said of captions."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import MODELS, make_images
+from image_server import make_pixel_bomb
+from PIL import Image
+from transformers import CLIPTokenizer
+
+import precompute_latents
+from diffusion_training.data import captions as module
+from diffusion_training.data.images import decode_image, shrink
+
+TOKENIZER = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+
+
+@pytest.fixture
+def row(tmp_path):
+    """row(*flags, **changes) transforms image 3 of a folder, with the caption and the fields that are given."""
+    folder = make_images(tmp_path / "images", 4)
+
+    def transform(*flags, number=3, epoch=0, **changes):
+        flags = [f"--train_data_dir={folder}", "--pretrained_model_name_or_path=sd", "--resolution=16", *flags]
+        item = {"image": {"bytes": None, "path": f"{folder}/3.png"}, "text": "a digit", **changes}
+        return module.transform(number, epoch, item, "image", 3, precompute_latents.parse_args(flags))
+
+    transform.folder = folder
+    return transform
+
+
+def test_a_row_is_cropped_where_its_key_says(row, tmp_path):
+    image = decode_image({"bytes": None, "path": f"{row.folder}/3.png"}, 3)
+    for number, epoch, seed in ((3, 0, 0), (4, 0, 0), (3, 1, 0), (3, 0, 1)):
+        y, x = np.random.default_rng([seed, epoch, number]).random(2)
+        made = row(f"--seed={seed}", number=number, epoch=epoch)
+        assert torch.equal(made["pixel_values"], shrink(image, 16, (y, x)))
+        assert {name: made[name] for name in made if name != "pixel_values"} == {
+            "row": number, "key": "3.png", "text": "a digit", "skipped": None, "outage": False,
+        }  # fmt: skip
+    assert torch.equal(row("--center_crop", "--seed=1")["pixel_values"], shrink(image, 16, (0.5, 0.5)))
+    nearest = row("--center_crop", "--image_interpolation_mode=nearest-exact")["pixel_values"]
+    assert torch.equal(nearest, shrink(image, 16, (0.5, 0.5), "nearest-exact"))
+
+
+def test_of_a_list_of_captions_one_is_drawn_by_key(row):
+    several = [f"caption {k}" for k in range(5)]
+    drawn = [[row(f"--seed={seed}", number=i, text=several)["text"] for i in range(20)] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2] and {*drawn[0]} == {*several}
+    assert drawn[0] == [several[int(5 * np.random.default_rng([0, 0, i]).random(4)[3])] for i in range(20)]
+    assert row(text=["only"])["text"] == "only"
+
+
+@pytest.mark.parametrize("changes, flags, reason", [
+    ({"text": None}, [], "the caption is None"),
+    ({"text": []}, [], "the caption is []"),
+    ({"text": 7}, [], "the caption is 7"),
+    ({"text": [None, None]}, [], "the caption is None"),
+    ({"text": " \n"}, ["--skip_empty_captions"], "the caption is empty"),
+    ({"text": ""}, [], None),
+    ({"image": None}, [], "there is no image"),
+    ({"image": {"bytes": None, "path": None}}, [], "there is no image"),
+    ({"image": {"bytes": b"no image", "path": "a.png"}}, [], "cannot identify image file"),
+    ({"image": {"bytes": make_pixel_bomb(), "path": "a.png"}}, [], "Image size (3600000000 pixels) exceeds limit"),
+    ({}, ["--min_size=21"], "24 x 20 pixels are less than --min_size 21"),
+    ({}, ["--min_size=20"], None),
+])  # fmt: skip
+def test_why_a_row_is_skipped(row, changes, flags, reason):
+    made = row(*flags, **changes)
+    assert made["skipped"] == reason or made["skipped"].startswith(reason + " ")  # a limit
+    assert not made["outage"]
+    assert made["pixel_values"].shape == (3, 16, 16) and made["pixel_values"].dtype == torch.uint8
+    if reason:  # a placeholder keeps the batch in shape
+        assert made["text"] == "" and not made["pixel_values"].any()
+
+
+def test_what_the_disk_or_the_network_failed_at_is_told_from_what_is_no_image(row, monkeypatch):
+    for error, reason, outage in (
+        (OSError(5, "Input/output error"), "not read: [Errno 5] Input/output error", True),
+        (FileNotFoundError(2, "No such file", "/gone/away/3.png"), "not read: [Errno 2] No such file", True),
+        (FileNotFoundError(2, "No such file", f"{row.folder}/3.png"), "not read: [Errno 2] No such file", False),
+        (PermissionError(13, "Permission denied", "x"), "not read: [Errno 13] Permission denied", False),
+        (OSError("image file is truncated (3 bytes not processed)"), "image file is truncated (3 bytes", False),
+        (Image.DecompressionBombError("Image size exceeds limit"), "Image size exceeds limit", False),
+    ):
+
+        def fail(*args, error=error, **options):
+            raise error
+
+        monkeypatch.setattr(module, "decode_image", fail)
+        made = row()
+        assert made["skipped"].startswith(reason) and made["outage"] == outage, made["skipped"]
+
+
+def test_keys_are_the_same_wherever_the_data_lies(row, tmp_path):
+    assert row()["key"] == "3.png"
+    assert row(image={"bytes": b"", "path": f"{row.folder}/sub/9.png"})["key"] == "sub/9.png"
+    assert row(image={"bytes": b"", "path": "hf://of/a/hub.png"})["key"] == "hf://of/a/hub.png"
+    assert row(image={"bytes": b"", "path": None})["key"] == "row 3"
+    assert row(image={"bytes": b"", "path": "a\x1b[2J.png"})["key"] == "a?[2J.png"
+
+
+def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
+    texts = ["", "a digit", "a " * 50]
+    tokens = module.tokenize(TOKENIZER, texts)
+    assert tokens.shape == (3, 8) and (tokens[:, 0] == TOKENIZER.bos_token_id).all()
+    assert (tokens[0, 2:] == TOKENIZER.pad_token_id).all() and tokens[2, -1] == TOKENIZER.eos_token_id
+    assert module.are_cut(TOKENIZER, texts) == [False, False, True]
+    limit = "a " * 6  # a token each, and what stands before and after them
+    assert module.are_cut(TOKENIZER, [limit, limit + "a"]) == [False, True]
+
+
+def test_what_is_said_of_captions(capsys):
+    def look(captions):
+        module.say_equal(module.look_at_captions(datasets.Dataset.from_dict({"c": captions}), "c"))
+        return capsys.readouterr().out
+
+    assert "say 'x?[2J': is it the right --caption_column?" in look(["x\x1b[2J"] * 3)
+    assert look(["x"]) == look(["x", "y"]) == look([None, "x"]) == look([]) == ""
+    assert "say 'x'" in look([["x", "y"], ["x", "z"], []])  # of each row the first
+    rows = datasets.Dataset.from_dict({"c": [str(i) for i in range(25_000)]})
+    assert module.look_at_captions(rows, "c") == [str(i) for i in range(0, 25_000, 2)]
+    module.say_cut(0, 10, 8)
+    module.say_cut(3, 1200, 8, "there: ")
+    said = "there: 3 of 1,200 captions have more than 8 tokens, and lose what is beyond\n"
+    assert capsys.readouterr().out == said

@@ -1,0 +1,274 @@
+"""Checkpoints: whole or not there, loaded to the bit, and whatever is wrong with one is a sentence."""
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_unet_config
+from diffusers import UNet2DModel
+
+from diffusion_training import __version__
+from diffusion_training.training.checkpoints import (
+    find_checkpoint,
+    find_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    read_state,
+    save_checkpoint,
+)
+from diffusion_training.training.models import list_parameters
+
+SETTINGS = {"num_images": 6, "seed": 0, "holdout": 0.0, "use_ema": True, "resume_from_checkpoint": None}
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return UNet2DModel.load_config(make_unet_config(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def make(config):
+    """(models, their optimizer after one step), from a seed: a U-Net, a further module, and the averages of both."""
+
+    def make(seed, ema=True):
+        torch.manual_seed(seed)
+        models = {"unet": UNet2DModel.from_config(config), "projection": torch.nn.Linear(3, 2)}
+        optimizer = torch.optim.AdamW(list_parameters(models), lr=10.0**-seed)
+        for parameter in list_parameters(models):
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        averaged = {"unet_ema": UNet2DModel.from_config(config), "projection_ema": torch.nn.Linear(3, 2)}
+        return models | averaged if ema else models, optimizer
+
+    return make
+
+
+@pytest.fixture
+def save(tmp_path, accelerator, make):
+    """Save checkpoints at steps."""
+
+    def save(*steps, limit=None, ema=True, settings=SETTINGS):
+        models, optimizer = make(1, ema)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        args = argparse.Namespace(output_dir=str(tmp_path / "out"), checkpoints_total_limit=limit)
+        for step in steps:
+            state = {"global_step": step, "data_step": step, "images_seen": 2 * step, "settings": settings}
+            save_checkpoint(accelerator, models, optimizer, state, args)
+        return models, optimizer
+
+    return save
+
+
+@pytest.fixture
+def load(tmp_path, accelerator, make):
+    """Load a checkpoint into models of another seed."""
+
+    def load(path, ema=True, settings=SETTINGS):
+        models, optimizer = make(2, ema)
+        state = read_state(path, settings["num_images"])
+        load_checkpoint(accelerator, path, models, optimizer, state, settings)
+        return models, optimizer, state
+
+    return load
+
+
+def test_what_is_loaded_is_what_was_saved_to_the_bit(tmp_path, save, load):
+    models, optimizer = save(3)
+    found, loaded, state = load(tmp_path / "out/checkpoint-3")
+    assert (state["global_step"], state["data_step"], state["images_seen"]) == (3, 3, 6)
+    assert state["version"] == __version__ and state["settings"] == SETTINGS
+    for name, model in models.items():
+        one, other = model.state_dict(), found[name].state_dict()
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
+    one, other = optimizer.state_dict(), loaded.state_dict()
+    assert one["state"].keys() == other["state"].keys() and len(one["state"]) > 10
+    for number, moments in one["state"].items():
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(moments[name], other["state"][number][name])
+    assert other["param_groups"][0]["lr"] == 0.01 != one["param_groups"][0]["lr"]  # the flags of this run count
+    folders = {path.name for path in (tmp_path / "out/checkpoint-3").iterdir() if path.is_dir()}
+    assert folders == {"unet", "unet_ema", "projection", "projection_ema"}
+    assert UNet2DModel.from_pretrained(tmp_path / "out/checkpoint-3/unet")  # as anybody opens it
+
+
+def test_averaging_can_begin_at_a_checkpoint_without(tmp_path, save, load, capsys):
+    models, _ = save(3, ema=False, settings={**SETTINGS, "use_ema": False})
+    found, _, _ = load(tmp_path / "out/checkpoint-3")
+    assert torch.equal(found["projection_ema"].weight, models["projection"].weight)
+    assert f"Resuming from {tmp_path}/out/checkpoint-3, use_ema False -> True\n" in capsys.readouterr().out
+
+
+def test_settings_that_changed_are_told(tmp_path, save, load, capsys):
+    save(3)
+    load(tmp_path / "out/checkpoint-3", settings={**SETTINGS, "resume_from_checkpoint": "latest", "new": 1})
+    assert capsys.readouterr().out == f"Resuming from {tmp_path}/out/checkpoint-3\n"
+    load(tmp_path / "out/checkpoint-3", settings={**SETTINGS, "seed": 7, "num_images": 9})
+    assert "checkpoint-3, num_images 6 -> 9, seed 0 -> 7\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", [
+    "unet/diffusion_pytorch_model.safetensors", "unet_ema/config.json", "projection/model.safetensors",
+    "optimizer.bin", "scaler.bin",
+])  # fmt: skip
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone", "swap"])
+def test_a_checkpoint_knows_its_content(tmp_path, save, load, part, damage):
+    save(1, 2)
+    path = tmp_path / "out/checkpoint-2" / part
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    {
+        "flip": lambda: path.write_bytes(data),
+        "cut": lambda: path.write_bytes(data[:-10]),
+        "empty": lambda: path.write_bytes(b""),
+        "gone": path.unlink,
+        "swap": lambda: path.write_bytes((tmp_path / "out/checkpoint-1" / part).read_bytes() + b" "),
+    }[damage]()
+    sentence = rf"checkpoint-2 is damaged or from another model \({part} is not as it was written\); resume from"
+    with pytest.raises(SystemExit, match=sentence):
+        load(tmp_path / "out/checkpoint-2")
+
+
+def test_a_file_more_is_seen(tmp_path, save, load):
+    save(2)
+    shutil.copytree(tmp_path / "out/checkpoint-2/unet", tmp_path / "out/checkpoint-2/other")
+    with pytest.raises(SystemExit, match="other/config.json is not as it was written"):
+        load(tmp_path / "out/checkpoint-2")
+
+
+def test_another_model_is_refused(tmp_path, save, load, config):
+    save(2)
+    config["block_out_channels"] = (8, 24)
+    try:
+        with pytest.raises(SystemExit, match="checkpoint-2 is damaged or from another model"):
+            load(tmp_path / "out/checkpoint-2")
+    finally:
+        config["block_out_channels"] = (8, 16)
+
+
+def test_every_digit_of_the_state_that_changed_is_seen(tmp_path, save):
+    save(2)
+    path = tmp_path / "out/checkpoint-2/trainer_state.json"
+    content, state = path.read_text(), read_state(path.parent, 6)
+    assert state["global_step"] == 2
+    for i, character in enumerate(content):
+        if character.isdigit():
+            path.write_text(content[:i] + str((int(character) + 1) % 10) + content[i + 1 :])
+            with pytest.raises(SystemExit, match="is damaged; .*trainer_state.json is not as it was written"):
+                read_state(path.parent, 6)
+    path.write_text(re.sub('"use_ema": true', '"use_ema": false', content))
+    with pytest.raises(SystemExit, match="is damaged"):
+        read_state(path.parent, 6)
+    path.write_text(json.dumps(json.loads(content)))  # another layout of the same
+    assert read_state(path.parent, 6) == state
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"global_step": 1}', "null", "\x00", "{", '{"checksums": []}',
+    '{"global_step": 1, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}}',
+    '{"global_step": 1, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}, "checksums": {}}',
+])  # fmt: skip
+def test_a_damaged_state_is_one_sentence(tmp_path, content):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1/trainer_state.json").write_text(content)
+    with pytest.raises(SystemExit, match="checkpoint-1 is damaged; resume from another or choose a new --output_dir"):
+        read_state(tmp_path / "checkpoint-1", 6)
+
+
+def test_without_a_checkpoint_all_begins_at_zero():
+    assert read_state(None, 6) == {"global_step": 0, "data_step": 0, "images_seen": 0, "settings": {}}
+
+
+def test_with_other_images_the_epoch_that_was_begun_begins_again(tmp_path, save):
+    save(5)  # 10 images of 6 an epoch
+    assert read_state(tmp_path / "out/checkpoint-5", 6)["images_seen"] == 10
+    assert read_state(tmp_path / "out/checkpoint-5", 7)["images_seen"] == 7
+
+
+def test_a_checkpoint_that_has_seen_the_images_that_would_be_held_out_is_refused(tmp_path, save, load):
+    save(2)
+    with pytest.raises(SystemExit, match="checkpoint-2 was trained on images that would be held out: .*; keep both"):
+        load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "holdout": 4.0})
+    save(2, settings={**SETTINGS, "holdout": 4.0})
+    with pytest.raises(SystemExit, match="would be held out: .*'seed': 0.* -> .*'seed': 1"):
+        load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "holdout": 4.0, "seed": 1})
+    load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "holdout": 4.0})
+    load(tmp_path / "out/checkpoint-2")  # without, nothing is measured that was trained on
+
+
+# ------------------------------------------------------------------- saved, pruned, found
+
+
+def test_the_oldest_go_and_never_the_one_just_saved(tmp_path, save):
+    save(1, 2, 10, limit=2)
+    out = tmp_path / "out"
+    assert [path.name for path in find_checkpoints(out)] == ["checkpoint-2", "checkpoint-10"]  # by number
+    save(5, limit=1)  # gone back, to a folder with a newer one
+    assert [path.name for path in find_checkpoints(out)] == ["checkpoint-5"]
+    save(6)
+    assert len(find_checkpoints(out)) == 2 and not list(out.glob(".tmp*"))
+    args = argparse.Namespace(output_dir=str(out), checkpoints_total_limit=1)
+    prune_checkpoints(out / "checkpoint-6", args)
+    assert [path.name for path in find_checkpoints(out)] == ["checkpoint-6"]
+
+
+def test_one_that_was_moved_and_linked_back_is_pruned_here_and_stays_there(tmp_path, save):
+    save(1)
+    (tmp_path / "out/checkpoint-1").rename(tmp_path / "moved")
+    (tmp_path / "out/checkpoint-1").symlink_to(tmp_path / "moved")
+    save(2, limit=1)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-2"]
+    assert (tmp_path / "moved/trainer_state.json").exists()
+
+
+def test_a_failed_save_is_one_sentence_and_leaves_earlier_checkpoints(tmp_path, save, load, monkeypatch):
+    save(2)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    sentence = "checkpoint-4 could not be saved .*No space left on device"
+    with monkeypatch.context() as broken, pytest.raises(SystemExit, match=sentence):
+        broken.setattr(torch, "save", full)
+        save(4, limit=1)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-2"]
+    load(tmp_path / "out/checkpoint-2")
+
+
+def test_what_is_no_whole_checkpoint_is_not_found(tmp_path, accelerator, save, capsys, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    assert find_checkpoint(None, str(out)) is None and find_checkpoint("latest", str(out)) is None
+    assert f"No checkpoint in {out} yet: starting afresh" in capsys.readouterr().out
+    save(4, 6)
+    (out / "checkpoint-500").mkdir()  # half of one
+    for name in ("checkpoint_backup", "checkpoint-6-backup", "checkpoint-x", ".tmp-checkpoint-7"):
+        shutil.copytree(out / "checkpoint-4", out / name)
+    assert find_checkpoint("latest", str(out)) == out / "checkpoint-6"
+    for given in ("checkpoint-500", "checkpoint-5", str(tmp_path)):
+        with pytest.raises(SystemExit, match="is no whole checkpoint, neither as a path nor in"):
+            find_checkpoint(given, str(out))
+    with pytest.raises(SystemExit, match="holds checkpoint-6 of an earlier run: go on from it with --resume_from"):
+        find_checkpoint(None, str(out))
+    # By name, and a namesake in the working directory is not taken for it; by path, from elsewhere too.
+    monkeypatch.chdir(out.parent)
+    shutil.copytree(out / "checkpoint-4", tmp_path / "checkpoint-6")
+    assert find_checkpoint("checkpoint-6", str(out)) == out / "checkpoint-6"
+    assert find_checkpoint(f"{out}/checkpoint-4/", str(tmp_path / "new")) == out / "checkpoint-4"
+    assert find_checkpoint("out/checkpoint-4", str(tmp_path / "new")) == Path("out/checkpoint-4")
+
+
+def test_going_back_does_not_leave_newer_checkpoints_to_latest(tmp_path, accelerator, save):
+    save(2, 4)
+    for given in ("checkpoint-2", str(tmp_path / "out/checkpoint-2")):
+        with pytest.raises(SystemExit, match="checkpoint-4 is newer than .*checkpoint-2: delete what is newer"):
+            find_checkpoint(given, str(tmp_path / "out"))
+    assert find_checkpoint("checkpoint-4", str(tmp_path / "out")) == tmp_path / "out/checkpoint-4"

@@ -1,0 +1,96 @@
+"""Ray as the scripts start or find it; here another stands for it, which notes what it is told."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT, free_port
+
+from diffusion_training import cluster as module
+from diffusion_training.errors import Refused
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
+import download_images  # noqa: E402
+import precompute_latents  # noqa: E402
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What Ray is told: [(name, arguments)]. Like the real one, it puts its own signal handlers in place."""
+    calls, there = [], []
+
+    def init(address, **options):
+        calls.append(("init", address, options))
+        there.append(True)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(there))
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: (calls.append(("shutdown",)), there.clear()))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return calls
+
+
+def test_workers_get_the_package_and_the_scripts_as_they_lie_here():
+    scripts = [str(ROOT / "download_images.py"), str(ROOT / "precompute_latents.py")]
+    package = str(ROOT / "diffusion_training")
+    found = module.find_modules(download_images.download_shard, precompute_latents.TransformedRows, Refused)
+    assert found == sorted([package, *scripts]) and all(map(os.path.exists, found))
+    assert module.find_modules(Refused, download_images.fetch_rows) == [package]
+
+
+def test_a_ray_is_started_with_these_files_and_ended_again(calls):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    disconnect = module.connect(None, ["/a", "/b"], num_cpus=3)
+    ((_, address, options),) = calls
+    assert address is None and options["runtime_env"] == {"py_modules": ["/a", "/b"]} and options["num_cpus"] == 3
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    disconnect()
+    assert calls[1:] == [("shutdown",)]
+
+
+def test_a_ray_that_this_process_has_is_taken_and_left(calls):
+    ray.init("of a notebook")
+    del calls[:]
+    module.connect(None, ["/a"])()
+    assert calls == []
+
+
+def test_it_ends_after_what_still_asks_it(calls):
+    """Ray Data's thread would ask a Ray that is gone, which ends the process."""
+    order, disconnect = [], module.connect(None, [])
+    thread = threading.Thread(target=lambda: (time.sleep(0.3), order.append("done")), name="StreamingExecutor-1")
+    thread.start()
+    disconnect()
+    assert order == ["done"] and calls[-1] == ("shutdown",)
+
+
+@pytest.mark.parametrize("way", ["flag", "environment"])
+def test_a_ray_that_is_not_there_is_named_at_once(calls, monkeypatch, way):
+    begin, address = time.time(), f"127.0.0.1:{free_port()}"
+    if way == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(SystemExit, match=rf"Ray can't be started or found at {address} \(.*refused"):
+        module.connect(address if way == "flag" else None, [])
+    assert time.time() - begin < 5 and not calls  # Ray itself would look for minutes
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        module.connect(address, [])
+    assert calls[0][:2] == ("init", address)
+
+
+def test_what_ray_says_against_it_is_the_sentence(calls, monkeypatch):
+    def init(*args, **options):
+        raise ConnectionError("no node\nanywhere")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(SystemExit, match=r"Ray can't be started or found at auto \(no node anywhere\)"):
+        module.connect("auto", [])
+    with pytest.raises(SystemExit, match=r"Ray can't be started \(no node"):
+        module.connect(None, [])

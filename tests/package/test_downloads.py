@@ -1,0 +1,291 @@
+"""Requests to a server that is as bad as the web, without Ray; nothing leaves the loopback device."""
+
+import asyncio
+import collections
+import datetime
+import io
+import socket
+import ssl
+import tempfile
+import threading
+import time
+
+import pytest
+from conftest import free_port
+from image_server import BAD, FAST, GOOD, SLOW, ImageServer, make_image
+
+aiohttp = pytest.importorskip("aiohttp", reason="needs requirements-ray.txt")
+import psutil  # noqa: E402
+from multidict import CIMultiDict  # noqa: E402
+
+import download_images as script  # noqa: E402
+from diffusion_training.web import downloads as module  # noqa: E402
+
+
+@pytest.fixture
+def server():
+    server = ImageServer()
+    yield server
+    server.close()
+
+
+def make_args(*flags):
+    return script.parse_args(["--input", "x", "--output_dir", "y", *map(str, flags)])
+
+
+def good_urls(server, count, kind="image"):
+    return [f"{server.url}/{kind}/{i}" for i in range(count)]
+
+
+def fetch(urls, *flags):
+    """([file or None], [failure or None]) of each URL, with FAST and these flags."""
+    with tempfile.TemporaryFile() as spool:
+        urls = dict(enumerate(urls))
+        images, failures, _ = asyncio.run(module.fetch_rows(urls, spool, make_args(*FAST, *flags)))
+        assert images.keys() | failures.keys() == urls.keys() and not images.keys() & failures.keys()
+        files = dict.fromkeys(urls)
+        for row, image in images.items():
+            spool.seek(image["first"])
+            files[row] = spool.read(image["last"] - image["first"])
+    return list(files.values()), [failures.get(row) for row in files]
+
+
+def reasons(urls, *flags):
+    return [failure and failure["reason"] for failure in fetch(urls, *flags)[1]]
+
+
+# ------------------------------------------------------------------------------------------------- what comes
+
+
+def test_good_images_arrive_as_they_are_and_failures_have_their_reasons(server, monkeypatch):
+    monkeypatch.setattr(module.random, "uniform", lambda low, high: 0.1)  # seconds between tries
+    kinds = [kind for kind in [*BAD, *GOOD, *GOOD] if kind not in SLOW]
+    files, failures = fetch([f"{server.url}/{kind}/{i}" for i, kind in enumerate(kinds)], "--per_host", 64)
+    for i, kind in enumerate(kinds):
+        asked = server.requests[f"/{kind}/{i}"]
+        if kind in GOOD:
+            assert files[i] == make_image(i) and asked == {"busy": 2, "flaky": 3}.get(kind, 1), kind
+        else:
+            reason, tries = BAD[kind]
+            assert failures[i]["reason"].startswith(reason) and failures[i]["tries"] == tries, failures[i]
+            assert asked == tries, kind
+    assert server.requests["/circle/"] == module.MAX_REDIRECTS
+    assert server.sent < 20_000_000  # the endless body was left when it was too large
+
+
+def test_who_keeps_us_waiting_is_given_up_and_asked_again(server, monkeypatch):
+    monkeypatch.setattr(module.random, "uniform", lambda low, high: 0.1)
+    start = time.monotonic()
+    flags = ["--timeout", 0.6, "--idle_timeout", 0.3]
+    _, failures = fetch([f"{server.url}/{kind}/{i}" for i, kind in enumerate(SLOW)], *flags)
+    assert failures == [{"reason": "timed out", "tries": 3}] * 3
+    assert 1.8 <= time.monotonic() - start < 6  # the one that drips is never idle, and has an end
+    assert [server.requests[f"/{kind}/{i}"] for i, kind in enumerate(SLOW)] == [3] * 3
+
+
+def test_limits_of_requests(server):
+    server.delay = 0.05
+    for flags, most in ((["--per_host", 3], 3), (["--per_host", 50, "--connections", 7], 7)):
+        server.most = 0
+        files, _ = fetch(good_urls(server, 40), *flags)
+        assert files == [make_image(i) for i in range(40)] and server.most == most
+
+
+def test_slow_hosts_hold_up_nobody(server):
+    """Rows wait for a free connection to their own host only, and nobody for a retry."""
+    stalled = ImageServer()
+    try:
+        urls = [f"{stalled.url.replace('127.0.0.1', 'localhost')}/mute/{i}" for i in range(8)] + good_urls(server, 50)
+        flags = "--connections 8 --per_host 4 --retries 0 --allow_private_addresses 127.0.0.0/8 ::1".split()
+        soon = []
+        threading.Timer(0.9, lambda: soon.append(server.requests.total())).start()
+        files, failures = fetch(urls, *flags)
+        assert failures[:8] == [{"reason": "timed out", "tries": 1}] * 8
+        assert files[8:] == [make_image(i) for i in range(50)]
+        assert soon == [50]  # all that can be had, before the first silent request was given up
+    finally:
+        stalled.close()
+
+
+@pytest.mark.parametrize("kind", ["endless", "huge", "bomb"])
+def test_bodies_are_left_when_they_are_too_large(server, kind):
+    before = psutil.Process().memory_info().rss
+    found = reasons([f"{server.url}/{kind}/{i}" for i in range(20)], "--per_host", 20)
+    assert all(reason.startswith(BAD[kind][0]) for reason in found)
+    assert server.sent < 20 * 10_000_000  # a megabyte each, and what sockets and buffers hold
+    assert psutil.Process().memory_info().rss - before < 200_000_000
+
+
+def test_retries_wait_as_long_as_asked(server):
+    start = time.monotonic()
+    files, _ = fetch([f"{server.url}/busy/1"])
+    assert files == [make_image(1)] and time.monotonic() - start >= 1
+    assert reasons([f"{server.url}/busy/2"], "--retries", 0) == ["HTTP 429"]
+    headers = {"Retry-After": module.email.utils.formatdate(time.time() + 60, usegmt=True)}
+    assert 55 < module.read_retry_after(headers) <= 60
+    found = [module.read_retry_after({"Retry-After": value}) for value in ("7", "", "soon", "-1")]
+    assert found == [7, None, None, None]
+
+
+def test_what_is_wrong_with_a_connection(server, tmp_path, monkeypatch):
+    """TLS where there is none or with a certificate that nobody signed, a closed port, a name that nobody has."""
+    x509 = pytest.importorskip("cryptography.x509", reason="needs cryptography, which comes with moto")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=1))
+    certificate = certificate.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), False)
+    pem = certificate.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    formats = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (tmp_path / "both").write_bytes(pem + key.private_bytes(serialization.Encoding.PEM, *formats))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "both")
+    safe = ImageServer(context)
+    try:
+        long = "http://" + "a" * 80 + ".com/"
+        own = ["--allow_private_addresses", "127.0.0.1", "::1"]
+        for url, start in {
+            f"https://localhost:{safe.port}/image/1": "TLS",
+            f"https://127.0.0.1:{server.port}/image/1": ("TLS", "connection"),
+            f"http://127.0.0.1:{free_port()}/": "connection",
+            "http://name.invalid/": "host not found",
+            long: ("bad URL", "host not found"),
+            "x": "not http",
+            "ftp://a/": "not http",
+        }.items():
+            (reason,) = reasons([url], *own)
+            assert reason.startswith(start), (url, reason)
+        # Signed, for this name: the connection goes to an address, the certificate is that of the name
+        trusting = ssl.create_default_context(cafile=tmp_path / "both")
+        monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting)
+        found = reasons([f"https://{host}:{safe.port}/image/1" for host in ("localhost", "127.0.0.1")], *own)
+        assert found[0] is None and found[1].startswith("TLS")
+    finally:
+        safe.close()
+
+
+def test_a_full_disk_is_no_failure_of_the_image(server):
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(module.fetch_rows({0: f"{server.url}/image/1"}, Full(), make_args(*FAST)))
+
+
+@pytest.mark.parametrize("values, found", [
+    (["noai"], "noai"),
+    (["all"], None),
+    (["nofollow, NoImageAI"], "noimageai"),
+    (["otherbot: noai, noindex"], None),
+    (["otherbot: noai, download_images: noindex"], "noindex"),
+    (["Download_Images: noai"], "noai"),
+    (["otherbot: noai", "noindex"], "noindex"),
+    (["unavailable_after: 25 Jun 2030 15:00:00 PST, noai"], "noai"),
+    (["unavailable_after: Tue, 25 Jun 2030 15:00:00 GMT, noai"], "noai"),
+    (["max-image-preview: none, noindex"], "noindex"),
+    ([], None),
+])  # fmt: skip
+def test_opt_out(values, found):
+    args = make_args()
+    headers = CIMultiDict([("x-robots-tag", value) for value in values])
+    assert module.find_opt_out(headers, args.user_agent, args.opt_out) == found
+    assert module.find_opt_out(headers, args.user_agent, make_args("--opt_out").opt_out) is None
+
+
+# ------------------------------------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    "address",
+    "127.0.0.1 127.8.9.10 0.0.0.0 10.1.2.3 172.16.0.1 172.31.255.255 192.168.1.1 169.254.169.254 100.64.0.1 "
+    "100.100.100.200 192.0.0.1 192.0.2.1 198.18.0.1 198.51.100.1 203.0.113.1 224.0.0.1 239.255.255.255 240.0.0.1 "
+    "255.255.255.255 168.63.129.16 :: ::1 ::127.0.0.1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 ::ffff:169.254.169.254 "
+    "fe80::1 fe80::1%eth0 fc00::1 fd00:ec2::254 fec0::1 ff02::1 2001:db8::1 64:ff9b:1::1 64:ff9b::7f00:1 "
+    "64:ff9b::a9fe:a9fe 2002:7f00:1:: 2002:a00:1:: 2001:0:0:0:0:0:80ff:fffe".split(),
+)
+def test_private_addresses_are_refused(address):
+    with pytest.raises(module.PrivateAddress):
+        module.check_address(address, None)
+    module.check_address(address, [])  # all are allowed
+    with pytest.raises(module.PrivateAddress):
+        module.check_address(address, ["192.168.77.0/24"])
+
+
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
+def test_public_addresses_are_not(address):
+    module.check_address(address, None)
+
+
+def test_networks_of_ones_own():
+    module.check_address("192.168.77.5", ["192.168.77.0/24", "fd00::/8"])
+    module.check_address("fd00::1", ["192.168.77.0/24", "fd00::/8"])
+    module.check_address("::ffff:192.168.77.5", ["192.168.77.0/24"])
+
+
+HOSTS = ["127.0.0.1", "localhost", "2130706433", "0177.0.0.1", "0x7f.1", "127.1", "0.0.0.0", "0", "[::1]", "[::]",
+         "[::ffff:7f00:1]", "user:password@127.0.0.1", "example.com@127.0.0.1",
+         "example.com%2F@127.0.0.1", "127.0.0.1%2F.example.com@127.0.0.1", "①②⑦.0.0.1", "127。0。0。1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_no_spelling_of_a_private_host_gets_through(server, host):
+    url, args = f"http://{host}:{server.port}/image/1", make_args("--timeout", 2, "--retries", 0)
+    images, failures, _ = asyncio.run(module.fetch_rows({0: url}, io.BytesIO(), args))
+    assert not images and not server.requests and server.open == 0
+    assert failures[0]["reason"].startswith(("private address", "bad URL", "host not found", "connection")), failures
+    if host in ("127.0.0.1", "localhost", *HOSTS[8:13]):
+        assert failures[0]["reason"] == "private address"
+
+
+def test_a_name_that_changes_its_address_is_checked_where_it_is_connected_to(server, monkeypatch):
+    """DNS rebinding: public when first asked, private afterwards; and public and private at once."""
+    from asyncio import selector_events
+
+    asked, connected, connect = [], [], selector_events.BaseSelectorEventLoop.sock_connect
+
+    def look_up(host, port, *args, **kwargs):
+        asked.append(host)
+        addresses = {"both.test": ["127.0.0.1", "10.0.0.1"]}.get(host, ["127.0.0.1"])
+        if host == "rebind.test" and asked.count(host) == 1:
+            addresses = ["192.88.98.1"]  # public, and answered by nobody here
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    async def record(self, sock, address):
+        connected.append(address[0])
+        if address[0] == "192.88.98.1":
+            raise ConnectionRefusedError("nobody is there")
+        return await connect(self, sock, address)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(selector_events.BaseSelectorEventLoop, "sock_connect", record)
+    hosts = ["rebind.test", "both.test", "one.test"]
+    urls = {i: f"http://{host}:{server.port}/image/1" for i, host in enumerate(hosts)}
+    args = make_args()
+    for _ in range(2):  # of a second task, which asks anew
+        images, failures, _ = asyncio.run(module.fetch_rows(urls, io.BytesIO(), args))
+        assert not images and not server.requests
+        assert failures[1]["reason"] == failures[2]["reason"] == "private address"
+    assert failures[0]["reason"] == "private address" and asked.count("rebind.test") == 2
+    assert set(connected) == {"192.88.98.1"}  # what was checked is what was connected to
+    args.allow_private_addresses = []
+    images, _, _ = asyncio.run(module.fetch_rows({0: urls[2]}, io.BytesIO(), args))
+    assert images and "127.0.0.1" in connected  # the same, allowed: the test would have seen it
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_private_hosts(server, monkeypatch):
+    """Though itself it may be connected to."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, server.url)
+    assert reasons(["http://10.0.0.1/image/1"], "--retries", 0) == ["private address"] and not server.requests
+
+
+def test_redirects_are_judged_like_any_other_url(server):
+    found = reasons([f"{server.url}/{kind}/1" for kind in ("private", "mapped", "file", "circle", "hop")])
+    assert found == ["private address", "private address", "not http or https: 'file'", "too many redirects", None]
+    assert collections.Counter(server.requests)["/image/0"] == 0

@@ -1,0 +1,113 @@
+"""Errors: whatever ends a program is one sentence, said once; what nobody foresaw keeps its traceback."""
+
+import argparse
+import io
+import os
+import signal
+import sys
+
+import datasets
+import pytest
+import torch
+
+from diffusion_training.errors import explain, explained, fail, foresee, in_one_sentence, printable
+
+TRAINER = argparse.Namespace(train_batch_size=1)
+
+
+def test_a_refusal_is_one_sentence_with_the_scripts_name_and_status_1(capsys):
+    @in_one_sentence
+    def main(args):
+        fail(f"{args} is no number: give one")
+
+    with pytest.raises(SystemExit) as stop:
+        main("x")
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "\ntest_errors.py: x is no number: give one\n"
+
+
+@pytest.mark.parametrize("world, rank, alone, said", [
+    ("1", "0", False, True), ("2", "0", False, True), ("2", "1", False, False), ("2", "1", True, True),
+    ("1", "1", False, True),  # one process alone speaks, whatever its rank is said to be
+])  # fmt: skip
+def test_of_several_processes_one_speaks_or_the_one_that_knows(monkeypatch, capsys, world, rank, alone, said):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(SystemExit) as stop:
+        in_one_sentence(lambda args: fail("why", alone))(None)
+    assert stop.value.code == 1 and ("why" in capsys.readouterr().err) is said
+
+
+@pytest.mark.parametrize("error, sentence", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "there is not enough memory (CUDA out of memory"),
+    (MemoryError(), "there is not enough memory (MemoryError): try a smaller --train_batch_size"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you"), "enough memory"),
+    (OSError(28, "No space left on device"), "[Errno 28] No space left on device; what was saved before is whole"),
+    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "a process that loads data was killed"),
+    (torch.distributed.DistBackendError("NCCL"), "another process has ended, and says why (NCCL)"),
+    (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer"), "another process has ended, and says why"),
+])  # fmt: skip
+def test_what_happens_to_any_run_is_one_sentence(capsys, monkeypatch, error, sentence):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the only one that knows
+
+    @in_one_sentence
+    def main(args):
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        main(TRAINER)
+    said = capsys.readouterr().err.strip()
+    assert stop.value.code == 1 and sentence in said and "\n" not in said
+
+
+def test_less_memory_is_had_by_the_scripts_own_flag():
+    assert "--batch_size" in foresee(MemoryError(), argparse.Namespace(batch_size=1))
+
+
+def test_what_is_not_foreseen_keeps_its_traceback():
+    with pytest.raises(IndexError):
+        in_one_sentence(lambda args: [][1])(TRAINER)
+    reraised = "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback:\nRuntimeError: a bug of mine"
+    assert foresee(RuntimeError(reraised), TRAINER) is None
+
+
+def test_signals_before_and_after_training_say_what_is_saved_and_are_handed_back(capsys):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        with pytest.raises(SystemExit) as stop:
+            in_one_sentence(lambda args, number=number: os.kill(os.getpid(), number))(None)
+        assert stop.value.code == code
+        said = capsys.readouterr()
+        assert f"Stopped by {signal.Signals(number).name}; what is saved is whole" in said.out and not said.err
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_terminal_that_knows_ascii_only_ends_no_run(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    in_one_sentence(lambda args: print("Müll.png", flush=True))(None)
+    assert shown.buffer.getvalue() == b"M\\xfcll.png\n"
+
+
+def test_an_error_is_explained_in_one_line():
+    wrapped = datasets.exceptions.DatasetGenerationError("An error occurred while generating the dataset")
+    wrapped.__cause__ = ValueError("a column\n  too few")
+    assert explain(wrapped) == "a column too few"
+    worker = (
+        "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  x\nOSError: y"
+    )
+    assert explain(OSError(worker)) == "OSError: y"
+    assert explain(OSError("cannot identify image file <_io.BytesIO object at 0x7f>")) == "cannot identify image file"
+    assert explain(KeyError()) == "KeyError" and len(explain(ValueError("x" * 1000))) == 404
+
+
+def test_what_fails_inside_is_explained_and_refusals_pass():
+    with pytest.raises(SystemExit, match=r"^that can't be read \(no such thing\)$"), explained("that can't be read"):
+        raise ValueError("no such thing")
+    with pytest.raises(SystemExit, match="^choose another$"), explained("that can't be read"):
+        fail("choose another")
+
+
+def test_names_can_not_command_a_terminal():
+    assert printable("a\x1b[31mb\nc\u202ed é.png") == "a?[31mb?c?d é.png"

@@ -1,0 +1,216 @@
+"""Files: each is whole or not there, whenever a kill comes, and nothing that is somebody else's is touched."""
+
+import argparse
+import errno
+import os
+import shutil
+
+import pytest
+
+from diffusion_training.files import (
+    check_output_dir,
+    checksum_files,
+    clean,
+    delete,
+    digest_file,
+    find_differences,
+    saving,
+    write_file,
+)
+
+
+class Killed(BaseException):
+    """What no `except Exception` holds: nothing is tidied up after it."""
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def save(folder, text):
+    with saving(folder, "the model") as unfinished:
+        (unfinished / "unet").mkdir()
+        (unfinished / "unet/config.json").write_text(text)
+        (unfinished / "unet/weights").write_text(text)
+        (unfinished / "index.json").write_text(text)
+
+
+def fill(folder):
+    folder.mkdir()
+    save(folder, "old")
+    (folder / "mine.txt").write_text("mine")
+
+
+def test_what_is_saved_takes_the_place_of_its_namesakes_only(tmp_path):
+    fill(tmp_path / "out")
+    (tmp_path / "out/unet/left.bin").write_text("old")
+    save(tmp_path / "out", "new")
+    names = ["index.json", "unet/config.json", "unet/weights"]
+    assert tree(tmp_path / "out") == {**dict.fromkeys(names, "new"), "mine.txt": "mine"}
+    assert not list((tmp_path / "out").rglob(".tmp*"))
+
+
+def test_killed_before_any_change_of_a_file_each_item_is_whole(tmp_path, monkeypatch):
+    """And the next start puts back what was half moved; the next save is not in its way."""
+    changes, limit = 0, 0
+
+    def counted(function):
+        def change(*args, **options):
+            nonlocal changes
+            changes += 1
+            if changes == limit:
+                raise Killed
+            return function(*args, **options)
+
+        return change
+
+    functions = {name: getattr(os, name) for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")}
+    seen = set()
+    for limit in range(1, 100):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        fill(tmp_path / "out")
+        with monkeypatch.context() as watched:
+            changes = 0
+            for name, function in functions.items():
+                watched.setattr(os, name, counted(function))
+            try:
+                save(tmp_path / "out", "new")
+            except Killed:
+                pass
+            else:
+                break
+        clean(tmp_path / "out")
+        found = tree(tmp_path / "out")
+        assert sorted(found) == ["index.json", "mine.txt", "unet/config.json", "unet/weights"], limit
+        assert found["unet/config.json"] == found["unet/weights"] and found["mine.txt"] == "mine"
+        seen.add((found["unet/weights"], found["index.json"]))
+        save(tmp_path / "out", "next")
+        assert set(tree(tmp_path / "out").values()) == {"next", "mine"} and len(tree(tmp_path / "out")) == 4
+    assert limit > 10 and {("old", "old"), ("new", "new")} < seen
+    assert tree(tmp_path / "out") == {**dict.fromkeys(found, "new"), "mine.txt": "mine"}
+
+
+def test_what_a_kill_left_half_moved_is_put_back(tmp_path):
+    for name in (".tmp-old-metrics.jsonl", ".tmp-old-run.args"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "run.args").write_text("new")
+    (tmp_path / ".tmp-saving").mkdir()
+    clean(tmp_path)
+    assert tree(tmp_path) == {"metrics.jsonl": "old", "run.args": "new"} and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_half_written_folder_is_in_nobodys_way(tmp_path):
+    fill(tmp_path / "out")
+    (tmp_path / "out/.tmp-saving/unet").mkdir(parents=True)
+    (tmp_path / "out/.tmp-saving/half.png").write_text("half")
+    save(tmp_path / "out", "new")
+    assert len(tree(tmp_path / "out")) == 4 and not list((tmp_path / "out").glob("*half*"))
+
+
+def test_a_failure_is_one_sentence_and_changes_nothing(tmp_path, monkeypatch):
+    fill(tmp_path / "out")
+    before = tree(tmp_path / "out")
+    with pytest.raises(
+        SystemExit, match=r"^the model could not be saved \(a bug\); what was saved before is untouched"
+    ):
+        with saving(tmp_path / "out", "the model") as unfinished:
+            (unfinished / "unet").mkdir()
+            raise RuntimeError("a bug")
+    assert tree(tmp_path / "out") == before and not list((tmp_path / "out").glob(".tmp*"))
+    usage = argparse.Namespace(free=2**19)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(SystemExit, match=r"could not be saved \(the disk is full\)") as stop:
+        with saving(tmp_path / "out", "the model"):
+            raise RuntimeError("[enforce fail at inline_container.cc:603]")  # what torch.save says then
+    assert stop.value.alone and tree(tmp_path / "out") == before
+    with pytest.raises(SystemExit, match=r"could not be saved \(\[Errno 2\]"):  # of a folder that was moved away
+        save(tmp_path / "elsewhere", "new")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
+def test_an_error_of_the_disk_at_any_item_leaves_each_whole(tmp_path, monkeypatch, number):
+    fill(tmp_path / "out")
+
+    def refuse(*args):
+        raise OSError(number, os.strerror(number))
+
+    for name in ("fsync", "mkdir", "replace"):
+        with monkeypatch.context() as broken, pytest.raises(SystemExit, match=os.strerror(number)):
+            broken.setattr(os, name, refuse)
+            save(tmp_path / "out", "new")
+        clean(tmp_path / "out")
+        assert set(tree(tmp_path / "out").values()) == {"old", "mine"} and len(tree(tmp_path / "out")) == 4
+
+
+def test_links_are_replaced_and_what_they_lead_to_stays(tmp_path):
+    """As of a folder that was moved to a larger disk, and linked back."""
+    fill(tmp_path / "out")
+    for name in ("unet", "index.json"):
+        (tmp_path / "out" / name).rename(tmp_path / name)
+        (tmp_path / "out" / name).symlink_to(tmp_path / name)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/photo.png").touch()
+    (tmp_path / "out/.tmp-link").symlink_to(tmp_path / "data")
+    save(tmp_path / "out", "new")
+    clean(tmp_path / "out")
+    assert not (tmp_path / "out/unet").is_symlink() and tree(tmp_path / "out")["unet/weights"] == "new"
+    assert (tmp_path / "unet/weights").read_text() == (tmp_path / "index.json").read_text() == "old"
+    assert (tmp_path / "data/photo.png").exists() and not list((tmp_path / "out").glob(".tmp*"))
+    delete(tmp_path / "out/nothing")
+
+
+def test_checksums_tell_of_every_file_but_their_own(tmp_path):
+    fill(tmp_path / "out")
+    (tmp_path / "out/trainer_state.json").write_text("{}")
+    before = checksum_files(tmp_path / "out")
+    assert sorted(before) == ["index.json", "mine.txt", "unet/config.json", "unet/weights"]
+    (tmp_path / "out/unet/weights").write_text("olD")
+    (tmp_path / "out/trainer_state.json").write_text("{1}")
+    after = checksum_files(tmp_path / "out")
+    assert [name for name in before if before[name] != after[name]] == ["unet/weights"]
+
+
+def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "run.args"
+    write_file(path, "größer")
+    assert path.read_bytes() == "größer".encode()
+    digest = digest_file(path)
+    monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        write_file(path, b"new")
+    assert digest_file(path) == digest and digest_file(tmp_path / "gone") is None
+    assert len([name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]) == 1
+
+
+def check(output_dir, **flags):
+    check_output_dir(argparse.Namespace(output_dir=str(output_dir), **flags))
+
+
+def test_what_is_written_can_not_become_what_is_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    for flag in ("train_data_dir", "dataset_name", "pretrained_model_name_or_path", "vae_name_or_path"):
+        for inside in ("data", "data/out", "link/out", "x/../data"):
+            with pytest.raises(SystemExit, match=f"lies in --{flag} .*: choose another folder"):
+                check(tmp_path / inside, **{flag: str(tmp_path / "data")})
+    with pytest.raises(SystemExit, match="lies in --latents_dir"):
+        check(tmp_path / "data", latents_dir=[str(tmp_path / "other"), str(tmp_path / "data")])
+    check(tmp_path / "data2", train_data_dir=str(tmp_path / "data"), dataset_name="beans", resume_from="x")
+    for address in ("s3://bucket/x", "a\0b"):
+        with pytest.raises(SystemExit, match="is no path on a disk"):
+            check(address)
+
+
+@pytest.mark.parametrize("flags", [{}, {"logging_dir": "\udce4"}, {"prompts": ["a", "\udce4"]}])
+def test_what_is_no_text_is_refused(tmp_path, flags):
+    with pytest.raises(SystemExit, match="can't be read as text: rename it, or write it in UTF-8"):
+        check(tmp_path / ("out" if flags else "out\udce4"), **flags)
+
+
+def test_differences_are_named_with_both_values():
+    before = {"vae": {"scaling_factor": 0.18215, "class": "AutoencoderKL"}, "latents": "moments", "gone": 1}
+    now = {"vae": {"scaling_factor": 0.13025, "class": "AutoencoderKL"}, "latents": "moments", "new": {"a": 1}}
+    assert find_differences(before, before) == []
+    expected = ["vae.scaling_factor 0.18215 -> 0.13025", "gone 1 -> None", "new None -> {'a': 1}"]
+    assert find_differences(before, now) == expected

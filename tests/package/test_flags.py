@@ -1,0 +1,59 @@
+"""Flags that trainers share: what is refused in them, before anything is loaded or written."""
+
+import argparse
+import importlib.util
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from diffusion_training.training.flags import (
+    add_logging_flags,
+    add_optimization_flags,
+    add_saving_flags,
+    check_training_args,
+)
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    add_optimization_flags(parser, lr_scheduler="cosine", adam_beta1=0.9, adam_weight_decay=0.01)
+    add_logging_flags(parser.add_argument, "train")
+    add_saving_flags(parser.add_argument)
+    args = parser.parse_args(argv)
+    check_training_args(parser, args)
+    return args
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["--seed=-1"], "argument --seed: -1 is not between 0 and"),
+    (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
+    (["--lr_scheduler=piecewise_constant", "--lr_step_rules=1:x,0.1"], "needs --lr_step_rules"),
+    (["--lr_scheduler=piecewise_constant", "--lr_step_rules=nan:5,0.1"], "needs --lr_step_rules"),
+    (["--lr_scheduler=polynomial", "--learning_rate=1e-8"], "must be larger"),
+    (["--learning_rate=nan"], "argument --learning_rate: nan is not between 0 and 100"),
+    (["--train_batch_size=0"], "argument --train_batch_size: 0 is not between 1 and"),
+    (["--find_lr", "--find_lr_min=1", "--find_lr_max=0.1"], "--find_lr_min 1.0 is not below --find_lr_max 0.1"),
+])  # fmt: skip
+def test_bad_values_end_with_one_line(argv, sentence, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err.strip().split("\n")[-1]
+
+
+def test_good_values_are_taken():
+    assert parse("--lr_scheduler=piecewise_constant", "--lr_step_rules=1:1000,0.1:2000,0.01").lr_step_rules
+    assert parse("--train_batch_size=auto").train_batch_size == "auto"
+    assert parse("--num_epochs=3").num_train_epochs == 3
+    assert parse().scale_lr is parse("--scale_lr=sqrt", "--no-scale_lr").scale_lr is False
+    assert parse("--scale_lr").scale_lr == "linear"
+    assert not parse("--push_to_hub", "--find_lr").push_to_hub and parse("--push_to_hub").push_to_hub
+
+
+def test_every_tracker_of_accelerate_is_taken_and_named_when_missing(capsys, monkeypatch):
+    for name in LOGGER_TYPE_TO_CLASS:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+        with pytest.raises(SystemExit):
+            parse(f"--report_to={name}")
+        assert f"--report_to {name}: `pip install {name}` first" in capsys.readouterr().err
+        monkeypatch.setattr(importlib.util, "find_spec", lambda module, name=name: module == name)
+        assert parse(f"--logger={name}").report_to == name

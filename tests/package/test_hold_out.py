@@ -1,0 +1,177 @@
+"""The held-out loss: which rows it is of, and that its figure is the one that is documented."""
+
+import argparse
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_unet_config
+from diffusers import DDPMScheduler, UNet2DModel
+
+from diffusion_training.order import step_seed
+from diffusion_training.training.held_out import hold_out, log_held_out_loss
+
+
+class Named:
+    """A data set of which names are known, and images that follow from the row."""
+
+    def __init__(self, names, broken=()):
+        self.all, self.broken, self.asked = list(names), broken, []
+
+    def __len__(self):
+        return len(self.all)
+
+    def names(self):
+        return iter(self.all)
+
+    def __getitem__(self, keys):
+        ((epoch, row, weight),) = keys
+        self.asked.append((epoch, row))
+        images = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(row)) * 2 - 1
+        batch = {"pixel_values": images, "weight": torch.tensor([weight]), "skipped": []}
+        if row in self.broken:
+            batch = {"pixel_values": torch.zeros(1, 3, 16, 16), "weight": torch.zeros(1), "skipped": [("it", "why")]}
+        return batch
+
+
+def split(names, holdout, seed=0):
+    """Names to train on, and those that are held out."""
+    rows, held = hold_out(Accelerator(cpu=True), Named(names), holdout, seed)
+    assert sorted([*rows.tolist(), *held]) == list(range(len(names))) and rows.tolist() == sorted(rows)
+    return {names[row] for row in rows}, {names[row] for row in held}
+
+
+def test_new_images_move_no_other(capsys):
+    names = [f"{i}.png" for i in range(60)]
+    trained, held = split(names, 0.2)
+    assert 4 <= len(held) <= 22 and f"Held out: {len(held)} of 60 images" in capsys.readouterr().out
+    left = [name for i, name in enumerate(names) if i % 7]
+    now_trained, now_held = split([f"a new {i}" for i in range(9)] + left[::-1], 0.2)  # and in another order
+    assert now_trained & trained == trained & {*left} and now_held & held == held & {*left}
+    assert split(names, 0.2, seed=1)[1] != held
+    # A number: the lowest hashes, so that with more images at most the last of them change.
+    assert len(split(names, 7)[1]) == 7 and split(names, 7)[1] < split(names, 9)[1]
+    rows, nothing = hold_out(Accelerator(cpu=True), Named(names), 0.0, 0)
+    assert rows.tolist() == list(range(60)) and nothing == {}
+
+
+def test_which_are_held_out_stays_what_it_is():
+    """Who goes on with another version must not train on what was measured."""
+    assert split([f"{i}.png" for i in range(12)], 4)[1] == {"0.png", "1.png", "5.png", "10.png"}
+
+
+@pytest.mark.parametrize("holdout, count", [(1e-9, 0), (12, 12), (99, 99)])
+def test_all_or_nothing_is_refused(holdout, count):
+    with pytest.raises(SystemExit, match=f"sets {count} of 12 images aside: choose another share or number"):
+        split([f"{i}.png" for i in range(12)], holdout)
+
+
+class Told(argparse.Namespace):
+    """What a run tells."""
+
+    def __init__(self):
+        super().__init__(held_out={}, new_skipped={}, records=[])
+
+    def write(self, record):
+        self.records.append(record)
+
+
+@pytest.fixture(scope="module")
+def unets(tmp_path_factory):
+    """Two U-Nets with dropout, the first of them in training."""
+    torch.manual_seed(0)
+    config = UNet2DModel.load_config(make_unet_config(tmp_path_factory.mktemp("model")))
+    return [UNet2DModel.from_config(config).train(), UNet2DModel.from_config(config).eval()]
+
+
+def measure(unets, dataset, held, told=None, prediction_type="epsilon", received=0, prepare=None, step=4):
+    told, models = told or Told(), dict(zip(["held_out_loss", "held_out_loss_ema"], unets, strict=False))
+    log_held_out_loss(
+        Accelerator(cpu=True), told, dataset, held, models,
+        DDPMScheduler(prediction_type=prediction_type), prepare or (lambda batch: (batch["pixel_values"], {}, {})),
+        argparse.Namespace(received=received), step,
+    )  # fmt: skip
+    return told
+
+
+HELD = {1: 12345678901234567, 4: 987654321987654321, 6: 55}
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+def test_the_figure_is_the_error_of_epsilon_of_plain_images(unets, prediction_type):
+    """Computed once more, from the weights and the documented keys; whatever is trained."""
+    dataset = Named(range(7))
+    told = measure(unets, dataset, HELD, prediction_type=prediction_type)
+    (record,) = told.records
+    assert record["step"] == 4 and told.held_out == record and [unet.training for unet in unets] == [True, False]
+    assert dataset.asked == [(None, 1), (None, 4), (None, 6)]  # the key of what is never cropped or mirrored
+    alphas = DDPMScheduler().alphas_cumprod.double()
+    for unet, key in zip(unets, ("held_out_loss", "held_out_loss_ema"), strict=True):
+        was, losses = unet.training, []
+        unet.eval()  # without dropout
+        for row, row_hash in HELD.items():
+            image = dataset[[(None, row, 1.0)]]["pixel_values"]
+            for i in range(9):
+                generator = torch.Generator().manual_seed(step_seed(row_hash, i))
+                noise, a = torch.randn(image.shape, generator=generator), alphas[100 * (i + 1)]
+                noisy = (a.sqrt() * image + (1 - a).sqrt() * noise).float()
+                with torch.no_grad():
+                    predicted = unet(noisy, 100 * (i + 1)).sample
+                if prediction_type == "sample":
+                    predicted = (noisy - a.sqrt() * predicted) / (1 - a).sqrt()
+                if prediction_type == "v_prediction":
+                    predicted = a.sqrt() * predicted + (1 - a).sqrt() * noisy
+                losses.append(((predicted - noise) ** 2).mean().item())
+        unet.train(was)
+        losses = np.array(losses).reshape(-1, 9).mean(0)
+        assert record[key] == pytest.approx(losses.mean(), rel=1e-4)
+    nine = [record[f"held_out_loss_t0.{i}"] for i in range(1, 10)]
+    assert nine == pytest.approx(losses.tolist(), rel=1e-4)  # of what the pipeline gets
+    assert len(record) == 3 + 9
+
+
+def test_it_is_the_same_each_time_and_once_a_step(unets):
+    torch.manual_seed(1)
+    told = measure(unets, Named(range(7)), HELD)
+    torch.manual_seed(2)
+    measure(unets, Named(range(7)), HELD, told)  # as after a resume at the same step
+    assert len(told.records) == 1
+    measure(unets, Named(range(7)), HELD, told, step=5)
+    assert [record["step"] for record in told.records] == [4, 5]
+    assert {**told.records[0], "step": 5} == told.records[1]
+
+
+def test_a_condition_is_given_at_all_nine_timesteps_and_what_is_drawn_has_a_key(unets):
+    """What the loss alone needs is nobody's business here."""
+    drawn, given = [], []
+
+    def prepare(batch):
+        drawn.append(torch.rand(1).item())
+        return batch["pixel_values"], {"label": torch.tensor([len(drawn)])}, {"mask": torch.zeros(1)}
+
+    class Model(torch.nn.Module):
+        def forward(self, noisy, timesteps, label):
+            given.append(label.tolist())
+            return argparse.Namespace(sample=noisy)
+
+    for _ in range(2):
+        measure([Model()], Named(range(7)), HELD, prepare=prepare)
+    assert given[:3] == [[1] * 9, [2] * 9, [3] * 9] and drawn[:3] == drawn[3:] and len({*drawn}) == 3
+
+
+def test_a_signal_breaks_off_and_leaves_no_record(unets):
+    told, dataset = Told(), Named(range(7))
+    measure(unets, dataset, HELD, told, received=15)
+    assert told.records == [] and told.held_out == {}
+    measure(unets, dataset, {}, told)  # nothing is held out
+    assert told.records == []
+
+
+def test_a_broken_image_is_named_and_left_out_and_all_broken_end_the_run(unets):
+    whole = measure(unets, Named(range(7)), {1: HELD[1], 6: HELD[6]})
+    less = measure(unets, Named(range(7), broken=[4]), HELD)
+    assert less.records[0]["held_out_loss"] == pytest.approx(whole.records[0]["held_out_loss"], rel=1e-6)
+    assert less.new_skipped == {"it": "why"} and not whole.new_skipped
+    with pytest.raises(SystemExit, match="none of the 3 images that --holdout sets aside could be decoded"):
+        measure(unets, Named(range(7), broken=[1, 4, 6]), HELD)

@@ -1,0 +1,102 @@
+"""--cache_images: every image is decoded once, and what lies there is as it was written."""
+
+import argparse
+import os
+
+import pytest
+import torch
+from conftest import make_images, patch
+
+from diffusion_training.data.image_cache import cache_batch, cache_images
+from diffusion_training.data.images import decode_image, shrink
+from diffusion_training.data.rows import load_rows
+
+
+@pytest.fixture
+def args(tmp_path):
+    make_images(tmp_path / "images", 6)
+    names = ["dataset_name", "dataset_config_name", "image_column", "max_train_samples"]
+    return argparse.Namespace(
+        **dict.fromkeys(names), train_data_dir=str(tmp_path / "images"), dataset_split="train", seed=0,
+        cache_dir=str(tmp_path / "cached"), output_dir=str(tmp_path / "out"), resolution=16, center_crop=True,
+        min_size=0,
+    )  # fmt: skip
+
+
+def make(args, channels=3, num_workers=1):
+    rows, column = load_rows(args)
+    cached, left_out = cache_images(rows, column, channels, num_workers, args)
+    return [decode_image(row[column], channels) for row in cached], left_out
+
+
+def test_it_holds_what_decoding_gives(args, tmp_path):
+    rows, column = load_rows(args)
+    expected = [shrink(decode_image(row[column], 3), 16, (0.5, 0.5)) for row in rows]
+    pixels, left_out = make(args)
+    assert left_out == 0 and all(torch.equal(one, other) for one, other in zip(pixels, expected, strict=True))
+    args.center_crop = False  # what is cropped in each epoch anew keeps its length
+    assert [tuple(image.shape) for image in make(args)[0]] == [(3, 16, 19)] * 6
+
+
+def test_it_is_made_once_for_the_same_data_and_transform(args, tmp_path, monkeypatch):
+    calls = []
+    patch(monkeypatch, "decode_image", lambda *args, **options: (calls.append(1), decode_image(*args, **options))[1])
+
+    def count(**options):
+        calls.clear()
+        make(args, **options)
+        return len(calls)
+
+    assert count() == 6 and count() == 0
+    args.resolution = 32
+    assert count() == 6 and count() == 0
+    assert count(channels=1) == 6
+    args.min_size = 1
+    assert count() == 6
+    make_images(tmp_path / "images", 7)
+    assert count() == 7 and count() == 0
+
+
+def test_many_processes_leave_the_same(args):
+    alone, _ = make(args)
+    os.rename(f"{args.output_dir}/image_cache", f"{args.output_dir}/of-one")
+    many, _ = make(args, num_workers=2)
+    assert all(torch.equal(one, other) for one, other in zip(alone, many, strict=True))
+
+
+@pytest.mark.parametrize("damage", [
+    lambda path: path.write_bytes(path.read_bytes()[:-900]),
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(path.read_bytes()[:3000] + b"x" * 10 + path.read_bytes()[3010:]),
+    lambda path: path.with_name("more.arrow").write_bytes(b"more"),
+    lambda path: path.parent.with_suffix(".json").write_text("{}"),
+    lambda path: path.parent.with_suffix(".json").unlink(),
+    lambda path: path.unlink(),
+])  # fmt: skip
+def test_what_is_damaged_or_was_not_finished_is_made_again(args, tmp_path, damage):
+    pixels, _ = make(args)
+    path = next((tmp_path / "out/image_cache").glob("*/*.arrow"))
+    whole = path.read_bytes()
+    damage(path)
+    again, _ = make(args)
+    assert path.read_bytes() == whole and [file.name for file in path.parent.iterdir()] == [path.name]
+    assert all(torch.equal(one, other) for one, other in zip(pixels, again, strict=True))
+
+
+def test_images_that_can_not_be_decoded_are_named_and_left_out(args, tmp_path, capfd):
+    (tmp_path / "images/2.png").write_bytes(b"no image")
+    (tmp_path / "images/4.png").write_bytes(b"no image")
+    pixels, left_out = make(args)
+    assert (len(pixels), left_out) == (4, 2) and capfd.readouterr().err.count("2.png (cannot identify") == 1
+    assert make(args)[1] == 2 and "2.png" not in capfd.readouterr().err  # told when it is made
+    for i in range(6):
+        (tmp_path / f"images/{i}.png").write_bytes(b"none at all")
+    with pytest.raises(SystemExit, match="none of the 6 images could be decoded"):
+        make(args)
+
+
+def test_a_row_without_an_image_is_named(capfd):
+    rows = {"image": [None, {"bytes": None, "path": None}]}
+    assert cache_batch(rows, [5, 6], "image", 16, True, 3, 0) == {"image": []}
+    said = capfd.readouterr().err
+    assert "Skipped row 5 (there is no image)" in said and "Skipped row 6 (there is no image)" in said

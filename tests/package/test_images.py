@@ -1,0 +1,197 @@
+"""Images: every kind decodes right, what can't be read says why, and crops lie where their key says."""
+
+import errno
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_images
+from PIL import Image
+
+from diffusion_training.data import images
+from diffusion_training.data.images import decode_image, describe_decoder, is_outage, name_image, shrink
+
+
+def encoded(image, format, **options):
+    """An image as an undecoded column has it."""
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def photo(mode="RGB"):
+    """A 12 x 8 image whose left half is red, right half blue; saved without loss by PNG, nearly by JPEG."""
+    pixels = np.zeros((8, 12, 3), np.uint8)
+    pixels[:, :6, 0] = 200
+    pixels[:, 6:, 2] = 100
+    return Image.fromarray(pixels).convert(mode)
+
+
+def test_every_kind_of_image_decodes_right():
+    rgb = torch.from_numpy(np.array(photo())).permute(2, 0, 1)
+    grey = torch.from_numpy(np.array(photo("L")))[None]
+
+    def close(image, expected, tolerance):
+        assert image.dtype == torch.uint8 and image.shape == expected.shape
+        assert (image.int() - expected.int()).abs().max() <= tolerance
+
+    for name, data, tolerance in (
+        ("png", encoded(photo(), "PNG"), 0),
+        ("palette", encoded(photo().quantize(4), "PNG"), 2),
+        ("jpeg", encoded(photo(), "JPEG", quality=100, subsampling=0), 8),
+        ("cmyk", encoded(photo("CMYK"), "JPEG", quality=100, subsampling=0), 12),
+        ("webp", encoded(photo(), "WEBP", lossless=True), 0),
+        ("bmp", encoded(photo(), "BMP"), 0),
+        ("rgba", encoded(photo("RGBA"), "PNG"), 0),
+    ):
+        close(decode_image(data, 3), rgb, tolerance)
+        close(decode_image({**data, "path": name}, 1), grey, max(tolerance, 1))
+    for data in (encoded(photo("L"), "PNG"), encoded(photo("L"), "JPEG", quality=100), encoded(photo("LA"), "PNG")):
+        close(decode_image(data, 3), grey.expand(3, -1, -1), 2)
+        close(decode_image(data, 1), grey, 2)
+    close(decode_image(encoded(photo("1"), "PNG"), 1), torch.from_numpy(np.array(photo("1")))[None] * 255, 0)
+    frames = [photo(), Image.new("RGB", (12, 8), "green")]
+    close(decode_image(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]), 3), rgb, 2)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_exif_orientation_is_applied(format):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright: turn right by 90 degrees
+    image = decode_image(encoded(photo(), format, exif=exif), 3)
+    assert image.shape == (3, 12, 8) and image[0, 2, 4] > 180 and image[2, 9, 4] > 80
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_jpegs_are_the_same_from_both_decoders(orientation, monkeypatch):
+    """torchcodec where it is installed, else Pillow; both turned as Pillow understands the EXIF."""
+    rng, exif = np.random.default_rng(orientation), Image.Exif()
+    noise = rng.integers(0, 255, (9, 13, 3)).astype(np.uint8)
+    picture = Image.fromarray(noise).resize((130, 90), Image.BICUBIC)
+    xmp = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x='adobe:ns:meta/'></x:xmpmeta>"
+    exif[0x0112] = orientation
+    plain, turned = encoded(picture, "JPEG", quality=90)["bytes"], exif.tobytes()
+    segment = lambda content: b"\xff\xe1" + (len(content) + 2).to_bytes(2, "big") + content  # noqa: E731
+    files = {
+        "exif": encoded(picture, "JPEG", quality=90, exif=turned)["bytes"],
+        "xmp before exif": plain[:2]
+        + segment(xmp)
+        + segment(b"Exif\0\0" + turned.removeprefix(b"Exif\0\0"))
+        + plain[2:],
+        "damaged exif": plain[:2] + segment(b"Exif\0\0II*\0" + bytes([orientation] * 20)) + plain[2:],
+        "grey": encoded(picture.convert("L"), "JPEG", quality=90, exif=turned)["bytes"],
+    }
+    assert images.decode_jpeg is not None and describe_decoder().startswith("torchcodec ")
+    for name, data in files.items():
+        for channels in (1, 3):
+            with monkeypatch.context() as fallback:
+                one = decode_image({"bytes": data, "path": None}, channels)
+                fallback.setattr(images, "decode_jpeg", None)
+                other = decode_image({"bytes": data, "path": None}, channels)
+                assert describe_decoder().startswith("pillow ")
+            assert one.shape == other.shape, name
+            # One decodes to grey, the other to colours and those to grey: some levels apart where colours are clipped.
+            assert (one.int() - other.int()).abs().max() <= (0 if channels == 3 or name == "grey" else 8), name
+            assert one.shape[1:] == ((130, 90) if orientation > 4 and name != "damaged exif" else (90, 130)), name
+
+
+def test_a_program_is_never_handed_to_another():
+    eps = io.BytesIO()
+    photo().save(eps, "EPS")
+    with pytest.raises(Image.UnidentifiedImageError):
+        decode_image({"bytes": eps.getvalue(), "path": "cat.png"}, 3)
+
+
+def test_transparency_is_laid_onto_white():
+    image = photo("RGBA")
+    image.putalpha(Image.fromarray(np.tile(np.repeat([[255, 0]], [6, 6], axis=1), (8, 1)).astype(np.uint8)))
+    for data in (encoded(image, "PNG"), encoded(image, "WEBP", lossless=True)):
+        decoded = decode_image(data, 3)
+        assert decoded[:, 4, 2].tolist() == [200, 0, 0] and decoded[:, 4, 9].tolist() == [255, 255, 255]
+    palette = photo().quantize(4)
+    transparent = palette.getpixel((9, 4))
+    decoded = decode_image(encoded(palette, "GIF", transparency=transparent), 3)
+    assert decoded[:, 4, 9].tolist() == [255, 255, 255] and decoded[0, 4, 2] > 195
+
+
+@pytest.mark.parametrize("format, dtype", [("PNG", "<u2"), ("TIFF", "<u2"), ("TIFF", "<i4"), ("TIFF", "<f4")])
+def test_deep_grey_is_scaled_and_kept_on_demand(format, dtype):
+    values = np.linspace(0, 1, 12 * 8).reshape(8, 12)
+    scale = 1.0 if dtype == "<f4" else 65535
+    data = encoded(Image.fromarray((values * scale).astype(dtype)), format)
+    eight = decode_image(data, 3)
+    assert eight.shape == (3, 8, 12) and np.abs(eight[1].numpy() - values * 255).max() <= 0.51
+    exact = decode_image(data, 1, keep_precision=True)
+    assert exact.dtype == torch.float32 and np.abs(exact[0].numpy() - values).max() < 2e-5
+    plain = decode_image(encoded(photo(), "PNG"), 3, keep_precision=True)
+    assert plain.dtype == torch.float32 and plain[0, 0, 0] == pytest.approx(200 / 255)
+
+
+@pytest.mark.parametrize("dtype, value", [("<f4", 250.0), ("<f4", -0.1), ("<f4", np.nan), ("<i4", 70000), ("<i4", -1)])
+def test_deep_grey_beyond_its_range_is_refused_and_not_bleached(dtype, value):
+    values = np.zeros((8, 12), dtype)
+    values[2, 3] = value
+    with pytest.raises(ValueError, match="its values are not from 0 to"):
+        decode_image(encoded(Image.fromarray(values), "TIFF"), 1)
+
+
+def test_what_is_no_image_says_why(tmp_path):
+    whole = encoded(photo(), "PNG")["bytes"]
+    header = b"IHDR" + struct.pack(">II", 50000, 50000) + whole[24:29]
+    bomb = whole[:12] + header + struct.pack(">I", zlib.crc32(header)) + whole[33:]
+    with pytest.raises(Image.DecompressionBombError):
+        decode_image({"bytes": bomb, "path": None}, 3)
+    with pytest.raises(OSError, match="truncated"):
+        decode_image({"bytes": whole[: len(whole) // 2], "path": None}, 3)
+    with pytest.raises(Image.UnidentifiedImageError):
+        decode_image({"bytes": b"no image", "path": None}, 3)
+    for nothing in (None, {"bytes": None, "path": None}):
+        with pytest.raises(ValueError, match="there is no image"):
+            decode_image(nothing, 3)
+    with pytest.raises(ValueError, match="it is no file"):
+        decode_image({"bytes": None, "path": str(tmp_path)}, 3)
+    with pytest.raises(ValueError, match="12 x 8 pixels are less than --min_size 9"):
+        decode_image({"bytes": whole, "path": None}, 3, min_size=9)
+    assert decode_image({"bytes": whole, "path": None}, 3, min_size=8).shape == (3, 8, 12)
+
+
+def test_an_image_is_known_by_its_file_or_row():
+    assert name_image(3, {"bytes": b"", "path": "a\x1b[31mb.png"}) == "a?[31mb.png"
+    assert name_image(3, {"bytes": b"", "path": None}) == name_image(3, None) == "row 3"
+
+
+def test_a_disk_that_went_away_is_told_from_a_file_that_is_gone(tmp_path):
+    make_images(tmp_path / "images", 1)
+
+    def error(path):
+        with pytest.raises(OSError) as caught:
+            decode_image({"bytes": None, "path": str(path)}, 3)
+        return caught.value
+
+    assert not is_outage(error(tmp_path / "images/gone.png"))
+    (tmp_path / "images").rename(tmp_path / "away")
+    assert is_outage(error(tmp_path / "images/0.png"))
+    for number in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT):
+        assert is_outage(OSError(number, "of the disk or the network"))
+    assert not is_outage(PermissionError(errno.EACCES, "not for you"))
+    assert not is_outage(OSError("image file is truncated")) and not is_outage(ValueError("a bad header"))
+
+
+def test_crops_are_square_and_in_their_place():
+    ramp = torch.arange(30, dtype=torch.uint8).expand(3, 10, 30)
+    assert shrink(ramp, 10, (0.5, 0.5))[0, 0].tolist() == list(range(10, 20))
+    assert shrink(ramp, 10, (0, 1))[0, 0].tolist() == list(range(20, 30))
+    assert shrink(ramp.mT, 10, (1, 0))[0, :, 0].tolist() == list(range(20, 30))
+    assert shrink(ramp, 5, (0.5, 0.5)).shape == (3, 5, 5) and shrink(ramp, 20, None).shape == (3, 20, 60)
+    sharp = torch.tensor([0.0, 1.0]).repeat(8).expand(1, 16, 16)
+    assert shrink(sharp, 40, (0, 0)).aminmax() == (0, 1)  # bicubic swings beyond
+    few = shrink(ramp, 3, (0, 0), "nearest-exact")
+    assert set(few.flatten().tolist()) <= set(range(10))
+
+
+def test_a_strip_of_pixels_does_not_fill_the_memory():
+    strip = torch.zeros(3, 2, 40000, dtype=torch.uint8)
+    assert shrink(strip, 64, None).shape == (3, 64, 256) and shrink(strip, 64, (0.5, 0.5)).shape == (3, 64, 64)

@@ -1,0 +1,149 @@
+"""Loading: batches come ahead of the device, errors pass, and no process is left behind or waited for in vain."""
+
+import argparse
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import finish, kill, start, wait_until
+
+from diffusion_training.errors import fail, in_one_sentence
+from diffusion_training.loading import load_batches, seconds_between, work_ahead
+
+CPU = torch.device("cpu")
+
+
+class Items(torch.utils.data.Dataset):
+    """A key that is a number is waited for, so many seconds; one that can be called is."""
+
+    def __getitem__(self, key):
+        if callable(key):
+            return key()
+        time.sleep(key)
+        return {"pixel_values": torch.full((1,), key), "skipped": [key]}
+
+
+def bug():
+    raise RuntimeError("a bug of mine")
+
+
+def away():
+    raise FileNotFoundError(2, "No such file or directory", "/disk/1.png")
+
+
+class NoRoom:
+    """As in a container whose /dev/shm is full: torch's own thread would drop the batch, and the run wait for ever."""
+
+    def __reduce__(self):
+        raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
+
+
+def no_room():
+    return {"pixel_values": NoRoom()}
+
+
+def guarded(tmp_path, keys, workers):
+    """(exit statuses, what was said) of a process that loads as a trainer does."""
+
+    @in_one_sentence
+    def main(args):
+        list(load_batches(Items(), keys, workers, CPU))
+
+    (tmp_path / "log").unlink(missing_ok=True)
+    codes = finish(start(lambda: main(argparse.Namespace(train_batch_size=1)), log=tmp_path / "log"), timeout=30)
+    return codes, (tmp_path / "log").read_text()
+
+
+def test_batches_come_ahead_with_the_wait_for_them_and_errors_pass():
+    threads = threading.active_count()
+    for delay, low, high in ((0.1, 0.35, 10.0), (0.0, 0.0, 0.3)):
+        batches, waits = load_batches(Items(), [delay] * 8, 0, CPU), []
+        for _ in range(5):
+            batch = next(batches)
+            assert batch["pixel_values"].item() == pytest.approx(delay) and batch["skipped"] == [delay]
+            waits.append(seconds_between(*batch["waited"]))
+        assert low <= sum(waits) <= high
+        batches.close()
+    assert threading.active_count() == threads
+    assert len(list(load_batches(Items(), [0.0] * 3, 0, CPU))) == 3  # keys may have an end
+    slow = load_batches(Items(), [0.2] * 4, 0, CPU)
+    next(slow)
+    begin = time.perf_counter()
+    time.sleep(0.5)  # the device computes; meanwhile two more are read
+    next(slow), next(slow)
+    assert time.perf_counter() - begin < 0.6
+    slow.close()
+    broken = load_batches(Items(), [0.0, bug, 0.0], 0, CPU)
+    next(broken)
+    with pytest.raises(RuntimeError, match="^a bug of mine$"):
+        next(broken)
+
+
+def test_errors_of_a_loaders_process_keep_their_traceback(tmp_path):
+    codes, said = guarded(tmp_path, [0.0, bug], 1)
+    assert codes == [1] and "DataLoader worker process 0" in said and ", in bug\n" in said and "a bug of mine" in said
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_disk_that_goes_away_is_one_sentence(tmp_path, workers):
+    codes, said = guarded(tmp_path, [0.0, away, 0.0], workers)
+    assert codes == [1] and "Traceback" not in said and len(said.strip().splitlines()) == 1
+    assert "No such file or directory: '/disk/1.png'; what was saved before is whole" in said
+
+
+def test_a_process_that_can_not_hand_over_ends_the_run(tmp_path):
+    codes, said = guarded(tmp_path, [0.0, no_room, *[0.0] * 9], 1)
+    assert codes == [1] and "out of memory or /dev/shm? Try fewer --dataloader_num_workers" in said
+
+
+def test_a_killed_process_ends_the_run_and_leaves_no_other(tmp_path):
+    """What the kernel does when memory runs out: one sentence and status 1, no hang, no orphan."""
+
+    @in_one_sentence
+    def main(args):
+        for _ in load_batches(Items(), [0.01] * 9999, 2, CPU):
+            (tmp_path / "began").touch()
+
+    (pid,) = start(lambda: main(argparse.Namespace(train_batch_size=1)), log=tmp_path / "log")
+    wait_until((tmp_path / "began").exists)
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert len(children) == 2
+    os.kill(int(children[0]), signal.SIGKILL)
+    assert finish([pid], timeout=30) == [1], (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert "a process that loads data was killed" in log and "Traceback" not in log
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children), timeout=10)
+
+
+def test_processes_ignore_the_signals_that_a_trainer_gets_and_end_with_it(tmp_path):
+    @in_one_sentence
+    def main(args):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # in place of what a trainer does with it
+        batches = load_batches(Items(), [0.01] * 9999, 2, CPU)
+        next(batches)
+        os.killpg(0, signal.SIGINT)  # as a terminal does to all
+        for _ in range(20):
+            next(batches)
+        fail("the loss is not finite")
+
+    pids = start(lambda: main(argparse.Namespace(train_batch_size=1)), log=tmp_path / "log")
+    assert finish(pids, timeout=30) == [1] and "the loss is not finite" in (tmp_path / "log").read_text()
+    kill(pids)
+
+
+def test_work_ahead_gives_everything_in_order_and_errors_pass():
+    def count(last):
+        yield from range(last)
+        raise ValueError("at the end")
+
+    for device in (CPU, torch.device("meta")):  # one that works by itself is given more ahead
+        threads, items = threading.active_count(), work_ahead(count(5), 2, device)
+        assert [next(items) for _ in range(5)] == list(range(5))
+        with pytest.raises(ValueError, match="at the end"):
+            next(items)
+        assert list(work_ahead(iter(range(3)), 2, device)) == [0, 1, 2]
+        assert threading.active_count() == threads

@@ -1,0 +1,66 @@
+"""Models: loaded whole or not at all, averaged as diffusers does, saved and read to the bit."""
+
+import argparse
+
+import pytest
+import torch
+from conftest import make_unet_config
+from diffusers import UNet2DModel
+from diffusers.training_utils import EMAModel
+from safetensors.torch import load_file, save_file
+
+from diffusion_training.training.models import (
+    compile_model,
+    list_parameters,
+    load_weights,
+    read_weights,
+    save_weights,
+    update_ema,
+)
+
+
+def test_averages_are_those_of_diffusers():
+    """Of all models that are trained; the first step copies."""
+    torch.manual_seed(0)
+    models = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}
+    averaged = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}
+    args = argparse.Namespace(ema_power=0.6, ema_inv_gamma=2, ema_max_decay=0.7)
+    reference = EMAModel(list_parameters(models), decay=0.7, use_ema_warmup=True, inv_gamma=2, power=0.6)
+    for step in range(1, 20):
+        with torch.no_grad():
+            for parameter in list_parameters(models):
+                parameter.add_(torch.randn_like(parameter))
+        update_ema(averaged, models, step, args)
+        reference.step(list_parameters(models))
+        for mine, theirs in zip(list_parameters(averaged), reference.shadow_params, strict=True):
+            torch.testing.assert_close(mine.detach(), theirs)
+        same = [torch.equal(*pair) for pair in zip(list_parameters(averaged), list_parameters(models), strict=True)]
+        assert all(same) if step == 1 else not any(same)
+
+
+def test_weights_that_are_missing_are_no_random_ones(tmp_path):
+    unet = UNet2DModel.from_config(UNet2DModel.load_config(make_unet_config(tmp_path)))
+    unet.save_pretrained(tmp_path / "unet")
+    assert load_weights(UNet2DModel, str(tmp_path), subfolder="unet")
+    path = tmp_path / "unet/diffusion_pytorch_model.safetensors"
+    whole = load_file(path)
+    save_file({name: value for name, value in whole.items() if name != "conv_in.bias"}, path)
+    with pytest.raises(ValueError, match="1 missing keys, such as conv_in.bias"):
+        load_weights(UNet2DModel, tmp_path / "unet")
+    save_file({**whole, "conv_in.bias": torch.zeros(3)}, path)
+    with pytest.raises(Exception, match="conv_in.bias"):
+        load_weights(UNet2DModel, tmp_path / "unet")
+
+
+def test_any_module_is_saved_and_read(tmp_path):
+    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    save_weights(one, tmp_path / "projection")
+    read_weights(other, tmp_path / "projection")
+    assert torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
+    with pytest.raises(RuntimeError):
+        read_weights(torch.nn.Linear(3, 3), tmp_path / "projection")
+
+
+def test_a_compiler_that_is_not_there_is_one_sentence():
+    with pytest.raises(SystemExit, match=r"^torch.compile with nosuch is not possible \("):
+        compile_model(torch.nn.Linear(1, 1), "nosuch")

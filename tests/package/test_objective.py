@@ -1,0 +1,133 @@
+"""The objective: the loss of both trainers is that of the papers, whatever is predicted, and so is its weight."""
+
+import argparse
+
+import pytest
+import torch
+from diffusers import DDPMScheduler
+from diffusers.training_utils import compute_snr
+
+import train_text_to_image
+import train_unconditional
+from diffusion_training.training.objective import check_objective, min_snr_weight, objective_flags, to_epsilon
+
+TYPES = ["epsilon", "sample", "v_prediction"]
+TRAINERS = pytest.mark.parametrize("script", [train_unconditional, train_text_to_image])
+
+
+class Model:
+    """Predicts the same everywhere, and keeps what it was given."""
+
+    def __init__(self, prediction=0.0):
+        self.prediction = prediction
+
+    def __call__(self, noisy, timesteps, **condition):
+        self.noisy, self.timesteps, self.condition = noisy, timesteps, condition
+        return argparse.Namespace(sample=torch.full_like(noisy, self.prediction))
+
+
+def loss_of(script, model, scheduler, images, weight, condition=None, **flags):
+    torch.manual_seed(3)
+    args = argparse.Namespace(**{"snr_gamma": None, "noise_offset": 0.0, "input_perturbation": 0.0, **flags})
+    return script.compute_loss({"unet": model}, scheduler, images, condition or {}, {}, weight, args)
+
+
+@TRAINERS
+@pytest.mark.parametrize("prediction_type", TYPES)
+@pytest.mark.parametrize("snr_gamma", [None, 5.0])
+def test_loss_matches_the_formulas(script, prediction_type, snr_gamma):
+    scheduler = DDPMScheduler(prediction_type=prediction_type)
+    images, weight = torch.rand(4, 3, 8, 8) * 2 - 1, torch.tensor([0.5, 0.25, 0.25, 0.0])
+    model = Model(0.1)
+    loss = loss_of(script, model, scheduler, images, weight, {"encoder_hidden_states": "it"}, snr_gamma=snr_gamma)
+    assert model.condition == {"encoder_hidden_states": "it"}
+    torch.manual_seed(3)
+    noise = torch.randn_like(images)
+    alpha_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)[model.timesteps].view(-1, 1, 1, 1)
+    torch.testing.assert_close(model.noisy, alpha_bar.sqrt() * images + (1 - alpha_bar).sqrt() * noise)
+    velocity = alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * images
+    target = {"epsilon": noise, "sample": images, "v_prediction": velocity}[prediction_type]
+    snr = (alpha_bar / (1 - alpha_bar)).flatten()
+    factor = {
+        "epsilon": snr.clamp(max=5) / snr,
+        "sample": snr.clamp(max=5),
+        "v_prediction": (snr + 1).clamp(max=5) / (snr + 1),
+    }[prediction_type]
+    expected = ((0.1 - target) ** 2).mean((1, 2, 3)) * weight * (1 if snr_gamma is None else factor)
+    torch.testing.assert_close(loss, expected.sum())
+
+
+@TRAINERS
+def test_offset_noise_and_perturbation_enter_as_they_should(script):
+    scheduler, model = DDPMScheduler(), Model()
+    images, weight = torch.zeros(4000, 3, 2, 2), torch.full((4000,), 1 / 4000)
+
+    def run(**flags):
+        loss = loss_of(script, model, scheduler, images, weight, **flags)
+        level = (1 - scheduler.alphas_cumprod[model.timesteps]).sqrt().view(-1, 1, 1, 1)
+        return loss.item(), model.noisy / level  # the noise that the model sees
+
+    loss, noise = run()
+    assert loss == pytest.approx(1, abs=0.03) and noise.std().item() == pytest.approx(1, abs=0.02)
+    loss, noise = run(noise_offset=0.5)  # in the target as well
+    assert loss == pytest.approx(1.25, abs=0.05)
+    assert noise.mean((2, 3)).var().item() == pytest.approx(0.25 + 0.25, abs=0.03)
+    loss, noise = run(input_perturbation=0.5)  # in the input only
+    assert loss == pytest.approx(1, abs=0.03) and noise.var().item() == pytest.approx(1.25, abs=0.05)
+
+
+@TRAINERS
+def test_noise_does_not_depend_on_the_memory_layout(script):
+    """A VAE on a GPU, or a convolution's choice on a CPU, gives latents whose strides are channels_last."""
+    model, images, noisy = Model(), torch.randn(2, 4, 8, 8), []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        flags = {"noise_offset": 0.1, "input_perturbation": 0.1}
+        loss_of(script, model, DDPMScheduler(), images.to(memory_format=layout), torch.ones(2) / 2, **flags)
+        noisy.append(model.noisy)
+    assert torch.equal(*noisy)
+
+
+def test_min_snr_keeps_the_pure_noise_of_a_zero_terminal_snr():
+    scheduler = DDPMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    scheduler.alphas_cumprod = torch.tensor([1.0, 0.5, 0.0])
+    weight = min_snr_weight(torch.full((2,), 0.5), scheduler, torch.tensor([1, 2]), 5.0)
+    assert weight.tolist() == [0.5, 0.5]
+
+
+def test_the_weight_multiplies_before_it_is_divided():
+    """weight * clamp / snr; weight * (clamp / snr) would be other bits than those of the runs before."""
+    scheduler, timesteps, weight = DDPMScheduler(), torch.arange(1000), torch.full((1000,), 1 / 3)
+    found, snr = min_snr_weight(weight, scheduler, timesteps, 5.0), compute_snr(scheduler, timesteps)
+    assert torch.equal(found, weight * snr.clamp(max=5) / snr)
+    assert not torch.equal(found, weight * (snr.clamp(max=5) / snr))
+
+
+def test_a_perfect_prediction_of_any_type_is_the_noise():
+    images, noise, timesteps = torch.randn(9, 3, 4, 4), torch.randn(9, 3, 4, 4), torch.arange(100, 1000, 100)
+    for prediction_type in TYPES:
+        scheduler = DDPMScheduler(prediction_type=prediction_type)
+        noisy = scheduler.add_noise(images, noise, timesteps)
+        perfect = {"epsilon": noise, "sample": images}.get(prediction_type)
+        perfect = scheduler.get_velocity(images, noise, timesteps) if perfect is None else perfect
+        assert torch.allclose(to_epsilon(perfect, noisy, scheduler, timesteps), noise, atol=1e-4)
+
+
+def test_flags_that_are_given_win_and_others_are_left_to_the_scheduler():
+    none = argparse.Namespace(prediction_type=None, rescale_betas_zero_snr=False)
+    assert objective_flags(none) == {}
+    both = argparse.Namespace(prediction_type="sample", rescale_betas_zero_snr=True)
+    expected = {"prediction_type": "sample", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    assert objective_flags(both) == expected
+
+
+@pytest.mark.parametrize("config, sentence", [
+    ({"num_train_timesteps": 1}, "the scheduler has 1 training timesteps: there must be two at least"),
+    ({"num_train_timesteps": 2.5}, "has 2.5 training timesteps"),
+    ({"prediction_type": None}, "prediction type None is unknown: set --prediction_type"),
+    ({"rescale_betas_zero_snr": True, "prediction_type": "epsilon"}, "needs --prediction_type v_prediction or sample"),
+])  # fmt: skip
+def test_what_can_not_be_trained_is_refused(config, sentence):
+    plain = {"num_train_timesteps": 2, "prediction_type": "epsilon", "rescale_betas_zero_snr": False}
+    check_objective(argparse.Namespace(config=argparse.Namespace(**plain)))
+    with pytest.raises(SystemExit, match=sentence):
+        check_objective(argparse.Namespace(config=argparse.Namespace(**plain | config)))

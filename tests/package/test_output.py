@@ -1,0 +1,185 @@
+"""The folder of a run: taken only if it is free and one's own; what is written there is whole."""
+
+import argparse
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import finish, start, wait_until
+from filelock import FileLock
+from PIL import Image
+
+import train_unconditional
+from diffusion_training.training import output
+from diffusion_training.training.output import draw_grid, open_output_dir, samples_path, save_pipeline, save_samples
+
+
+@pytest.fixture
+def args(tmp_path):
+    (tmp_path / "images").mkdir()
+    argv = [f"--train_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/out", "--mixed_precision=no"]
+    return lambda *more: train_unconditional.parse_args([*argv, *map(str, more)])
+
+
+def take(args):
+    """Open the folder and let go of it; returns the checkpoint to go on from."""
+    lock, checkpoint = open_output_dir(Accelerator(cpu=True), "somewhere/train_unconditional.py", args)
+    lock.release(force=True)
+    return checkpoint
+
+
+def test_a_run_leaves_its_command(tmp_path, args):
+    flags = ["--random_flip", "--no-use_ema", "--tracker_project_name=it's a # test", "--lr_power=0.30000000000000004"]
+    assert take(args(*flags)) is None
+    path = tmp_path / "out/run.args"
+    assert path.read_text().startswith("# accelerate launch train_unconditional.py @run.args\n")
+    assert vars(train_unconditional.parse_args([f"@{path}"])) == vars(args(*flags))
+    take(args("--find_lr"))  # which trains nothing
+    assert vars(train_unconditional.parse_args([f"@{path}"])) == vars(args(*flags))
+
+
+def test_folders_of_others_are_left_alone(tmp_path, args):
+    """An output folder is empty, or has a run in it."""
+    for name in ("README.md", "unet/notes.txt", "photo.jpg", "cache.json"):
+        folder = tmp_path / name.split(".")[0]
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+        if name == "cache.json":
+            (folder / "run.args").write_text("mine")
+        with pytest.raises(SystemExit, match="and no run of this script: choose another folder"):
+            take(args(f"--output_dir={folder}"))
+        assert {path.read_text() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"} == {"mine"}
+    for inside in ("images", "images/out"):  # what is written would be trained on next time
+        with pytest.raises(SystemExit, match="lies in --train_data_dir"):
+            take(args(f"--output_dir={tmp_path / inside}"))
+    with pytest.raises(SystemExit, match="is no path on a disk"):
+        take(args("--output_dir=s3://bucket/x"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="can't be written to"):
+        take(args(f"--output_dir={tmp_path / 'file'}"))
+    for name in ("metrics.jsonl", "find_lr.json", "run.args"):  # one of which each run leaves
+        own = tmp_path / f"own-{name}"
+        own.mkdir()
+        (own / name).touch()
+        (own / "README.md").touch()
+        assert take(args(f"--output_dir={own}")) is None
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path, args):
+    def hold():
+        held = open_output_dir(Accelerator(cpu=True), "train.py", args())
+        (tmp_path / "held").write_text(str(held))
+        time.sleep(60)
+
+    (pid,) = start(hold)
+    wait_until((tmp_path / "held").exists)
+    with pytest.raises(SystemExit, match="another process is .*/out: end it, or choose another --output_dir"):
+        take(args("--resume_from_checkpoint=latest"))
+    os.kill(pid, signal.SIGKILL)
+    assert finish([pid]) == [-signal.SIGKILL]
+    take(args("--resume_from_checkpoint=latest"))
+    with FileLock(tmp_path / "out/.lock", timeout=0):
+        pass
+
+
+def test_a_failure_that_is_looked_at_in_a_notebook_does_not_lock_the_folder(tmp_path, args):
+    lock, _ = open_output_dir(Accelerator(cpu=True), "train.py", args())  # which a traceback would hold
+    assert lock.is_locked and take(args()) is None
+    with FileLock(tmp_path / "out/.lock", timeout=0):
+        pass
+
+
+def test_what_a_kill_left_is_tidied_up(tmp_path, args):
+    take(args())
+    (tmp_path / "out/.tmp-saving").mkdir()
+    (tmp_path / "out/.tmp-old-metrics.jsonl").write_text("old")
+    take(args())
+    assert sorted(os.listdir(tmp_path / "out")) == [".lock", "metrics.jsonl", "run.args"]
+
+
+def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeypatch):
+    made, info = [], argparse.Namespace(private=True)
+
+    def create_repo(name, **options):
+        made.append((name, options["private"]))
+        return argparse.Namespace(repo_id=f"me/{name}")
+
+    monkeypatch.setattr(output, "create_repo", create_repo)
+    monkeypatch.setattr(output, "repo_info", lambda name: info)
+    pushed = args("--push_to_hub", "--hub_private_repo")
+    take(pushed)
+    take(args("--push_to_hub", "--hub_model_id=it"))
+    assert made == [("out", True), ("it", None)] and pushed.hub_model_id == "me/out"
+    info.private = False
+    with pytest.raises(SystemExit, match="--hub_private_repo: me/public exists and is public; make it private, or"):
+        take(args("--push_to_hub", "--hub_private_repo", "--hub_model_id=public"))
+
+    def no_login(*args, **options):
+        raise ValueError("401 Unauthorized")
+
+    monkeypatch.setattr(output, "create_repo", no_login)
+    with pytest.raises(SystemExit, match=r"no repository out; `hf auth login` first, or leave it out \(401"):
+        take(args("--push_to_hub"))
+
+
+class Pipeline:
+    """What `save_pipeline` needs of one."""
+
+    def __init__(self, weight):
+        self.unet = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(self.unet.weight, weight)
+
+    def save_pretrained(self, folder):
+        (folder / "unet").mkdir()
+        config = {"_name_or_path": str(folder), "weight": self.unet.weight.item()}
+        (folder / "unet/config.json").write_text(json.dumps(config))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    """The averaged ones may be so while the loss is fine."""
+    save_pipeline(Pipeline(0.5), tmp_path)
+    for weight in (float("nan"), float("inf")):
+        with pytest.raises(SystemExit, match="the weights are not finite: they are not saved, and") as stop:
+            save_pipeline(Pipeline(weight), tmp_path)
+        assert stop.value.alone and json.loads((tmp_path / "unet/config.json").read_text()) == {"weight": 0.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["unet"]  # and where it lay is nobody's business
+
+
+def test_samples_are_whole_or_not_there_and_passed_to_trackers(tmp_path, monkeypatch):
+    shown, picture = [], Image.new("RGB", (8, 4))
+
+    def log_images(images, step, **layout):
+        shown.append((images["samples"].shape, step, layout))
+
+    tracker = argparse.Namespace(name="tensorboard", log_images=log_images)
+    accelerator = argparse.Namespace(trackers=[tracker, argparse.Namespace(name="other")])
+    (tmp_path / "samples/.tmp-saving").mkdir(parents=True)
+    (tmp_path / "samples/.tmp-saving/half.png").touch()
+    save_samples(accelerator, picture, tmp_path, 12)
+    assert samples_path(tmp_path, 12) == tmp_path / "samples/step-0000012.png"
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-0000012.png"]
+    assert shown == [((1, 4, 8, 3), 12, {"dataformats": "NHWC"})]
+
+    def half(self, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", half)
+    with pytest.raises(SystemExit, match="step-0000013.png could not be saved"):
+        save_samples(accelerator, picture, tmp_path, 13)
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-0000012.png"]
+
+
+def test_a_row_of_pictures_stands_beside_its_prompt_however_long():
+    begin, images = time.time(), np.zeros((2, 3, 8, 8, 1), np.uint8)
+    images[1, 2] = 255
+    grid = np.array(draw_grid(images, ["w " * 500_000, "a"]))
+    assert grid.shape == (2 * 68, 400 + 8 + 3 * 68, 3) and time.time() - begin < 5
+    assert (grid[68:132, 408 + 136 : 608] == 255).all() and (grid[:64, 408:472] == 0).all()
+    wide = np.array(draw_grid(np.zeros((1, 1, 80, 80, 3), np.uint8), ["a"]))
+    assert (wide[:80, -84:-4] == 0).all()  # as large as they are

@@ -1,0 +1,324 @@
+"""The house: layers without circles, one name for one thing, nothing written twice, and scripts as one file each."""
+
+import argparse
+import ast
+import collections
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from conftest import MODELS, ROOT, make_captioned, make_unet_config
+
+import diffusion_training
+from diffusion_training.standalone import make_standalone
+
+PACKAGE = ROOT / "diffusion_training"
+SCRIPTS = [
+    "download_images", "precompute_latents", "precompute_latents_ray", "train_text_to_image", "train_unconditional",
+]  # fmt: skip
+# A module imports only from layers above its own line.
+LAYERS = """
+__init__ errors standalone
+arguments order loading training.signs web.pictures
+files cluster data.images training.flags training.objective training.progress web.downloads
+remote data.rows data.captions data.image_cache training.models training.launch report
+latents.encoders latents.cache latents.remote_rows training.checkpoints training.held_out training.tuning web.tables
+latents.reader latents.parts training.output training.records web.shards
+"""
+# What a worker of a download imports: torch would take 0.8 GB of each.
+LIGHT = "errors arguments files remote cluster web.pictures web.downloads web.tables web.shards".split()
+
+
+def name_module(path):
+    return str(path.relative_to(PACKAGE)).removesuffix(".py").replace(os.sep, ".")
+
+
+MODULES = {name_module(path): path for path in PACKAGE.rglob("*.py") if path.parent == PACKAGE or path.stem[0] != "_"}
+
+
+def find_imports(path):
+    """{module of the package or script: names} that a file imports."""
+    found = collections.defaultdict(set)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("diffusion_training", *SCRIPTS):
+            found[node.module.removeprefix("diffusion_training").removeprefix(".") or "__init__"] |= {
+                alias.name for alias in node.names
+            }
+    return found
+
+
+def test_modules_import_from_layers_above_only():
+    layers = [line.split() for line in LAYERS.strip().splitlines()]
+    layer = {name: i for i, names in enumerate(layers) for name in names}
+    assert layer.keys() == MODULES.keys()
+    for name, path in MODULES.items():
+        for other in find_imports(path):
+            assert layer[other] < layer[name], f"{name} imports {other}"
+
+
+def test_scripts_import_no_script_but_the_one_on_ray():
+    for script in SCRIPTS:
+        others = find_imports(ROOT / f"{script}.py").keys() & set(SCRIPTS)
+        assert others == ({"precompute_latents"} if script.endswith("_ray") else set())
+
+
+def test_every_module_says_what_it_is_for_and_fits_on_some_screens():
+    for name, path in MODULES.items():
+        text = path.read_text()
+        first = ast.get_docstring(ast.parse(text)).splitlines()[0]
+        assert len(first) > 20 and first.endswith("."), name
+        assert len(text.splitlines()) <= 200, name
+
+
+def definitions(path):
+    return [node for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
+
+
+def test_no_name_means_two_things():
+    own = {"main", "parse_args", "compute_loss", "train_step", "prepare_batch", "make_unet", "log_validation"}
+    own |= {"describe_model"}  # what a script is about
+    where = collections.defaultdict(list)
+    for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
+        for node in definitions(path):
+            where[node.name].append(path.name)
+    assert {name: places for name, places in where.items() if len(places) > 1 and name not in own} == {}
+
+
+def test_nothing_but_the_loss_the_step_and_phases_of_main_is_written_twice():
+    """No six lines in a row stand in two places, but for import lines and text."""
+    meant, where = {"compute_loss", "train_step", "main", "parse_args"}, collections.defaultdict(set)
+    for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
+        for node in definitions(path):
+            if node.name in meant:
+                continue
+            lines = [line.strip() for line in ast.get_source_segment(path.read_text(), node).splitlines()]
+            lines = [line for line in lines if len(line) > 3 and not line.startswith("#")]
+            for i in range(len(lines) - 5):
+                where["\n".join(lines[i : i + 6])].add(f"{path.name}: {node.name}")
+    assert [(text, places) for text, places in where.items() if len(places) > 1] == []
+    loss = [
+        ast.get_source_segment((ROOT / name).read_text(), node)
+        for name in ("train_unconditional.py", "train_text_to_image.py")
+        for node in definitions(ROOT / name)
+        if node.name in ("compute_loss", "train_step")
+    ]
+    assert len(loss) == 4 and loss[0] == loss[2] and loss[1] == loss[3]  # for now: each may have its own
+
+
+def test_scripts_are_read_in_one_sitting():
+    most = {"train_unconditional": 520, "train_text_to_image": 620, "precompute_latents": 350}
+    most |= {"precompute_latents_ray": 460, "download_images": 320}
+    for script, count in most.items():
+        path = ROOT / f"{script}.py"
+        assert len(path.read_text().splitlines()) <= count, script
+        (main,) = (node for node in definitions(path) if node.name == "main")
+        assert main.end_lineno - main.lineno < 140, script
+    assert sum(len(path.read_text().splitlines()) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]) <= 5920
+
+
+def test_downloads_import_no_torch():
+    names = ", ".join(f"diffusion_training.{name}" for name in LIGHT)
+    code = f"import {names}, download_images, sys; print([x for x in ('torch', 'accelerate') if x in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert said.stdout == "[]\n", said.stderr
+
+
+def test_what_is_imported_is_required():
+    named = set(re.findall(r"^([a-z_]+)", (ROOT / "requirements.txt").read_text(), re.M))
+    ray = named | set(re.findall(r"^([a-z_]+)", (ROOT / "requirements-ray.txt").read_text(), re.M)) | {"ray", "yarl"}
+    for name, path in [*MODULES.items(), *((script, ROOT / f"{script}.py") for script in SCRIPTS)]:
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module.split(".")[0])
+        imported = {"pillow" if each == "PIL" else each for each in imported}
+        imported -= {*sys.stdlib_module_names, "diffusion_training", *SCRIPTS}
+        clustered = name in ("cluster", "precompute_latents_ray", "download_images") or name.startswith("web.")
+        assert imported <= (ray if clustered else named), (name, imported - (ray if clustered else named))
+    assert {"wandb", "tensorboard"} <= named
+
+
+def test_the_package_is_what_is_installed_and_needs_what_is_required():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["name"] == "diffusion_training"
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "diffusion_training.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["dependencies"] == {"file": ["requirements.txt"]}
+
+
+@pytest.mark.parametrize("version, fits", [("0.1.0", True), ("0.1.9", True), ("0.2.0", False), ("1.1.0", False)])
+def test_a_script_of_another_version_says_so(version, fits, monkeypatch):
+    monkeypatch.setattr(diffusion_training, "__version__", "0.1.3")
+    if fits:
+        diffusion_training.check_version(version, "mine.py")
+    else:
+        with pytest.raises(SystemExit, match=f"mine.py is of version {version}, and the installed .* is 0.1.3"):
+            diffusion_training.check_version(version, "mine.py")
+
+
+def test_every_script_is_of_this_version_and_looks_before_it_imports_more():
+    for script in SCRIPTS:
+        look, text = f'check_version("{diffusion_training.__version__}", Path(', (ROOT / f"{script}.py").read_text()
+        assert 0 < text.index(look) < text.index("from diffusion_training.")
+
+
+def test_a_package_that_lacks_what_a_script_imports_is_one_sentence(tmp_path):
+    older = (PACKAGE / "__init__.py").read_text().replace(diffusion_training.__version__, "0.0.9")
+    (tmp_path / "diffusion_training").mkdir()
+    (tmp_path / "diffusion_training/__init__.py").write_text(older)
+    (tmp_path / "mine.py").write_text((ROOT / "download_images.py").read_text())
+    run = subprocess.run([sys.executable, tmp_path / "mine.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.startswith("mine.py is of version") and run.stderr.count("\n") == 1
+
+
+# -------------------------------------------------------------------------------------------------------- the flags
+
+# Flags whose defaults differ, because those of diffusers' two scripts do, or because a script has its own data.
+DEFAULTS = {
+    "--resolution", "--output_dir", "--lr_scheduler", "--adam_beta1", "--adam_weight_decay", "--tracker_project_name",
+}  # fmt: skip
+
+
+def find_parser(script):
+    """The parser that a script's parse_args builds."""
+    found = []
+
+    def catch(parser, *args):
+        found.append(parser)
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as m, pytest.raises(InterruptedError):
+        m.setattr(argparse.ArgumentParser, "parse_args", catch)
+        importlib.import_module(script).parse_args([])
+    return found[0]
+
+
+def test_flags_of_the_same_name_mean_the_same():
+    """In the scripts that train or make caches; those of the download are of another kind."""
+    seen, differ = {}, set()
+    for script in SCRIPTS[1:]:
+        for action in find_parser(script)._actions:
+            for option in action.option_strings:
+                kind = getattr(action.type, "bounds", action.type)
+                means = type(action), kind, action.nargs, tuple(action.choices or ()), action.help
+                first, default = seen.setdefault(option, (means, action.default))
+                assert means == first, (script, option)
+                differ |= {option} if action.default != default else set()
+    assert len(seen) > 100 and differ == DEFAULTS
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_has_bounds_and_every_flag_a_chapter(script):
+    parser = find_parser(script)
+    chapters = [group.title for group in parser._action_groups[2:]]
+    assert len(chapters) >= 3
+    for action in parser._actions[1:]:
+        assert action.container.title in chapters, action.option_strings
+        assert action.type not in (int, float), f"{action.option_strings}: say its bounds with number()"
+        if path := re.search("_dir$|_path$|^dataset_name$|^resume_from|^input$", action.dest):
+            assert action.dest == "logging_dir" or action.type("~/x") == os.path.expanduser("~/x") != "~/x"
+        if action.type is None or path:
+            continue
+        low, high, kind = action.type.bounds
+        assert math.isfinite(low) and math.isfinite(high) and low < high
+        for value in ("nan", "inf", "-inf", "x", "", str(low - 1), str(high * 10 + 1)):
+            with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+                action.type(value)
+        assert action.type(str(low)) == low and type(action.type(str(low))) is kind
+        assert action.default is None or low <= action.default <= high
+
+
+# ----------------------------------------------------------------------------------------------- one file of a script
+
+
+def names_defined(source):
+    return {node.name for node in ast.parse(source).body if hasattr(node, "name")}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_one_file_has_the_script_what_it_reaches_and_no_more(script):
+    text = make_standalone(ROOT / f"{script}.py")
+    assert "diffusion_training import" not in text and "import precompute_latents" not in text
+    mine, used = names_defined(text), {x.id for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Name)}
+    assert mine >= names_defined((ROOT / f"{script}.py").read_text())
+    assert mine - used <= {"parse_args", "main"}  # each function is there for somebody
+    everything = set().union(*(names_defined(path.read_text()) for path in MODULES.values()))
+    assert mine & everything < everything  # not all of the package
+    for line in (ROOT / f"{script}.py").read_text().splitlines():  # the comments too
+        if line.strip().startswith("# ") and "----" not in line:
+            assert line in text
+
+
+def test_one_file_is_refused_where_a_name_would_be_two_things(tmp_path):
+    source = (ROOT / "train_unconditional.py").read_text()
+    (tmp_path / "twice.py").write_text(source + "\n\ndef shrink(image):\n    return image\n")
+    with pytest.raises(SystemExit, match="shrink is one thing in .* and another in .*: rename one of them"):
+        make_standalone(tmp_path / "twice.py")
+    renamed = source.replace("import Progress\n", "import Progress as Place\n").replace(" Progress(", " Place(")
+    (tmp_path / "renamed.py").write_text(renamed)
+    with pytest.raises(SystemExit, match="imports Progress of .* as a module or under another name"):
+        make_standalone(tmp_path / "renamed.py")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    make_captioned(folder / "images", 6)
+    make_unet_config(folder)
+    return folder
+
+
+@pytest.mark.ci
+def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs):
+    """All five, written by the command of the README, in an empty folder, without the package."""
+    data = ["--train_data_dir", inputs / "images"]
+    unet = [
+        "--model_config_name_or_path",
+        inputs / "tiny-unet",
+        "--train_batch_size=2",
+        "--ddpm_num_inference_steps=2",
+    ]
+    encoders = ["--pretrained_model_name_or_path", MODELS, "--resolution=8"]
+    few = ["--max_train_steps=2", "--report_to=none"]
+    text = ["--unet_config_name_or_path", ROOT / "demo/digits_text_to_image_unet.json", "--latents_dir", "latents"]
+    commands = {
+        "train_unconditional": [*data, *unet, *few, "--resolution=16", "--eval_batch_size=1", "--output_dir=ddpm"],
+        "precompute_latents": [*data, *encoders, "--output_dir=latents", "--dataloader_num_workers=0"],
+        "train_text_to_image": [*encoders, *text, *few, "--validation_prompts=a", "--output_dir=sd"],
+        "precompute_latents_ray": [*data, *encoders, "--output_dir=by-ray", "--num_encoders=1"],
+        "download_images": ["--input", tmp_path / "urls.csv", "--output_dir=images", "--num_cpus=1"],
+    }
+    (tmp_path / "urls.csv").write_text("url,text\nhttp://127.0.0.1:1/x.png,private\n,none\n")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RAY_AUTH_MODE": "disabled"}
+    alone, here = tmp_path / "alone", tmp_path / "here"
+    for folder in (alone, here):
+        folder.mkdir()
+    for script, flags in commands.items():
+        one_file = [sys.executable, "-m", "diffusion_training.standalone", f"{script}.py"]
+        written = subprocess.run(one_file, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+        (alone / f"{script}.py").write_text(written)
+        places = (
+            [(alone, alone)]
+            if script in ("precompute_latents_ray", "download_images")
+            else [(alone, alone), (here, ROOT)]
+        )
+        for place, folder in places:
+            command = map(str, [sys.executable, folder / f"{script}.py", *flags])
+            run = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
+            assert run.returncode == 0, (script, place, run.stderr[-2000:])
+        (alone / f"{script}.py").unlink()  # so that none finds another
+
+    def read(folder, kinds=(".safetensors", ".arrow", ".png", ".npy", ".bin")):
+        paths = (path for path in folder.rglob("*") if path.suffix in kinds and path.name != "loss.png")
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+    for name in ("ddpm", "latents", "sd"):
+        assert read(alone / name) == read(here / name) != {}
+    assert read(alone / "by-ray") == read(here / "latents")
+    assert (alone / "images/__download__/failures.jsonl").read_text().count("private address") == 1

@@ -1,0 +1,118 @@
+"""Downloaded files -> images that are whole, maybe shrunk as the trainers would shrink them."""
+
+import contextlib
+import hashlib
+import io
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffusion_training.data.images import decode_image, shrink
+from diffusion_training.web import pictures as module
+
+script = pytest.importorskip("download_images", reason="needs requirements-ray.txt")
+
+
+def make_args(*flags):
+    return script.parse_args(["--input", "x", "--output_dir", "y", *map(str, flags)])
+
+
+def encode(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def photograph(mode="RGB", size=(300, 200)):
+    y, x = np.mgrid[: size[1], : size[0]]
+    pixels = np.stack([x * 255 / size[0], y * 255 / size[1], 128 + 120 * np.sin(x / 9)], -1)
+    image = Image.fromarray(pixels.astype(np.uint8))
+    if mode == "I;16":
+        return Image.fromarray((pixels[..., 2] * 256).astype(np.uint16))
+    image = image.convert(mode)
+    if mode in ("RGBA", "LA"):
+        image.putalpha(Image.fromarray(pixels[..., 0].astype(np.uint8)))
+    return image
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "RGBA", "LA", "I;16"])
+def test_shrunk_images_are_those_of_the_other_scripts(mode):
+    data = encode(photograph(mode), "JPEG" if mode == "CMYK" else "PNG")
+    stored, width, height = module.check_image(data, make_args("--resize_to", 64, "--jpeg_quality", 100))
+    expected = shrink(decode_image({"bytes": data, "path": None}, 3), 64)
+    assert (height, width) == tuple(expected.shape[1:]) == (64, 96)
+    pixels = decode_image({"bytes": stored, "path": None}, 3)
+    assert pixels.shape == expected.shape
+    # Colour is stored at half the resolution, so compare the brightness
+    grey = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
+    difference = ((pixels.float() - expected.float()) * grey).sum(0).abs()
+    assert difference.mean() < 1 and difference.max() < 12
+
+
+def test_shrinking_rotates_and_never_enlarges():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode(photograph(), "JPEG", exif=exif)
+    assert module.check_image(data, make_args()) == (data, 200, 300)
+    stored, width, height = module.check_image(data, make_args("--resize_to", 100))
+    assert (width, height) == (100, 150) == Image.open(io.BytesIO(stored)).size
+    assert not Image.open(io.BytesIO(stored)).getexif()
+    assert module.check_image(data, make_args("--resize_to", 200)) == (data, 200, 300)
+    small = module.check_image(data, make_args("--resize_to", 100, "--jpeg_quality", 20))[0]
+    assert len(small) < len(stored)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF"])
+def test_files_that_were_cut_are_no_images(kind):
+    data = encode(photograph(), kind)
+    assert module.check_image(data, make_args()) == (data, 300, 200)
+    for flags in ([], ["--resize_to", 64]):
+        with pytest.raises(module.Failure, match="not an image"):
+            module.check_image(data[: len(data) * 2 // 3], make_args(*flags))
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (["--min_size", 201], "too small: 300 x 200"),
+    (["--max_aspect_ratio", 1.4], "aspect ratio: 300 x 200"),
+    (["--min_size", 200, "--max_aspect_ratio", 1.5], None),
+])  # fmt: skip
+def test_size_and_aspect_ratio(flags, reason):
+    with pytest.raises(module.Failure, match=reason) if reason else contextlib.nullcontext():
+        module.check_image(encode(photograph()), make_args(*flags))
+
+
+def test_decompression_bombs_are_not_decoded():
+    for size, where in (((13_000, 7_000), "too many pixels: 13000 x 7000"), ((20_000, 20_000), "too many pixels")):
+        data = encode(Image.new("1", size))
+        before = time.monotonic()
+        with pytest.raises(module.Failure, match=where):
+            module.check_image(data, make_args())
+        assert time.monotonic() - before < 0.5
+
+
+def test_no_format_that_starts_a_program_is_opened():
+    for data in (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\nshowpage\n", encode(photograph(), "PPM"), b""):
+        with pytest.raises(module.Failure, match="not an image: cannot identify image file") as caught:
+            module.check_image(data, make_args())
+        assert caught.value.wait is None and "BytesIO" not in str(caught.value)  # it is not tried again
+
+
+def test_what_is_stored_is_found_again_and_a_full_disk_is_no_failure_of_the_image():
+    spool, files = io.BytesIO(), [encode(photograph(size=(40 + i, 30))) for i in range(3)]
+    stored = [module.store_image(data, spool, make_args()) for data in files]
+    for i, (image, data) in enumerate(zip(stored, files, strict=True)):
+        assert spool.getvalue()[image["first"] : image["last"]] == data
+        assert (image["width"], image["height"]) == (40 + i, 30)
+        assert image["sha256"] == hashlib.sha256(data).hexdigest()
+    shrunk = module.store_image(files[0], spool, make_args("--resize_to", 10))
+    assert shrunk["sha256"] == stored[0]["sha256"] and shrunk["height"] == 10  # of the file as it came
+
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        module.store_image(files[0], Full(), make_args())

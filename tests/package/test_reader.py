@@ -1,0 +1,353 @@
+"""Latent caches as the trainer reads them: the right rows, and no bit that changed unseen."""
+
+import hashlib
+import json
+import shutil
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from conftest import MODELS
+from test_cache import NUM_ROWS, make_args, make_cache
+
+from diffusion_training.latents import reader as module
+from diffusion_training.latents.encoders import describe_models, load_models
+
+KEYS = [4, 0, 5, 2, 2, 1]  # rows in no order, one of them twice
+
+
+@pytest.fixture
+def cache(tmp_path):
+    make_cache(tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def open_caches(*folders, seed=0, random_flip=True):
+    return module.CachedLatents({folder: module.load_cache(folder) for folder in folders}, seed, random_flip)
+
+
+def read_rows(folder):
+    """All rows of a cache as the trainer reads them, each as it is and mirrored."""
+    data = open_caches(folder)
+    return [data[[(epoch, row, 1.0) for epoch in range(8)]] for row in range(len(data))]
+
+
+def refused(folder, *said):
+    with pytest.raises(SystemExit) as stop:
+        module.load_cache(folder)
+    assert all(part in str(stop.value) for part in said), stop.value
+
+
+def write_rows(path, batches, schema):
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def rewrite(cache, change):
+    """Change cache.json as somebody might who also keeps the fingerprint in state.json right."""
+    content = json.loads((cache / "cache.json").read_text())
+    change(content)
+    (cache / "cache.json").write_text(json.dumps(content, indent=1))
+    state = json.loads((cache / "state.json").read_text())
+    state["_fingerprint"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    (cache / "state.json").write_text(json.dumps(state))
+
+
+# ------------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize("text", ["prompt_embeds", "input_ids"])
+def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, text):
+    flags = ["--text_cache=ids"] if text == "input_ids" else []
+    for seed, name in enumerate(("cache", "other")):
+        make_cache(tmp_path / name, *flags, seed=seed)
+    data = open_caches(tmp_path / "cache", tmp_path / "other")
+    rows = [datasets.load_from_disk(str(tmp_path / name)).with_format("arrow") for name in ("cache", "other")]
+    expected = pa.concat_tables([table[:] for table in rows])
+    assert len(data) == len(expected) == 12 and list(data.names()) == expected["key"].to_pylist()
+    columns = {name: np.stack(expected[name].to_pylist()) for name in ("latents", "latents_flipped", text)}
+    keys = [(epoch, row, 0.5) for epoch in range(8) for row in (10, 0, 5, 3, 4, 6)]
+    batch, flipped = data[keys], 0
+    assert set(batch) == {"latents", text, "weight", "skipped"} and batch["weight"].tolist() == [0.5] * len(keys)
+    assert batch["latents"].dtype == torch.float16 and batch["skipped"] == []
+    for i, (epoch, row, _) in enumerate(keys):
+        mirrored = module.draw_choices(0, epoch, row)[2] < 0.5
+        assert np.array_equal(batch["latents"][i], columns["latents_flipped" if mirrored else "latents"][row])
+        assert np.array_equal(batch[text][i], columns[text][row])
+        flipped += mirrored
+    assert 12 < flipped < 36  # the same row is mirrored in some epochs
+    plain = open_caches(tmp_path / "cache", tmp_path / "other", random_flip=False)[keys]["latents"].numpy()
+    assert np.array_equal(plain, columns["latents"][[row for _, row, _ in keys]])
+
+
+def test_a_batch_in_any_order_is_its_rows(cache):
+    keys, data = [(1, row, row / 10) for row in KEYS], open_caches(cache)
+    batch, alone = data[keys], [data[[key]] for key in keys]
+    for name in ("latents", "prompt_embeds", "weight"):
+        assert torch.equal(batch[name], torch.cat([one[name] for one in alone]))
+
+
+def test_other_seeds_mirror_other_rows(cache):
+    keys = [(epoch, row, 1.0) for epoch in range(8) for row in range(6)]
+    one, again, other = (open_caches(cache, seed=seed)[keys]["latents"] for seed in (0, 0, 1))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+
+
+def test_rows_that_come_again_in_an_epoch_are_mirrored_anew(tmp_path, cache):
+    make_cache(tmp_path / "other", seed=1)
+    data = open_caches(cache, tmp_path / "other")
+    again = data[[(0, 7 + len(data) * k, 1.0) for k in range(8)]]
+    assert len(again["latents"].unique(dim=0)) == 2 and len(again["prompt_embeds"].unique(dim=0)) == 1
+    assert torch.equal(again["prompt_embeds"][7], data[[(0, 7, 1.0)]]["prompt_embeds"][0])
+
+
+def test_empty_record_batches_are_in_nobodys_way(cache):
+    expected = read_rows(cache)
+    path = cache / "data-00000-of-00003.arrow"
+    table = pa.ipc.open_stream(path.read_bytes()).read_all().combine_chunks()
+    (batch,) = table.to_batches()
+    write_rows(path, [batch[:0], batch[:1], batch[1:1], batch[1:], batch[:0]], table.schema)
+    for one, other in zip(read_rows(cache), expected, strict=True):
+        assert torch.equal(one["latents"], other["latents"])
+
+
+def test_fingerprints_tell_caches_apart(tmp_path, cache):
+    make_cache(tmp_path / "equal")
+    make_cache(tmp_path / "other", seed=1)
+    one, equal, other = (open_caches(tmp_path / name).fingerprint for name in ("cache", "equal", "other"))
+    assert one == equal != other
+    assert len({open_caches(*(tmp_path / x for x in xs)).fingerprint for xs in (["cache"], ["cache", "other"])}) == 2
+
+
+# ------------------------------------------------------------------- which rows an epoch takes
+
+
+def count_rows(epochs, weights, holdout=(), seed=0):
+    """How often each of 6 rows of one cache and 5 of another comes in each epoch: [epochs, rows]; the numbers."""
+    members = {"folders": ["a", "b"], "cache_ends": np.array([6, 11]), "__len__": lambda self: 11, "seed": seed}
+    dataset, rows = type("Dataset", (), members)(), np.array([row for row in range(11) if row not in holdout])
+    numbers = [module.choose_rows(rows, dataset, weights, epoch) for epoch in range(epochs)]
+    assert len({len(of_epoch) for of_epoch in numbers}) == 1
+    return np.stack([np.bincount(of_epoch % 11, minlength=11) for of_epoch in numbers]), numbers
+
+
+def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
+    counts, numbers = count_rows(3, [1, 3])
+    assert (counts[:, :6] == 1).all() and (counts[:, 6:] == 3).all()
+    assert len(set(numbers[0])) == len(numbers[0]) == 21  # a repeat has a number of its own, and so a mirroring
+    assert (np.diff(numbers[0]) > 0).all()
+    held = {"weights": [0.5, 1.4], "holdout": (0, 1)}
+    counts, _ = count_rows(10, **held)
+    assert (counts[:, :2] == 0).all()  # what is held out
+    assert (counts[:, 2:6].sum(axis=1) == 2).all() and (counts[:, 6:].sum(axis=1) == 7).all()
+    assert (counts[:, 2:6] <= 1).all() and set(counts[:, 6:].flat) == {1, 2}
+    assert len(np.unique(counts, axis=0)) > 3  # others in each epoch, and in the long run all alike
+    assert (counts[:, 2:6].sum(axis=0) == 5).all() and (counts[:, 6:].sum(axis=0) == 14).all()
+    assert np.array_equal(counts, count_rows(10, **held)[0])
+    assert not np.array_equal(counts, count_rows(10, **held, seed=1)[0])
+    for weights in ([1, 1], [], None):  # weights of 1 change nothing
+        assert all(np.array_equal(of_epoch, range(11)) for of_epoch in count_rows(3, weights)[1])
+    with pytest.raises(SystemExit, match="--latents_weights 0.01 takes none of the 5 rows of b: choose a larger one"):
+        count_rows(1, [1, 0.01])
+
+
+# ------------------------------------------------------------------- what is refused
+
+
+def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cache):
+    refused(tmp_path / "nowhere", "nowhere/cache.json is missing: make the cache with precompute_latents.py")
+    for name in ("data-00001-of-00003.arrow", "empty_prompt.npy"):
+        path, data = cache / name, (cache / name).read_bytes()
+        path.unlink()
+        refused(cache, f"{name} is missing")
+        path.write_bytes(data[:-400])
+        refused(cache, "is damaged", "run the command that made the cache again, it mends it")
+        path.write_bytes(data)
+    shard = cache / "data-00001-of-00003.arrow"
+    shard.write_bytes((cache / "data-00000-of-00003.arrow").read_bytes())
+    refused(cache, f"{shard} is damaged (3 rows instead of 2)")
+    shard.write_bytes(data)
+    (cache / "state.json").unlink()
+    refused(cache, f"{cache} is not finished: run the command that made it again")
+
+
+def test_more_shards_than_a_process_can_map_are_no_damage(cache, monkeypatch):
+    paths, memory_map = [], module.pa.memory_map
+
+    def refuse(path):  # as pyarrow does beyond vm.max_map_count
+        paths.append(path)
+        if len(paths) == 2:
+            raise OSError("Memory mapping file failed: Cannot allocate memory")
+        return memory_map(path)
+
+    monkeypatch.setattr(module.pa, "memory_map", refuse)
+    with pytest.raises(SystemExit) as stop:
+        module.load_cache(cache)
+    assert paths[1] in str(stop.value) and "vm.max_map_count" in str(stop.value) and "damaged" not in str(stop.value)
+
+
+@pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
+def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_cache):
+    cache, rng, caught = tmp_path / "cache", np.random.default_rng(0), 0
+    make_cache(cache, f"--text_cache={text_cache}")
+    expected = read_rows(cache)
+    text = "input_ids" if text_cache == "ids" else "prompt_embeds"
+    whole = {path: path.read_bytes() for path in cache.iterdir() if path.is_file() and path.name != "run.args"}
+    for path, content in [item for item in whole.items() if item[1]]:
+        for _ in range(10 if path.suffix != ".arrow" else 40):
+            changed = bytearray(content)
+            changed[rng.integers(len(content))] ^= 1 << rng.integers(8)
+            path.write_bytes(changed)
+            try:
+                rows = read_rows(cache)
+            except (SystemExit, OSError) as error:
+                assert "damaged" in str(error) or "missing" in str(error), error
+                caught += 1
+            else:  # what is not read: a caption, a key, what fills up, the other files' layout
+                assert path.name != "cache.json"
+                for one, other in zip(rows, expected, strict=True):
+                    assert torch.equal(one["latents"], other["latents"]) and torch.equal(one[text], other[text])
+            path.write_bytes(content)
+    assert caught > 40
+    # Each bit of the numbers themselves, of one row
+    path = cache / "data-00001-of-00003.arrow"
+    for column in ("latents", "latents_flipped", text):
+        numbers = module.load_cache(cache)[2][1][1][column][0].values.to_numpy().tobytes()
+        place = whole[path].index(numbers)
+        for bit in range(0, 8 * len(numbers), 11):
+            changed = bytearray(whole[path])
+            changed[place + bit // 8] ^= 1 << bit % 8
+            path.write_bytes(changed)
+            with pytest.raises(OSError, match=f"{path} is damaged: the command that made the cache mends it"):
+                open_caches(cache)[[(0, 3, 1.0)]]
+
+
+def test_a_row_is_checked_when_it_is_first_read_and_only_then(cache, monkeypatch):
+    checked, checksum_row = [], module.checksum_row
+    monkeypatch.setattr(module, "checksum_row", lambda row: checked.append(sorted(row)) or checksum_row(row))
+    data = open_caches(cache, random_flip=False)
+    assert not checked  # a cache of any size opens at once
+    for _ in range(3):
+        data[[(0, row, 1.0) for row in KEYS]]
+    assert checked == [["latents", "latents_flipped", "prompt_embeds"]] * 5
+
+
+def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_path, cache):
+    make_cache(tmp_path / "other", seed=1)
+    one, two = cache / "data-00000-of-00003.arrow", cache / "data-00001-of-00003.arrow"
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes((tmp_path / "other" / one.name).read_bytes())  # as many rows, of another cache
+    refused(cache, f"{one} is damaged (it is not as it was written)")
+    one.write_bytes(first)
+    table = pa.ipc.open_stream(second).read_all()
+    for column, values in {
+        "latents": [[1] * 24] * 2,  # integers
+        "prompt_embeds": [[1.0] * 29, [1.0] * 31],  # ragged
+        "latents_flipped": None,
+    }.items():
+        changed = table.drop_columns([column])
+        if values:
+            changed = table.set_column(table.schema.get_field_index(column), column, pa.array(values))
+        write_rows(two, changed.to_batches(), changed.schema)
+        refused(cache, f"{two} is damaged", column)
+    holes = table["latents"].combine_chunks().flatten().to_pylist()
+    holes = pa.FixedSizeListArray.from_arrays(pa.array([None, *holes[1:]], pa.float16()), 24)
+    write_rows(two, table.set_column(0, "latents", holes).to_batches(), table.schema)
+    refused(cache, f"{two} is damaged (latents is not 24 numbers in each row)")
+    two.write_bytes(second)
+    # A name that leads out of the folder
+    shutil.copytree(cache, tmp_path / "equal")
+    record = json.loads((cache / "cache.json").read_text())["shards"][one.name]
+    rewrite(cache, lambda content: content["shards"].update({f"../equal/{two.name}": record}))
+    two.unlink()
+    refused(cache, f"{two} is missing")
+
+
+def test_a_cache_that_says_what_it_does_not_hold_is_refused(cache):
+    for change, said in {
+        "latents_shape": ([2, 3, 5], "latents is not 30 numbers in each row"),
+        "prompt_embeds_shape": ([5, 7], "prompt_embeds is not 35 numbers in each row"),
+        "text_cache": ("ids", "input_ids"),
+        "shards": ({}, "it holds no rows"),
+        "empty_prompt_sha256": ("0" * 64, "empty_prompt.npy is not as it was written"),
+    }.items():
+        old = json.loads((cache / "cache.json").read_text())[change]
+        rewrite(cache, lambda content, change=change, new=said[0]: content.update({change: new}))
+        refused(cache, "is damaged", said[1])
+        rewrite(cache, lambda content, change=change, old=old: content.update({change: old}))
+    assert len(open_caches(cache)) == NUM_ROWS - 1
+
+
+def test_a_cache_of_another_format_is_refused_and_not_misread(cache):
+    for version in (1, 3):
+        rewrite(cache, lambda content, version=version: content.update(format_version=version))
+        refused(cache, f"{cache} is a cache of format {version}, and this version reads 2: make it anew")
+
+
+# ------------------------------------------------------------------- models and caches that fit
+
+
+def load():
+    args = make_args("out", "--resolution=16", f"--pretrained_model_name_or_path={MODELS}")
+    return load_models(args, torch.float32)
+
+
+def describe(vae, text_encoder, tokenizer, **more):
+    """A cache of these models, as far as it is compared."""
+    content = describe_models(vae, text_encoder, tokenizer) | module.describe_latents(vae, 16, "moments")
+    content |= {"prompt_embeds_shape": [8, 32], "text_cache": "embeddings", "captions_cut": 0, "rows": 10}
+    return {**content, "transform": {"resolution": 16, "random_flip": False}, **more}, None, None
+
+
+def test_a_cache_of_other_models_or_settings_is_refused(capsys):
+    def check(*found, argv=()):
+        args = make_args("out", f"--pretrained_model_name_or_path={MODELS}", "--no-random_flip", *argv)
+        args.resolution = args.resolution if argv else None
+        module.check_caches(dict(zip("ab", found, strict=False)), args)
+
+    models = load()
+    good = describe(*models)
+    assert good[0]["latents_shape"] == [8, 8, 8]
+    assert module.describe_latents(models[0], 32, "sample")["latents_shape"] == [4, 16, 16]
+    check(good, good)
+    assert capsys.readouterr().out == ""
+    check(describe(*models, captions_cut=3))
+    assert capsys.readouterr().out == "a: 3 of 10 captions have more than 8 tokens, and lose what is beyond\n"
+
+    for change, said in {
+        "scaling_factor": "vae.scaling_factor 0.18215 -> 0.9446",
+        "weight": "vae.sha256 ",
+        "text": "text_encoder.sha256 ",
+        "tokens": "tokenizer.sha256 ",
+    }.items():
+        vae, text_encoder, tokenizer = load()
+        with torch.no_grad():
+            if change == "scaling_factor":
+                vae.register_to_config(scaling_factor=0.18215)
+            elif change == "weight":
+                vae.encoder.conv_in.bias[0] += 1e-3
+            elif change == "text":
+                text_encoder.final_layer_norm.bias[0] += 1e-3
+            else:
+                tokenizer.add_tokens(["<another>"])
+        with pytest.raises(SystemExit) as stop:
+            check(describe(vae, text_encoder, tokenizer))
+        assert str(stop.value).startswith(f"a does not fit these models or the first cache ({said}"), stop.value
+        assert str(stop.value).count(" -> ") == 1
+    for second, said in {
+        "latents": ("sample", "latents sample -> moments"),
+        "latents_shape": ([8, 8, 4], "latents_shape [8, 8, 4] -> [8, 8, 8]"),
+        "text_cache": ("ids", "text_cache ids -> embeddings"),
+        "prompt_embeds_shape": ([8, 48], "prompt_embeds_shape [8, 48] -> [8, 32]"),
+    }.items():
+        with pytest.raises(SystemExit) as stop:
+            check(good, describe(*models, **{second: said[0]}))
+        assert str(stop.value).startswith(f"b does not fit these models or the first cache ({said[1]})")
+    with pytest.raises(SystemExit, match="--random_flip: a was made without, so it holds no mirrored latents"):
+        check(good, argv=["--random_flip", "--resolution=16"])
+    with pytest.raises(SystemExit, match="--resolution 32: a holds 16 px"):
+        check(good, argv=["--resolution=32"])
+    check(good, argv=["--resolution=16"])

@@ -1,0 +1,230 @@
+"""Records and signs: what a run tells is true, told once, and goes on where a checkpoint was."""
+
+import argparse
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+import train_text_to_image
+import train_unconditional
+from diffusion_training.training.records import Records, measure_images
+from diffusion_training.training.signs import find_signs, read_metrics
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(resumed_at)` -> the Records of a run of 8 steps; its batches are in [-1, 1] already."""
+    (tmp_path / "out").mkdir()
+    argv = [f"--train_data_dir={tmp_path}", f"--output_dir={tmp_path}/out", "--max_train_steps=8", "--report_to=none"]
+
+    def run(global_step=0, *more, num_left_out=0):
+        args = train_unconditional.parse_args([*argv, "--lr_warmup_steps=0", "--max_grad_norm=1", *more])
+        accelerator = Accelerator(cpu=True)
+        return Records(accelerator, global_step, num_left_out, global_step > 0, args)
+
+    return run
+
+
+def prepare(batch):
+    return batch["pixel_values"], {}, {}
+
+
+def batch_of(images, skipped=(), weight=None):
+    images = torch.as_tensor(images, dtype=torch.float32)
+    weight = torch.full((len(images),), 1 / len(images)) if weight is None else torch.tensor(weight)
+    return {"pixel_values": images, "weight": weight, "skipped": list(skipped), "waited": (0.0, 0.25)}
+
+
+NOISE = np.random.default_rng(0).uniform(-1, 1, (2, 3, 4, 4))
+
+
+def step(records, number, batch=None, loss=0.5, norm=0.1, log=True, last=False, epoch=0):
+    batch = batch_of(NOISE) if batch is None else batch
+    for _ in records.watch([batch], prepare):
+        pass
+    weight = batch["weight"].sum().item()
+    records.add(torch.tensor([loss * weight, weight, norm]), len(batch["weight"]), epoch, 1e-3)
+    records.update(number, log, last)
+
+
+def metrics(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_record_is_the_mean_since_the_last(tmp_path, run):
+    records = run()
+    step(records, 1, loss=1.0, norm=0.5, log=False)
+    step(records, 2, loss=2.0, norm=1.5)
+    step(records, 3, loss=4.0, norm=2.0, epoch=1)
+    one, other = metrics(tmp_path)
+    names = "step epoch loss lr grad_norm clipped images_per_second data_wait skipped_images"
+    assert list(one) == names.split()
+    assert (one["step"], one["epoch"], one["loss"], one["lr"]) == (2, 0, 1.5, 1e-3)
+    assert (one["grad_norm"], one["clipped"]) == (1.0, 0.5)
+    assert (other["step"], other["epoch"], other["loss"], other["clipped"]) == (3, 1, 4.0, 1.0)
+    assert one["images_per_second"] > 0 and one["data_wait"] * 4 / one["images_per_second"] == pytest.approx(0.5)
+
+
+def test_a_step_without_any_image_has_no_loss_to_record(tmp_path, run):
+    records = run()
+    step(records, 1, batch_of(NOISE, [("a.png", "broken")], [0.0, 0.0]))
+    step(records, 2, loss=3.0)
+    (record,) = metrics(tmp_path)
+    assert (record["step"], record["loss"], record["skipped_images"]) == (2, 3.0, 1)
+
+
+def test_what_is_skipped_is_named_once_also_when_the_run_goes_on(tmp_path, run, capfd):
+    records = run(num_left_out=2)
+    step(records, 1, batch_of(NOISE, [("a.png", "broken"), ("b.png", "odd")]))
+    step(records, 2, batch_of(NOISE, [("a.png", "broken")]))
+    step(records, 3, batch_of(NOISE, [("c.png", "broken")]))
+    said = capfd.readouterr().err
+    assert [said.count(f"Skipped {name}.png (") for name in "abc"] == [1, 1, 1]
+    assert [record["skipped_images"] for record in metrics(tmp_path)] == [4, 4, 5]
+    told = [record.get("skipped") for record in metrics(tmp_path)]
+    assert told == [{"a.png": "broken", "b.png": "odd"}, None, {"c.png": "broken"}]
+    records = run(2)
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2]  # what came after the checkpoint comes again
+    step(records, 3, batch_of(NOISE, [("a.png", "broken"), ("c.png", "broken")]))
+    said = capfd.readouterr().err
+    assert "a.png" not in said and said.count("Skipped c.png") == 1
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3]
+    assert metrics(tmp_path)[2]["skipped_images"] == 3
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_saved(tmp_path, run):
+    records = run()
+    with pytest.raises(SystemExit, match=r"not finite at step 1 \(last checkpoint: none\); try a lower"):
+        step(records, 1, loss=math.nan, log=False)
+    (tmp_path / "out/checkpoint-3").mkdir()
+    (tmp_path / "out/checkpoint-3/trainer_state.json").touch()
+    for wrong in ({"loss": math.inf}, {"norm": math.nan}):
+        with pytest.raises(SystemExit, match="not finite at step 4 .*checkpoint-3"):
+            step(run(3), 4, **wrong)
+    assert metrics(tmp_path) == []
+
+
+def test_when_nothing_decodes_the_run_ends(tmp_path, run):
+    broken = batch_of(np.zeros((2, 3, 4, 4)), [("a.png", "broken")], [0.0, 0.0])
+    with pytest.raises(SystemExit, match="none of the last 2 images could be decoded"):
+        step(run(), 8, broken, last=True)
+    many = batch_of(np.zeros((100, 3, 1, 1)), [], [0.0] * 100)
+    with pytest.raises(SystemExit, match="none of the last 100 images could be decoded"):
+        step(run(), 1, many)
+    records = run()
+    step(records, 1)
+    step(records, 8, broken, last=True)  # an epoch may end on a broken one
+
+
+def test_what_a_power_cut_has_spoilt_is_left_out(tmp_path):
+    lines = ['{"step": 1, "loss": 0.5}', '{"step": 2, "lo', "\0\0\0", "[]", '{"loss": 1}', '{"step": 3, "loss": NaN}',
+             '{"step": 4, "held_out_loss": 0.25}', '{"step": 5, "loss": "x"}', '{"step": 6, "loss": 0.5}']  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 4, 6]
+    assert [record["step"] for record in read_metrics(tmp_path, 4)] == [1, 4]
+    assert read_metrics(tmp_path / "nowhere") == []
+
+
+def test_a_tracker_that_does_not_work_is_one_sentence(run, monkeypatch):
+    def no_login(*args):
+        raise ValueError("api_key not configured (no-tty)")
+
+    monkeypatch.setattr(Accelerator, "init_trackers", no_login)
+    with pytest.raises(SystemExit, match=r"wandb does not work: `wandb login`, or set .* \(api_key not configured"):
+        run(0, "--report_to=wandb")
+    with pytest.raises(SystemExit, match=r"tensorboard does not work: --report_to none"):
+        run(0, "--report_to=tensorboard")
+
+
+# ------------------------------------------------------------------- signs
+
+
+def test_the_first_images_are_measured_and_a_sign_is_told_once(tmp_path, run, capfd):
+    """Images from 0 to 1, and one of seven black: also when the run goes on."""
+    images = (NOISE + 1) / 2
+    records = run()
+    for number in range(1, 8):
+        step(records, number, batch_of(images[:1] if number > 1 else np.zeros((1, 3, 4, 4))))
+    signs = [record.get("signs", {}) for record in metrics(tmp_path)]
+    assert signs[0].keys() == {"range", "colour"} and not any(signs[1:])
+    assert signs[0]["range"].startswith("images go from 0 to 0") and signs[0]["colour"].startswith("100%")
+    assert capfd.readouterr().err.count("Worth a look: ") == 2
+    step(run(7), 8, batch_of(images), last=True)
+    assert not any("signs" in record for record in metrics(tmp_path)[1:])
+    assert "Worth a look" not in capfd.readouterr().err
+
+
+def test_only_the_first_hundred_images_are_looked_at(run):
+    records, looked = run(), []
+
+    def counting(batch):
+        looked.append(len(batch["weight"]))
+        return prepare(batch)
+
+    for _ in records.watch([batch_of(np.zeros((30, 3, 1, 1)))] * 9, counting):
+        pass
+    assert looked == [30] * 4
+
+
+def test_images_are_measured_by_their_weight():
+    images = torch.tensor([[-1.0, 1.0], [0.5, 0.5], [9.0, -9.0]]).view(3, 1, 1, 2)
+    found = measure_images(images, torch.tensor([0.5, 0.25, 0.0]))
+    assert found.tolist() == pytest.approx([-0.5 + 0.125, 0.5 + 0.125, 0.5 + 0.0625, 0.25, 0.75])
+
+
+@pytest.mark.parametrize("argv, images, record, found", [
+    ([], {}, {}, set()),
+    (["--max_train_steps=200", "--lr_warmup_steps=0"], {}, {}, set()),
+    (["--lr_scheduler=constant"], {}, {}, set()),  # with averaged weights that is what most people do
+    (["--no-use_ema"], {}, {"lr": 1e-6}, set()),
+    (["--no-use_ema"], {}, {}, {"lr"}),
+    ([], {"low": 0.0}, {}, {"range"}),
+    ([], {"high": 255.0}, {}, {"range"}),
+    ([], {"flat": 0.2}, {}, {"colour"}),
+    ([], {}, {"clipped": 0.6}, {"clipped"}),
+    (["--max_train_steps=20", "--lr_warmup_steps=0"], {}, {"clipped": 0.6, "data_wait": 0.6}, set()),  # too soon
+    ([], {}, {"data_wait": 0.06}, {"waiting"}),
+    (["--ema_power=1"], {}, {}, {"ema"}),
+    (["--max_train_steps=2000", "--ema_max_decay=0.9999", "--ema_inv_gamma=0.01"], {}, {}, {"ema"}),
+])  # fmt: skip
+def test_signs_are_told_apart_and_a_sane_run_has_none(tmp_path, argv, images, record, found):
+    args = train_unconditional.parse_args([f"--train_data_dir={tmp_path}", "--max_train_steps=10000", *argv])
+    steps = np.linspace(0, args.max_train_steps, 11).astype(int)[1:]
+    start = {"loss": 1, "lr": args.learning_rate, "data_wait": 0.01, "clipped": 0.1}
+    records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]  # before the warm-up ends all is allowed
+    records += [{"step": int(step), **start, **record} for step in steps]
+    images = {"low": -0.9, "high": 0.8, "square": 0.3, "flat": 0.01, **images}
+    signs = find_signs(records, list(images.values()), args)
+    assert signs.keys() == found
+    assert all("\n" not in text and len(text) < 160 for text in signs.values())
+
+
+def test_of_latents_the_size_is_looked_at_and_no_range_or_colour(tmp_path):
+    argv = ["--pretrained_model_name_or_path=x", f"--latents_dir={tmp_path}", "--max_train_steps=10"]
+    args = train_text_to_image.parse_args(argv)
+    record = {"step": 1, "loss": 1, "lr": 1e-4, "data_wait": 0, "clipped": 0}
+    for mean_square, wrong in ((0.18**2, "0.18"), (1.0, None), (5.5**2, "5.5")):
+        signs = find_signs([record], [-9.0, 9.0, mean_square, 1.0], args)
+        assert signs.keys() == ({"latents"} if wrong else set())
+        assert f"root mean square of {wrong}, not of about 1" in signs.get("latents", "") or not wrong
+    turn = find_signs([{**record, "step": 1000, "data_wait": 0.5}], None, args)["waiting"]
+    assert "a faster disk, or more memory" in turn
+
+
+def test_what_waits_for_data_is_told_what_to_turn(tmp_path):
+    record = {"step": 1000, "loss": 1, "lr": 1e-4, "data_wait": 0.5, "clipped": 0}
+    for argv, words in (([], "try --cache_images, or more"), (["--cache_images"], "a faster disk, or more memory")):
+        argv = [f"--train_data_dir={tmp_path}", "--max_train_steps=2000", *argv]
+        assert words in find_signs([record], None, train_unconditional.parse_args(argv))["waiting"]
+
+
+def test_nothing_is_told_by_other_processes(tmp_path, run):
+    records = run()
+    records.accelerator = argparse.Namespace(is_main_process=False, log=lambda *args, **options: None)
+    records.write({"step": 1, "loss": 1.0})
+    assert os.path.getsize(tmp_path / "out/metrics.jsonl") == 0

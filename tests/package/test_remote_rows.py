@@ -1,0 +1,114 @@
+"""Parquet at an address: the rows of a copy on a disk, read where they lie, and not mixed when the files change."""
+
+import os
+import pickle
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import make_captioned
+
+import precompute_latents
+from diffusion_training.data.rows import load_rows
+from diffusion_training.latents import remote_rows as module
+
+COUNT = 26
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three files of parquet in row groups of three, as download_images.py writes them."""
+    make_captioned(tmp_path / "images", COUNT, [f"No. {i} \U0001f600" for i in range(COUNT)])
+    rows = datasets.load_dataset(str(tmp_path / "images"), split="train", cache_dir=str(tmp_path / "hub"))
+    rows = rows.cast_column("image", datasets.Image(decode=False))
+    items = [{**row, "image": {"bytes": open(row["image"]["path"], "rb").read(), "path": None}} for row in rows]
+    (tmp_path / "parquet/sub").mkdir(parents=True)
+    (tmp_path / "parquet/__download__").mkdir()
+    for k, name in enumerate(("data-0", "data-1", "sub/data-2")):
+        part = datasets.Dataset.from_list(items[10 * k : 10 * k + 10])
+        part = part.cast_column("image", datasets.Image(decode=False)).add_column("other", [k] * len(part))
+        part.to_parquet(str(tmp_path / f"parquet/{name}.parquet"), batch_size=3)
+    for name in ("__download__/urls.parquet", ".hidden.parquet", "notes.txt"):  # no data
+        (tmp_path / "parquet" / name).write_bytes(b"nothing to read")
+    return tmp_path / "parquet"
+
+
+def open_rows(folder, *argv):
+    args = precompute_latents.parse_args(["--train_data_dir=.", "--pretrained_model_name_or_path=sd", *argv])
+    args.train_data_dir = f"file://{folder}/"
+    module.open_parquet.cache_clear(), module.read_group.cache_clear()
+    return module.RemoteRows(args)
+
+
+def test_the_rows_are_those_of_a_copy_on_a_disk(folder, tmp_path):
+    rows = open_rows(folder)
+    for name in ("__download__/urls.parquet", ".hidden.parquet", "notes.txt"):
+        (folder / name).unlink()
+    argv = [f"--train_data_dir={folder}", "--pretrained_model_name_or_path=sd", f"--cache_dir={tmp_path / 'hub'}"]
+    local, column = load_rows(precompute_latents.parse_args(argv), others=["text"])
+    assert len(rows) == len(local) == COUNT and rows.columns == (column, "text") == ("image", "text")
+    for numbers in ([0], [25, 0, 9, 10, 11], list(range(COUNT)), [3, 3]):
+        assert rows[numbers] == local[numbers]
+    assert rows[[9, 10]]["text"][1].startswith("No. 1")
+
+
+def test_workers_get_names_and_counts_and_read_what_they_need(folder, monkeypatch):
+    rows, read = open_rows(folder), []
+    pickled = pickle.dumps(rows)
+    assert len(pickled) < 5000
+    again = pickle.loads(pickled)
+    read_row_group = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile,
+        "read_row_group",
+        lambda file, *args: read.append((file.metadata.num_rows, *args)) or read_row_group(file, *args),
+    )
+    assert again[[12, 10, 11]] == rows[[12, 10, 11]] and read == [(10, 0, ("image", "text"))]  # no other column
+    again[[25]]
+    assert read[1:] == [(6, 1, ("image", "text"))]
+
+
+def test_files_that_change_at_an_address_are_not_mixed(folder):
+    rows = open_rows(folder)
+    module.open_parquet.cache_clear(), module.read_group.cache_clear()  # another process
+    path = folder / "data-0.parquet"
+    was = path.stat()
+    path.write_bytes((folder / "data-1.parquet").read_bytes())
+    os.utime(path, (was.st_atime, was.st_mtime + 1))
+    rows[[25]]
+    with pytest.raises(ValueError, match="data-0.parquet: it has changed"):
+        rows[[0]]
+    assert open_rows(folder)._fingerprint != rows._fingerprint == pickle.loads(pickle.dumps(rows))._fingerprint
+    path.unlink()
+    module.open_parquet.cache_clear(), module.read_group.cache_clear()
+    with pytest.raises(ValueError, match="data-0.parquet: .*No such file"):
+        rows[[0]]
+
+
+def test_columns_are_chosen_by_the_flags(folder):
+    table = pq.read_table(folder / "data-0.parquet")
+    for path in folder.rglob("*.parquet"):
+        path.unlink()
+    pq.write_table(table.rename_columns(["picture", "caption", "other"]), folder / "a.parquet")
+    rows = open_rows(folder, "--caption_column=caption", "--image_column=picture")
+    assert rows.columns == ("picture", "caption") and len(rows[[3]]["picture"][0]["bytes"]) > 100
+
+
+def test_what_can_not_be_read_is_refused_in_a_sentence(folder, tmp_path):
+    def refused(said, *argv, of=folder):
+        with pytest.raises(SystemExit) as stop:
+            open_rows(of, *argv)
+        assert said in str(stop.value) and "\n" not in str(stop.value), stop.value
+
+    refused(f"file://{folder} has no column 'caption' but image, text, other: choose", "--caption_column=caption")
+    refused("has no column 'x' but image, text, other: choose with --image_column", "--image_column=x")
+    (tmp_path / "empty").mkdir()
+    refused("can't be read (it holds no parquet files)", of=tmp_path / "empty")
+    refused("can't be read (it holds no parquet files)", of=tmp_path / "nowhere")
+    pq.write_table(pq.read_table(folder / "data-0.parquet").slice(0, 0), tmp_path / "empty/none.parquet")
+    refused("holds no images", of=tmp_path / "empty")
+    pq.write_table(pa.table({"text": ["a"], "image": ["b"]}), folder / "sub/zzz.parquet")
+    refused("sub/zzz.parquet has other columns than data-0.parquet")
+    (folder / "sub/zzz.parquet").write_bytes(b"no parquet")
+    refused("sub/zzz.parquet: ")

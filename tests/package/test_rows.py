@@ -1,0 +1,180 @@
+"""Rows: every kind of data set, what is read of it, and what is said of it."""
+
+import argparse
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from conftest import finish, make_captioned, make_images, start
+from fsspec.implementations.local import LocalFileSystem
+
+from diffusion_training.data.images import decode_image
+from diffusion_training.data.rows import load_rows, name_rows, read_items
+from diffusion_training.errors import in_one_sentence
+from diffusion_training.loading import load_batches
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`load_rows` of a folder, with flags."""
+
+    def load(folder, streaming=False, others=(), **flags):
+        none = ["dataset_name", "train_data_dir", "dataset_config_name", "image_column", "max_train_samples"]
+        args = dict.fromkeys(none) | {"dataset_split": "train", "seed": 0, "cache_dir": str(tmp_path / "cached")}
+        return load_rows(argparse.Namespace(**args | {"train_data_dir": str(folder)} | flags), streaming, others)
+
+    return load
+
+
+def add_member(tar, name, content):
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def test_every_kind_of_folder_gives_its_images(tmp_path, load):
+    """Sub-folders, metadata.jsonl, parquet of images and of plain bytes, webdataset; and a column by another name."""
+    make_images(tmp_path / "images", 6)
+    png = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(6)]
+    for i in range(6):
+        path = tmp_path / f"classes/{i % 2}/{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png[i])
+    make_captioned(tmp_path / "captions", 6)
+    for name in ("parquet", "plain", "tars"):
+        (tmp_path / name).mkdir()
+    kinds = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
+    data = {"img": [{"bytes": data, "path": None} for data in png], "label": [0] * 6}
+    datasets.Dataset.from_dict(data, features=kinds).to_parquet(tmp_path / "parquet/train.parquet")
+    datasets.Dataset.from_dict({"image": png}).to_parquet(tmp_path / "plain/train.parquet")
+    with tarfile.open(tmp_path / "tars/train.tar", "w") as tar:
+        for i, data in enumerate(png):
+            add_member(tar, f"{i:03d}.png", data)
+            add_member(tar, f"{i:03d}.txt", b"a caption")
+    reference = sorted(decode_image({"bytes": data, "path": None}, 3).float().mean().item() for data in png)
+    for name in ("images", "classes", "captions", "parquet", "plain", "tars"):
+        rows, column = load(tmp_path / name)
+        assert len(rows) == 6 and rows.column_names == [column], name
+        assert sorted(decode_image(row[column], 3).float().mean().item() for row in rows) == reference, name
+    assert load(None, dataset_name=str(tmp_path / "parquet"), image_column="img")[1] == "img"
+    assert load(tmp_path / "parquet", others=["label"])[0].column_names == ["img", "label"]
+
+
+def test_so_many_images_are_drawn_by_seed_or_the_first_of_a_stream(tmp_path, load):
+    make_images(tmp_path / "images", 6)
+    drawn = [load(tmp_path / "images", max_train_samples=4, seed=seed)[0]["image"][:] for seed in (0, 0, 1)]
+    assert len(drawn[0]) == 4 and drawn[0] == drawn[1] != drawn[2]
+    assert len(load(tmp_path / "images", max_train_samples=99)[0]) == 6
+    rows, column = load(tmp_path / "images", streaming=True, max_train_samples=3)
+    assert [Path(row[column]["path"]).name for row in rows] == ["0.png", "1.png", "2.png"]
+
+
+def test_what_can_not_be_read_is_one_sentence(tmp_path, load):
+    make_captioned(tmp_path / "images", 2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match="empty can't be loaded as a data set"):
+        load(tmp_path / "empty")
+    with pytest.raises(SystemExit, match="can't be loaded as a data set"):
+        load(tmp_path / "images", dataset_split="test")
+    with pytest.raises(SystemExit, match="no column 'photo' but image, text: choose with --image_column"):
+        load(tmp_path / "images", image_column="photo")
+    with pytest.raises(SystemExit, match=r"no column 'caption' but image, text: .*\(photo.txt for photo.jpg\)"):
+        load(tmp_path / "images", others=["caption"])
+    with pytest.raises(SystemExit, match="column 'text' of .* can't be read as images"):
+        datasets.Dataset.from_dict({"text": [1, 2]}).to_parquet(tmp_path / "empty/train.parquet")
+        load(tmp_path / "empty", image_column="text")
+    (tmp_path / "none").mkdir()
+    datasets.Dataset.from_dict({"image": [b"x"]}).select([]).to_parquet(tmp_path / "none/train.parquet")
+    with pytest.raises(SystemExit):
+        load(tmp_path / "none")
+
+
+def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load):
+    make_captioned(tmp_path / "images", 6)
+    make_images(tmp_path / "beside", 6)
+    for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        (tmp_path / "beside" / row["file_name"]).with_suffix(".cap").write_text(f"\ufeff{row['text']}\n")
+    flags = {"others": ["text"], "caption_column": "text", "caption_extension": "cap"}
+    one, other = (load(tmp_path / name, **flags)[0] for name in ("images", "beside"))
+    assert one["text"][:] == other["text"][:] and one["text"][3] == "a digit zero"
+    before = other._fingerprint
+    (tmp_path / "beside/2.cap").write_text("another")
+    (tmp_path / "beside/4.cap").unlink()
+    changed, _ = load(tmp_path / "beside", **flags)
+    assert changed["text"][2:5] == ["another", "a digit zero", None] and changed._fingerprint != before
+
+
+def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, load, monkeypatch):
+    make_images(tmp_path / "images" / "deep", 2)
+    listed, listing = [], LocalFileSystem.ls
+    monkeypatch.setattr(LocalFileSystem, "ls", lambda fs, path, **k: listed.append(path) or listing(fs, path, **k))
+    rows, _ = load(tmp_path / "images")
+    assert len(rows) == 2 and 0 < sum(Path(path).name == "deep" for path in listed) < 4
+    shutil.copy(tmp_path / "images/deep/0.png", tmp_path / "images/new.png")
+    assert len(load(tmp_path / "images")[0]) == 3  # and anew by the next who asks
+
+
+def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, capsys, monkeypatch):
+    make_captioned(tmp_path / "images", 3)
+    for name in (".hidden", "raw.cr2", "more/notes", "more/b.cr2"):
+        (tmp_path / "images" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "images" / name).touch()
+    shutil.copy(tmp_path / "images/0.png", tmp_path / "images/left.png")  # which the metadata do not name
+    load(tmp_path / "images")
+    said = "4 of 8 files are not used (2 .cr2, 1 .png, 1 no suffix), such as left.png"
+    assert capsys.readouterr().out == f"{tmp_path / 'images'}: {said}\n"
+    monkeypatch.setenv("RANK", "1")
+    load(tmp_path / "images")
+    make_images(tmp_path / "all", 2)
+    monkeypatch.delenv("RANK")
+    load(tmp_path / "all")
+    assert capsys.readouterr().out == ""
+
+
+def test_rows_are_known_by_their_file_in_the_folder_or_their_number(tmp_path, load):
+    make_images(tmp_path / "images/a", 3)
+    rows, column = load(tmp_path / "images")
+    assert name_rows(rows, column, str(tmp_path / "images")) == ["a/0.png", "a/1.png", "a/2.png"]
+    drawn, _ = load(tmp_path / "images", max_train_samples=2, seed=1)
+    expected = [Path(row[column]["path"]).name for row in drawn]
+    assert [Path(name).name for name in name_rows(drawn, column, str(tmp_path / "images"))] == expected
+    (tmp_path / "table").mkdir()
+    png = (tmp_path / "images/a/0.png").read_bytes()
+    datasets.Dataset.from_dict({"image": [png, png]}).to_parquet(tmp_path / "table/train.parquet")
+    rows, column = load(tmp_path / "table")
+    assert name_rows(rows, column, str(tmp_path / "table")) == ["row 0", "row 1"]
+
+
+def test_items_come_in_the_order_of_their_keys(tmp_path, load):
+    make_captioned(tmp_path / "images", 4, list("abcd"))
+    rows, _ = load(tmp_path / "images", others=["text"])
+    items = read_items(rows, [(0, row, 1.0) for row in (2, 0, 2)])
+    assert [item["text"] for item in items] == ["c", "a", "c"] and items[0] == rows[2]
+    assert read_items(rows, [(0, 5, 1.0, {"text": "it"})]) == [{"text": "it"}]  # of a stream the key has it
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
+    make_images(tmp_path / "images", 12)
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars/train.tar", "w") as tar:
+        for i in range(12):  # the first of them tell `datasets` what is in it
+            tar.add(tmp_path / f"images/{i}.png", f"{i}.png")
+    data = (tmp_path / "tars/train.tar").read_bytes()
+    (tmp_path / "tars/train.tar").write_bytes(data[: data.index(b"9.png") + 700])
+    rows, column = load(tmp_path / "tars", streaming=True, image_column="png")
+
+    class Items(torch.utils.data.Dataset):
+        def __getitem__(self, key):
+            return {"path": key["png"]["path"]}
+
+    main = in_one_sentence(lambda args: list(load_batches(Items(), rows, workers, torch.device("cpu"))))
+    assert finish(start(lambda: main(argparse.Namespace()), log=tmp_path / "log"), timeout=30) == [1]
+    log = (tmp_path / "log").read_text()
+    assert "unexpected end of data; what was saved before is whole" in log and "Traceback" not in log

@@ -1,0 +1,186 @@
+"""Searches for a batch size and a learning rate, with steps whose memory and loss are known."""
+
+import argparse
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import finish, start
+from PIL import Image
+
+from diffusion_training.training.progress import Progress
+from diffusion_training.training.tuning import (
+    choose_batch_size,
+    find_learning_rate,
+    largest_batch,
+    scale_learning_rate,
+)
+
+START = {"global_step": 0, "data_step": 0, "images_seen": 0}
+
+
+@pytest.mark.parametrize("scale_lr, base, images, factor", [
+    ("linear", 1, 8, 8), ("linear", 64, 256, 4), ("sqrt", 1, 64, 8), ("sqrt", 64, 256, 2), ("auto", 1, 512, 512),
+    (False, 1, 512, 1), (False, 64, 512, 1), ("auto", 64, 2048, 16), ("auto", 2048, 512, 0.5),
+])  # fmt: skip
+def test_learning_rates_are_scaled_by_rule(scale_lr, base, images, factor, capsys):
+    args = argparse.Namespace(scale_lr=scale_lr, base_batch_size=base, learning_rate=1e-4)
+    scale_learning_rate(Accelerator(cpu=True), images, args)
+    assert args.learning_rate == pytest.approx(1e-4 * factor)
+    said = f"Learning rate ({scale_lr}, {images} images a step): 1e-4 x {factor:g} = "
+    assert (said in capsys.readouterr().out) == bool(scale_lr)
+
+
+# ------------------------------------------------------------------- a learning rate
+
+
+def find(tmp_path, loss_at, steps=200, low=1e-7, high=1.0):
+    """What a range test says of steps of three images whose loss is `loss_at(rate)`."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
+    seen, batches = [], (i for i in range(10**9))
+
+    def take_step(models, given, of, micro_batches, data_step):
+        assert models == {"unet": model} and given is optimizer and of is batches
+        seen.append((optimizer.param_groups[0]["lr"], micro_batches, data_step))
+        loss, weight = loss_at(seen[-1][0]) if callable(loss_at) else loss_at[len(seen) - 1]
+        return torch.tensor([loss * weight, weight, 0.0])
+
+    args = argparse.Namespace(find_lr_min=low, find_lr_max=high, find_lr_steps=steps, output_dir=str(tmp_path))
+    progress = Progress(START, 7, 2, 2)  # steps of 2 and 2, of 2 and 1
+    said = find_learning_rate(Accelerator(cpu=True), {"unet": model}, optimizer, take_step, batches, progress, args)
+    with pytest.raises(StopIteration):
+        next(batches)  # closed, and with it the loader's processes
+    return json.loads((tmp_path / "find_lr.json").read_text()), seen, said
+
+
+def test_rates_grow_by_the_same_factor_over_real_steps(tmp_path):
+    losses = [(1 + i / 10, 0.5) for i in range(10)]
+    found, seen, said = find(tmp_path, losses, steps=10, high=1e-2)
+    rates = [10 ** (-7 + 5 * i / 9) for i in range(10)]
+    assert found["rates"] == [rate for rate, *_ in seen] == pytest.approx(rates)
+    assert [rest for _, *rest in seen] == [[2, i] for i in range(10)]
+    assert found["losses"] == pytest.approx([loss for loss, _ in losses])
+    average = smoothed = 0.0
+    for i, (loss, _) in enumerate(losses):
+        average = 0.9 * average + 0.1 * loss
+        smoothed = average / (1 - 0.9 ** (i + 1))
+        assert found["smoothed"][i] == pytest.approx(smoothed)
+    assert found["suggestion"] == pytest.approx(1e-8)  # the lowest is the first
+    assert said == f"--learning_rate {found['suggestion']:.2g}: {found['reason']}; see {tmp_path}/find_lr.png"
+    assert Image.open(tmp_path / "find_lr.png").size[0] > 300
+
+
+def test_a_tenth_of_the_best_is_suggested_and_it_ends_when_it_diverges(tmp_path):
+    found, seen, _ = find(tmp_path, lambda rate: (1 + (math.log10(rate) + 3) ** 2, 8), steps=700)
+    assert found["suggestion"] == pytest.approx(1e-4, rel=0.3)
+    assert 0.054 < found["rates"][-1] < 0.1 and found["smoothed"][-1] > 4 * min(found["smoothed"])
+    assert len(seen) == len(found["rates"]) < 700
+
+
+def test_what_can_not_be_decoded_or_is_not_finite_is_no_answer(tmp_path):
+    found, _, _ = find(tmp_path, [(1, 1), (9, 0), (1, 1), (math.inf, 1)], steps=10)
+    assert len(found["rates"]) == 2
+    (tmp_path / "find_lr.json").unlink()
+    with pytest.raises(SystemExit, match="the loss is not finite from the start: there is no learning rate to find"):
+        find(tmp_path, [(math.nan, 1)])
+    assert not (tmp_path / "find_lr.json").exists()
+
+
+# ------------------------------------------------------------------- a batch size
+
+
+class Device:
+    """Its memory is full at steps of more than `most` images."""
+
+    def __init__(self, most, error=None):
+        self.most, self.tried, self.error = most, [], error
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        self.model = torch.nn.Linear(3, 1)
+
+    def take_step(self, models, optimizer, batches, micro_batches, data_step):
+        (batch,) = batches
+        self.tried.append(len(batch["weight"]))
+        assert models["unet"] is not self.model and micro_batches == 1 and "skipped" not in batch
+        if len(batch["weight"]) > self.most:
+            raise self.error
+        models["unet"](batch["pixel_values"]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def search(self, limit):
+        batch = {"pixel_values": torch.ones(1, 3), "weight": torch.ones(1), "skipped": []}
+        args = argparse.Namespace(gradient_checkpointing=False, use_ema=True)
+        return largest_batch(Accelerator(cpu=True), {"unet": self.model}, self.take_step, batch, limit, args)
+
+
+@pytest.mark.parametrize("most, limit, tried", [
+    (5, 12, [1, 2, 4, 8, 6, 5]), (12, 12, [1, 2, 4, 8, 12]), (99, 12, [1, 2, 4, 8, 12]), (1, 12, [1, 2]),
+    (99, 1000, [1, 2, 4, 8, 16, 32, 64]),  # a CPU never says that it is full
+    (7, 7, [1, 2, 4, 7]), (6, 7, [1, 2, 4, 7, 5, 6]),
+])  # fmt: skip
+def test_the_largest_is_found_by_doubling_and_bisection_and_nothing_is_trained(most, limit, tried):
+    device, draw = Device(most), torch.get_rng_state()
+    before = [parameter.clone() for parameter in device.model.parameters()]
+    assert device.search(limit) == min(most, limit, 64)
+    sizes = [size for i, size in enumerate(device.tried) if i == 0 or device.tried[i - 1] != size]
+    assert sizes == tried and all(device.tried.count(size) == (2 if size <= most else 1) for size in tried)
+    assert all(torch.equal(one, other) for one, other in zip(before, device.model.parameters(), strict=True))
+    assert torch.equal(draw, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in device.model.parameters())
+
+
+def test_when_nothing_fits_it_is_said_and_another_error_passes():
+    with pytest.raises(SystemExit, match="not even one image fits: try --gradient_checkpointing"):
+        Device(0).search(12)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        Device(0, RuntimeError("mat1 and mat2 shapes cannot be multiplied")).search(12)
+
+
+def test_processes_agree_on_the_batch_of_the_smallest_device(tmp_path):
+    def run():
+        rank = Accelerator(cpu=True).process_index
+        (tmp_path / f"rank{rank}").write_text(str(Device(5 - 2 * rank).search(12)))
+
+    assert finish(start(run, 2, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3", "3"]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __getitem__(self, keys):
+        assert keys == [(0, 4, 1.0)]
+        return {"pixel_values": torch.ones(1, 3), "weight": torch.ones(1), "skipped": []}
+
+
+def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_processes=1):
+    """(batch size, accumulation) that is chosen of 12 rows, and the device."""
+    device, accelerator = Device(most), Accelerator(cpu=True)
+    if num_processes > 1:
+        accelerator = argparse.Namespace(num_processes=num_processes, print=accelerator.print)
+    args = argparse.Namespace(
+        train_batch_size=train_batch_size, total_batch_size=total, gradient_accumulation_steps=accumulation,
+        gradient_checkpointing=False, use_ema=True,
+    )  # fmt: skip
+    models, rows = {"unet": device.model}, np.arange(4, 16)
+    choose_batch_size(accelerator, models, device.take_step, Rows(), rows, before or {}, args)
+    return (args.train_batch_size, args.gradient_accumulation_steps), device
+
+
+def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
+    assert choose(2, None, 3)[0] == (2, 3) and capsys.readouterr().out == ""  # nothing was asked for
+    assert choose("auto", None)[0] == (5, 1)
+    assert "Batch size: 5 x 1 accumulated x 1 processes" in capsys.readouterr().out
+    assert choose("auto", None, most=99)[0] == (12, 1)  # not more than there are
+    assert choose("auto", None, 3)[0] == (5, 3)
+    assert choose("auto", 8)[0] == (4, 2)  # of 5 that fit the largest that divides 8
+    assert choose(2, 8)[0] == (2, 4) and choose(2, 8, num_processes=2)[0] == (2, 2)
+    found, device = choose("auto", 8, before={"train_batch_size": 2})
+    assert found == (2, 4) and device.tried == []  # a resumed run is what it was
+    for wrong in ((2, 9), (2, 8, 2), (16, 8)):
+        with pytest.raises(SystemExit, match=f"--total_batch_size {wrong[1]} is no multiple of --train_batch_size"):
+            choose(*wrong)
+    with pytest.raises(SystemExit, match="is no multiple of --train_batch_size 2 x 2 processes, or"):
+        choose(2, 6, num_processes=2)

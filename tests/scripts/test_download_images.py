@@ -1,0 +1,563 @@
+"""Downloads from a web server that is as bad as the web; those that are about Ray by a real one on this machine.
+
+What one request, image, table or shard does is tested in tests/package.
+"""
+
+import collections
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, wait_until
+from filelock import FileLock
+from image_server import BAD, FAST, GOOD, SLOW, ImageServer, make_image
+
+ray = pytest.importorskip("ray", reason="needs requirements-ray.txt")
+pytest.importorskip("aiohttp", reason="needs requirements-ray.txt")
+import psutil  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+
+import download_images as script  # noqa: E402
+import precompute_latents  # noqa: E402
+from diffusion_training.cluster import find_modules  # noqa: E402
+from diffusion_training.data.captions import transform  # noqa: E402
+from diffusion_training.data.rows import load_rows  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def ray_folder():
+    """Where Ray keeps its files: a short path, because sockets lie there, and nothing in the home folder."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as m,
+    ):
+        m.setenv("RAY_TMPDIR", folder)
+        m.setenv("RAY_AUTH_MODE", "disabled")
+        m.delenv("RAY_ADDRESS", raising=False)
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def local_ray(ray_folder, storage):
+    """A Ray of two cores, which all tests share; its address."""
+    sent = {"py_modules": find_modules(script.download_shard, script.fetch_rows)}  # as the script itself does
+    options = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False, "log_to_driver": False}
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir("/")  # or workers would find the files by this process's folder, and not by what they are sent
+        ray.init("local", runtime_env=sent, **options)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+def run_here(items, args, output_dir, schema):
+    """What `run_items` does, without Ray: one piece of work after the other."""
+    for item in items:
+        result = script.download_shard({key: [value] for key, value in item.items()}, args, output_dir, schema)
+        yield {key: values[0] for key, values in result.items()}
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(script, "run_items", run_here)
+
+
+@pytest.fixture
+def server():
+    server = ImageServer()
+    yield server
+    server.close()
+
+
+def make_table(path, urls, **columns):
+    captions = [f'caption {i}, "quoted"\nand on' for i in range(len(urls))]
+    pq.write_table(
+        pa.table({"url": urls, "text": captions, "id": range(len(urls)), **columns}), path, row_group_size=17
+    )
+    return str(path)
+
+
+def good_urls(server, count, kind="image"):
+    return [f"{server.url}/{kind}/{i}" for i in range(count)]
+
+
+def run(table, output, *flags):
+    script.main(script.parse_args(["--input", str(table), "--output_dir", str(output), *FAST, *map(str, flags)]))
+
+
+def start(table, output, *flags, env=None):
+    """The same as a process of its own."""
+    command = [sys.executable, ROOT / "download_images.py", "--input", table, "--output_dir", output, *FAST, *flags]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": "/"}
+    return subprocess.Popen(list(map(str, command)), env={**os.environ, **(env or {})}, **options)
+
+
+def end(process, code=0, timeout=200):
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == code, output
+    return output
+
+
+def refused(capsys, table, output, *flags):
+    with pytest.raises(SystemExit) as stop:
+        run(table, output, *flags)
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and error.count("download_images.py: ") == 1 and "Traceback" not in error
+    return error
+
+
+def contents(folder):
+    """{name: bytes} of all files but settings.json."""
+    paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != "settings.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def read_rows(folder):
+    return pa.concat_tables(pq.read_table(path) for path in sorted(Path(folder).glob("*.parquet"))).to_pylist()
+
+
+def read_failures(folder):
+    return [json.loads(line) for line in Path(folder, "__download__/failures.jsonl").read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------- what comes
+
+
+def check_download(server, kinds, folder):
+    """Every good image is there once, in order, as it is; every bad one is in the list, with its reason."""
+    rows, failures = read_rows(folder), read_failures(folder)
+    good = [i for i, kind in enumerate(kinds) if kind in GOOD]
+    assert [row["id"] for row in rows] == good
+    for row in rows:
+        i = row["id"]
+        assert row["image"] == {"bytes": make_image(i), "path": None} and row["url"] == f"{server.url}/{kinds[i]}/{i}"
+        assert row["text"].startswith(f"caption {i},") and (row["width"], row["height"]) == (48 + i % 5, 40)
+        assert row["sha256"] == hashlib.sha256(make_image(i)).hexdigest()
+    assert [failure["row"] for failure in failures] == [i for i, kind in enumerate(kinds) if kind not in GOOD]
+    for failure in failures:
+        reason, tries = BAD[kinds[failure["row"]]]
+        assert failure["reason"].startswith(reason) and failure["tries"] == tries, failure
+        assert failure["url"] == f"{server.url}/{kinds[failure['row']]}/{failure['row']}"
+
+
+def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(local_ray, server, tmp_path, capsys):
+    bad = [kind for kind in BAD if kind not in SLOW]
+    kinds = [kind for pair in zip(bad, GOOD * 3, strict=False) for kind in pair] + GOOD
+    urls = [f"{server.url}/{kind}/{i}" for i, kind in enumerate(kinds)]
+    table = make_table(tmp_path / "urls.parquet", urls)
+    run(table, tmp_path / "out", "--keep_columns", "id", "--rows_per_shard", 20)
+    check_download(server, kinds, tmp_path / "out")
+    for i, kind in enumerate(kinds):
+        if kind in GOOD:
+            assert server.requests[f"/{kind}/{i}"] == {"busy": 2, "flaky": 3}.get(kind, 1), kind
+    printed = capsys.readouterr().out
+    assert f"Done: {len([k for k in kinds if k in GOOD])} images" in printed and "HTTP 404" not in printed
+    assert not list((tmp_path / "out").glob(".tmp-*"))
+
+    # The same command asks for nothing again, and changes nothing
+    before, server.requests = contents(tmp_path / "out"), collections.Counter()
+    run(table, tmp_path / "out", "--keep_columns", "id", "--rows_per_shard", 20)
+    assert contents(tmp_path / "out") == before and not server.requests
+
+
+@pytest.mark.ci
+def test_the_work_itself_gives_the_same_bytes_without_ray(local_ray, server, tmp_path, monkeypatch):
+    """Which most of these tests lean on."""
+    table = make_table(tmp_path / "urls.parquet", [*good_urls(server, 23), f"{server.url}/missing/23"])
+    run(table, tmp_path / "ray", "--rows_per_shard", 5)
+    monkeypatch.setattr(script, "run_items", run_here)
+    run(table, tmp_path / "here", "--rows_per_shard", 5)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "here")
+
+
+def test_datasets_and_the_other_scripts_open_the_shards(here, server, tmp_path):
+    table = make_table(tmp_path / "urls.parquet", [*good_urls(server, 7), None, f"{server.url}/missing/8"])
+    run(table, tmp_path / "out", "--rows_per_shard", 4)
+    for rows in (
+        datasets.load_dataset("parquet", data_dir=str(tmp_path / "out"), split="train"),
+        datasets.load_dataset(str(tmp_path / "out"), split="train"),
+    ):
+        assert isinstance(rows.features["image"], datasets.Image) and len(rows) == 7
+        assert [row["image"].size for row in rows] == [(row["width"], row["height"]) for row in rows]
+    args = precompute_latents.parse_args(
+        ["--train_data_dir", str(tmp_path / "out"), *"--vae_name_or_path a --text_encoder_name_or_path b".split()]
+    )
+    rows, column = load_rows(args, others=["text"])
+    items = [transform(i, 0, rows[i], column, 3, args) for i in range(7)]
+    assert not any(item["skipped"] for item in items) and items[6]["text"].startswith("caption 6,")
+    assert [failure["reason"] for failure in read_failures(tmp_path / "out")] == ["no URL", "HTTP 404"]
+
+
+def test_a_shard_without_a_single_image_does_no_harm(here, server, tmp_path):
+    table = make_table(tmp_path / "urls.parquet", [*good_urls(server, 3), *good_urls(server, 3, "missing")])
+    run(table, tmp_path / "out", "--rows_per_shard", 3)
+    assert len(datasets.load_dataset(str(tmp_path / "out"), split="train")) == 3
+
+
+def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
+    urls = [*good_urls(server, 24), f"{server.url}/missing/24"]
+    make_table(tmp_path / "a.parquet", urls)
+    table = pq.read_table(tmp_path / "a.parquet")
+    pa.csv.write_csv(table, tmp_path / "a.csv")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    (tmp_path / "folder/of").mkdir(parents=True)
+    for k, rows in enumerate((table.slice(0, 10), table.slice(10))):  # at a border of shards
+        pq.write_table(rows, tmp_path / f"folder/of/b{k}.parquet")
+    found = []
+    for source in ("a.parquet", "a.csv", "a.jsonl", "folder", "folder/of/*.parquet"):
+        output = tmp_path / f"out{len(found)}"
+        run(tmp_path / source, output, "--rows_per_shard", 10, "--keep_columns", "id")
+        found.append({name: data for name, data in contents(output).items() if name.startswith("data-")})
+        assert len(found[-1]) == 3
+    for other in found[1:3]:
+        assert other == found[0]
+    # The row of a failure counts in its own table
+    assert [read_failures(tmp_path / f"out{k}")[0]["row"] for k in (0, 3, 4)] == [24, 14, 14]
+    assert found[3] == found[4] and read_rows(tmp_path / "out3") == read_rows(tmp_path / "out0")
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+GIVEN = ["--input", "x", "--output_dir", "y"]
+
+
+@pytest.mark.parametrize("flags, message", [
+    ([], "--input and --output_dir are needed"),
+    ([*GIVEN, "--connections", "0"], "--connections: 0 is not between 1 and"),
+    ([*GIVEN, "--timeout", "0"], "--timeout: 0 is not between 0.001 and"),
+    ([*GIVEN, "--timeout", "nan"], "--timeout: nan is not between 0.001 and"),
+    ([*GIVEN, "--max_aspect_ratio", "0.5"], "--max_aspect_ratio: 0.5 is not between 1 and"),
+    ([*GIVEN, "--jpeg_quality", "101"], "--jpeg_quality: 101 is not between 1 and 100"),
+    ([*GIVEN, "--keep_columns", "width"], "two columns 'width'"),
+    ([*GIVEN, "--keep_columns", "id", "id"], "two columns 'id'"),
+    ([*GIVEN, "--num_cpus", "2", "--address", "auto"], "--num_cpus is for a Ray"),
+    (["--input", "x", "--output_dir", "/tmp/ray/working_dir_files/y"], "Ray deletes /tmp/ray/working_dir_files/y"),
+    ([*GIVEN, "--allow_private_addresses", "10.0.0.1/8"], "--allow_private_addresses"),
+])  # fmt: skip
+def test_bad_flags_end_in_a_sentence(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        script.parse_args(flags)
+    assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_tables_end_in_a_sentence(tmp_path, capsys):
+    table, out = make_table(tmp_path / "urls.parquet", ["http://127.0.0.1/"] * 3), tmp_path / "out"
+    assert "can't be read" in refused(capsys, tmp_path / "none.parquet", out)
+    assert "no column 'URL' but url, text, id" in refused(capsys, table, out, "--url_column", "URL")
+    assert "--caption_column id holds int64" in refused(capsys, table, out, "--caption_column", "id")
+    make_table(tmp_path / "empty.parquet", pa.array([], pa.string()))
+    assert "empty.parquet holds no rows" in refused(capsys, tmp_path / "empty.parquet", out)
+    assert not list(out.glob("*.parquet"))
+
+
+def test_other_folders_and_settings_are_refused(here, server, tmp_path, capsys):
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").write_text("mine")
+    assert "holds thesis.txt and no download" in refused(capsys, table, tmp_path / "full")
+    assert "can't be written to" in refused(capsys, table, tmp_path / "full/thesis.txt")
+    run(table, out)
+    before = contents(out)
+    assert "resize_to None -> 8" in refused(capsys, table, out, "--resize_to", 8)
+    assert "rows_per_shard 1000 -> 2" in refused(capsys, table, out, "--rows_per_shard", 2)
+    make_table(tmp_path / "urls.parquet", good_urls(server, 5, "type"))
+    assert re.search(r"input.sha256 \w+ -> \w+\)", refused(capsys, table, out))
+    assert contents(out) == before
+    # What does not change the images is free to differ
+    make_table(tmp_path / "urls.parquet", good_urls(server, 5))
+    run(table, out, "--retries", 5, "--connections", 3, "--timeout", 9)
+    assert contents(out) == before
+
+
+@pytest.mark.ci
+def test_a_task_that_is_too_large_for_every_machine_is_refused(local_ray, server, tmp_path, capsys):
+    table = make_table(tmp_path / "urls.parquet", good_urls(server, 5))
+    assert "lower --connections or --max_bytes" in refused(capsys, table, tmp_path / "out", "--max_bytes", 10**12)
+
+
+def test_a_full_disk_ends_in_a_sentence(here, server, tmp_path, capsys):
+    """Here: a folder where the shard should be."""
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
+    run(table, out, "--rows_per_shard", 3)
+    name = "data-00001-of-00002.parquet"
+    (out / name).unlink()
+    (out / name).mkdir()
+    (out / name / "x").write_text("")
+    (out / "__download__/records/data-00001-of-00002.json").unlink()
+    assert f"{name} could not be made" in refused(capsys, table, out, "--rows_per_shard", 3)
+    shutil.rmtree(out / name)
+    run(table, out, "--rows_per_shard", 3)
+    assert len(read_rows(out)) == 5
+
+
+# ------------------------------------------------------------------------------------------------- going on
+
+
+def test_shards_that_are_gone_are_made_again_and_records_without_asking(here, server, tmp_path):
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
+    run(table, out, "--rows_per_shard", 3)
+    before = contents(out)
+    (out / "data-00001-of-00003.parquet").unlink()
+    (out / "__download__/records/data-00002-of-00003.json").unlink()
+    server.requests.clear()
+    run(table, out, "--rows_per_shard", 3)
+    assert contents(out) == before
+    assert sorted(server.requests) == [f"/image/{i}" for i in (3, 4, 5)]
+
+
+def test_a_shard_that_is_not_as_recorded_is_named_and_mended(here, server, tmp_path, capsys):
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
+    run(table, out, "--rows_per_shard", 3)
+    before, path = contents(out), out / "data-00001-of-00003.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "the same command mends it" in refused(capsys, table, out, "--rows_per_shard", 3)
+    run(table, out, "--rows_per_shard", 3)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("what", ["shard", "record", "settings"])
+def test_what_was_damaged_is_mended_or_named(here, server, tmp_path, capsys, what):
+    """Here by bytes that changed in the middle, which leaves the footer of a shard as it is."""
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
+    run(table, out, "--rows_per_shard", 3)
+    before, record = contents(out), out / "__download__/records/data-00001-of-00003.json"
+    path = {
+        "shard": out / "data-00001-of-00003.parquet",
+        "record": record,
+        "settings": out / "__download__/settings.json",
+    }
+    data = bytearray(path[what].read_bytes())
+    data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
+    path[what].write_bytes(data)
+    if what == "settings":
+        assert "holds another download (format_version None -> 1" in refused(capsys, table, out, "--rows_per_shard", 3)
+        return
+    if what == "record":
+        assert "the same command mends it" in refused(capsys, table, out, "--rows_per_shard", 3)
+    else:
+        record.unlink()
+    run(table, out, "--rows_per_shard", 3)
+    assert contents(out) == before
+
+
+def test_two_downloads_into_one_folder_are_refused(server, tmp_path, capsys):
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 3)), tmp_path / "out"
+    (out / "__download__").mkdir(parents=True)
+    with FileLock(out / "__download__/.lock"):
+        assert "another process is writing to" in refused(capsys, table, out)
+
+
+def test_retry_failed_keeps_what_was_got(here, server, tmp_path):
+    """Rows that failed for good are left, those that may pass asked again, and no good one is asked twice or lost."""
+    urls = good_urls(server, 12)
+    urls[1], urls[4], urls[7] = f"{server.url}/flaky/1", f"{server.url}/missing/4", f"{server.url}/flaky/7"
+    table, out = make_table(tmp_path / "urls.parquet", urls), tmp_path / "out"
+    flags = ["--rows_per_shard", 4, "--keep_columns", "id", "--retries", 0]
+    run(table, out, *flags)
+    assert [(f["row"], f["reason"]) for f in read_failures(out)] == [(1, "HTTP 503"), (4, "HTTP 404"), (7, "HTTP 503")]
+    server.requests.clear()
+    run(table, out, *flags)
+    assert not server.requests
+    old = contents(out)
+    run(table, out, *flags, "--retry_failed")  # still unwilling
+    assert server.requests == {"/flaky/1": 1, "/flaky/7": 1}
+    assert {k: v for k, v in contents(out).items() if "data-" in k} == {k: v for k, v in old.items() if "data-" in k}
+    server.requests |= {"/flaky/1": 5, "/flaky/7": 5}
+    run(table, out, *flags, "--retry_failed")
+    assert [row["id"] for row in read_rows(out)] == [i for i in range(12) if i != 4]
+    assert [row["image"]["bytes"] for row in read_rows(out)] == [make_image(i) for i in range(12) if i != 4]
+    assert [(f["row"], f["reason"]) for f in read_failures(out)] == [(4, "HTTP 404")]
+    assert server.requests == {"/flaky/1": 6, "/flaky/7": 6}  # no good row was asked for again
+    # The same shards as if all had been well at once
+    server.requests |= {"/flaky/1": 5, "/flaky/7": 5}
+    run(table, tmp_path / "fresh", *flags)
+    assert contents(out) == contents(tmp_path / "fresh")
+    # Killed between the shard and its record: the shard knows better
+    record = "__download__/records/data-00000-of-00003.json"
+    (out / record).write_bytes(old[record])
+    with pytest.raises(SystemExit):
+        run(table, out, *flags)
+    server.requests.clear()
+    run(table, out, *flags, "--retry_failed")
+    assert contents(out) == contents(tmp_path / "fresh") and not server.requests
+
+
+def undisturbed(server, tmp_path, *flags):
+    """A table of 120 images and some that fail, and what a run that is left alone makes of it, without Ray."""
+    urls = [f"{server.url}/{'missing' if i % 20 == 7 else 'image'}/{i}" for i in range(120)]
+    table = make_table(tmp_path / "urls.parquet", urls)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(script, "run_items", run_here)
+        run(table, tmp_path / "undisturbed", *flags)
+    assert len(read_rows(tmp_path / "undisturbed")) == 114
+    server.delay, server.requests = 0.2, collections.Counter()
+    return table, contents(tmp_path / "undisturbed")
+
+
+def whole(folder):
+    """Numbers of the shards that are done."""
+    return sorted(int(path.name[5:10]) for path in Path(folder).glob("__download__/records/*.json"))
+
+
+def workers(address):
+    """The processes of Ray that download."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            if "".join(process.info["cmdline"] or [""]).startswith("ray::MapBatches"):
+                if any(address in part for parent in process.parents() for part in parent.cmdline()):
+                    found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("number, code", [
+    pytest.param(signal.SIGTERM, 143, marks=pytest.mark.ci),
+    pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
+    pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),  # which also comes in the test of object storage
+])  # fmt: skip
+def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(local_ray, server, tmp_path, here, number, code):
+    flags, out = ["--rows_per_shard", "10"], tmp_path / "out"
+    table, expected = undisturbed(server, tmp_path, *flags)
+    driver = start(table, out, *flags, "--address", local_ray)
+    wait_until(lambda: len(whole(out)) >= 1 and workers(local_ray))
+    wait_until(lambda: server.open > 4)  # so that requests are lost
+    killed = [worker.kill() for worker in workers(local_ray)]
+    wait_until(lambda: len(whole(out)) >= 5)  # others go on
+    again = [path for path, count in server.requests.items() if count > 1]
+    assert killed and 0 < len(again) <= len(killed) * 10  # no more than the shards in work
+    driver.send_signal(number)
+    printed = end(driver, code)
+    if number != signal.SIGKILL:
+        assert "the same command goes on from here" in printed and "Traceback" not in printed, printed
+    wait_until(lambda: not workers(local_ray))  # Ray ends what a lost driver started
+    assert 5 <= len(whole(out)) < 12
+    for shard in whole(out):
+        name = f"data-{shard:05d}-of-00012.parquet"
+        assert (out / name).read_bytes() == expected[name]
+    rows = {row for shard in whole(out) for row in range(10 * shard, 10 * shard + 10)}
+    before = server.requests.copy()
+    run(table, out, *flags)
+    assert contents(out) == expected
+    asked = {int(path.split("/")[-1]) for path in (server.requests - before)}
+    assert not asked & rows
+
+
+@pytest.mark.ci
+def test_a_killed_node_loses_and_repeats_nothing(ray_folder, server, tmp_path):
+    """A cluster of two machines, one of which dies."""
+    flags = ["--rows_per_shard", "10"]
+    table, expected = undisturbed(server, tmp_path, *flags)
+    options = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(True, head_node_args={**options, "include_dashboard": False})
+    try:
+        node = cluster.add_node(**options)
+        driver = start(table, tmp_path / "out", *flags, "--address", cluster.address)
+        wait_until(lambda: len(whole(tmp_path / "out")) >= 3)
+        cluster.remove_node(node, allow_graceful=False)
+        assert len(whole(tmp_path / "out")) < 12
+        assert "Done: 114 images" in end(driver)
+        assert contents(tmp_path / "out") == expected
+        assert len([path for path, count in server.requests.items() if count > 1]) <= 20
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.ci
+def test_object_storage(local_ray, storage, server, tmp_path, here):
+    """The table comes from an S3 server, and the shards go there; a killed driver leaves whole objects only."""
+    if storage is None:
+        pytest.skip("needs moto[server]")
+    fs = pytest.importorskip("s3fs", reason="needs s3fs").S3FileSystem()
+    fs.mkdir("downloads")
+    table = make_table(tmp_path / "urls.parquet", [*good_urls(server, 30), f"{server.url}/flaky/30"])
+    fs.put_file(table, "downloads/tables/urls.parquet")
+    source, out, flags = (
+        "s3://downloads/tables/*.parquet",
+        "s3://downloads/out",
+        ["--rows_per_shard", "5", "--retries", "0"],
+    )
+
+    def done():
+        fs.invalidate_cache()
+        return len(fs.glob("downloads/out/__download__/records/*.json"))
+
+    server.delay = 0.5
+    driver = start(source, out, *flags, "--address", local_ray)
+    wait_until(lambda: done() >= 2)
+    driver.kill()
+    driver.communicate()
+    wait_until(lambda: not workers(local_ray))
+    assert done() < 7
+    server.delay = 0
+    run(source, out, *flags)
+    fs.invalidate_cache()
+    assert len(fs.cat("downloads/out/__download__/failures.jsonl").splitlines()) == 1
+    server.requests["/flaky/30"] = 5
+    run(source, out, *flags, "--retry_failed")
+    fs.invalidate_cache()
+    fs.get("downloads/out/", str(tmp_path / "copy/"), recursive=True)
+    assert [row["image"]["bytes"] for row in read_rows(tmp_path / "copy")] == [make_image(i) for i in range(31)]
+    assert read_failures(tmp_path / "copy") == []
+    assert sum(server.requests[f"/image/{i}"] for i in range(30)) <= 40  # two shards were in work when it was killed
+
+
+# ------------------------------------------------------------------------------------------------- at length
+
+
+@pytest.mark.long
+def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
+    """A tenth of the rows fails in every way; memory stays bounded, killed workers and drivers lose nothing."""
+    rng = np.random.default_rng(0)
+    kinds = [str(rng.choice(list(BAD) if rng.random() < 0.1 else GOOD[:5])) for _ in range(10_000)]
+    urls = [f"{server.url}/{kind}/{i}" for i, kind in enumerate(kinds)]
+    table = make_table(tmp_path / "urls.parquet", urls)
+    flags = ["--rows_per_shard", "500", "--keep_columns", "id", "--per_host", "64", "--address", local_ray]
+    began, most = time.monotonic(), 0
+    undisturbed = start(table, tmp_path / "undisturbed", *flags)
+    while undisturbed.poll() is None:
+        for worker in workers(local_ray):
+            with contextlib.suppress(psutil.Error):
+                most = max(most, worker.memory_info().rss)
+        time.sleep(0.2)
+    printed = end(undisturbed)
+    print(f"{time.monotonic() - began:.0f} s, {most / 1e6:.0f} MB in a worker, {server.sent / 1e6:.0f} MB without end")
+    print(printed.splitlines()[-2])
+    check_download(server, kinds, tmp_path / "undisturbed")
+    assert most < 600_000_000
+
+    out, drivers = tmp_path / "out", 0
+    while len(whole(out)) < 20 if out.exists() else True:
+        driver = start(table, out, *flags)
+        drivers += 1
+        least = len(whole(out)) + 4
+        for number in (0, 1):
+            wait_until(lambda: driver.poll() is not None or len(whole(out)) >= min(20, least - 2 * number), 200)  # noqa: B023
+            for worker in workers(local_ray)[:1]:
+                with contextlib.suppress(psutil.Error):
+                    worker.kill()
+        if driver.poll() is None:
+            driver.kill()
+        driver.communicate()
+        assert drivers < 12
+    end(start(table, out, *flags))
+    print(f"{drivers} drivers and as many workers were killed")
+    check_download(server, kinds, out)
+    mine, theirs = contents(out), contents(tmp_path / "undisturbed")
+    assert {name for name in theirs if mine.get(name) != theirs[name]} <= {n for n in theirs if "data-" not in n}

@@ -1,0 +1,172 @@
+"""The held-out loss in a run: its images are not trained on, nothing moves its figure, and kills lose none."""
+
+import os
+import signal
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import (
+    ROOT,
+    assert_same_weights,
+    checkpoints,
+    finish,
+    make_captioned,
+    make_images,
+    metrics,
+    patch,
+    reset,
+    start,
+)
+from diffusers import UNet2DConditionModel
+
+import precompute_latents
+import train_text_to_image
+import train_unconditional as script
+from diffusion_training.data.rows import load_rows
+from diffusion_training.order import step_seed
+from diffusion_training.report import save_loss
+from diffusion_training.training.held_out import hold_out, log_held_out_loss
+
+pytestmark = pytest.mark.usefixtures("without_figures")
+
+
+@pytest.fixture
+def flags(tmp_path, unet_config):
+    """6 steps on 12 images, 4 of which are held out."""
+    make_images(tmp_path / "images", 12)
+    return [
+        f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}", "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2", "--max_train_steps=6", "--learning_rate=1e-3",
+        "--ddpm_num_inference_steps=2", "--eval_batch_size=1", "--lr_warmup_steps=2", "--logging_steps=1",
+        "--report_to=none", "--dataloader_num_workers=0", "--holdout=4", "--validation_steps=2", "--random_flip",
+    ]  # fmt: skip
+
+
+def train(*argv, script=script):
+    reset()
+    script.main(script.parse_args([str(arg) for arg in argv]))
+
+
+def held_out(folder):
+    return [record for record in metrics(folder) if "held_out_loss" in record]
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path, flags, monkeypatch):
+    seen, compute_loss = [], script.compute_loss
+
+    def recording(models, noise_scheduler, images, *rest):
+        seen.extend(((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().int().tolist())
+        return compute_loss(models, noise_scheduler, images, *rest)
+
+    monkeypatch.setattr(script, "compute_loss", recording)
+    train(*flags, "--max_train_steps=8", "--validation_steps=8")
+    reset()
+    args = script.parse_args(flags)
+    dataset = script.ImageDataset(*load_rows(args), 3, args)
+    rows, held = hold_out(Accelerator(cpu=True), dataset, args.holdout, args.seed)
+    names = dataset.names()
+    assert {names[row] for row in held} == {"0.png", "1.png", "5.png", "10.png"}  # by their name in the folder
+    assert sorted(seen) == sorted(2 * [int(names[row].split(".")[0]) for row in rows]) and len(rows) == 8
+
+
+def test_it_does_not_depend_on_batch_size_and_processes_and_changes_no_training(tmp_path, flags):
+    """The weights stay as they are drawn, so that all runs measure the same model."""
+    still = [*flags, "--learning_rate=0", "--max_train_steps=2"]
+    train(*still)
+    (one,) = held_out(tmp_path / "out")
+    train(*still, "--train_batch_size=5", "--snr_gamma=5", "--noise_offset=0.1", f"--output_dir={tmp_path / 'batch'}")
+    assert held_out(tmp_path / "batch") == [one]
+    pids = start(lambda: train(*still, f"--output_dir={tmp_path / 'two'}"), 2, tmp_path / "log")
+    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+    (two,) = held_out(tmp_path / "two")
+    assert two == pytest.approx(one, rel=1e-6)
+    flags = [*flags, "--max_train_steps=3"]
+    train(*flags, f"--output_dir={tmp_path / 'often'}", "--validation_steps=1")
+    train(*flags, f"--output_dir={tmp_path / 'once'}", "--validation_steps=3")
+    assert len(held_out(tmp_path / "often")) == 3 and len(held_out(tmp_path / "once")) == 1
+    assert_same_weights(tmp_path / "often/checkpoint-3/unet", tmp_path / "once/checkpoint-3/unet")
+    assert held_out(tmp_path / "often")[-1] == held_out(tmp_path / "once")[-1]
+
+
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.ci)])
+def test_what_a_kill_kept_from_a_checkpoint_comes_when_it_is_resumed(tmp_path, flags, monkeypatch, num_processes):
+    flags = [*flags, "--checkpointing_steps=2", "--resume_from_checkpoint=latest"]
+    assert set(finish(start(lambda: train(*flags, f"--output_dir={tmp_path / 'whole'}"), num_processes))) == {0}
+
+    def killed(*args):
+        if args[-1] == 4:
+            os._exit(9)
+        log_held_out_loss(*args)
+
+    with monkeypatch.context() as at_four:
+        patch(at_four, "log_held_out_loss", killed)
+        assert 9 in finish(start(lambda: train(*flags), num_processes))
+    assert checkpoints(tmp_path / "out") == {"checkpoint-2", "checkpoint-4"}
+    assert [record["step"] for record in held_out(tmp_path / "out")] == [2]
+    pids = start(lambda: train(*flags), num_processes, tmp_path / "log")
+    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    assert held_out(tmp_path / "out") == held_out(tmp_path / "whole")
+    assert [record["step"] for record in held_out(tmp_path / "out")] == [2, 4, 6]
+    assert_same_weights(tmp_path / "out/unet", tmp_path / "whole/unet")
+    if num_processes == 1:
+        train(*flags)  # there is nothing left to do, and nothing comes twice
+        assert [record["step"] for record in held_out(tmp_path / "out")] == [2, 4, 6]
+
+
+def test_a_signal_does_not_wait_for_it(tmp_path, flags, monkeypatch):
+    """What is broken off leaves no record, and comes when the run is resumed."""
+    flags, signals = [*flags, "--max_train_steps=4"], []
+    train(*flags, f"--output_dir={tmp_path / 'whole'}")
+
+    def sending(*key):
+        if len(key) == 2 and key[0] > 2**32 and not signals:  # the first noise of the held-out loss
+            signals.append(os.kill(os.getpid(), signal.SIGTERM))
+        return step_seed(*key)
+
+    with monkeypatch.context() as signalled:
+        patch(signalled, "step_seed", sending)
+        assert finish(start(lambda: train(*flags))) == [143]
+    assert held_out(tmp_path / "out") == []
+    train(*flags, "--resume_from_checkpoint=latest")
+    assert held_out(tmp_path / "out") == held_out(tmp_path / "whole") and len(held_out(tmp_path / "out")) == 2
+
+
+def test_bar_card_and_curve_tell_of_it(tmp_path, flags, capfd):
+    train(*flags, "--max_train_steps=4")
+    assert "held out" in capfd.readouterr().err
+    last = held_out(tmp_path / "out")[-1]
+    card = (tmp_path / "out/README.md").read_text()
+    for name in ("held_out_loss", "held_out_loss_ema", "held_out_loss_t0.1", "held_out_loss_t0.9"):
+        assert f"| {name} | {last[name]:.4g} |" in card
+    assert save_loss(tmp_path / "out") == metrics(tmp_path / "out")[-2]["loss"]  # of training, the last but one
+    with pytest.raises(SystemExit):
+        train(*flags, "--holdout=3", "--resume_from_checkpoint=latest")
+    assert "checkpoint-4 was trained on images that would be held out" in capfd.readouterr().err
+
+
+def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
+    """Captions of which one is drawn, and flips, among them; that captions are dropped is for training alone."""
+    captions = [[f"a digit {word}" for word in "zero one two".split()[: 1 + i % 3]] for i in range(12)]
+    make_captioned(tmp_path / "images", 12, captions)
+    torch.manual_seed(0)
+    UNet2DConditionModel(
+        sample_size=8, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4, cross_attention_dim=32,
+        attention_head_dim=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ).save_config(tmp_path / "unet")  # fmt: skip
+    shared = [f"--pretrained_model_name_or_path={ROOT / 'demo/models'}", "--random_flip"]
+    images = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--dataloader_num_workers=0"]
+    train(*shared, *images, "--center_crop", "--rows_per_shard=5", f"--output_dir={tmp_path / 'cache'}",
+          script=precompute_latents)  # fmt: skip
+    flags = [
+        *shared, f"--unet_config_name_or_path={tmp_path / 'unet'}", "--holdout=0.4", "--max_train_steps=2",
+        "--train_batch_size=3", "--report_to=none", "--validation_steps=1",
+        "--lr_scheduler=constant_with_warmup", "--lr_warmup_steps=100", "--learning_rate=0",
+    ]  # fmt: skip
+    for name, source, dropout in (("a", images, 0.9), ("b", [f"--latents_dir={tmp_path / 'cache'}"], 0)):
+        train(*flags, *source, f"--caption_dropout={dropout}", f"--output_dir={tmp_path / name}",
+              script=train_text_to_image)  # fmt: skip
+    a, b = held_out(tmp_path / "a"), held_out(tmp_path / "b")
+    assert len(a) == len(b) == 2 and a[1] == pytest.approx(b[1], rel=1e-3)
+    assert {**a[0], "step": 2} == a[1]  # the weights did not move, and nothing else makes a difference
