@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -18,11 +19,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-# Stable Diffusion 2, and one with a tenth of the channels whose VAE has about the same share of the work at 512 px.
+# Stable Diffusion 2; a tenth of its channels, with a VAE of about the same share of the work at 512 px; a fast encoder
+# to as many bytes as Stable Diffusion 2's; and what is small enough for tests. "text": hidden size and layers.
 SIZES = {
-    "sd2": {"unet": (320, 640, 1280, 1280), "vae": (128, 256, 512, 512), "groups": 32, "text": 1024},
-    "tenth": {"unet": (32, 64, 128, 128), "vae": (18, 36, 72, 72), "groups": 6, "text": 96},
-    "toy": {"unet": (8, 8), "vae": (4, 4, 4, 4), "groups": 4, "text": 32},
+    "sd2": {"unet": (320, 640, 1280, 1280), "vae": (128, 256, 512, 512), "groups": 32, "text": (1024, 23)},
+    "tenth": {"unet": (32, 64, 128, 128), "vae": (18, 36, 72, 72), "groups": 6, "text": (96, 2)},
+    "small": {"unet": (8, 8), "vae": (8, 16, 16, 16), "groups": 8, "text": (1024, 0)},
+    "toy": {"unet": (8, 8), "vae": (4, 4, 4, 4), "groups": 4, "text": (32, 2)},
 }
 
 
@@ -32,52 +35,63 @@ def make_models(folder, size):
     from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-    shape, folder = SIZES[size], Path(folder)
-    large, text = size == "sd2", shape["text"]
+    shape, (width, layers) = SIZES[size], SIZES[size]["text"]
     blocks, levels = len(shape["unet"]), len(shape["vae"])
     torch.manual_seed(0)
     config = json.loads((ROOT / "configs/stable_diffusion_v2_base_unet.json").read_text())
-    config |= {"block_out_channels": shape["unet"], "cross_attention_dim": text}
-    config |= {"attention_head_dim": [max(1, width // 64) for width in shape["unet"]]}
+    config |= {"block_out_channels": shape["unet"], "cross_attention_dim": width}
+    config |= {"attention_head_dim": [max(1, channels // 64) for channels in shape["unet"]]}
     config |= {"norm_num_groups": 32 if min(shape["unet"]) >= 32 else 4}
     config["down_block_types"] = ["CrossAttnDownBlock2D"] * (blocks - 1) + ["DownBlock2D"]
     config["up_block_types"] = ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * (blocks - 1)
-    unet = UNet2DConditionModel.from_config(config)
     vae = AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * levels, up_block_types=["UpDecoderBlock2D"] * levels,
         block_out_channels=shape["vae"], layers_per_block=2, norm_num_groups=shape["groups"], scaling_factor=0.18215,
     )  # fmt: skip
     tokenizer = CLIPTokenizer.from_pretrained(ROOT / "demo/models/tokenizer", model_max_length=77)
-    layers, heads = (23, text // 64) if large else (2, 2)
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            hidden_size=text, intermediate_size=4 * text, num_hidden_layers=layers, num_attention_heads=heads,
-            vocab_size=49408 if large else len(tokenizer), bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        )
+    text_config = CLIPTextConfig(
+        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 64), vocab_size=49408 if size == "sd2" else len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     scheduler = DDPMScheduler.from_pretrained(ROOT / "demo/models/scheduler")
-    models = (vae, text_encoder, tokenizer, unet, scheduler)
+    models = (vae, CLIPTextModel(text_config), tokenizer, UNet2DConditionModel.from_config(config), scheduler)
     StableDiffusionPipeline(*models, None, None, requires_safety_checker=False).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
-def make_images(folder, count, side):
-    """A folder of JPEGs with captions: 16 pictures, which are smooth as photographs are, again and again."""
+def make_unet_config(path, widths, side, layers=1):
+    """The config of a U-Net without attention, for the unconditional trainers."""
+    config = {"_class_name": "UNet2DModel", "sample_size": side, "block_out_channels": widths}
+    config |= {"layers_per_block": layers, "norm_num_groups": 32 if min(widths) % 32 == 0 else 4}
+    config |= {"down_block_types": ["DownBlock2D"] * len(widths), "up_block_types": ["UpBlock2D"] * len(widths)}
+    path.write_text(json.dumps(config))
+    return path
+
+
+def make_pictures(side):
+    """16 JPEG files, which are smooth as photographs are."""
     import numpy as np
     from PIL import Image
 
-    folder = Path(folder)
+    rng = np.random.default_rng(0)
+    for _ in range(16):
+        small, buffer = rng.integers(0, 256, (side // 16 + 2, side // 16 + 2, 3), np.uint8), io.BytesIO()
+        Image.fromarray(small).resize((side, side), Image.BICUBIC).save(buffer, "JPEG", quality=90)
+        yield buffer.getvalue()
+
+
+def make_images(folder, count, pictures):
+    """A folder of `count` images with captions: the given files, again and again."""
+    folder, pictures = Path(folder), list(pictures)
     folder.mkdir(parents=True)
-    rng, captions = np.random.default_rng(0), []
     for i in range(count):
-        if i < 16:
-            small = Image.fromarray(rng.integers(0, 256, (side // 16 + 2, side // 16 + 2, 3), np.uint8))
-            small.resize((side, side), Image.BICUBIC).save(folder / f"{i}.jpg", quality=90)
+        if i < len(pictures):
+            (folder / f"{i}.jpg").write_bytes(pictures[i])
         else:
-            os.link(folder / f"{i % 16}.jpg", folder / f"{i}.jpg")
-        captions.append(json.dumps({"file_name": f"{i}.jpg", "text": f"a digit {i}"}))
-    (folder / "metadata.jsonl").write_text("\n".join(captions))
+            os.link(folder / f"{i % len(pictures)}.jpg", folder / f"{i}.jpg")
+    lines = [json.dumps({"file_name": f"{i}.jpg", "text": f"a digit {i}"}) for i in range(count)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
     return folder
 
 
@@ -88,20 +102,22 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
     import pyarrow as pa
     import torch
 
-    import precompute_latents as script
+    import precompute_latents
+    from diffusion_training.files import write_file
+    from diffusion_training.latents.cache import checksum_row, finish_cache, plan_cache, write_shard
+    from diffusion_training.latents.encoders import load_models
 
     folder = Path(folder)
     (folder / "unfinished").mkdir(parents=True)
-    args = script.parse_args([
+    args = precompute_latents.parse_args([
         f"--pretrained_model_name_or_path={models}", f"--train_data_dir={models}", f"--resolution={resolution}",
         f"--text_cache={text_cache}", f"--rows_per_shard={rows_per_shard}", f"--output_dir={folder}",
     ])  # fmt: skip
     args.mixed_precision = "no"
-    empty_prompt, settings = script.describe_encoders(*script.load_models(args, torch.float32), args)
-    shards, _ = script.plan_cache(datasets.Dataset.from_dict({"row": range(rows)}), empty_prompt, settings, args)
-    script.write_file(folder / "cache.json", json.dumps(settings))
-    rng, numbers = np.random.default_rng(0), int(np.prod(settings["latents_shape"]))
-    embedding = empty_prompt.size if text_cache == "embeddings" else len(empty_prompt)
+    empty_prompt, settings = precompute_latents.describe_encoders(*load_models(args, torch.float32), args)
+    shards, _ = plan_cache(datasets.Dataset.from_dict({"row": range(rows)}), empty_prompt, settings, args)
+    write_file(folder / "cache.json", json.dumps(settings))
+    rng, numbers = np.random.default_rng(0), math.prod(settings["latents_shape"])
 
     def encoded(start, end):
         for first in range(start, end, 64):
@@ -109,21 +125,19 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
             columns = {"latents": rng.random((count, numbers), np.float32).astype(np.float16)}
             columns["latents"][:, numbers // 2 :] *= 0.1  # the standard deviations
             if text_cache == "embeddings":
-                columns["prompt_embeds"] = rng.random((count, embedding), np.float32).astype(np.float16)
+                columns["prompt_embeds"] = rng.random((count, empty_prompt.size), np.float32).astype(np.float16)
             else:
-                columns["input_ids"] = rng.integers(0, 200, (count, embedding), np.int32)
-            sums = [script.checksum({name: column[i] for name, column in columns.items()}) for i in range(count)]
-            arrays = {
-                n: pa.FixedSizeListArray.from_arrays(pa.array(c.ravel()), c.shape[1]) for n, c in columns.items()
-            }
+                columns["input_ids"] = rng.integers(0, 200, (count, len(empty_prompt)), np.int32)
+            sums = [checksum_row({name: column[i] for name, column in columns.items()}) for i in range(count)]
+            arrays = {n: pa.FixedSizeListArray.from_arrays(c.ravel(), c.shape[1]) for n, c in columns.items()}
             arrays["text"] = arrays["key"] = pa.array([str(first + i) for i in range(count)])
             arrays["checksum"] = pa.array(sums, pa.uint64())
             yield first, pa.RecordBatch.from_pydict(arrays), [], {"encoded_again": 0, "captions_cut": 0}
 
     for number, name in enumerate(shards):
         start = number * rows_per_shard
-        script.write_shard(folder / name, encoded(start, min(rows, start + rows_per_shard)))
-    script.finish(folder, empty_prompt, 1)
+        write_shard(folder / name, encoded(start, min(rows, start + rows_per_shard)))
+    finish_cache(folder, empty_prompt, 1)
     return folder
 
 
@@ -183,19 +197,19 @@ def machine():
 
 
 def show(title, header, rows):
-    """Print a Markdown table."""
-    print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    """Print a Markdown table, row by row as they come."""
+    print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}", flush=True)
     for row in rows:
         print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 def make_parser(doc, **defaults):
-    """A parser with the flags that the timing benchmarks share, but for those whose default is None."""
+    """A parser with the flags that the benchmarks share, but for those whose default is None."""
     parser = argparse.ArgumentParser(
         description=doc.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     defaults = {"size": "tenth", "mixed_precision": "no", "batch_size": 4, "steps": 12, "rounds": 3, **defaults}
-    options = {"size": {"choices": SIZES, "help": "of the models: SD 2's, or a tenth"}}
+    options = {"size": {"choices": SIZES, "help": "of the models: SD 2's, or less"}}
     options["mixed_precision"] = {"choices": ["no", "fp16", "bf16"]}
     for name, default in defaults.items():
         if default is not None:

@@ -22,25 +22,52 @@ import sys
 import warnings
 from pathlib import Path
 
+import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 from torch import nn
 from tqdm.auto import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import digits_quality
-
 import train_text_to_image
-import train_unconditional as script
+import train_unconditional
+from diffusion_training.arguments import number
+from diffusion_training.data.rows import load_rows
+from diffusion_training.errors import explained
+from diffusion_training.order import step_seed
+from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.launch import make_accelerator
+
+
+def load_digits():
+    """The demo's digits: images [1797, 1, 8, 8] in [0, 1], labels [1797] in the order of the captions' letters."""
+    rows = datasets.load_dataset(str(Path(__file__).parent.parent / "demo/digits"), split="train")
+    images = torch.from_numpy(np.stack([np.array(image) for image in rows["image"]]))[:, None] / 255
+    return images, torch.from_numpy(np.unique(rows["text"], return_inverse=True)[1])
+
+
+def train_classifier(images, labels, steps=1000):
+    """A small convolutional net; images [N, 1, 8, 8] in [0, 1], labels [N]."""
+    layers = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Flatten(), nn.Dropout(0.3), nn.Linear(64 * 16, 128), nn.ReLU(), nn.Linear(128, 10)]
+    classifier = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=1e-3)
+    for _ in range(steps):
+        batch = torch.randint(len(images), (64,))
+        F.cross_entropy(classifier(images[batch]), labels[batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return classifier.eval()
 
 
 def load_extractor(name, device):
     """A feature extractor: images uint8 [N, 3, H, W] -> features float32 [N, D]."""
-    if name == "digits":  # the layer before the last of a classifier of the demo's digits
+    if name == "digits":  # the layer before the last of a classifier of the demo's digits, which it judges samples by
         torch.manual_seed(0)
-        classifier = digits_quality.train_classifier(*digits_quality.load_digits())[:-1].to(device)
+        classifier = train_classifier(*load_digits())[:-1].to(device)
         grey = lambda images: images.float().mean(dim=1, keepdim=True) / 255  # noqa: E731
         return lambda images: classifier(F.interpolate(grey(images), size=8, mode="area"))
     if name == "inception":
@@ -125,7 +152,7 @@ def read_real(pipeline, parser, args):
     """
     path, captioned = Path(args.pipeline, "run.args"), hasattr(pipeline, "tokenizer")
     flags = [f"@{path}"] if path.is_file() else ["--train_data_dir=.", "--pretrained_model_name_or_path=."]
-    run = (train_text_to_image if captioned else script).parse_args(flags)
+    run = (train_text_to_image if captioned else train_unconditional).parse_args(flags)
     if args.real:
         run.train_data_dir, run.dataset_name = args.real, None
     elif not path.is_file() or not (run.train_data_dir or run.dataset_name):
@@ -137,27 +164,27 @@ def read_real(pipeline, parser, args):
     run.resolution = args.resolution or (path.is_file() and run.resolution) or size
     run.guidance_scale = args.guidance_scale or getattr(run, "guidance_scale", None)
     run.center_crop, run.preserve_input_precision = True, False
-    rows, column = script.load_rows(run, others=[run.caption_column] if captioned else [])
+    rows, column = load_rows(run, others=[run.caption_column] if captioned else [])
     channels = 3 if captioned else pipeline.unet.config.in_channels
-    return script.ImageDataset(rows, column, channels, run), run
+    return train_unconditional.ImageDataset(rows, column, channels, run), run
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    count = script.number(1, 10**7, int)
+    count = number(1, 10**7, int)
     parser.add_argument("pipeline", help="folder of a pipeline, such as a trainer's --output_dir")
     parser.add_argument("--real", help="folder of real images, with captions for text to image (None: the run's)")
     parser.add_argument("--image_column", help="of --real (None: the run's)")
     parser.add_argument("--caption_column", help="of --real (None: the run's)")
-    parser.add_argument("--num_samples", type=script.number(2, 10**7, int), default=1000)
+    parser.add_argument("--num_samples", type=number(2, 10**7, int), default=1000)
     parser.add_argument("--batch_size", type=count, default=64, help="samples drawn at once by each process")
     parser.add_argument("--num_inference_steps", type=count, default=50)
-    parser.add_argument("--guidance_scale", type=script.number(1, 1000), help="(None: the run's, or 7.5)")
+    parser.add_argument("--guidance_scale", type=number(1, 1000), help="(None: the run's, or 7.5)")
     parser.add_argument("--resolution", type=count, help="pixels (None: the run's, or the pipeline's)")
-    parser.add_argument("--seed", type=script.number(0, 2**63 - 1, int), default=0, help="of the samples")
+    parser.add_argument("--seed", type=number(0, 2**63 - 1, int), default=0, help="of the samples")
     parser.add_argument("--feature_extractor", default="inception", help="inception, digits or a TorchScript file")
     parser.add_argument("--clip", help="CLIP score of the samples: hub id or folder of a CLIPModel")
-    parser.add_argument("--resamples", type=script.number(0, 10**6, int), default=200, help="for the intervals")
+    parser.add_argument("--resamples", type=number(0, 10**6, int), default=200, help="for the intervals")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     for name in ["torchmetrics"] + ["torch_fidelity"] * (args.feature_extractor == "inception"):
@@ -165,23 +192,23 @@ def main(argv=None):
             parser.error(f"`pip install {name.replace('_', '-')}` first, or choose another --feature_extractor")
     if args.feature_extractor not in ("inception", "digits") and not Path(args.feature_extractor).is_file():
         parser.error(f"--feature_extractor {args.feature_extractor} is neither inception, nor digits, nor a file")
-    with script.explained(f"{args.pipeline} can't be loaded as a pipeline"):
+    with explained(f"{args.pipeline} can't be loaded as a pipeline"):
         pipeline = DiffusionPipeline.from_pretrained(args.pipeline)
     captioned = hasattr(pipeline, "tokenizer")
     if args.clip and not captioned:
         parser.error("--clip compares samples with their prompts: this pipeline takes none")
     dataset, run = read_real(pipeline, parser, args)
-    accelerator, _ = script.make_accelerator(run)
+    accelerator, _ = make_accelerator(run)
     device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
     pipeline.set_progress_bar_config(disable=True)
     pipeline.to(device)
-    train_rows, held_out = script.hold_out(accelerator, dataset, run)
+    train_rows, held_out = hold_out(accelerator, dataset, run.holdout, run.seed)
     real_rows = sorted(held_out) or train_rows.tolist()
     if captioned:
         captions = dataset.rows[real_rows][run.caption_column]
         captions = [text[0] if isinstance(text, list) and text else text or "" for text in captions]
         prompts = [captions[i % len(captions)] for i in range(args.num_samples)]
-    with script.explained("the models that judge can't be loaded"):
+    with explained("the models that judge can't be loaded"):
         extract = load_extractor(args.feature_extractor, device)
         score = load_clip(args.clip, device) if args.clip else None
 
@@ -197,7 +224,7 @@ def main(argv=None):
             options["prompt"] = [prompts[i] for i in numbers]
         else:
             options["batch_size"] = len(numbers)
-        generators = [torch.Generator(device).manual_seed(script.step_seed(args.seed, i)) for i in numbers]
+        generators = [torch.Generator(device).manual_seed(step_seed(args.seed, i)) for i in numbers]
         images = torch.from_numpy(pipeline(generator=generators, **options).images)
         return numbers, (images * 255).round().byte().permute(0, 3, 1, 2)
 
@@ -212,7 +239,7 @@ def main(argv=None):
             judged = score and load is draw
             scores = score(images, [prompts[i] for i in numbers]) if judged else torch.zeros(len(images))
             found += zip(numbers, extract(images).cpu(), scores.cpu(), strict=True)
-        _, *found = zip(*sorted(script.gather_object(found), key=lambda item: item[0]), strict=True)
+        _, *found = zip(*sorted(gather_object(found), key=lambda item: item[0]), strict=True)
         return [torch.stack(part) for part in found]
 
     with torch.no_grad():

@@ -1,69 +1,116 @@
-"""Our trainers beside diffusers' example scripts: steady speed, and time to the first step.
+"""Our trainers, from a latent cache and from images, beside diffusers' example scripts: speed, and time to step 1.
 
-    python benchmarks/peers.py --diffusers path/to/diffusers            # a checkout of it; some minutes on 2 cores
+    python benchmarks/peers.py                                          # some minutes on 2 cores; ours alone
+    python benchmarks/peers.py --diffusers path/to/diffusers            # a checkout of the repository
     python benchmarks/peers.py --diffusers path/to/diffusers --size sd2 --mixed_precision bf16 --batch_size 32 \\
         --resolution 512 --steps 40                                     # on a GPU
 
 Same model, weights, images, batch, precision, averaged weights; each is started as `python script flags`, in turns.
-Our text-to-image trainer encodes in the step here, as theirs does; what a cache saves is in cached_vs_online.py.
+Models have random weights. "By operations alone" says how fast text to image would be if a step cost no more than its
+operations, which are counted first: what the cache saves.
 """
 
+import functools
 import itertools
-import json
+import statistics
 import tempfile
 from pathlib import Path
 
 import bench
 
+TRAINERS = ("train_text_to_image", "train_unconditional")
+
+
+def count_flops(models, resolution):
+    """(operations of a training step, of encoding the image, of encoding the caption), each for one image."""
+    import torch
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    def count(function):
+        with FlopCounterMode(display=False) as counter:
+            function()
+        return counter.get_total_flops()
+
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(models, subfolder="unet"))
+        vae = AutoencoderKL.from_config(AutoencoderKL.load_config(models, subfolder="vae"))
+        text_encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(models, subfolder="text_encoder"))
+        side = resolution // 8
+        latents, prompt = torch.randn(1, 4, side, side), torch.randn(1, 77, unet.config.cross_attention_dim)
+        image, ids, timestep = torch.randn(1, 3, resolution, resolution), torch.ones(1, 77).long(), torch.zeros(1)
+        return (
+            count(lambda: unet(latents, timestep, prompt).sample.sum().backward()),
+            count(lambda: vae.encode(image)),
+            count(lambda: text_encoder(ids)),
+        )
+
+
+def make_flags(folder, cli):
+    """What to start: {trainer: {way: (script, its flags)}}, without --output_dir."""
+    models, side = bench.make_models(folder / "sd", cli.size), cli.resolution // 4
+    images = bench.make_images(folder / "images", 8 * cli.batch_size * cli.steps, bench.make_pictures(cli.resolution))
+    widths = {"tenth": [32, 64, 128], "sd2": [128, 128, 256, 256, 512, 512]}.get(cli.size, [8, 16])
+    unet = bench.make_unet_config(folder / "unet.json", widths, side, 2 if cli.size == "sd2" else 1)
+    common = [f"--mixed_precision={cli.mixed_precision}", "--use_ema", "--checkpointing_steps=1000000"]
+    data = [f"--train_data_dir={images}", f"--cache_dir={folder / 'data'}", "--dataloader_num_workers=1"]
+    text = [*common, f"--pretrained_model_name_or_path={models}", f"--train_batch_size={cli.batch_size}"]
+    text += [f"--max_train_steps={cli.steps}"]
+    pixels = [*text, *data, f"--resolution={cli.resolution}"]
+    # A step of 8 times the images, for one epoch; one image sampled in one step at the end.
+    unconditional = [*common, *data, f"--model_config_name_or_path={unet}", f"--resolution={side}", "--num_epochs=1"]
+    unconditional += [f"--train_batch_size={8 * cli.batch_size}", "--save_images_epochs=2", "--eval_batch_size=1"]
+    unconditional += ["--ddpm_num_inference_steps=1"]
+    ways = {"train_text_to_image": {}, "train_unconditional": {"from images": unconditional}}
+    for way, kind in {"from a cache": "embeddings", "from a cache of ids": "ids"}.items():
+        if TRAINERS[0] in cli.trainers:
+            cache = bench.make_cache(folder / kind, models, cli.batch_size * cli.steps, cli.resolution, kind)
+            ways[TRAINERS[0]][way] = [*text, f"--latents_dir={cache}"]
+    ways[TRAINERS[0]]["from images"] = pixels
+    found = {}
+    for name, place in zip(TRAINERS, ("text_to_image", "unconditional_image_generation"), strict=True):
+        ours = bench.ROOT / f"{name}.py"
+        found[name] = {way: (ours, [*flags, "--report_to=none"]) for way, flags in ways[name].items()}
+        if cli.diffusers:
+            found[name]["diffusers"] = Path(cli.diffusers, "examples", place, ours.name), ways[name]["from images"]
+    return {name: found[name] for name in cli.trainers}
+
 
 def main(argv=None):
     parser = bench.make_parser(__doc__, batch_size=2)
     parser.add_argument("--resolution", type=int, default=256, help="of text to image; unconditional takes a quarter")
-    parser.add_argument("--diffusers", required=True, help="a checkout of diffusers")
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS)
+    parser.add_argument("--diffusers", help="a checkout of diffusers")
     cli = parser.parse_args(argv)
     print(bench.machine())
     with tempfile.TemporaryDirectory() as folder:
         folder, number, rows = Path(folder), itertools.count(), []
-        models, side = bench.make_models(folder / "sd", cli.size), cli.resolution // 4
-        images = bench.make_images(folder / "images", 8 * cli.batch_size * cli.steps, cli.resolution)
-        widths = {"toy": [8, 16], "tenth": [32, 64, 128], "sd2": [128, 128, 256, 256, 512, 512]}[cli.size]
-        config = {"_class_name": "UNet2DModel", "sample_size": side, "block_out_channels": widths}
-        config |= {"layers_per_block": 2 if cli.size == "sd2" else 1, "norm_num_groups": min(32, widths[0])}
-        config |= {"down_block_types": ["DownBlock2D"] * len(widths), "up_block_types": ["UpBlock2D"] * len(widths)}
-        (folder / "unet.json").write_text(json.dumps(config))
-        common = [f"--mixed_precision={cli.mixed_precision}", f"--train_data_dir={images}", "--use_ema"]
-        common += [f"--cache_dir={folder / 'data'}", "--checkpointing_steps=1000000", "--dataloader_num_workers=1"]
-        text = [f"--pretrained_model_name_or_path={models}", f"--resolution={cli.resolution}"]
-        text += [f"--train_batch_size={cli.batch_size}", f"--max_train_steps={cli.steps}"]
-        unconditional = [f"--model_config_name_or_path={folder / 'unet.json'}", f"--resolution={side}"]
-        # A step of 8 times the images, for one epoch; one image sampled in one step at the end.
-        unconditional += [f"--train_batch_size={8 * cli.batch_size}", "--num_epochs=1", "--save_images_epochs=2"]
-        unconditional += ["--eval_batch_size=1", "--ddpm_num_inference_steps=1"]
-        for name, place, flags in (
-            ("train_unconditional", "unconditional_image_generation", unconditional),
-            ("train_text_to_image", "text_to_image", text),
-        ):
+        flags = make_flags(folder, cli)
+        train, vae, text = count_flops(folder / "sd", cli.resolution)
+        print("GFLOP an image: a step {:.4g}, the VAE {:.4g}, the text encoder {:.4g}".format(
+            *(flops / 1e9 for flops in (train, vae, text))
+        ))  # fmt: skip
 
-            def run(script, *more, flags=flags):
-                return bench.run(
-                    script, [*common, *flags, *more, f"--output_dir={folder}/out-{next(number)}"], cli.steps
-                )
+        def time_it(script, argv):
+            return bench.run(script, [*argv, f"--output_dir={folder}/out-{next(number)}"], cli.steps)
 
-            theirs = Path(cli.diffusers, "examples", place, f"{name}.py")
-            runs = {
-                "ours": lambda run=run, name=name: run(bench.ROOT / f"{name}.py", "--report_to=none"),
-                "diffusers": lambda run=run, theirs=theirs: run(theirs),
-            }
-            results, size = bench.interleaved(runs, cli.rounds), cli.batch_size * (1 if "text" in name else 8)
-            for whose, measured in results.items():
-                speeds, first = [size / one["step"] for one in measured], [one["first"] for one in measured]
-                rows.append([f"`{name}.py`", whose, bench.spread(speeds), bench.spread(first, "{:.1f}")])
-        title = (
-            f"{cli.size}, {cli.resolution} px, batch {cli.batch_size} (unconditional: {side} px, 8 times as many), "
-        )
-        bench.show(
-            title + f"{cli.mixed_precision}, with EMA", ["", "", "images/s", "seconds to the end of step 1"], rows
-        )
+        for name, ways in flags.items():
+            runs = {way: functools.partial(time_it, *how) for way, how in ways.items()}
+            results = bench.interleaved(runs, cli.rounds)
+            step = {way: statistics.median(one["step"] for one in found) for way, found in results.items()}
+            size = cli.batch_size * (8 if name == TRAINERS[1] else 1)
+            costs = {"from a cache": train, "from a cache of ids": train + text}
+            for way, found in results.items():
+                ideal = f"{train / costs.get(way, train + vae + text):.2f}" if name == TRAINERS[0] else ""
+                rows.append([
+                    f"`{name}.py`", way, bench.spread([size / one["step"] for one in found]),
+                    f"{next(iter(step.values())) / step[way]:.2f}", ideal,
+                    bench.spread([one["first"] for one in found], "{:.1f}"),
+                ])  # fmt: skip
+    title = f"{cli.size}, {cli.resolution} px, batch {cli.batch_size} (unconditional: {cli.resolution // 4} px, 8 x"
+    header = ["", "", "images/s", "of the first's speed", "by operations alone", "s to the end of step 1"]
+    bench.show(f"{title} as many), {cli.mixed_precision}, with EMA", header, rows)
 
 
 if __name__ == "__main__":

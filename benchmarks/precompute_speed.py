@@ -1,95 +1,184 @@
-"""How near does precompute_latents.py come to the speed of its encoder alone, and how many cores does that take?
+"""How fast are images decoded, cropped and resized, and how near does precompute_latents.py come to its encoder alone?
 
-    python benchmarks/precompute_speed.py                                   # 2 cores: one decodes, one encodes
-    python benchmarks/precompute_speed.py --vae 128 256 512 512 --text 1024 23 --tokens 77 --mixed_precision bf16 \\
-        --rows 8192 --batch_size 64 --resolutions 512 --threads 16          # on a GPU: shapes of Stable Diffusion 2
+    python benchmarks/precompute_speed.py transform     # pip install scikit-learn; opencv-python-headless joins in
+    python benchmarks/precompute_speed.py script        # 2 cores: one decodes, one encodes
+    python benchmarks/precompute_speed.py script --size sd2 --mixed_precision bf16 --rows 8192 --batch_size 64 \\
+        --resolutions 512 --threads 16                  # on a GPU
 
-Makes photographs (pip install scikit-learn), captions, and models with random weights. Then, in turns: `encode` over
-batches that lie in memory, and the whole script from `main(parse_args(...))` to the end, with models and data to load,
-images to decode in --dataloader_num_workers processes, rows to check and shards to write. "Running" leaves out what
-comes before the first batch is encoded. Images that one core decodes to batches in a second say how many cores an
-encoder needs. Prints medians, least and most. By default the models are small, but a caption's embedding has the bytes
-of Stable Diffusion 2's.
+transform: ways to make --resolutions pixels square of the centre of two photographs, on one core, take turns: ours,
+diffusers' transform, Pillow, OpenCV as img2dataset calls it, torchcodec with torchvision. Prints images per second and
+how many times as many as with diffusers' transform in the same turn: the median, least and most. What the decoder of
+ours takes alone is the limit of whoever uses libjpeg and decodes every pixel.
+
+script: photographs, captions, and models with random weights. In turns: `encode` over batches that lie in memory, and
+the whole script from `main(parse_args(...))` to the end, with models and data to load, images to decode in
+--dataloader_num_workers processes, rows to check and shards to write. "Running" leaves out what comes before the first
+batch is encoded. Images that one core decodes to batches in a second say how many cores an encoder needs. By default
+the models are small, but a caption's embedding has the bytes of Stable Diffusion 2's.
 """
 
-import argparse
 import contextlib
+import functools
 import io
-import json
 import tempfile
 import time
 from pathlib import Path
 
+import bench  # before the package, which it finds
 import numpy as np
 import torch
+import torchvision.transforms.v2 as v2
 import transformers
-from bench import machine, spread  # before the scripts, which it finds
-from diffusers import AutoencoderKL
-from transform_speed import make_photos
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from PIL import Image
+from torchvision import transforms
 
-import precompute_latents as script
+try:
+    import cv2
+except ImportError:
+    cv2 = None
 
-MODELS = Path(__file__).parent.parent / "demo/models"
-
-
-def make_models(folder, vae, text, tokens):
-    """VAE and text encoder with random weights, and the demo's tokenizer with room for so many tokens."""
-    count, groups = len(vae), min(32, *vae)
-    kinds = {"down_block_types": ("DownEncoderBlock2D",) * count, "up_block_types": ("UpDecoderBlock2D",) * count}
-    model = AutoencoderKL(
-        block_out_channels=vae, norm_num_groups=groups, layers_per_block=2, latent_channels=4, **kinds
-    )
-    model.save_pretrained(folder / "vae")
-    tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer", model_max_length=tokens)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=text[0], intermediate_size=4 * text[0], num_hidden_layers=text[1],
-        num_attention_heads=max(1, text[0] // 64), max_position_embeddings=tokens, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    CLIPTextModel(config).save_pretrained(folder / "text_encoder")
+import precompute_latents
+from diffusion_training.data.captions import transform
+from diffusion_training.data.images import decode_image, decode_jpeg
+from diffusion_training.data.rows import load_rows
+from diffusion_training.latents.encoders import load_models
+from diffusion_training.loading import load_batches
+from diffusion_training.training.launch import make_accelerator
 
 
-def make_images(folder, rows, width):
-    folder.mkdir()
-    photos = make_photos(width)
-    for row in range(rows):
-        (folder / f"{row:06d}.jpg").write_bytes(photos[row % len(photos)])
-    lines = [json.dumps({"file_name": f"{row:06d}.jpg", "text": f"digit {row}"}) for row in range(rows)]
-    (folder / "metadata.jsonl").write_text("\n".join(lines))
+def make_photos(width):
+    """JPEG files of `width` pixels, from the photographs inside scikit-learn (640 x 427)."""
+    from sklearn.datasets import load_sample_images
+
+    for pixels in load_sample_images().images:
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).resize((width, width * 427 // 640), Image.LANCZOS).save(buffer, "JPEG", quality=90)
+        yield buffer.getvalue()
+
+
+# ------------------------------------------------------------------- transform
+
+
+def use_diffusers(resolution):
+    steps = [transforms.Resize(resolution, interpolation=transforms.InterpolationMode.LANCZOS)]
+    steps += [transforms.CenterCrop(resolution), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])]
+    whole = transforms.Compose(steps)
+    return lambda photo: whole(Image.open(io.BytesIO(photo)).convert("RGB")) * 127.5 + 127.5
+
+
+def use_pillow(resolution, draft=False):
+    def make(photo):
+        image = Image.open(io.BytesIO(photo))
+        if draft:
+            image.draft("RGB", (resolution, resolution))
+        side, (width, height) = min(image.size), image.size
+        left, top = (width - side) // 2, (height - side) // 2
+        box = left, top, left + side, top + side
+        return np.asarray(image.convert("RGB").resize((resolution, resolution), Image.BICUBIC, box)).transpose(2, 0, 1)
+
+    return make
+
+
+def use_opencv(resolution):
+    cv2.setNumThreads(1)
+
+    def make(photo):  # to BGR, as it stays there
+        image = cv2.imdecode(np.frombuffer(photo, np.uint8), cv2.IMREAD_UNCHANGED)
+        scale = resolution / min(image.shape[:2])
+        size = [round(side * scale) for side in image.shape[1::-1]]
+        image = cv2.resize(image, size, interpolation=cv2.INTER_AREA)
+        left, top = (size[0] - resolution) // 2, (size[1] - resolution) // 2
+        return image[top : top + resolution, left : left + resolution].transpose(2, 0, 1)[::-1]
+
+    return make
+
+
+def use_torchcodec(resolution):
+    whole = v2.Compose([v2.Resize(resolution), v2.CenterCrop(resolution)])
+    return lambda photo: whole(decode_jpeg(photo))
+
+
+def use_ours(resolution):
+    flags = ["--train_data_dir=.", "--pretrained_model_name_or_path=.", f"--resolution={resolution}", "--center_crop"]
+    args = precompute_latents.parse_args(flags)
+
+    def make(photo):
+        item = transform(0, 0, {"image": {"bytes": photo, "path": None}, "text": "a photo"}, "image", 3, args)
+        assert item["skipped"] is None
+        return item["pixel_values"]
+
+    return make
+
+
+WAYS = {
+    "diffusers": use_diffusers,
+    "Pillow, crop and resize in one": use_pillow,
+    "the same, decoded smaller (`draft`), other pixels": functools.partial(use_pillow, draft=True),
+    "OpenCV, as img2dataset": use_opencv,
+    "torchcodec, torchvision, bilinear": use_torchcodec,
+    "`transform`, ours": use_ours,
+    "(its decoder alone)": lambda resolution: lambda photo: decode_image({"bytes": photo, "path": None}, 3),
+}
+MISSING = {use_opencv: cv2 is None, use_torchcodec: decode_jpeg is None}
+
+
+def time_way(use, photos, resolution, seconds):
+    """Images per second of one way."""
+    make, start, count = use(resolution), time.perf_counter(), 0
+    while (taken := time.perf_counter() - start) < seconds or count < 2:
+        make(photos[count % len(photos)])
+        count += 1
+    return count / taken
+
+
+def compare_transforms(args):
+    (resolution,), found = args.resolutions or [256], []
+    for width in args.widths:
+        photos = list(make_photos(width))
+        ways = {name: use for name, use in WAYS.items() if not MISSING.get(use)}
+        runs = {name: functools.partial(time_way, use, photos, resolution, args.seconds) for name, use in ways.items()}
+        found.append(bench.interleaved(runs, args.rounds))
+    rows = []
+    for name in found[0]:
+        shares = [np.divide(speeds[name], speeds["diffusers"]) for speeds in found]
+        pairs = zip(found, shares, strict=True)
+        rows.append([name, *(f"{np.median(speeds[name]):.0f}, {bench.spread(share)} x" for speeds, share in pairs)])
+    title = f"{bench.machine()}; to {resolution} px"
+    title += "".join(f"; {name.split(',')[0]} is not installed" for name in WAYS if MISSING.get(WAYS[name]))
+    bench.show(title, ["images/s", *(f"{width} px wide" for width in args.widths)], rows)
+
+
+# ------------------------------------------------------------------- script
 
 
 def run(flags, output_dir):
     """The script, from its flags to the end. Returns (seconds, seconds from the first batch that is encoded)."""
-    begun, encode = [], script.encode
+    begun, encode = [], precompute_latents.encode
 
     def watched(*args):
         begun.append(time.perf_counter())
         return encode(*args)
 
-    script.encode, start = watched, time.perf_counter()
+    precompute_latents.encode, start = watched, time.perf_counter()
     try:
-        script.main(script.parse_args([*flags, f"--output_dir={output_dir}"]))
+        precompute_latents.main(precompute_latents.parse_args([*flags, f"--output_dir={output_dir}"]))
     finally:
-        script.encode = encode
-    end = time.perf_counter()
-    return end - start, end - begun[0]
+        precompute_latents.encode = encode
+    return (end := time.perf_counter()) - start, end - begun[0]
 
 
 def measure(folder, rows, rounds, flags):
     """Images per second as {"decode": one core's, "encode": , "whole": , "running": }, each a list over the turns."""
-    args = script.parse_args(flags)
-    accelerator, _ = script.make_accelerator(args)
-    *exact_models, tokenizer = script.load_models(args, torch.float32)
-    script.describe_encoders(*exact_models, tokenizer, args)
-    models = script.place_encoders(exact_models, accelerator.device, args)
-    images, column = script.load_rows(args, others=[args.caption_column])
-    dataset = script.TransformedRows(images, tokenizer, column, 3, args)
+    args = precompute_latents.parse_args(flags)
+    accelerator, _ = make_accelerator(args)
+    *exact_models, tokenizer = load_models(args, torch.float32)
+    precompute_latents.describe_encoders(*exact_models, tokenizer, args)
+    models = precompute_latents.place_encoders(exact_models, accelerator.device, args)
+    images, column = load_rows(args, others=[args.caption_column])
+    dataset = precompute_latents.TransformedRows(images, tokenizer, column, 3, args)
     keys = [[(0, row) for row in range(i, min(rows, i + args.batch_size))] for i in range(0, rows, args.batch_size)]
-    speeds = {name: [] for name in ("decode", "encode", "whole", "running")}
-    few = keys[: max(1, len(keys) // 4)]
-    batches = list(script.load_batches(dataset, keys, 0, accelerator.device))
+    few, speeds = keys[: max(1, len(keys) // 4)], {name: [] for name in ("decode", "encode", "whole", "running")}
+    batches = list(load_batches(dataset, keys, 0, accelerator.device))
     for turn in range(rounds):
         start = time.perf_counter()
         for key in few:
@@ -97,7 +186,7 @@ def measure(folder, rows, rounds, flags):
         speeds["decode"].append(sum(map(len, few)) / (time.perf_counter() - start))
         start = time.perf_counter()
         for batch in batches:
-            _, event = script.encode(batch, *models, args)
+            _, event = precompute_latents.encode(batch, *models, args)
         if event is not None:
             event.synchronize()
         speeds["encode"].append(rows / (time.perf_counter() - start))
@@ -106,45 +195,43 @@ def measure(folder, rows, rounds, flags):
     return speeds
 
 
+def time_script(args):
+    def rows():
+        for resolution in args.resolutions or [64, 128]:
+            with tempfile.TemporaryDirectory() as folder:
+                folder = Path(folder)
+                models = bench.make_models(folder / "models", args.size)
+                images = bench.make_images(folder / "images", args.rows, make_photos(args.widths[0]))
+                flags = [f"--{name}={getattr(args, name)}" for name in ("batch_size", "mixed_precision")]
+                flags += [f"--train_data_dir={images}", f"--pretrained_model_name_or_path={models}", "--center_crop"]
+                flags += [f"--resolution={resolution}", f"--cache_dir={folder / 'datasets'}"]
+                if args.dataloader_num_workers is not None:
+                    flags += [f"--dataloader_num_workers={args.dataloader_num_workers}"]
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                    speeds = measure(folder, args.rows, args.rounds, flags)
+            cells = [bench.spread(found, "{:.0f}") for found in speeds.values()]
+            cells += [bench.spread(np.divide(speeds["running"], speeds["encode"]))]
+            yield [resolution, *cells, f"{np.median(np.divide(speeds['encode'], speeds['decode'])):.1f}"]
+
+    title = f"{args.rows} photographs of {args.widths[0]} px, threads of the encoder: {args.threads}"
+    header = ["to px", "decoded by a core", "encoder alone", "whole script", "running", "share of the encoder"]
+    bench.show(f"{bench.machine()}; {title}", [*header, "cores needed"], rows())
+
+
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = bench.make_parser(__doc__, size="small", batch_size=16, steps=None, rounds=5)
     add = parser.add_argument
-    add("--rows", type=int, default=256)
-    add("--width", type=int, default=640, help="of the photographs, pixels")
-    add("--resolutions", type=int, nargs="+", default=[64, 128])
-    add("--vae", type=int, nargs="+", default=[8, 16, 16, 16], help="channels of its blocks")
-    add("--text", type=int, nargs=2, default=[1024, 0], help="text encoder: hidden size and layers")
-    add("--tokens", type=int, default=77, help="of a caption")
-    add("--batch_size", type=int, default=16)
-    add("--mixed_precision", default="no", choices=["no", "fp16", "bf16"])
+    add("what", choices=["transform", "script"])
+    add("--widths", type=int, nargs="+", default=[640, 1024, 2048], help="of photographs; the script has the first")
+    add("--resolutions", type=int, nargs="+", help="pixels (None: 256 of transform, 64 and 128 of script)")
+    add("--seconds", type=float, default=0.5, help="of a turn of transform")
+    add("--rows", type=int, default=256, help="of the script")
     add("--dataloader_num_workers", type=int, help="(None: as the script chooses)")
     add("--threads", type=int, default=1, help="of the encoder on a CPU")
-    add("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
-    print(f"{machine()}; {args.rows} photographs of {args.width} px, threads of the encoder: {args.threads}\n")
-    print(
-        "| to px | decoded by a core | encoder alone | whole script | running | share of the encoder | cores needed |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for resolution in args.resolutions:
-        with tempfile.TemporaryDirectory() as folder:
-            folder = Path(folder)
-            make_models(folder / "models", args.vae, args.text, args.tokens)
-            make_images(folder / "images", args.rows, args.width)
-            flags = [f"--{name}={getattr(args, name)}" for name in ("batch_size", "mixed_precision")]
-            flags += [f"--train_data_dir={folder / 'images'}", f"--pretrained_model_name_or_path={folder / 'models'}"]
-            flags += [f"--resolution={resolution}", "--center_crop", f"--cache_dir={folder / 'datasets'}"]
-            if args.dataloader_num_workers is not None:
-                flags += [f"--dataloader_num_workers={args.dataloader_num_workers}"]
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                speeds = measure(folder, args.rows, args.rounds, flags)
-        share = np.divide(speeds["running"], speeds["encode"])
-        cells = [spread(found, "{:.0f}") for found in speeds.values()]
-        cells += [spread(share)]
-        cells += [f"{np.median(np.divide(speeds['encode'], speeds['decode'])):.1f}"]
-        print(f"| {resolution} | {' | '.join(cells)} |", flush=True)
+    (compare_transforms if args.what == "transform" else time_script)(args)
 
 
 if __name__ == "__main__":

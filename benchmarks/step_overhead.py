@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import bench
@@ -28,23 +29,25 @@ def bare(name, *argv):
     import torch
     import torch.nn.functional as F
 
+    from diffusion_training.training.launch import keep_memory
+    from diffusion_training.training.models import put_on_device
+
     script = importlib.import_module(name)
     args = script.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
-        script.keep_memory()  # as the trainer does
+        keep_memory()  # as the trainer does
     if name == TRAINERS[0]:
         cache = json.loads(Path(args.latents_dir[0], "cache.json").read_text())
-        channels, *size = cache["latents_shape"]
-        shape, (tokens, width) = (channels // 2, *size), cache["prompt_embeds_shape"]
-        unet = script.make_unet(args, shape, width)
+        tokens, width = cache["prompt_embeds_shape"]
+        unet = script.make_unet(SimpleNamespace(cache=cache, empty_prompt=torch.zeros(tokens, width)), args)
+        size = cache["latents_shape"][1:]
         condition = {"encoder_hidden_states": torch.randn(args.train_batch_size, tokens, width, device=device)}
     else:
-        unet, condition = script.make_unet(args), {}
-        shape = (unet.config.in_channels, args.resolution, args.resolution)
-    script.put_on_device(unet, device).train()
+        unet, condition, size = script.make_unet(args), {}, [args.resolution] * 2
+    put_on_device(unet, device).train()
     optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate, fused=True)
-    images, noise = torch.randn(2, args.train_batch_size, *shape, device=device)
+    images, noise = torch.randn(2, args.train_batch_size, unet.config.in_channels, *size, device=device)
     timesteps = torch.randint(1000, (args.train_batch_size,), device=device)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.mixed_precision, torch.float32)
     for _ in range(args.max_train_steps):
@@ -60,18 +63,20 @@ def bare(name, *argv):
 def take_apart(name, argv):
     """Where a trainer's time goes: {part: share of a step}; waits for the GPU after each part."""
     import torch
+    from accelerate import Accelerator
+
+    from diffusion_training.training.records import Records
 
     script, marks = importlib.import_module(name), []
     parts = {
         "the batch made ready": (script, "prepare_batch"),
         "noise, forward pass and loss": (script, "compute_loss"),
-        "backward pass": (script.Accelerator, "backward"),
-        "gradient norm and clipping": (script.Accelerator, "clip_grad_norm_"),
+        "backward pass": (Accelerator, "backward"),
+        "gradient norm and clipping": (Accelerator, "clip_grad_norm_"),
         "AdamW": (torch.optim.AdamW, "step"),
         "averaged weights": (script, "update_ema"),
-        "the range of the images, for signs": (script, "measure_images"),
-        "notes": (script.Records, "add"),
-        "records": (script.Records, "update"),
+        "notes": (Records, "add"),
+        "records": (Records, "update"),
     }
     times = {part: [] for part in parts}
 
@@ -105,21 +110,18 @@ def make_flags(folder, cli):
     """What to train: {trainer: its flags}, without --output_dir."""
     models, rows = bench.make_models(folder / "sd", cli.size), cli.batch_size * max(8, cli.steps // 4)
     cache = bench.make_cache(folder / "cache", models, rows, cli.resolution)
-    side = 8 if cli.size == "toy" else 32 if cli.size == "tenth" else 64
-    images = bench.make_images(folder / "images", 4 * rows, side)
-    common = [f"--train_batch_size={cli.batch_size}", f"--max_train_steps={cli.steps}", "--report_to=none"]
-    common += [f"--mixed_precision={cli.mixed_precision}", "--logging_steps=5", "--checkpointing_steps=1000000"]
-    unconditional = [*common, f"--train_data_dir={images}", f"--resolution={side}", "--cache_images", "--use_ema"]
+    side = {"sd2": 64, "tenth": 32}.get(cli.size, 8)
+    images = bench.make_images(folder / "images", 4 * rows, bench.make_pictures(side))
+    common = [f"--max_train_steps={cli.steps}", f"--mixed_precision={cli.mixed_precision}", "--report_to=none"]
+    common += ["--logging_steps=5", "--checkpointing_steps=1000000", "--use_ema"]
+    unconditional = [*common, f"--train_data_dir={images}", f"--resolution={side}", "--cache_images"]
     unconditional += ["--ddpm_num_inference_steps=1", "--eval_batch_size=1", f"--cache_dir={folder / 'data'}"]
-    unconditional[0] = f"--train_batch_size={4 * cli.batch_size}"
+    unconditional += [f"--train_batch_size={4 * cli.batch_size}"]
     if cli.size != "sd2":  # else the U-Net of diffusers' script
-        width = 8 if cli.size == "toy" else 32
-        config = {"layers_per_block": 1, "block_out_channels": [width, 2 * width], "norm_num_groups": 4}
-        config |= {"down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2}
-        (folder / "unet.json").write_text(json.dumps({"_class_name": "UNet2DModel", **config}))
-        unconditional.append(f"--model_config_name_or_path={folder / 'unet.json'}")
-    text = [*common, f"--latents_dir={cache}", f"--pretrained_model_name_or_path={models}", "--use_ema"]
-    return dict(zip(TRAINERS, (text, unconditional), strict=True))
+        config = bench.make_unet_config(folder / "unet.json", [side, 2 * side], side)
+        unconditional += [f"--model_config_name_or_path={config}"]
+    text = [*common, f"--latents_dir={cache}", f"--pretrained_model_name_or_path={models}"]
+    return dict(zip(TRAINERS, ([*text, f"--train_batch_size={cli.batch_size}"], unconditional), strict=True))
 
 
 def main(argv=None):
@@ -128,27 +130,25 @@ def main(argv=None):
     cli = parser.parse_args(argv)
     print(bench.machine())
     with tempfile.TemporaryDirectory() as folder:
-        flags, rows, parts = make_flags(Path(folder), cli), [], {}
-        for name, argv in flags.items():
-            runs = {
-                "bare": lambda name=name, argv=argv: bench.run(__file__, [name, *argv], cli.steps)["step"],
-                "trainer": lambda name=name, argv=argv: bench.run(
-                    bench.ROOT / f"{name}.py", [*argv, f"--output_dir={tempfile.mkdtemp(dir=folder)}/out"], cli.steps
-                )["step"],
-            }
-            steps = bench.interleaved(runs, cli.rounds)
+        rows, parts = [], {}
+        for name, argv in make_flags(Path(folder), cli).items():
+            runs = {"bare": (__file__, name, *argv), "trainer": (bench.ROOT / f"{name}.py", *argv)}
+
+            def time_step(script, *argv):
+                out = [] if script == __file__ else [f"--output_dir={tempfile.mkdtemp(dir=folder)}/out"]
+                return bench.run(script, [*argv, *out], cli.steps)["step"]
+
+            steps = {kind: (lambda how=how: time_step(*how)) for kind, how in runs.items()}
+            steps = bench.interleaved(steps, cli.rounds)
             ratio = statistics.median(steps["bare"]) / statistics.median(steps["trainer"])
             milliseconds = [bench.spread([1000 * step for step in steps[kind]], "{:.0f}") for kind in runs]
             rows.append([f"`{name}.py`", *milliseconds, f"{ratio:.3f}"])
             parts[name] = take_apart(name, [*argv, f"--output_dir={folder}/apart-{name}"])
-        batches = f"batch {cli.batch_size} (unconditional {4 * cli.batch_size})"
-        bench.show(
-            f"{cli.size}, {batches}, {cli.mixed_precision}, with EMA",
-            ["", "bare loop, ms a step", "trainer, ms a step", "speed of the trainer / bare"], rows,
-        )  # fmt: skip
-        names = list(parts[TRAINERS[0]])
-        shares = [[part, *(f"{parts[name][part]:.1%}" for name in TRAINERS)] for part in names]
-        bench.show("A step taken apart", ["", *TRAINERS], shares)
+    title = f"{cli.size}, batch {cli.batch_size} (unconditional {4 * cli.batch_size}), {cli.mixed_precision}, with EMA"
+    header = ["", "bare loop, ms a step", "trainer, ms a step", "speed of the trainer / bare"]
+    bench.show(title, header, rows)
+    shares = [[part, *(f"{parts[name][part]:.1%}" for name in TRAINERS)] for part in parts[TRAINERS[0]]]
+    bench.show("A step taken apart", ["", *TRAINERS], shares)
 
 
 if __name__ == "__main__":
