@@ -208,8 +208,6 @@ class CaptionedImages(torch.utils.data.Dataset):
             for (epoch, row, _), item in zip(keys, read_items(self.rows, keys), strict=True)
         ]
         for (epoch, row, _), item in zip(keys, items, strict=True):
-            if item["outage"]:  # or the run would go on, on nothing
-                raise OSError(f"{item['key']} was {item['skipped']}")
             if self.args.random_flip and draw_choices(self.args.seed, epoch, row)[2] < 0.5:
                 item["pixel_values"] = item["pixel_values"].flip(-1)
         weights = [0.0 if item["skipped"] else weight for (_, _, weight), item in zip(keys, items, strict=True)]

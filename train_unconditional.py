@@ -44,9 +44,9 @@ check_version("0.1.0", Path(__file__).name)  # before more of it is imported, wh
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.data.image_cache import cache_images
-from diffusion_training.data.images import decode_image, is_outage, name_image, shrink
+from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.data.rows import load_rows, name_rows, read_items
-from diffusion_training.errors import explain, explained, fail, in_one_sentence
+from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
 from diffusion_training.loading import load_batches
 from diffusion_training.order import draw_choices, step_batches, step_seed, stream_batches
 from diffusion_training.report import save_model_card, save_report
@@ -190,7 +190,7 @@ class ImageDataset(torch.utils.data.Dataset):
             try:
                 pixel_values[i] = self.load(*key[:2], item)
             except Exception as error:  # whatever a file does to its decoder: one image is no reason to end a run
-                if is_outage(error):  # but then it would go on, on nothing
+                if is_machines_fault(error):  # but then it would go on, on nothing
                     raise
                 weight[i] = 0.0
                 skipped.append((name_image(key[1], item[self.column]), explain(error)))

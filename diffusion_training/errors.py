@@ -1,12 +1,26 @@
 """Sentences in place of tracebacks: whatever ends a program says why, and what to do."""
 
 import contextlib
+import copy
+import errno
 import functools
 import io
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+
+# What the system says of one file or one name, whatever the machine; all else that it says is of the machine.
+OF_A_FILE = {
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
+    errno.EINVAL, errno.EILSEQ, errno.ENXIO,
+}  # fmt: skip
+NO_MEMORY = (  # as torch, the system, oneDNN, C++ and Python's threads say it
+    "can't allocate memory", "Cannot allocate memory", "could not create a primitive", "bad_alloc", "bad allocation",
+    "can't start new thread",
+)  # fmt: skip
+SIGNALS = []  # that have come since `main` began: the exception of one can be swallowed, this can't
 
 
 class Refused(SystemExit):
@@ -50,10 +64,26 @@ def is_a(error, *names):
     return any(kind.__name__ in names for kind in type(error).__mro__)
 
 
+def lacks_memory(error):
+    """Whether an error says that there is no memory, or no thread, to be had."""
+    return is_a(error, "OutOfMemoryError", "MemoryError") or any(words in str(error) for words in NO_MEMORY)
+
+
+def is_machines_fault(error):
+    """Whether memory, descriptors, disk or network failed, and not what a row holds or names.
+
+    A row's fault is skipped and listed. The machine's ends the run, or the task, and the same command tries the row
+    again.
+    """
+    if lacks_memory(error) or is_a(error, "TimeoutError", "ConnectionError"):
+        return True
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in OF_A_FILE
+
+
 def foresee(error, args):
     """A sentence on an error that can happen to any run, None on one that is not foreseen."""
     text = explain(error)
-    if is_a(error, "OutOfMemoryError", "MemoryError") or "can't allocate memory" in text:
+    if lacks_memory(error):
         less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
         less = less if "train_batch_size" in args else "--batch_size"
         return f"there is not enough memory ({text[:200]}): try a smaller {less}"
@@ -71,34 +101,61 @@ def speaks():
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+@contextlib.contextmanager
+def handling(handler):
+    """Ctrl-C and SIGTERM go to `handler` inside; in a thread, which Python gives no signals, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, before in handlers.items():
+            signal.signal(number, before)
+
+
 def end_at_once(number, frame):
     """A signal's handler: what is whole stays, and what is half-made is deleted now or at the next start."""
-    if speaks():
-        name = signal.Signals(number).name
-        print(f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True)
+    SIGNALS.append(number)
     raise SystemExit(128 + number)
 
 
+def end_if_stopped():
+    """End the program if a signal has come whose exception was swallowed, as in a destructor: between phases."""
+    if SIGNALS:
+        raise SystemExit(128 + SIGNALS[-1])
+
+
 def in_one_sentence(main):
-    """Makes what can happen to any run end in a sentence, on whichever process; the unforeseen keeps its traceback."""
+    """Makes what can happen to any run end in a sentence, on whichever process; the unforeseen keeps its traceback.
+
+    `main` is given a copy of its arguments, which it may change.
+    """
     script = Path(main.__code__.co_filename).name
 
     @functools.wraps(main)
     def guarded(args):
         if isinstance(sys.stdout, io.TextIOWrapper):  # printing a name that is not ASCII must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
-        handlers = {number: signal.signal(number, end_at_once) for number in (signal.SIGINT, signal.SIGTERM)}
+        SIGNALS.clear()
         try:
-            return main(args)
+            with handling(end_at_once):
+                return main(copy.deepcopy(args))
         except Refused as refused:
             sentence, alone = str(refused), refused.alone
+        except SystemExit:
+            if not SIGNALS:  # or it has said what there is to say
+                raise
         except Exception as error:
             sentence, alone = foresee(error, args), True
-            if sentence is None:
+            if sentence is None and not SIGNALS:
                 raise
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        if SIGNALS:  # which may have been taken for what a library does with its errors
+            sentence = f"Stopped by {signal.Signals(SIGNALS[-1]).name}; what is saved is whole"
+            if speaks():
+                print(f"\n{sentence}, and the same command goes on from here", flush=True)
+            raise SystemExit(128 + SIGNALS[-1])
         if alone or speaks():
             print(f"\n{script}: {sentence}", file=sys.stderr, flush=True)
         raise SystemExit(1)

@@ -31,6 +31,8 @@ from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from diffusion_training.errors import SIGNALS  # noqa: E402
+
 torch.set_num_threads(1)
 # tqdm's own lock is one for all forks: a process that is killed while it holds it would stop all the others for good.
 tqdm.set_lock(threading.RLock())
@@ -147,7 +149,8 @@ def without_figures(monkeypatch):
 
 
 def reset():
-    """Forget the Accelerate state of the run before."""
+    """Forget the Accelerate state of the run before, and its signals."""
+    SIGNALS.clear()
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 

@@ -4,18 +4,18 @@ import os
 
 import torch
 
-from diffusion_training.data.images import decode_image, is_outage, name_image, shrink
-from diffusion_training.errors import explain, printable
+from diffusion_training.data.images import decode_image, name_image, shrink
+from diffusion_training.errors import explain, is_machines_fault, printable
 from diffusion_training.order import draw_choices
 
 
 def transform(row, epoch, item, column, channels, args):
     """Stage 1, on CPU cores: a row of the source -> its caption and its pixels, cropped and resized in uint8.
 
-    Returns {"row", "key", "text", "pixel_values": [channels, resolution, resolution], "skipped", "outage"}: why the
-    row can't be used, else None; whether that is the disk's fault, or the network's.
+    Returns {"row", "key", "text", "pixel_values": [channels, resolution, resolution], "skipped": why the row can't be
+    used, else None}. Raises what is no fault of the row.
     """
-    size, key, reason, outage = args.resolution, name_image(row, item[column]), None, False
+    size, key, reason = args.resolution, name_image(row, item[column]), None
     folder = args.train_data_dir or args.dataset_name
     if os.path.isabs(key) and os.path.isdir(folder):
         key = os.path.relpath(key, folder)  # the same wherever the data lies
@@ -32,11 +32,12 @@ def transform(row, epoch, item, column, channels, args):
         image = decode_image(item[column], channels, min_size=args.min_size)
         image = shrink(image, size, place, args.image_interpolation_mode)
     except Exception as error:  # a placeholder keeps the batch in shape
-        text, image = "", torch.zeros(channels, size, size, dtype=torch.uint8)
-        reason, outage = explain(error), is_outage(error)
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk or the network, not of the file
+        if is_machines_fault(error):  # or rows would be left out for good, and a run go on, on nothing
+            raise
+        text, image, reason = "", torch.zeros(channels, size, size, dtype=torch.uint8), explain(error)
+        if isinstance(error, OSError) and error.errno is not None:  # it may be there another day
             reason = f"not read: {reason}"
-    return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason, "outage": outage}
+    return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
 
 
 def tokenize(tokenizer, texts):

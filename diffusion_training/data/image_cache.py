@@ -11,7 +11,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 from diffusion_training.data.images import decode_image, name_image, shrink
-from diffusion_training.errors import explain, fail
+from diffusion_training.errors import explain, fail, is_machines_fault
 from diffusion_training.files import checksum_files, delete, saving
 
 
@@ -24,6 +24,8 @@ def cache_batch(batch, indices, column, resolution, center_crop, channels, min_s
             image = decode_image(source, channels, min_size=min_size)
             image = shrink(image, resolution, (0.5, 0.5) if center_crop else None)
         except Exception as error:
+            if is_machines_fault(error):
+                raise
             tqdm.write(f"Skipped {name_image(row, source)} ({explain(error)})", file=sys.stderr)
             continue
         images.append({"bytes": image.numpy().tobytes(), "path": source["path"], "size": list(image.shape)})

@@ -12,6 +12,7 @@ import torchvision.transforms.v2.functional as TF
 from PIL import Image, ImageOps
 
 from diffusion_training.errors import printable
+from diffusion_training.pillow import check_scans, is_deep_grey, lay_on_white, read_deep_grey, read_orientation
 
 try:
     from torchcodec.decoders import decode_jpeg  # up to twice as fast as Pillow
@@ -51,23 +52,21 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
     image = Image.open(io.BytesIO(data), formats=formats)  # reads the header, and refuses decompression bombs
     if min(image.size) < min_size:
         raise ValueError(f"{image.width} x {image.height} pixels are less than --min_size {min_size}")
+    check_scans(image, data)
+    orientation = read_orientation(image)  # Pillow alone decides what is turned
     if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
-        if image.getexif().get(0x0112, 1) == 1:  # Pillow alone decides what is turned, and turns it below
+        if orientation == 1:
+            # torchcodec would turn it also by what Pillow does not take for EXIF: APP1 becomes APP13, before the tables
+            head, mark, rest = data.partition(b"\xff\xdb")
             with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
-                if "exif" in image.info:
-                    data = data.replace(b"Exif\0\0", b"exif\0\0", 1)
-                return decode_jpeg(data, mode="GRAY" if channels == 1 else "RGB")
-    ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I") or image.mode == "F":  # deep grey; Pillow's own conversion would clip it at 255
-        values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
-        if not (values.min() >= 0 and values.max() <= 1):  # nor nan
-            raise ValueError(f"its values are not from 0 to {'1' if image.mode == 'F' else '65535'}")
-        pixels = torch.from_numpy(values).expand(channels, -1, -1)
+                plain = head.replace(b"\xff\xe1", b"\xff\xed") + mark + rest
+                return decode_jpeg(plain, mode="GRAY" if channels == 1 else "RGB")
+    if orientation != 1:
+        ImageOps.exif_transpose(image, in_place=True)
+    if is_deep_grey(image):
+        pixels = torch.from_numpy(read_deep_grey(image)).expand(channels, -1, -1)
         return pixels.contiguous() if keep_precision else (pixels * 255).round().byte()
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    mode = "L" if channels == 1 else "RGB"
+    image, mode = lay_on_white(image), "L" if channels == 1 else "RGB"
     image = image if image.mode == mode else image.convert(mode)  # it would copy
     pixels = torch.from_numpy(np.array(image).reshape(image.height, image.width, channels)).permute(2, 0, 1)
     return pixels.float() / 255 if keep_precision else pixels
@@ -92,10 +91,3 @@ def shrink(image, resolution, place=None, interpolation="bicubic"):
 def name_image(row, source):
     """What the reader knows an image by."""
     return printable((source and source["path"]) or f"row {row}")
-
-
-def is_outage(error):
-    """Whether an image can't be read because of the disk or the network, and not because it is gone or forbidden."""
-    if not isinstance(error, OSError) or error.errno is None or isinstance(error, PermissionError):
-        return False
-    return not (isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(str(error.filename))))

@@ -1,5 +1,6 @@
 """The launch: device, processes and precision as Accelerate's launcher says, or a sentence; signals; the end."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, InitProcessGroupKwargs, ProjectConfiguration, TorchDynamoPlugin
 from huggingface_hub import upload_folder
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors import SIGNALS, explained, fail, handling
 
 
 def make_accelerator(args, timeout=timedelta(hours=2)):
@@ -95,14 +96,18 @@ class StopSignal:
     """Ctrl-C and SIGTERM, noted here, end the run after the step in work and on all processes alike."""
 
     def __init__(self, num_processes):
-        self.received, self.times = 0, 0
-        self.handlers = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.handlers = contextlib.ExitStack()
+        self.handlers.enter_context(handling(self.note))
         # The processes agree over gloo, so that no device has to wait.
         self.group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
 
+    @property
+    def received(self):
+        return SIGNALS[-1] if SIGNALS else 0  # also what came before, and was swallowed
+
     def note(self, number, frame):
-        self.received, self.times = number, self.times + 1
-        if self.times == 3:  # torchrun passes each on a second time; who sends a third means it
+        SIGNALS.append(number)
+        if len(SIGNALS) >= 3:  # torchrun passes each on a second time; who sends a third means it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -114,8 +119,7 @@ class StopSignal:
         return int(number)
 
     def close(self):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        self.handlers.close()
 
 
 def end_stopped(accelerator, stop, global_step, max_train_steps):
@@ -124,6 +128,7 @@ def end_stopped(accelerator, stop, global_step, max_train_steps):
     turn = "the same command with --resume_from_checkpoint latest goes on from there"
     accelerator.print(f"Stopped by {signal.Signals(stop).name} {where}; {turn}")
     accelerator.end_training()
+    SIGNALS.clear()  # it is said
     sys.exit(128 + stop)
 
 

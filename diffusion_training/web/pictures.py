@@ -7,6 +7,9 @@ import os
 import numpy as np
 from PIL import Image, ImageOps
 
+from diffusion_training.errors import is_machines_fault
+from diffusion_training.pillow import check_scans, is_deep_grey, lay_on_white, read_deep_grey, read_orientation
+
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # no EPS: Pillow would start Ghostscript
 
 
@@ -39,9 +42,11 @@ def check_image(data, args):
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
-        if width * height > Image.MAX_IMAGE_PIXELS:
+        # Deep grey is decoded to float32, and again for its values
+        if width * height * (4 if is_deep_grey(image) else 1) > Image.MAX_IMAGE_PIXELS:
             raise Failure(f"too many pixels: {width} x {height}")
-        if image.getexif().get(0x0112, 1) >= 5:  # EXIF: lies on its side
+        check_scans(image, data)
+        if read_orientation(image) >= 5:  # EXIF: lies on its side
             width, height = height, width
         if min(width, height) < args.min_size:
             raise Failure(f"too small: {width} x {height}")
@@ -56,6 +61,8 @@ def check_image(data, args):
     except Failure:
         raise
     except Exception as error:
+        if is_machines_fault(error):
+            raise
         raise Failure(f"not an image: {str(error).split(' <_io')[0]}"[:200]) from None
     return data, width, height
 
@@ -65,13 +72,11 @@ def shrink_file(image, side, quality):
 
     What `decode_image` and `shrink` of the other scripts do, but by Pillow: torch would take 0.8 GB of each worker.
     """
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I") or image.mode == "F":  # deep grey; Pillow's own conversion would clip it at 255
-        values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
-        image = Image.fromarray((values.clip(0, 1) * 255).round().astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    if read_orientation(image) != 1:
+        image = ImageOps.exif_transpose(image)
+    if is_deep_grey(image):
+        image = Image.fromarray((read_deep_grey(image) * 255).round().astype(np.uint8))
+    image = lay_on_white(image)
     if image.mode != "L":
         image = image.convert("RGB")
     short, long = min(image.size), max(image.size)

@@ -1,16 +1,28 @@
 """Errors: whatever ends a program is one sentence, said once; what nobody foresaw keeps its traceback."""
 
 import argparse
+import contextlib
+import errno
 import io
 import os
 import signal
 import sys
+import threading
 
 import datasets
 import pytest
 import torch
 
-from diffusion_training.errors import explain, explained, fail, foresee, in_one_sentence, printable
+from diffusion_training.errors import (
+    end_if_stopped,
+    explain,
+    explained,
+    fail,
+    foresee,
+    in_one_sentence,
+    is_machines_fault,
+    printable,
+)
 
 TRAINER = argparse.Namespace(train_batch_size=1)
 
@@ -83,6 +95,25 @@ def test_signals_before_and_after_training_say_what_is_saved_and_are_handed_back
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
+def test_a_signal_whose_exception_is_swallowed_is_not_lost(capsys):
+    def swallowed(args):
+        with contextlib.suppress(SystemExit):  # as in a destructor
+            os.kill(os.getpid(), signal.SIGTERM)
+        end_if_stopped()
+
+    def taken_for_a_fault(args):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            fail("it holds no model")
+
+    for main in (swallowed, taken_for_a_fault):
+        with pytest.raises(SystemExit) as stop:
+            in_one_sentence(main)(None)
+        said = capsys.readouterr()
+        assert stop.value.code == 143 and "Stopped by SIGTERM" in said.out and not said.err
+
+
 def test_a_terminal_that_knows_ascii_only_ends_no_run(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)
@@ -111,3 +142,34 @@ def test_what_fails_inside_is_explained_and_refusals_pass():
 
 def test_names_can_not_command_a_terminal():
     assert printable("a\x1b[31mb\nc\u202ed é.png") == "a?[31mb?c?d é.png"
+
+
+def test_main_may_run_in_a_thread_twice_and_changes_nothing_it_is_given():
+    args, seen = argparse.Namespace(rate=1.0, names=["a"]), []
+
+    @in_one_sentence
+    def main(args):
+        args.rate *= 2
+        args.names.append("b")
+        seen.append((args.rate, args.names))
+
+    for _ in range(2):
+        thread = threading.Thread(target=main, args=(args,))
+        thread.start()
+        thread.join()
+    assert seen == [(2.0, ["a", "b"])] * 2 and args == argparse.Namespace(rate=1.0, names=["a"])
+
+
+@pytest.mark.parametrize("error, machines", [
+    (MemoryError(), True), (torch.OutOfMemoryError("CUDA out of memory"), True), (OSError(errno.EMFILE, "many"), True),
+    (RuntimeError("could not create a primitive"), True), (RuntimeError("can't start new thread"), True),
+    (OSError(errno.ENFILE, "many"), True), (OSError(errno.EIO, "disk"), True), (OSError(errno.ESTALE, "nfs"), True),
+    (OSError(errno.ENOSPC, "full"), True), (OSError(errno.ENOTCONN, "away"), True), (ConnectionError("reset"), True),
+    (TimeoutError(), True), (OSError(errno.ENOMEM, "memory"), True),
+    (FileNotFoundError(errno.ENOENT, "gone"), False), (OSError(errno.ENAMETOOLONG, "long"), False),
+    (OSError(errno.ELOOP, "links"), False), (NotADirectoryError(errno.ENOTDIR, "file"), False),
+    (PermissionError(errno.EACCES, "not for you"), False), (IsADirectoryError(errno.EISDIR, "folder"), False),
+    (OSError("image file is truncated"), False), (ValueError("a bad header"), False), (SyntaxError("not PNG"), False),
+])  # fmt: skip
+def test_whose_fault_it_is(error, machines):
+    assert is_machines_fault(error) is machines

@@ -1,6 +1,5 @@
 """Images: every kind decodes right, what can't be read says why, and crops lie where their key says."""
 
-import errno
 import io
 import struct
 import zlib
@@ -8,11 +7,10 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from conftest import make_images
 from PIL import Image
 
 from diffusion_training.data import images
-from diffusion_training.data.images import decode_image, describe_decoder, is_outage, name_image, shrink
+from diffusion_training.data.images import decode_image, describe_decoder, name_image, shrink
 
 
 def encoded(image, format, **options):
@@ -161,23 +159,6 @@ def test_what_is_no_image_says_why(tmp_path):
 def test_an_image_is_known_by_its_file_or_row():
     assert name_image(3, {"bytes": b"", "path": "a\x1b[31mb.png"}) == "a?[31mb.png"
     assert name_image(3, {"bytes": b"", "path": None}) == name_image(3, None) == "row 3"
-
-
-def test_a_disk_that_went_away_is_told_from_a_file_that_is_gone(tmp_path):
-    make_images(tmp_path / "images", 1)
-
-    def error(path):
-        with pytest.raises(OSError) as caught:
-            decode_image({"bytes": None, "path": str(path)}, 3)
-        return caught.value
-
-    assert not is_outage(error(tmp_path / "images/gone.png"))
-    (tmp_path / "images").rename(tmp_path / "away")
-    assert is_outage(error(tmp_path / "images/0.png"))
-    for number in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT):
-        assert is_outage(OSError(number, "of the disk or the network"))
-    assert not is_outage(PermissionError(errno.EACCES, "not for you"))
-    assert not is_outage(OSError("image file is truncated")) and not is_outage(ValueError("a bad header"))
 
 
 def test_crops_are_square_and_in_their_place():

@@ -23,7 +23,7 @@ SCRIPTS = [
 ]  # fmt: skip
 # A module imports only from layers above its own line.
 LAYERS = """
-__init__ errors standalone
+__init__ errors pillow standalone
 arguments order loading training.signs web.pictures
 files cluster data.images training.flags training.objective training.progress web.downloads
 remote data.rows data.captions data.image_cache training.models training.launch report
@@ -31,7 +31,7 @@ latents.encoders latents.cache latents.remote_rows training.checkpoints training
 latents.reader latents.parts training.output training.records web.shards
 """
 # What a worker of a download imports: torch would take 0.8 GB of each.
-LIGHT = "errors arguments files remote cluster web.pictures web.downloads web.tables web.shards".split()
+LIGHT = "errors pillow arguments files remote cluster web.pictures web.downloads web.tables web.shards".split()
 
 
 def name_module(path):
@@ -118,7 +118,7 @@ def test_scripts_are_read_in_one_sitting():
         assert len(path.read_text().splitlines()) <= count, script
         (main,) = (node for node in definitions(path) if node.name == "main")
         assert main.end_lineno - main.lineno < 140, script
-    assert sum(len(path.read_text().splitlines()) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]) <= 5920
+    assert sum(len(path.read_text().splitlines()) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]) <= 6050
 
 
 def test_downloads_import_no_torch():
