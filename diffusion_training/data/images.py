@@ -56,7 +56,7 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
     orientation = read_orientation(image)  # Pillow alone decides what is turned
     if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
         if orientation == 1:
-            # torchcodec would turn it also by what Pillow does not take for EXIF: APP1 becomes APP13, before the tables
+            # torchcodec would turn it also by what Pillow takes for no EXIF: APP1 becomes APP13, before the tables
             head, mark, rest = data.partition(b"\xff\xdb")
             with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
                 plain = head.replace(b"\xff\xe1", b"\xff\xed") + mark + rest
