@@ -20,6 +20,7 @@ NO_MEMORY = (  # as torch, the system, oneDNN, C++ and Python's threads say it
     "can't allocate memory", "Cannot allocate memory", "could not create a primitive", "bad_alloc", "bad allocation",
     "can't start new thread",
 )  # fmt: skip
+UNDO = []  # what to call if `main` fails before there is anything to keep
 SIGNALS = []  # that have come since `main` began: the exception of one can be swallowed, this can't
 
 
@@ -138,10 +139,13 @@ def in_one_sentence(main):
     def guarded(args):
         if isinstance(sys.stdout, io.TextIOWrapper):  # printing a name that is not ASCII must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
-        SIGNALS.clear()
+        SIGNALS.clear(), UNDO.clear()
         try:
-            with handling(end_at_once):
-                return main(copy.deepcopy(args))
+            with handling(end_at_once), contextlib.ExitStack() as failed:
+                failed.callback(lambda: [undo() for undo in UNDO])
+                main(copy.deepcopy(args))
+                UNDO.clear()
+                return
         except Refused as refused:
             sentence, alone = str(refused), refused.alone
         except SystemExit:

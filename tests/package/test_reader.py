@@ -150,7 +150,7 @@ def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
     assert not np.array_equal(counts, count_rows(10, **held, seed=1)[0])
     for weights in ([1, 1], [], None):  # weights of 1 change nothing
         assert all(np.array_equal(of_epoch, range(11)) for of_epoch in count_rows(3, weights)[1])
-    with pytest.raises(SystemExit, match="--latents_weights 0.01 takes none of the 5 rows of b: choose a larger one"):
+    with pytest.raises(SystemExit, match="--latents_weights takes 0.05 of the 5 rows of b: choose a larger one"):
         count_rows(1, [1, 0.01])
 
 

@@ -170,7 +170,8 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
 
 
 def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
-    assert choose(2, None, 3)[0] == (2, 3) and capsys.readouterr().out == ""  # nothing was asked for
+    assert choose(2, None, 3)[0] == (2, 3)
+    assert capsys.readouterr().out == "Batch size: 2 x 3 accumulated x 1 processes, 6 images a step\n"
     assert choose("auto", None)[0] == (5, 1)
     assert "Batch size: 5 x 1 accumulated x 1 processes" in capsys.readouterr().out
     assert choose("auto", None, most=99)[0] == (12, 1)  # not more than there are
