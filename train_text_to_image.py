@@ -522,7 +522,8 @@ def main(args):
         found = find_learning_rate(accelerator, prepared, optimizer, take_step, loaded, progress, args)
         return end_run(accelerator, lock, found, [], args)
     records = Records(accelerator, progress.global_step, 0, checkpoint, args)
-    batches, stop_signal, stop = records.watch(loaded, prepare), StopSignal(num_processes), 0
+    batches, stop_signal = records.watch(loaded, prepare), StopSignal(num_processes)
+    stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
     measured = {name.replace("unet", "held_out_loss"): saved[name] for name in ("unet", "unet_ema") if name in saved}
 
     def show(pipeline):
@@ -538,7 +539,7 @@ def main(args):
 
     samples_every = args.validation_steps, args.validation_epochs
     shown = samples_path(args.output_dir, progress.global_step).exists()
-    if checkpoint and progress.is_due(*samples_every) and not shown:
+    if checkpoint and progress.is_due(*samples_every) and not shown and not stop:
         stop = show(
             make_pipeline(sampled, sampler, args)
         )  # a kill came between the two; broken off, before a step leads past it

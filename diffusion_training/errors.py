@@ -139,13 +139,13 @@ def in_one_sentence(main):
     def guarded(args):
         if isinstance(sys.stdout, io.TextIOWrapper):  # printing a name that is not ASCII must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
-        SIGNALS.clear(), UNDO.clear()
+        SIGNALS.clear()
+        UNDO.clear()
         try:
-            with handling(end_at_once), contextlib.ExitStack() as failed:
-                failed.callback(lambda: [undo() for undo in UNDO])
+            with handling(end_at_once):
                 main(copy.deepcopy(args))
-                UNDO.clear()
-                return
+            UNDO.clear()
+            return
         except Refused as refused:
             sentence, alone = str(refused), refused.alone
         except SystemExit:
@@ -155,10 +155,15 @@ def in_one_sentence(main):
             sentence, alone = foresee(error, args), True
             if sentence is None and not SIGNALS:
                 raise
+        finally:
+            for undo in UNDO:
+                undo()
         if SIGNALS:  # which may have been taken for what a library does with its errors
-            sentence = f"Stopped by {signal.Signals(SIGNALS[-1]).name}; what is saved is whole"
             if speaks():
-                print(f"\n{sentence}, and the same command goes on from here", flush=True)
+                name = signal.Signals(SIGNALS[-1]).name
+                print(
+                    f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True
+                )
             raise SystemExit(128 + SIGNALS[-1])
         if alone or speaks():
             print(f"\n{script}: {sentence}", file=sys.stderr, flush=True)

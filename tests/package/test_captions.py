@@ -1,5 +1,7 @@
 """Rows with captions: what becomes of one, why one is skipped, and what is said of captions."""
 
+import time
+
 import datasets
 import pytest
 import torch
@@ -127,3 +129,12 @@ def test_what_is_said_of_captions(capsys):
     module.say_cut(3, 1200, 8, "there: ")
     said = "there: 3 of 1,200 captions have more than 8 tokens, and lose what is beyond\n"
     assert capsys.readouterr().out == said
+
+
+def test_a_caption_of_megabytes_is_cut_before_the_tokenizer_sees_it():
+    tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
+    texts = ["a digit " * 10**6, "a digit " * 9, "a digit"]
+    begin = time.process_time()
+    tokens = module.tokenize(tokenizer, texts)
+    assert module.are_cut(tokenizer, texts)[::2] == [True, False] and time.process_time() - begin < 2
+    assert torch.equal(tokens[0], module.tokenize(tokenizer, ["a digit " * 100])[0])

@@ -279,6 +279,17 @@ def test_what_is_no_whole_checkpoint_is_not_found(tmp_path, accelerator, save, c
     assert find_checkpoint("out/checkpoint-4", str(tmp_path / "new")) == Path("out/checkpoint-4")
 
 
+def test_a_folder_with_checkpoints_takes_none_of_another_run(tmp_path, accelerator, save):
+    """Or `latest` and pruning, which go by the number, would mix the two."""
+    save(2, 4)
+    (tmp_path / "out").rename(tmp_path / "another")
+    for steps in ((1,), (2,), (9,)):
+        save(*steps)
+        with pytest.raises(SystemExit, match="or of another run: delete what is newer, or choose another"):
+            find_checkpoint(str(tmp_path / "another/checkpoint-4"), str(tmp_path / "out"))
+        shutil.rmtree(tmp_path / "out")
+
+
 def test_going_back_does_not_leave_newer_checkpoints_to_latest(tmp_path, accelerator, save):
     save(2, 4)
     for given in ("checkpoint-2", str(tmp_path / "out/checkpoint-2")):

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from diffusion_training.data import images
 from diffusion_training.data.images import decode_image, describe_decoder, name_image, shrink
@@ -176,3 +176,28 @@ def test_crops_are_square_and_in_their_place():
 def test_a_strip_of_pixels_does_not_fill_the_memory():
     strip = torch.zeros(3, 2, 40000, dtype=torch.uint8)
     assert shrink(strip, 64, None).shape == (3, 64, 256) and shrink(strip, 64, (0.5, 0.5)).shape == (3, 64, 64)
+
+
+@pytest.mark.skipif(images.decode_jpeg is None, reason="needs torchcodec")
+@pytest.mark.parametrize("mark", [b"Exif\0\0", b"Exif\0\xff", b"xxxx\0\0"])
+def test_what_pillow_takes_for_no_exif_turns_nothing(mark):
+    """torchcodec would turn the image by each of these."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.linear_gradient("L").resize((24, 16)).convert("RGB").save(buffer, "JPEG", exif=exif)
+    data = buffer.getvalue().replace(b"Exif\0\0", mark, 1)
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    pixels = decode_image({"bytes": data, "path": None}, 3)
+    assert pixels.shape == (3, turned.height, turned.width)
+    assert (pixels.permute(1, 2, 0).float() - torch.from_numpy(np.array(turned)).float()).abs().max() < 4
+
+
+def test_a_jpeg_of_thousands_of_scans_is_not_decoded():
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    assert decode_image({"bytes": data, "path": None}, 3).shape == (3, 64, 64)
+    scan = data.rindex(b"\xff\xda")
+    with pytest.raises(ValueError, match="it has 5[0-9]{3} scans"):
+        decode_image({"bytes": data[:scan] + data[scan:-2] * 5000 + data[-2:], "path": None}, 3)

@@ -196,3 +196,12 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
     assert finish(start(lambda: main(argparse.Namespace()), log=tmp_path / "log"), timeout=30) == [1]
     log = (tmp_path / "log").read_text()
     assert "unexpected end of data; what was saved before is whole" in log and "Traceback" not in log
+
+
+def test_a_column_of_images_is_no_caption_and_a_row_without_a_file_no_fault(tmp_path, load):
+    make_captioned(tmp_path / "images", 3, ["a", "b", "c"])
+    with pytest.raises(SystemExit, match="column 'image' of .* holds images: choose another --caption_column"):
+        load(tmp_path / "images", others=["image"], caption_column="image")
+    lines = [{"file_name": "0.png", "text": "a"}, {"file_name": None, "text": "b"}]
+    (tmp_path / "images/metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(load(tmp_path / "images")[0]) == 2  # the second is skipped when it is read

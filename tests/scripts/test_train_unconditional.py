@@ -1,15 +1,20 @@
 """train_unconditional.py from end to end: its commands, what they leave, and that exact means to the bit."""
 
+import copy
 import json
 import math
 import os
 import re
+import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
@@ -640,3 +645,62 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
     flags = [flag for flag in flags if "model_config" not in flag]
     with pytest.raises(SystemExit, match="pipeline holds no scheduler"):
         make(f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}", of=scheduler)
+
+
+def test_main_runs_in_a_thread_and_twice_with_the_same_arguments(tmp_path, flags):
+    args = script.parse_args([*flags, "--scale_lr", "--max_train_steps=1"])
+    before, rates = copy.deepcopy(args), []
+    for name in ("one", "two"):
+        args.output_dir = before.output_dir = str(tmp_path / name)
+        reset()
+        thread = threading.Thread(target=script.main, args=(args,))
+        thread.start()
+        thread.join()
+        assert args == before
+        rates += [record["lr"] for record in metrics(tmp_path / name)]
+    assert len(rates) == 2 and rates[0] == rates[1]
+
+
+def test_a_run_that_fails_at_its_model_leaves_no_folder_and_spares_one_that_was_there(tmp_path, flags, capfd):
+    wrong = [*flags, "--model_config_name_or_path=nowhere"]
+    assert "nowhere holds no UNet2DModel" in refused(capfd, *wrong)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    refused(capfd, *wrong)
+    assert (tmp_path / "out/run.args").exists()
+
+
+def test_samples_of_a_run_without_a_checkpoint_do_not_stay_in_the_next(tmp_path, flags):
+    train(*flags, "--max_train_steps=2", "--validation_steps=1")
+    shutil.rmtree(tmp_path / "out/checkpoint-2")
+    assert len(list((tmp_path / "out/samples").iterdir())) == 2
+    train(*flags, "--max_train_steps=1")
+    assert [path.name for path in (tmp_path / "out/samples").iterdir()] == ["step-0000001.png"]
+    assert [record["step"] for record in metrics(tmp_path / "out")] == [1]
+
+
+@pytest.mark.parametrize("damage", ["empty", "broken", "schema"])
+def test_a_stream_that_can_not_be_read_on_is_one_sentence(tmp_path, flags, capfd, damage):
+    (tmp_path / "shards").mkdir()
+    images = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(4)]
+    for i in range(2):
+        rows = datasets.Dataset.from_dict({"image": images}).cast_column("image", datasets.Image(decode=False))
+        rows.to_parquet(tmp_path / f"shards/{i}.parquet")
+    stream = [*flags, f"--train_data_dir={tmp_path / 'shards'}", "--streaming", "--max_train_steps=12"]
+    path = tmp_path / "shards/1.parquet"
+    if damage == "empty":
+        pq.write_table(pq.read_table(path).slice(0, 0), path)
+    elif damage == "broken":
+        path.write_bytes(path.read_bytes()[:-30])
+    else:
+        pq.write_table(pa.table({"other": [1, 2]}), path)
+    assert "the stream can't be read on (" in refused(capfd, *stream)
+    train(*flags, "--max_train_steps=1", f"--output_dir={tmp_path / 'counted'}")
+    said = refused(
+        capfd,
+        *flags,
+        "--streaming",
+        "--max_train_steps=9",
+        f"--resume_from_checkpoint={tmp_path / 'counted/checkpoint-1'}",
+    )
+    assert "checkpoint-1 counts images, and a stream can't" in said
