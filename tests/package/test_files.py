@@ -214,3 +214,17 @@ def test_differences_are_named_with_both_values():
     assert find_differences(before, before) == []
     expected = ["vae.scaling_factor 0.18215 -> 0.13025", "gone 1 -> None", "new None -> {'a': 1}"]
     assert find_differences(before, now) == expected
+
+
+def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    """Or a power cut leaves files that are there and empty."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def watch(name, function):
+        return lambda *args, **options: (calls.append(name), function(*args, **options))[1]
+
+    fill(tmp_path / "out")
+    monkeypatch.setattr(os, "fsync", watch("fsync", fsync))
+    monkeypatch.setattr(os, "replace", watch("replace", replace))
+    save(tmp_path / "out", "new")
+    assert calls[:3] == ["fsync"] * 3 and "replace" in calls

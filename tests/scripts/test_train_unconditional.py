@@ -640,3 +640,42 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
     flags = [flag for flag in flags if "model_config" not in flag]
     with pytest.raises(SystemExit, match="pipeline holds no scheduler"):
         make(f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}", of=scheduler)
+
+
+def test_training_goes_on_with_dropout_after_samples(tmp_path, flags, monkeypatch):
+    training, compute_loss = [], script.compute_loss
+
+    def watched(models, *args):
+        training.append(models["unet"].training)
+        return compute_loss(models, *args)
+
+    monkeypatch.setattr(script, "compute_loss", watched)
+    train(*flags, "--no-use_ema", "--validation_steps=1", "--max_train_steps=3")
+    assert training == [True] * 3
+
+
+def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, flags, monkeypatch):
+    late, clock = [0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+
+    def slow(function):
+        def wrapper(*args, **options):
+            late[0] += 1000
+            return function(*args, **options)
+
+        return wrapper
+
+    for name in ("log_validation", "save_checkpoint", "save_pipeline"):
+        monkeypatch.setattr(script, name, slow(getattr(script, name)))
+    train(*flags, "--validation_steps=1", "--checkpointing_steps=1", "--max_train_steps=3")
+    assert late[0] >= 6000 and all(record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out"))
+
+
+def test_a_resumed_run_takes_the_optimizers_flags_that_it_is_given(tmp_path, flags):
+    given = {"adam_beta1": 0.5, "adam_beta2": 0.75, "adam_weight_decay": 0.25, "adam_epsilon": 0.125}
+    train(*flags, "--max_train_steps=2", "--checkpointing_steps=2", "--lr_scheduler=constant")
+    train(*flags, "--max_train_steps=4", "--checkpointing_steps=4", "--lr_scheduler=constant", "--learning_rate=1e-5",
+          "--resume_from_checkpoint=latest", *(f"--{name}={value}" for name, value in given.items()))  # fmt: skip
+    assert [record["lr"] for record in metrics(tmp_path / "out")] == [1e-3, 1e-3, 1e-5, 1e-5]
+    (group,) = torch.load(tmp_path / "out/checkpoint-4/optimizer.bin", weights_only=True)["param_groups"]
+    assert (*group["betas"], group["weight_decay"], group["eps"]) == tuple(given.values())
