@@ -228,3 +228,11 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatc
     monkeypatch.setattr(os, "replace", watch("replace", replace))
     save(tmp_path / "out", "new")
     assert calls[:3] == ["fsync"] * 3 and "replace" in calls
+
+
+def test_a_name_on_the_hub_is_no_folder_that_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check("beans/out", dataset_name="beans")
+    (tmp_path / "beans").mkdir()
+    with pytest.raises(SystemExit, match="lies in --dataset_name beans"):
+        check("beans/out", dataset_name="beans")

@@ -18,8 +18,8 @@ from PIL import Image, ImageOps
 
 from diffusion_training.arguments import SWITCH, format_args, make_parser, number
 from diffusion_training.data.images import decode_image, shrink
-from diffusion_training.files import find_differences
-from diffusion_training.order import step_batches
+from diffusion_training.files import check_output_dir, find_differences
+from diffusion_training.order import draw_choices, step_batches
 from diffusion_training.training.progress import Progress
 from diffusion_training.web.downloads import PrivateAddress, check_address
 
@@ -90,6 +90,15 @@ def test_the_order_of_a_step_is_that_of_seed_and_epoch_whoever_takes_it(num_imag
     assert take(*one) == take(*other)
 
 
+@law(100)
+@given(st.integers(0, 2**63 - 1), *[st.tuples(st.integers(0, 99), st.integers(0, 10**9))] * 2)
+@example(0, (0, 3), (1, 3))
+def test_no_two_rows_or_epochs_draw_the_same_and_what_is_held_out_is_drawn_as_at_first(seed, one, other):
+    assume(one != other)
+    assert not set(draw_choices(seed, *one)) & set(draw_choices(seed, *other))
+    assert list(draw_choices(seed, None, one[1])) == [0.5, 0.5, 1.0, draw_choices(seed, 0, one[1])[3]]
+
+
 # ------------------------------------------------------------------- flags
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
@@ -149,6 +158,17 @@ def test_a_number_is_within_its_bounds_or_refused(low, high, text, kind):
 
 
 # ------------------------------------------------------------------- files
+
+
+@law(30)
+@given(st.text(max_size=3), st.characters(categories=["Cs"]), st.text(max_size=3))
+@example("", "\ud800", "")
+@example("", "\udfff", "")
+def test_what_is_no_text_is_refused_in_any_flag(before, odd, after):
+    for flags in ({"name": before + odd + after}, {"prompts": ["a", before + odd + after]}):
+        with pytest.raises(SystemExit, match="can't be read as text"):
+            check_output_dir(argparse.Namespace(output_dir="out", **flags))
+
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.text("ab", max_size=2)),
