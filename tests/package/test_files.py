@@ -15,6 +15,7 @@ from diffusion_training.files import (
     digest_file,
     find_differences,
     saving,
+    take_folder,
     write_file,
 )
 
@@ -236,3 +237,13 @@ def test_a_name_on_the_hub_is_no_folder_that_is_read(tmp_path, monkeypatch):
     (tmp_path / "beans").mkdir()
     with pytest.raises(SystemExit, match="lies in --dataset_name beans"):
         check("beans/out", dataset_name="beans")
+
+
+def test_a_folder_is_made_with_its_parents_and_hidden_files_are_nobodys(tmp_path):
+    folder = tmp_path / "a/b"
+    take_folder(folder, folder, lambda names: False, "run of this script").release()
+    (folder / ".DS_Store").touch()
+    take_folder(folder, folder, lambda names: False, "run of this script").release()
+    (folder / "photo.png").touch()
+    with pytest.raises(SystemExit, match="holds photo.png and no run of this script: choose another folder"):
+        take_folder(folder, folder, lambda names: False, "run of this script")
