@@ -4,10 +4,12 @@ import json
 import math
 import re
 
+import datasets
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from diffusers import UNet2DModel
+from conftest import MODELS, ROOT
+from diffusers import AutoencoderKL, UNet2DModel
 
 import train_unconditional
 from diffusion_training.training.progress import Progress
@@ -108,3 +110,31 @@ def test_steps_are_epochs_times_the_steps_of_one(images, side, steps, epochs):
     start = {"global_step": 0, "data_step": 0, "images_seen": 0}
     assert Progress(start, images, 64, 1).last_step(epochs) == epochs * of_one
     assert Progress(start, 1797, 64, 1).last_step(1) == 29
+
+
+def test_the_sizes_of_caches_are_arithmetic():
+    """Of Stable Diffusion 2: 8 numbers for 8 x 8 pixels, 77 tokens of 1,024 numbers, 2 bytes each; tokens in 4."""
+    page, cluster = ((ROOT / f"docs/{name}.md").read_text() for name in ("latent-cache", "cluster"))
+    table = re.findall(r"^\| `(\w+)`[^|]*\| (\d+) KiB \| (\d+) KiB \| (\d+) TB ", page, re.M)
+    expected = []
+    for kind, caption in (("embeddings", 77 * 1024 * 2), ("ids", 77 * 4)):
+        rows = [2 * 4 * (side // 8) ** 2 * 2 + caption for side in (256, 512)]
+        expected.append((kind, *(str(row // 1024) for row in rows), f"{2e9 * rows[0] / 1e12:.0f}"))
+    assert table == expected
+    said = f"{expected[0][3]} TB of cache in {math.ceil(2e9 / 2048):,} shards of 2,048 rows, {expected[1][3]} TB"
+    assert f"2e9 images at 256 px are {said}" in cluster
+
+
+def test_the_demos_vae_restores_digits_as_said():
+    rows = datasets.load_dataset(str(ROOT / "demo/digits"), split="train").shuffle(seed=0)  # as demo/make_models.py
+    images = np.stack([np.array(image.convert("RGB")) for image in rows["image"]])[1400:]
+    images, vae = (
+        torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1,
+        AutoencoderKL.from_pretrained(MODELS / "vae"),
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        restored = vae.decode(vae.encode(images).latent_dist.sample()).sample.clamp(-1, 1)
+    found = -10 * ((restored - images).square().mean() / 4).log10().item()
+    (said,) = re.findall(r"VAE restores digits that it has not seen with ([\d.]+) dB PSNR", " ".join(TEXT.split()))
+    assert found == pytest.approx(float(said), abs=0.15)

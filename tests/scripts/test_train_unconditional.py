@@ -679,3 +679,27 @@ def test_a_resumed_run_takes_the_optimizers_flags_that_it_is_given(tmp_path, fla
     assert [record["lr"] for record in metrics(tmp_path / "out")] == [1e-3, 1e-3, 1e-5, 1e-5]
     (group,) = torch.load(tmp_path / "out/checkpoint-4/optimizer.bin", weights_only=True)["param_groups"]
     assert (*group["betas"], group["weight_decay"], group["eps"]) == tuple(given.values())
+
+
+def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, monkeypatch):
+    noised, computed, add_noise, conv2d = set(), set(), DDPMScheduler.add_noise, torch.nn.Conv2d.forward
+
+    def adding(self, images, noise, timesteps):
+        noisy = add_noise(self, images, noise, timesteps)
+        noised.update({images.dtype, noise.dtype, noisy.dtype})
+        return noisy
+
+    def convolving(self, x):
+        out = conv2d(self, x)
+        computed.add(out.dtype)
+        return out
+
+    monkeypatch.setattr(DDPMScheduler, "add_noise", adding)
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", convolving)
+    train(*flags, "--mixed_precision=bf16", "--max_train_steps=2", "--checkpointing_steps=2")
+    assert noised == {torch.float32} and torch.bfloat16 in computed
+    checkpoint = tmp_path / "out/checkpoint-2"
+    state = torch.load(checkpoint / "optimizer.bin", weights_only=True)["state"].values()
+    held = [*weights(checkpoint / "unet").values(), *weights(checkpoint / "unet_ema").values()]
+    held += [moments[name] for moments in state for name in ("exp_avg", "exp_avg_sq")]
+    assert {tensor.dtype for tensor in held} == {torch.float32}
