@@ -41,7 +41,7 @@ check_version("0.1.0", Path(__file__).name)  # before more of it is imported, wh
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.data.captions import are_cut, look_at_captions, say_cut, say_equal, tokenize, transform
 from diffusion_training.data.rows import load_rows, read_items
-from diffusion_training.errors import fail, in_one_sentence
+from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
 from diffusion_training.latents.cache import (
     check_skipped,
     checksum_row,
@@ -62,7 +62,7 @@ from diffusion_training.latents.encoders import (
     try_models,
 )
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
-from diffusion_training.order import step_seed
+from diffusion_training.order import KEYS, step_seed
 from diffusion_training.training.flags import add_encoder_flags, add_source_flags, add_transform_flags
 from diffusion_training.training.launch import make_accelerator
 
@@ -93,6 +93,7 @@ def add_flags(parser):
     add("--variant", help="of the weight files, such as fp16")
     add_encoder_flags(add)
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
+    add("--no-compile", dest="compile", action="store_false", default=None, help="whatever the launch says")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
 
     add = parser.add_argument_group("output").add_argument
@@ -169,6 +170,7 @@ def describe_encoders(vae, text_encoder, tokenizer, args):
         empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]))[0].half().numpy()
     settings = {
         "format_version": 2,  # 1 had no checksums of rows
+        "keys": KEYS,
         **describe_models(vae, text_encoder, tokenizer),
         **describe_latents(vae, args.resolution, args.latents),
         "prompt_embeds_shape": list(empty_prompt.shape),
@@ -187,7 +189,7 @@ def encode(batch, vae, text_encoder, args):
     """
     pixel_values, device = batch["pixel_values"], vae.device
     # Batches begin where shards do, so this does not depend on the number of processes.
-    generator = torch.Generator(device).manual_seed(step_seed(args.seed, batch["row"][0]))
+    generator = torch.Generator(device).manual_seed(step_seed("latents", args.seed, batch["row"][0]))
     columns = {"latents": encode_images(vae, pixel_values)}
     if args.random_flip:
         columns["latents_flipped"] = encode_images(vae, pixel_values.flip(-1))
@@ -321,6 +323,7 @@ def main(args):
     for i, of_shard in itertools.groupby(encoded, lambda item: item[0] // args.rows_per_shard):
         skipped += write_shard(output_dir / shards[i], of_shard)["skipped"]
         check_skipped(skipped, len(rows), args.max_skipped)
+        end_if_stopped()
     batches.close()
     progress_bar.close()
 
@@ -332,7 +335,7 @@ def main(args):
         except OSError as error:
             fail(f"{output_dir} could not be finished ({error}); its shards are whole, the same command goes on")
         lock.release(force=True)
-        (output_dir / ".lock").unlink()
+        (output_dir / ".lock").unlink(missing_ok=True)  # some versions of filelock delete it themselves
         say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
         print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {output_dir}")
     accelerator.wait_for_everyone()

@@ -46,7 +46,7 @@ check_version("0.1.0", Path(__file__).name)  # before more of it is imported, wh
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.data.captions import are_cut, look_at_captions, say_cut, say_equal, tokenize, transform
-from diffusion_training.data.rows import load_rows, name_rows, read_items
+from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.latents.encoders import (
     DTYPES,
@@ -70,7 +70,7 @@ from diffusion_training.training.flags import (
     add_transform_flags,
     check_training_args,
 )
-from diffusion_training.training.held_out import hold_out, log_held_out_loss
+from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
 from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
 from diffusion_training.training.models import (
     compile_model,
@@ -85,7 +85,7 @@ from diffusion_training.training.objective import check_objective, min_snr_weigh
 from diffusion_training.training.output import draw_grid, open_output_dir, samples_path, save_pipeline, save_samples
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
-from diffusion_training.training.tuning import choose_batch_size, find_learning_rate, scale_learning_rate
+from diffusion_training.training.tuning import choose_batch_size, find_learning_rate, plan_steps, scale_learning_rate
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers complain about the loader's processes
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
@@ -132,6 +132,7 @@ def parse_args(argv=None):
     add_encoder_flags(add)
     add("--gradient_checkpointing", **SWITCH, help="less memory, about a third slower")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
+    add("--no-compile", dest="compile", action="store_false", default=None, help="whatever the launch says")
     add("--allow_tf32", **SWITCH, help="TF32 matrix products on Ampere and later")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
 
@@ -185,7 +186,7 @@ def parse_args(argv=None):
 # ------------------------------------------------------------------------------------------------- the data
 
 
-class CaptionedImages(torch.utils.data.Dataset):
+class CaptionedImages(RowDataset):
     """Turns the keys (epoch, row, weight) of `step_batches` into a batch of images and captions: `dataset[keys]`.
 
     {"pixel_values": uint8 [N, C, resolution, resolution], "input_ids": [N, model_max_length], "weight": [N],
@@ -193,14 +194,8 @@ class CaptionedImages(torch.utils.data.Dataset):
     """
 
     def __init__(self, rows, column, channels, tokenizer, args):
-        self.rows, self.column, self.channels, self.tokenizer, self.args = rows, column, channels, tokenizer, args
-        self.fingerprint = rows._fingerprint
-
-    def __len__(self):
-        return len(self.rows)
-
-    def names(self):
-        return name_rows(self.rows, self.column, self.args.train_data_dir or self.args.dataset_name)
+        super().__init__(rows, column, args)
+        self.channels, self.tokenizer = channels, tokenizer
 
     def __getitem__(self, keys):
         items = [
@@ -374,7 +369,7 @@ def train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, b
     for micro_batch in range(micro_batches):
         batch = next(batches)
         # What is drawn depends on the step alone, not on what was drawn before: a resumed run draws the same.
-        torch.manual_seed(step_seed(args.seed, data_step, micro_batch, accelerator.process_index))
+        torch.manual_seed(step_seed("step", args.seed, data_step, micro_batch, accelerator.process_index))
         images, condition, loss_inputs = prepare(batch)
         with contextlib.ExitStack() as stack:
             if micro_batch < micro_batches - 1:  # the processes' gradients are averaged once a step, in its last
@@ -421,7 +416,7 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
     mine, images = range(accelerator.process_index, len(prompts), accelerator.num_processes), []
     for start in range(0, len(mine), args.train_batch_size):
         batch = mine[start : start + args.train_batch_size]
-        generators = [torch.Generator(device).manual_seed(step_seed(args.seed, i)) for i in batch]
+        generators = [torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in batch]
         drawn = pipeline(
             [prompts[i] for i in batch], args.resolution, args.resolution, args.num_inference_steps,
             guidance_scale=args.guidance_scale, generator=generators, output_type="np", callback_on_step_end=watch,
@@ -486,11 +481,10 @@ def main(args):
     choose_batch_size(accelerator, models, take_step, dataset, train_rows, state["settings"], args)
     progress = Progress(state, num_images, args.train_batch_size * num_processes, args.gradient_accumulation_steps)
     scale_learning_rate(accelerator, progress.images_per_step, args)
-    args.max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
-    if progress.global_step > args.max_train_steps:
-        accelerator.print(f"{checkpoint} is beyond step {args.max_train_steps}: there is nothing left to train")
+    if not plan_steps(accelerator, progress, args):
         return
     settings = {**vars(args), "num_processes": num_processes, "num_images": num_images, "data": dataset.fingerprint}
+    settings["held_out"] = digest_held_out(accelerator, dataset, held_out)
 
     # Weights, averaged weights and optimizer, all in float32: autocast lowers the precision of what is computed only.
     for model in models.values():
@@ -527,8 +521,9 @@ def main(args):
     if args.find_lr:  # and end: nothing that it trains is kept
         found = find_learning_rate(accelerator, prepared, optimizer, take_step, loaded, progress, args)
         return end_run(accelerator, lock, found, [], args)
-    records = Records(accelerator, progress.global_step, 0, checkpoint is not None, args)
-    batches, stop_signal, stop = records.watch(loaded, prepare), StopSignal(num_processes), 0
+    records = Records(accelerator, progress.global_step, 0, checkpoint, args)
+    batches, stop_signal = records.watch(loaded, prepare), StopSignal(num_processes)
+    stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
     measured = {name.replace("unet", "held_out_loss"): saved[name] for name in ("unet", "unet_ema") if name in saved}
 
     def show(pipeline):
@@ -544,7 +539,7 @@ def main(args):
 
     samples_every = args.validation_steps, args.validation_epochs
     shown = samples_path(args.output_dir, progress.global_step).exists()
-    if checkpoint and progress.is_due(*samples_every) and not shown:
+    if checkpoint and progress.is_due(*samples_every) and not shown and not stop:
         stop = show(
             make_pipeline(sampled, sampler, args)
         )  # a kill came between the two; broken off, before a step leads past it

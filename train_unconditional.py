@@ -45,7 +45,7 @@ check_version("0.1.0", Path(__file__).name)  # before more of it is imported, wh
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
-from diffusion_training.data.rows import load_rows, name_rows, read_items
+from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
 from diffusion_training.loading import load_batches
 from diffusion_training.order import draw_choices, step_batches, step_seed, stream_batches
@@ -58,7 +58,7 @@ from diffusion_training.training.flags import (
     add_source_flags,
     check_training_args,
 )
-from diffusion_training.training.held_out import hold_out, log_held_out_loss
+from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
 from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
 from diffusion_training.training.models import (
     compile_model,
@@ -73,7 +73,7 @@ from diffusion_training.training.objective import check_objective, min_snr_weigh
 from diffusion_training.training.output import open_output_dir, samples_path, save_pipeline, save_samples
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
-from diffusion_training.training.tuning import choose_batch_size, find_learning_rate, scale_learning_rate
+from diffusion_training.training.tuning import choose_batch_size, find_learning_rate, plan_steps, scale_learning_rate
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command line that stands for no data at all; flags that are given come after it, and win.
@@ -112,6 +112,7 @@ def parse_args(argv=None):
     add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
     add("--gradient_checkpointing", **SWITCH, help="less memory, about a third slower")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
+    add("--no-compile", dest="compile", action="store_false", default=None, help="whatever the launch says")
     add("--allow_tf32", **SWITCH, help="TF32 matrix products on Ampere and later")
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
 
@@ -164,7 +165,7 @@ def parse_args(argv=None):
 # ------------------------------------------------------------------------------------------------- the data
 
 
-class ImageDataset(torch.utils.data.Dataset):
+class ImageDataset(RowDataset):
     """Turns the keys (epoch, row, weight) of `step_batches` into a batch: `dataset[keys]`.
 
     {"pixel_values": [N, C, resolution, resolution], "weight": [N], "skipped": [(name, reason)]}, pixels from 0 to 255
@@ -172,15 +173,8 @@ class ImageDataset(torch.utils.data.Dataset):
     """
 
     def __init__(self, rows, column, channels, args):
-        self.rows, self.column, self.channels, self.args = rows, column, channels, args
-        self.dtype = torch.float32 if args.preserve_input_precision else torch.uint8
-        self.fingerprint = getattr(rows, "_fingerprint", "a stream")
-
-    def __len__(self):
-        return len(self.rows)
-
-    def names(self):
-        return name_rows(self.rows, self.column, self.args.train_data_dir or self.args.dataset_name)
+        super().__init__(rows, column, args)
+        self.channels, self.dtype = channels, torch.float32 if args.preserve_input_precision else torch.uint8
 
     def __getitem__(self, keys):
         items = read_items(self.rows, keys)
@@ -303,7 +297,7 @@ def train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, b
     for micro_batch in range(micro_batches):
         batch = next(batches)
         # What is drawn depends on the step alone, not on what was drawn before: a resumed run draws the same.
-        torch.manual_seed(step_seed(args.seed, data_step, micro_batch, accelerator.process_index))
+        torch.manual_seed(step_seed("step", args.seed, data_step, micro_batch, accelerator.process_index))
         images, condition, loss_inputs = prepare(batch)
         with contextlib.ExitStack() as stack:
             if micro_batch < micro_batches - 1:  # the processes' gradients are averaged once a step, in its last
@@ -334,7 +328,7 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
     unet.eval()  # without dropout
     mine, images = range(accelerator.process_index, args.eval_batch_size, accelerator.num_processes), []
     if mine:
-        generators = [torch.Generator(device).manual_seed(step_seed(args.seed, i)) for i in mine]
+        generators = [torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in mine]
         shape = (unet.config.in_channels, size, size)
         images = torch.stack([torch.randn(shape, generator=generator, device=device) for generator in generators])
         scheduler.set_timesteps(args.ddpm_num_inference_steps)
@@ -403,11 +397,10 @@ def main(args):
     choose_batch_size(accelerator, models, take_step, dataset, train_rows, state["settings"], args)
     progress = Progress(state, num_images, args.train_batch_size * num_processes, args.gradient_accumulation_steps)
     scale_learning_rate(accelerator, progress.images_per_step, args)
-    args.max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
-    if progress.global_step > args.max_train_steps:
-        accelerator.print(f"{checkpoint} is beyond step {args.max_train_steps}: there is nothing left to train")
+    if not plan_steps(accelerator, progress, args):
         return
     settings = {**vars(args), "num_processes": num_processes, "num_images": num_images, "data": dataset.fingerprint}
+    settings["held_out"] = digest_held_out(accelerator, dataset, held_out)
 
     # Weights, averaged weights and optimizer, all in float32: autocast lowers the precision of what is computed only.
     for model in models.values():
@@ -446,8 +439,9 @@ def main(args):
     if args.find_lr:  # and end: nothing that it trains is kept
         found = find_learning_rate(accelerator, prepared, optimizer, take_step, loaded, progress, args)
         return end_run(accelerator, lock, found, [], args)
-    records = Records(accelerator, progress.global_step, num_left_out, checkpoint is not None, args)
-    batches, stop_signal, stop = records.watch(loaded, prepare_batch), StopSignal(num_processes), 0
+    records = Records(accelerator, progress.global_step, num_left_out, checkpoint, args)
+    batches, stop_signal = records.watch(loaded, prepare_batch), StopSignal(num_processes)
+    stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
     measured = {name.replace("unet", "held_out_loss"): saved[name] for name in ("unet", "unet_ema") if name in saved}
 
     def show():
@@ -463,7 +457,7 @@ def main(args):
 
     samples_every = args.validation_steps, args.save_images_epochs
     shown = samples_path(args.output_dir, progress.global_step).exists()
-    if checkpoint and progress.is_due(*samples_every) and not shown:
+    if checkpoint and progress.is_due(*samples_every) and not shown and not stop:
         stop = show()  # a kill came between the two; broken off, before a step leads past it
 
     for model in models.values():

@@ -224,7 +224,7 @@ def main(argv=None):
             options["prompt"] = [prompts[i] for i in numbers]
         else:
             options["batch_size"] = len(numbers)
-        generators = [torch.Generator(device).manual_seed(step_seed(args.seed, i)) for i in numbers]
+        generators = [torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in numbers]
         images = torch.from_numpy(pipeline(generator=generators, **options).images)
         return numbers, (images * 255).round().byte().permute(0, 3, 1, 2)
 

@@ -1,7 +1,6 @@
 """Flags: a parser that reads @FILE, numbers with bounds, a demo's command line, run.args."""
 
 import argparse
-import functools
 import os
 import shlex
 import sys
@@ -11,15 +10,27 @@ PATH = os.path.expanduser  # a type: a shell leaves the ~ of --output_dir=~/run 
 SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}  # --flag, and --no-flag against a @FILE
 
 
+class Parser(argparse.ArgumentParser):
+    """Reads @FILE as a shell would, and as a whole: argparse's own goes by lines, and a value may have several."""
+
+    def parse_args(self, argv=None, namespace=None):
+        words = []
+        for word in sys.argv[1:] if argv is None else argv:
+            try:
+                is_file = word.startswith("@")
+                words += shlex.split(os.fsdecode(Path(word[1:]).read_bytes()), comments=True) if is_file else [word]
+            except (OSError, ValueError) as error:
+                self.error(f"{word} can't be read: {error}")
+        return super().parse_args(words, namespace)
+
+
 def make_parser(script, doc):
     """The parser of the script whose file and docstring are given; `@FILE` stands for the flags in a file."""
-    parser = argparse.ArgumentParser(
+    return Parser(
         prog=Path(script).name, description=(doc or "").split("\n")[0],  # `python -OO` has no docstrings
         epilog="@FILE stands for the flags in a file, such as a run's run.args",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter, fromfile_prefix_chars="@",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )  # fmt: skip
-    parser.convert_arg_line_to_args = functools.partial(shlex.split, comments=True)
-    return parser
 
 
 def number(low, high, kind=float, *words):

@@ -20,6 +20,7 @@ NO_MEMORY = (  # as torch, the system, oneDNN, C++ and Python's threads say it
     "can't allocate memory", "Cannot allocate memory", "could not create a primitive", "bad_alloc", "bad allocation",
     "can't start new thread",
 )  # fmt: skip
+UNDO = []  # what to call if `main` fails before there is anything to keep
 SIGNALS = []  # that have come since `main` began: the exception of one can be swallowed, this can't
 
 
@@ -139,9 +140,12 @@ def in_one_sentence(main):
         if isinstance(sys.stdout, io.TextIOWrapper):  # printing a name that is not ASCII must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
         SIGNALS.clear()
+        UNDO.clear()
         try:
             with handling(end_at_once):
-                return main(copy.deepcopy(args))
+                main(copy.deepcopy(args))
+            UNDO.clear()
+            return
         except Refused as refused:
             sentence, alone = str(refused), refused.alone
         except SystemExit:
@@ -151,10 +155,15 @@ def in_one_sentence(main):
             sentence, alone = foresee(error, args), True
             if sentence is None and not SIGNALS:
                 raise
+        finally:
+            for undo in UNDO:
+                undo()
         if SIGNALS:  # which may have been taken for what a library does with its errors
-            sentence = f"Stopped by {signal.Signals(SIGNALS[-1]).name}; what is saved is whole"
             if speaks():
-                print(f"\n{sentence}, and the same command goes on from here", flush=True)
+                name = signal.Signals(SIGNALS[-1]).name
+                print(
+                    f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True
+                )
             raise SystemExit(128 + SIGNALS[-1])
         if alone or speaks():
             print(f"\n{script}: {sentence}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import xxhash
 from filelock import FileLock, Timeout
 
-from diffusion_training.errors import explain, fail
+from diffusion_training.errors import explain, explained, fail
 
 
 @contextlib.contextmanager
@@ -26,9 +26,8 @@ def saving(folder, what):
         unfinished.mkdir()
         yield unfinished
         for path in unfinished.rglob("*"):
-            if path.is_file():  # on the disk before it has its name, or a power cut leaves empty files
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+            if path.is_file():
+                write_out(path)
         for item in unfinished.iterdir():  # one by one: each is whole, and what is elsewhere stays
             path, old = folder / item.name, folder / f".tmp-old-{item.name}"
             if path.is_dir():  # a folder can't be replaced in one go: `clean` puts it back if a kill comes here
@@ -41,6 +40,12 @@ def saving(folder, what):
         reason = "the disk is full" if full else explain(error)
         shutil.rmtree(unfinished, ignore_errors=True)
         fail(f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True)
+
+
+def write_out(path):
+    """See a file onto the disk, before it gets its name: or a power cut leaves empty files."""
+    with open(path, "r+b") as file:  # Windows does it only for who may write
+        os.fsync(file.fileno())
 
 
 def clean(output_dir):
@@ -72,6 +77,13 @@ def take_folder(folder, name, is_own, what):
     return lock
 
 
+def leave_nothing(folder):
+    """Delete a folder in which a run that failed has not got beyond its flags."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= {".lock", "run.args"}:
+            delete(folder)
+
+
 def delete(path):
     """Delete a file, a folder or a link, if there is one; never what a link leads to."""
     if path.is_dir() and not path.is_symlink():
@@ -97,7 +109,8 @@ def check_output_dir(args):
     """Refuse an --output_dir that is no folder of its own: what is written must never become what is read."""
     if "://" in args.output_dir or "\0" in args.output_dir:
         fail(f"--output_dir {args.output_dir!r} is no path on a disk: write to one, and copy what comes out")
-    written = Path(args.output_dir).resolve()
+    with explained(f"--output_dir {args.output_dir} can't be written to"):
+        written = Path(args.output_dir).resolve()  # a link may lead to itself
     for name, value in vars(args).items():
         values = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
         if any("\ud800" <= character <= "\udfff" for character in "".join(values)):
@@ -127,6 +140,15 @@ def digest_file(path):
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return None
+
+
+def fits(value, form):
+    """Whether what was read from JSON has a form: a type, [the form of each], or {key: the form of its value}."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(key in value and fits(value[key], form[key]) for key in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(fits(each, form[0]) for each in value)
+    return isinstance(value, form) and not isinstance(value, bool)
 
 
 def find_differences(before, now, prefix=""):

@@ -56,7 +56,8 @@ def ignore_signals(worker_id):
 
 def end_workers():
     """End what is left of the loader's processes, which ignore the signal that Python's own exit would send them."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would take their end for a fault
+    if hasattr(signal, "SIGCHLD"):  # not on Windows
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would take their end for a fault
     if processes := multiprocessing.active_children():
         time.sleep(0.2)  # what is on its way to them arrives, or the thread that sends it would complain
         for process in processes:

@@ -4,12 +4,20 @@ import itertools
 import math
 
 import numpy as np
+import xxhash
 from datasets.distributed import split_dataset_by_node
 
+from diffusion_training.errors import explained, fail
 
-def step_seed(*key):
-    """A 64-bit seed from integers, such as (seed, step, micro-batch, process)."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+KEYS = 2  # of which version the keys are: a checkpoint or a cache that was begun with others can't be gone on with
+
+
+def step_seed(purpose, *key):
+    """A 64-bit seed from what is drawn and integers, such as ("step", seed, step, micro-batch, process).
+
+    A hash of its text, since numpy's SeedSequence fills keys up with zeros: (0, 1) would draw as (0, 1, 0) does.
+    """
+    return xxhash.xxh3_64_intdigest(" ".join([purpose, *(str(int(number)) for number in key)]).encode())
 
 
 def draw_choices(seed, epoch, row):
@@ -18,7 +26,7 @@ def draw_choices(seed, epoch, row):
     Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did. Epoch
     None, for a row that is held out: the centre, not mirrored, the caption of epoch 0, which is the one of a cache.
     """
-    choices = np.random.default_rng([seed, epoch or 0, row]).random(4)
+    choices = np.random.default_rng(step_seed("image", seed, epoch or 0, row)).random(4)
     return choices if epoch is not None else np.array([0.5, 0.5, 1.0, choices[3]])
 
 
@@ -38,7 +46,7 @@ def step_batches(rows, progress, seed, rank, num_processes):
 
     def keys(image):
         for epoch in itertools.count(first_epoch):
-            order = np.random.default_rng([seed, epoch]).permutation(rows_of(epoch))
+            order = np.random.default_rng(step_seed("epoch", seed, epoch)).permutation(rows_of(epoch))
             for step_start in range(image, len(order), per_step):
                 step = order[step_start : step_start + per_step].tolist()
                 for start in range(0, len(step), per_micro):
@@ -63,10 +71,11 @@ def stream_batches(rows, progress, seed, rank, num_processes):
         for epoch in itertools.count():
             share.set_epoch(epoch)  # another order in each
             row = None
-            for row, item in enumerate(share):
-                yield epoch, row, weight, item
+            with explained("the stream can't be read on"):
+                for row, item in enumerate(share):
+                    yield epoch, row, weight, item
             if row is None:
-                raise ValueError(f"process {rank} finds nothing in the stream: it has fewer images than processes")
+                fail(f"process {rank} finds nothing in the stream: it has fewer images than processes", alone=True)
 
     def keys(endless):
         while True:

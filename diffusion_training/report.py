@@ -113,8 +113,9 @@ def save_report(step, script, describe_model, args):
         losses = [record["loss"] for record in read_metrics(output_dir) if "loss" in record]
         _, what, usage = describe_model(step, losses[-1] if losses else None, args)
         skipped = {}
-        for folder in getattr(args, "latents_dir", None) or []:  # what the cache lacks
-            rows = map(json.loads, (Path(folder) / "skipped.jsonl").read_text(encoding="utf-8").splitlines())
+        for folder in getattr(args, "latents_dir", None) or []:  # what the cache lacks, if it still says so
+            path = Path(folder) / "skipped.jsonl"
+            rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ())
             skipped |= {row["key"]: row["reason"] for row in rows}
         about = {"name": args.hub_model_id or output_dir.resolve().name, "script": Path(script).name, "step": step}
         about |= {"max_train_steps": args.max_train_steps, "what": what, "usage": usage, "num_skipped": len(skipped)}

@@ -48,7 +48,6 @@ def pytest_collection_modifyitems(items):
 def alone(tmp_path, monkeypatch):
     """Every test has its own caches and leaves no Accelerate state and no signal handler behind."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets-cache"))
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)  # 5 s a pass of a stream
     reset()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield

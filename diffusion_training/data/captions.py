@@ -25,7 +25,7 @@ def transform(row, epoch, item, column, channels, args):
         if isinstance(text, list) and text:
             text = text[int(choice * len(text))]
         if not isinstance(text, str):
-            raise ValueError(f"the caption is {text!r}")
+            raise ValueError(f"the caption is {text!r:.60}")
         if args.skip_empty_captions and not text.strip():
             raise ValueError("the caption is empty")
         place = (0.5, 0.5) if args.center_crop else (y, x)
@@ -40,8 +40,14 @@ def transform(row, epoch, item, column, channels, args):
     return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
 
 
+def shorten(tokenizer, texts):
+    """Captions without what can't become tokens anyway: a tokenizer takes minutes and gigabytes for megabytes."""
+    return [text[: 128 * tokenizer.model_max_length] for text in texts]
+
+
 def tokenize(tokenizer, texts):
     """Captions -> tokens [N, model_max_length], filled up or cut off."""
+    texts = shorten(tokenizer, texts)
     return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
@@ -66,4 +72,4 @@ def say_cut(count, total, limit, where=""):
 
 def are_cut(tokenizer, texts):
     """For each caption whether it has more tokens than the text encoder takes, and so loses its end."""
-    return [bool(encoding.overflowing) for encoding in tokenizer(texts, truncation=True).encodings]
+    return [bool(encoding.overflowing) for encoding in tokenizer(shorten(tokenizer, texts), truncation=True).encodings]

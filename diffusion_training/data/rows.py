@@ -9,7 +9,10 @@ import os
 from pathlib import Path
 
 import datasets
+import fsspec
 import pyarrow.compute as pc
+import torch
+import xxhash
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
@@ -42,6 +45,8 @@ def load_rows(args, streaming=False, others=()):
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
     if column not in features:
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
+    if caption_column in others and caption_column in columns:
+        fail(f"column {caption_column!r} of {source} holds images: choose another --caption_column")
     for name in others:
         if name not in features:
             beside = f"or put captions beside the images (photo{extension} for photo.jpg)"
@@ -53,6 +58,8 @@ def load_rows(args, streaming=False, others=()):
             rows = rows.cast_column(name, datasets.Image(decode=False), **same)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
         say_unused(source, builder, rows, column, args.dataset_split)
+    if streaming:
+        datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0  # 5 s after each pass, in which the device would wait
     if args.max_train_samples is not None and streaming:
         rows = rows.take(args.max_train_samples)  # the first: a shuffled stream would give others each epoch
     elif args.max_train_samples is not None:
@@ -81,7 +88,7 @@ def say_unused(folder, builder, rows, column, split):
     for name, paths in (builder.config.data_files or {}).items():
         used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
     if images:  # those that metadata name, or all
-        used += pc.struct_field(rows.data[column], "path").to_pylist()
+        used += filter(None, pc.struct_field(rows.data[column], "path").to_pylist())
     real = functools.cache(os.path.realpath)
     used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
     found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
@@ -125,10 +132,35 @@ def read_items(rows, keys):
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def name_rows(rows, column, folder):
-    """What each row is known by, as in a cache: its file in `folder`, or its number. Reads no image."""
-    paths = pc.struct_field(rows.data[column], "path").to_pylist()
-    if rows._indices is not None:  # --max_train_samples has drawn them
-        paths = [paths[i] for i in rows._indices.column(0).to_pylist()]
-    names = [name_image(row, {"path": path}) for row, path in enumerate(paths)]
-    return [os.path.relpath(name, folder) if os.path.isabs(name) else name for name in names]
+class RowDataset(torch.utils.data.Dataset):
+    """What is known of the rows of `load_rows`; a script's own class says what a batch of them is."""
+
+    def __init__(self, rows, column, args):
+        self.rows, self.column, self.args = rows, column, args
+        self.fingerprint = getattr(rows, "_fingerprint", "a stream")
+
+    def __len__(self):
+        return len(self.rows)
+
+    def names(self):
+        """What each row is known by, as in a cache: its file in the folder, or its number. Reads no image."""
+        paths = pc.struct_field(self.rows.data[self.column], "path").to_pylist()
+        if self.rows._indices is not None:  # --max_train_samples has drawn them
+            paths = [paths[i] for i in self.rows._indices.column(0).to_pylist()]
+        names = [name_image(row, {"path": path}) for row, path in enumerate(paths)]
+        folder = self.args.train_data_dir or self.args.dataset_name
+        return [os.path.relpath(name, folder) if os.path.isabs(name) else name for name in names]
+
+    def digest(self, row):
+        """A hash of what a row contains: the bytes of its images' files, which may lie beside it, and its text."""
+        digest = xxhash.xxh3_128()
+        for value in self.rows[row].values():
+            if isinstance(value, dict):
+                data, path = value["bytes"], value["path"]
+                with contextlib.suppress(OSError, ValueError):  # gone, or a name alone, beside which the bytes are
+                    if data is None or "size" in value:
+                        with fsspec.open(path) as file:
+                            data = file.read()
+                value = data or path
+            digest.update(value if isinstance(value, bytes) else repr(value).encode())
+        return digest.hexdigest()

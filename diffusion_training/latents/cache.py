@@ -23,12 +23,16 @@ from diffusion_training.files import (
     delete,
     digest_file,
     find_differences,
+    fits,
     name_unfinished,
     take_folder,
     write_file,
+    write_out,
 )
 
 BATCH_BYTES = 2**26  # of a record batch: a trainer opens every one of a cache, and this script holds one
+RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int}  # of a shard
+RECORD |= {"skipped": [{"row": int, "key": str, "reason": str}]}
 # Flags that change nothing in a cache: cache.json and run.args are the same whatever they were.
 UNLIKE = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
 
@@ -61,7 +65,8 @@ def read_cache(output_dir):
             records[name_shard(entry["row"], cache)]["skipped"].append(entry)
     for path in output_dir.glob("unfinished/data-*.json"):
         with contextlib.suppress(ValueError):  # a record that can't be read is that of a shard that is missing
-            records[path.stem] = json.loads(path.read_text())
+            if fits(record := json.loads(path.read_text()), RECORD):
+                records[path.stem] = record
     return cache, records
 
 
@@ -94,8 +99,7 @@ def write_shard(path, encoded):
                     write_batches(writer, held, checksums)
                     held = []
             write_batches(writer, held, checksums)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
+        write_out(unfinished)
         record["sha256"], record["checksums"] = digest_file(unfinished), checksums.hexdigest()
         unfinished.replace(path)
         write_file(path.parent / "unfinished" / f"{path.name}.json", json.dumps(record))
@@ -188,7 +192,7 @@ def finish_cache(output_dir, empty_prompt, max_skipped):
     for name in ("rows", "encoded_again", "captions_cut"):
         cache[name] = sum(record[name] for record in records.values())
     cache["skipped"], cache["shards"] = len(skipped), dict(sorted(records.items()))
-    state = dict.fromkeys(["_format_columns", "_format_type", "_split"])  # what `datasets` wants to find
+    state = {"_format_columns": None, "_format_type": None, "_split": None}  # what `datasets` wants to find
     state |= {"_format_kwargs": {}, "_output_all_columns": False}
     state["_data_files"] = [{"filename": name} for name in cache["shards"]]
     state["_fingerprint"] = fingerprint_cache(cache)

@@ -16,7 +16,7 @@ from diffusion_training.errors import fail
 from diffusion_training.files import find_differences
 from diffusion_training.latents.cache import checksum_row, fingerprint_cache
 from diffusion_training.latents.encoders import describe_latents, describe_models, load_models, try_models
-from diffusion_training.order import draw_choices
+from diffusion_training.order import draw_choices, step_seed
 
 
 def load_cache(folder):
@@ -95,6 +95,10 @@ class CachedLatents(torch.utils.data.Dataset):
     def __len__(self):
         return int(self.ends[-1])
 
+    def digest(self, row):
+        chunk = int(np.searchsorted(self.ends, row, side="right"))
+        return str(self.checksums[chunk][row - self.ends[chunk]])  # counted from the chunk's end
+
     def names(self):
         for _, batch in self.batches:
             yield from batch["key"].to_pylist()  # as `transform` named them
@@ -127,20 +131,31 @@ def choose_rows(rows, dataset, weights, epoch):
     """The rows that an epoch takes of `rows`, which are sorted: of each cache its weight times as many.
 
     A cache's rows, in an order drawn from the seed, are gone round without end, and an epoch takes the next weight *
-    rows of them: with 3 it has each thrice; with 1.5 each once or twice, and two epochs have each thrice. The first
-    time a row comes in an epoch it has its own number, then one that is higher by all rows for each time before.
+    rows of them: with 3 it has each thrice; with 1.5 each once or twice, and two epochs have each thrice. All epochs
+    have as many, and what is lost by rounding in one comes in the next. The first time a row comes in an epoch it has
+    its own number, then one that is higher by all rows for each time before.
     """
     if not weights:
         return rows
     chosen, parts = [], np.split(rows, np.searchsorted(rows, dataset.cache_ends[:-1]))
-    for folder, weight, part in zip(dataset.folders, weights, parts, strict=True):
-        count = round(weight * len(part))
-        if count == 0:
-            fail(f"--latents_weights {weight:g} takes none of the {len(part)} rows of {folder}: choose a larger one")
-        rounds, places = np.divmod(np.arange(epoch * count, (epoch + 1) * count), len(part))
-        order = np.random.default_rng(dataset.seed).permutation(part)
-        chosen.append(order[places] + (rounds - rounds[0]) * len(dataset))
+    shares = [weight * len(part) for weight, part in zip(weights, parts, strict=True)]
+    for folder, share, part in zip(dataset.folders, shares, parts, strict=True):
+        if share < 1:
+            fail(f"--latents_weights takes {share:g} of the {len(part)} rows of {folder}: choose a larger one")
+    for part, first, end in zip(parts, deal(shares, epoch), deal(shares, epoch + 1), strict=True):
+        rounds, places = np.divmod(np.arange(first, end), len(part))
+        order = np.random.default_rng(step_seed("weights", dataset.seed)).permutation(part)
+        chosen.append(order[places] + (rounds - first // len(part)) * len(dataset))
     return np.sort(np.concatenate(chosen))  # so that weights of 1 change nothing
+
+
+def deal(shares, epochs):
+    """How many rows `epochs` epochs take of each cache, of round(sum(shares)) each: by largest remainder."""
+    total = round(sum(shares)) * epochs
+    quotas = np.array(shares) / sum(shares) * total
+    counts = np.floor(quotas).astype(int)
+    counts[np.argsort(counts - quotas, kind="stable")[: total - counts.sum()]] += 1
+    return counts.tolist()
 
 
 def check_caches(caches, args):

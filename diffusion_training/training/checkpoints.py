@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from accelerate.utils import gather_object
 from diffusion_training import __version__
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import checksum_files, delete, saving
+from diffusion_training.order import KEYS
 from diffusion_training.training.models import read_weights, save_weights
 
 
@@ -33,8 +35,9 @@ def find_checkpoint(given, output_dir):
         path = path if path.is_dir() else Path(given)
         if not (path / "trainer_state.json").is_file():
             fail(f"--resume_from_checkpoint {given} is no whole checkpoint, neither as a path nor in {output_dir}")
-        if path.resolve() in [older.resolve() for older in found[:-1]]:
-            fail(f"{found[-1]} is newer than {path}: delete what is newer, or choose another --output_dir")
+        if found and path.resolve() != found[-1].resolve():  # pruning and `latest` go by the step's number
+            turn = "delete what is newer, or choose another --output_dir"
+            fail(f"{found[-1]} is newer than {path}, or of another run: {turn}")
     elif found:
         turn = "go on from it with --resume_from_checkpoint latest, or choose another --output_dir"
         fail(f"{output_dir} holds {found[-1].name} of an earlier run: {turn}")
@@ -56,7 +59,8 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
                 save_weights(model, unfinished / path.name / name)
             torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
             torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
-            state = {**state, "version": __version__, "checksums": checksum_files(unfinished / path.name)}
+            state = {**state, "version": __version__, "keys": KEYS}
+            state["checksums"] = checksum_files(unfinished / path.name)
             own = xxhash.xxh3_128(json.dumps(state).encode())  # of all the rest in the file
             state["checksums"]["trainer_state.json"] = own.hexdigest()
             (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
@@ -82,17 +86,21 @@ def read_state(checkpoint, num_images):
         own = state["checksums"].pop("trainer_state.json", None)
         if own != xxhash.xxh3_128(json.dumps(state).encode()).hexdigest():
             raise ValueError("trainer_state.json is not as it was written")
+        if state.get("keys") != KEYS:
+            fail(f"{checkpoint} is of a version that drew other noise and another order: go on with that version")
         before = state["settings"]["num_images"]
         if before != num_images:  # other images: the epoch that was begun begins again
+            if sys.maxsize in (before, num_images):
+                fail(f"{checkpoint} counts images, and a stream can't: keep --streaming as it was")
             state["images_seen"] = state["images_seen"] // before * num_images
     return state
 
 
 def load_checkpoint(accelerator, path, models, optimizer, state, settings):
     """Load checkpoint-N into models, optimizer and fp16 scaler, and say which settings have changed."""
-    then, now = ({name: of.get(name, 0) for name in ("holdout", "seed")} for of in (state["settings"], settings))
-    if now["holdout"] and then != now:
-        fail(f"{path} was trained on images that would be held out: {then} -> {now}; keep both, or no --holdout")
+    if settings["held_out"] and settings["held_out"] != state["settings"].get("held_out"):
+        turn = "keep images, --holdout and --seed as they were, or leave --holdout out"
+        fail(f"{path} was trained on images that would be held out, or held out others: {turn}")
     try:
         written, found = state["checksums"], checksum_files(path)
         for name in {**written, **found}:

@@ -103,8 +103,6 @@ def check_training_args(parser, args):
                 raise ValueError
         except ValueError:
             parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01")
-    if args.lr_scheduler == "polynomial" and args.learning_rate <= 1e-7:
-        parser.error("--lr_scheduler polynomial ends at a rate of 1e-7: --learning_rate must be larger")
     if args.find_lr_min >= args.find_lr_max:
         parser.error(f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}")
     args.push_to_hub &= not args.find_lr  # there is nothing to upload

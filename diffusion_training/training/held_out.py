@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
+from accelerate.utils import gather_object
 
 from diffusion_training.errors import fail
 from diffusion_training.loading import load_batches
@@ -27,6 +28,17 @@ def hold_out(accelerator, dataset, holdout, seed):
     order = hashes.argsort(kind="stable")
     accelerator.print(f"Held out: {count} of {len(hashes)} images")
     return np.sort(order[count:]), {int(row): int(hashes[row]) for row in order[:count]}
+
+
+def digest_held_out(accelerator, dataset, held_out):
+    """A hash of what the rows that are held out contain, the same on all processes; None without such rows.
+
+    It tells a resumed run whether it would train on them: names and numbers may change, and content does not.
+    """
+    digest = None
+    if held_out and accelerator.is_main_process:
+        digest = xxhash.xxh3_128_hexdigest(" ".join(sorted(map(dataset.digest, held_out))).encode())
+    return gather_object([digest])[0]
 
 
 @torch.no_grad()
@@ -54,7 +66,7 @@ def log_held_out_loss(accelerator, records, dataset, held_out, models, noise_sch
         torch.manual_seed(held_out[row])  # for the draw from a VAE's distribution
         images, condition, _ = prepare(batch)
         condition = {name: value.repeat_interleave(9, dim=0) for name, value in condition.items()}
-        generators = [torch.Generator().manual_seed(step_seed(held_out[row], level)) for level in range(9)]
+        generators = [torch.Generator().manual_seed(step_seed("held out", held_out[row], level)) for level in range(9)]
         noise = torch.cat([torch.randn(images.shape, generator=generator) for generator in generators]).to(device)
         noisy_images, losses = noise_scheduler.add_noise(images.expand_as(noise), noise, timesteps), []
         for model in models.values():

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -57,6 +58,8 @@ def make_accelerator(args, timeout=timedelta(hours=2)):
         args.compile = dynamo.backend.value.lower()
     # The trainers accumulate by themselves: with a number of its own, Accelerate would divide the gradients once more.
     steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
+    if said := re.search(rb"gradient_accumulation_steps[=\0](\d+)", read_launcher()[1]):  # which it keeps to itself
+        steps = int(said[1])
     if steps < 1:
         fail(f"the launch says {steps} gradient accumulation steps: there must be one at least")
     if steps != 1 and "gradient_accumulation_steps" in args:
@@ -76,12 +79,20 @@ def threads_are_default():
     """Whether one thread is the launcher's own idea, said neither in its environment nor in its command line."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
         return False
+    environment, flags = read_launcher()
+    return b"OMP_NUM_THREADS=" not in environment and b"num_cpu_threads" not in flags
+
+
+def read_launcher():
+    """(environment, flags before the script's name) of the launcher that started this process; nothing without one."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return b"", b""
     try:
         launcher = Path(f"/proc/{os.getppid()}")
-        words = (launcher / "environ").read_bytes() + (launcher / "cmdline").read_bytes().replace(b"-", b"_")
-        return b"OMP_NUM_THREADS=" not in words and b"num_cpu_threads" not in words
+        flags, _, _ = (launcher / "cmdline").read_bytes().partition(b"\0" + os.fsencode(sys.argv[0]) + b"\0")
+        return (launcher / "environ").read_bytes(), flags.replace(b"-", b"_")
     except OSError:  # no Linux, or no right to look
-        return True
+        return b"", b""
 
 
 def keep_memory():

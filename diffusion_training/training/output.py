@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ from huggingface_hub import create_repo, repo_info
 from PIL import Image, ImageDraw, ImageFont
 
 from diffusion_training.arguments import format_args
-from diffusion_training.errors import explained, fail
-from diffusion_training.files import check_output_dir, clean, saving, take_folder
+from diffusion_training.errors import UNDO, explained, fail
+from diffusion_training.files import check_output_dir, clean, leave_nothing, saving, take_folder
 from diffusion_training.training.checkpoints import find_checkpoint
 
 
@@ -27,12 +28,17 @@ def open_output_dir(accelerator, script, args):
     if accelerator.is_main_process:
         own = {"run.args", "metrics.jsonl", "find_lr.json"}  # one of which each run leaves; a cache has run.args too
         is_own = lambda names: own & names and "cache.json" not in names  # noqa: E731
+        if not output_dir.exists():
+            UNDO.append(partial(leave_nothing, output_dir))
         lock = take_folder(output_dir, output_dir, is_own, "run of this script")
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
     accelerator.wait_for_everyone()
     # By all processes, so that all refuse alike
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    if accelerator.is_main_process and checkpoint is None and not args.find_lr:
+        for old in (output_dir / "samples").glob("step-*.png"):  # of a run that left no checkpoint: a folder holds one
+            old.unlink()
     if accelerator.is_main_process and not args.find_lr:
         with saving(output_dir, "run.args") as unfinished:
             (unfinished / "run.args").write_bytes(os.fsencode(format_args(args, Path(script).name)))

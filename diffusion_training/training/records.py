@@ -25,9 +25,9 @@ class Records:
     `watch` and `add` only take notes; `update` alone waits for the device.
     """
 
-    def __init__(self, accelerator, global_step, num_left_out, resumed, args):
+    def __init__(self, accelerator, global_step, num_left_out, checkpoint, args):
         self.accelerator, self.output_dir, self.args = accelerator, Path(args.output_dir), args
-        kept = read_metrics(args.output_dir, global_step) if resumed else []
+        kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []  # of the run that goes on
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
         self.num_records = sum("loss" in record for record in kept)
         self.signs = {kind for record in kept for kind in record.get("signs", ())}
@@ -46,7 +46,7 @@ class Records:
         self.waits, self.num_images, self.start = [], 0, time.perf_counter()
         self.skipped = {name: reason for record in kept for name, reason in record.get("skipped", {}).items()}
         self.num_told, self.new_skipped, self.num_left_out = len(self.skipped), {}, num_left_out
-        self.any_decoded = resumed
+        self.any_decoded = checkpoint is not None
 
     def watch(self, batches, prepare_batch):
         """Pass batches on, note what could not be decoded and how long each was waited for, and look at the first."""

@@ -5,15 +5,24 @@ import json
 import math
 from pathlib import Path
 
+from diffusion_training.files import fits
+
+NUMBERS = ("epoch", "loss", "lr", "grad_norm", "clipped", "images_per_second", "data_wait", "skipped_images")
+TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # what a record of training has
+HELD_OUT = {"step": int, "held_out_loss": float}
+
 
 def read_metrics(output_dir, last_step=math.inf):
-    """The records of metrics.jsonl up to a step; a line that a kill or a power cut has spoilt is left out."""
+    """The records of metrics.jsonl up to a step; a line that a kill, a power cut or a hand has spoilt is left out."""
     path, records = Path(output_dir) / "metrics.jsonl", []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError):
             record = json.loads(line)
-            if record["step"] <= last_step and math.isfinite(record.get("loss", record.get("held_out_loss"))):
-                records.append(record)
+            if (fits(record, TRAINED) or fits(record, HELD_OUT)) and record["step"] <= last_step:
+                numbers = (record[name] for name in record.keys() - {"signs", "skipped"})
+                words = all(fits(record.get(name, {}), dict) for name in ("signs", "skipped"))
+                if words and all(fits(number, int | float) and math.isfinite(number) for number in numbers):
+                    records.append(record)
     return records
 
 
@@ -28,6 +37,7 @@ def find_signs(records, images, args):
     (low, high, mean_square, flat), last, latents = images or (-1, 1, 1, 0), records[-1], "latents_dir" in args
     judged = [record for record in records[1:] if record["step"] > args.lr_warmup_steps] or records  # 1: a cold start
     enough, ended = last["step"] >= args.lr_warmup_steps + 100, last["step"] >= args.max_train_steps
+    soon = len(records) > 1 and last["step"] >= 30  # what is plain by then
     clipped = sum(record.get("clipped", 0) for record in judged) / len(judged)
     waiting = sum(record["data_wait"] for record in judged) / len(judged)
     rest = 1 - min(args.ema_max_decay, 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power)
@@ -40,8 +50,8 @@ def find_signs(records, images, args):
         "latents": latents and not 0.25 < mean_square < 4,
         "range": not latents and (low < -1.01 or high > 1.01 or low > -0.01),
         "colour": not latents and flat > 0.1,
-        "clipped": enough and clipped > 0.5,
-        "waiting": enough and waiting > 0.05,
+        "clipped": (enough or ended and soon) and clipped > 0.5,
+        "waiting": enough and waiting > 0.05 or soon and waiting > 0.25,
         "ema": enough and args.use_ema and rest * args.max_train_steps < 2.5,
         "lr": enough and ended and not args.use_ema and of_peak > 0.1,
     }

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from accelerate.utils.memory import should_reduce_batch_size
 from tqdm.auto import tqdm
 
-from diffusion_training.errors import fail
+from diffusion_training.errors import end_if_stopped, fail
 from diffusion_training.files import saving
 from diffusion_training.training.models import list_parameters, put_on_device
 
@@ -22,9 +22,7 @@ def choose_batch_size(accelerator, models, take_step, dataset, rows, before, arg
     auto is what `largest_batch` finds, or what it found for the checkpoint whose settings are `before`.
     """
     total, num_processes, auto = args.total_batch_size, accelerator.num_processes, args.train_batch_size == "auto"
-    if not total and not auto:
-        return
-    each, rest = divmod(total or max(num_processes, len(rows)), num_processes)
+    each, rest = divmod(total or (max(num_processes, len(rows)) if auto else 0), num_processes)
     if auto:
         batch, size = dataset[[(0, int(rows[0]), 1.0)]], before.get("train_batch_size")
         size = size or largest_batch(accelerator, models, take_step, batch, each, args)
@@ -34,8 +32,9 @@ def choose_batch_size(accelerator, models, take_step, dataset, rows, before, arg
         each = f"--train_batch_size {args.train_batch_size} x {num_processes} processes"
         fail(f"--total_batch_size {total} is no multiple of {each}, {other}")
     args.gradient_accumulation_steps = each // args.train_batch_size if total else args.gradient_accumulation_steps
-    steps = args.gradient_accumulation_steps
-    accelerator.print(f"Batch size: {args.train_batch_size} x {steps} accumulated x {num_processes} processes")
+    factors = args.train_batch_size, args.gradient_accumulation_steps, num_processes
+    said = "{} x {} accumulated x {} processes".format(*factors)
+    accelerator.print(f"Batch size: {said}, {math.prod(factors)} images a step")
 
 
 def largest_batch(accelerator, models, take_step, batch, most, args):
@@ -73,6 +72,7 @@ def largest_batch(accelerator, models, take_step, batch, most, args):
     gc.freeze()  # so that collecting what a trial leaves behind does not look through all else
     low, high = 0, most + 1  # so many fit, so many do not
     while high - low > 1:
+        end_if_stopped()
         size = min(2 * low or 1, most) if high > most else (low + high) // 2
         low, high = (size, high) if fits(size) else (low, size)
     gc.unfreeze()
@@ -101,6 +101,20 @@ def scale_learning_rate(accelerator, images_per_step, args):
     accelerator.print(f"Learning rate ({rule}): {given} x {factor:g} = {scaled}")
 
 
+def plan_steps(accelerator, progress, args):
+    """Put a number for --max_train_steps into `args`. Returns whether there is anything left to do."""
+    args.max_train_steps = steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
+    if progress.global_step > steps and not args.find_lr:
+        accelerator.print(f"The checkpoint is beyond step {steps}: there is nothing left to train")
+        return False
+    if args.lr_scheduler == "polynomial" and args.learning_rate <= 1e-7:
+        fail(f"--lr_scheduler polynomial ends at a rate of 1e-7: begin above it, not at {args.learning_rate:g}")
+    if args.lr_warmup_steps > steps / 10 and args.lr_scheduler not in ("constant", "piecewise_constant"):
+        turn = f"--lr_warmup_steps {steps // 20} would suit it"
+        accelerator.print(f"The learning rate rises for {args.lr_warmup_steps} of {steps} steps: {turn}")
+    return True
+
+
 def find_learning_rate(accelerator, models, optimizer, take_step, batches, progress, args):
     """Find a learning rate by a range test (arXiv:1506.01186), and write find_lr.json and find_lr.png.
 
@@ -113,6 +127,7 @@ def find_learning_rate(accelerator, models, optimizer, take_step, batches, progr
     tested, average = [], 0.0
     rates = np.geomspace(args.find_lr_min, args.find_lr_max, args.find_lr_steps).tolist()
     for rate in tqdm(rates, "Range test", disable=not accelerator.is_main_process):
+        end_if_stopped()
         for group in optimizer.param_groups:
             group["lr"] = rate
         images, micro_batches = progress.next_step()

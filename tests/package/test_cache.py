@@ -442,3 +442,17 @@ def test_a_kill_at_any_moment_of_the_end_changes_nothing_and_state_json_comes_la
         assert (out / "state.json").exists() == (least >= 5)
         make_cache(out)
         assert contents(out) == whole
+
+
+@pytest.mark.parametrize("change", [
+    "[]", "1", {"skipped": None}, {"skipped": [[]]}, {"skipped": [{"row": 1}]}, {"rows": "3"}, {"sha256": None},
+])  # fmt: skip
+def test_a_record_that_is_none_is_that_of_a_shard_that_is_missing(tmp_path, change):
+    whole = {"rows": 3, "sha256": "a", "checksums": "b", "encoded_again": 0, "captions_cut": 0, "skipped": []}
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "cache.json").write_text("{}")
+    record = tmp_path / "unfinished/data-00000-of-00001.arrow.json"
+    record.write_text(json.dumps(whole))
+    assert module.read_cache(tmp_path)[1] == {"data-00000-of-00001.arrow": whole}
+    record.write_text(change if isinstance(change, str) else json.dumps(whole | change))
+    assert module.read_cache(tmp_path)[1] == {}

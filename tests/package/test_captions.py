@@ -1,7 +1,8 @@
 """Rows with captions: what becomes of one, why one is skipped, and what is said of captions."""
 
+import time
+
 import datasets
-import numpy as np
 import pytest
 import torch
 from conftest import MODELS, make_images
@@ -12,6 +13,7 @@ from transformers import CLIPTokenizer
 import precompute_latents
 from diffusion_training.data import captions as module
 from diffusion_training.data.images import decode_image, shrink
+from diffusion_training.order import draw_choices
 
 TOKENIZER = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
 
@@ -33,7 +35,7 @@ def row(tmp_path):
 def test_a_row_is_cropped_where_its_key_says(row, tmp_path):
     image = decode_image({"bytes": None, "path": f"{row.folder}/3.png"}, 3)
     for number, epoch, seed in ((3, 0, 0), (4, 0, 0), (3, 1, 0), (3, 0, 1)):
-        y, x = np.random.default_rng([seed, epoch, number]).random(2)
+        y, x = draw_choices(seed, epoch, number)[:2]
         made = row(f"--seed={seed}", number=number, epoch=epoch)
         assert torch.equal(made["pixel_values"], shrink(image, 16, (y, x)))
         assert {name: made[name] for name in made if name != "pixel_values"} == {
@@ -48,7 +50,7 @@ def test_of_a_list_of_captions_one_is_drawn_by_key(row):
     several = [f"caption {k}" for k in range(5)]
     drawn = [[row(f"--seed={seed}", number=i, text=several)["text"] for i in range(20)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and {*drawn[0]} == {*several}
-    assert drawn[0] == [several[int(5 * np.random.default_rng([0, 0, i]).random(4)[3])] for i in range(20)]
+    assert drawn[0] == [several[int(5 * draw_choices(0, 0, i)[3])] for i in range(20)]
     assert row(text=["only"])["text"] == "only"
 
 
@@ -127,3 +129,12 @@ def test_what_is_said_of_captions(capsys):
     module.say_cut(3, 1200, 8, "there: ")
     said = "there: 3 of 1,200 captions have more than 8 tokens, and lose what is beyond\n"
     assert capsys.readouterr().out == said
+
+
+def test_a_caption_of_megabytes_is_cut_before_the_tokenizer_sees_it():
+    tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
+    texts = ["a digit " * 10**6, "a digit " * 9, "a digit"]
+    begin = time.process_time()
+    tokens = module.tokenize(tokenizer, texts)
+    assert module.are_cut(tokenizer, texts)[::2] == [True, False] and time.process_time() - begin < 2
+    assert torch.equal(tokens[0], module.tokenize(tokenizer, ["a digit " * 100])[0])

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import make_unet_config, patch
 from diffusers import UNet2DModel
 
 from diffusion_training import __version__
+from diffusion_training.training import checkpoints
 from diffusion_training.training.checkpoints import (
     find_checkpoint,
     find_checkpoints,
@@ -23,7 +25,7 @@ from diffusion_training.training.checkpoints import (
 )
 from diffusion_training.training.models import list_parameters
 
-SETTINGS = {"num_images": 6, "seed": 0, "holdout": 0.0, "use_ema": True, "resume_from_checkpoint": None}
+SETTINGS = {"num_images": 6, "seed": 0, "use_ema": True, "resume_from_checkpoint": None, "held_out": None}
 
 
 @pytest.fixture
@@ -195,13 +197,24 @@ def test_with_other_images_the_epoch_that_was_begun_begins_again(tmp_path, save)
 
 def test_a_checkpoint_that_has_seen_the_images_that_would_be_held_out_is_refused(tmp_path, save, load):
     save(2)
-    with pytest.raises(SystemExit, match="checkpoint-2 was trained on images that would be held out: .*; keep both"):
-        load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "holdout": 4.0})
-    save(2, settings={**SETTINGS, "holdout": 4.0})
-    with pytest.raises(SystemExit, match="would be held out: .*'seed': 0.* -> .*'seed': 1"):
-        load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "holdout": 4.0, "seed": 1})
-    load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "holdout": 4.0})
+    with pytest.raises(SystemExit, match="checkpoint-2 was trained on images that would be held out, or held out"):
+        load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "held_out": "these"})
+    save(2, settings={**SETTINGS, "held_out": "these"})
+    with pytest.raises(SystemExit, match="keep images, --holdout and --seed as they were, or leave --holdout out"):
+        load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "held_out": "others"})
+    load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "held_out": "these"})
     load(tmp_path / "out/checkpoint-2")  # without, nothing is measured that was trained on
+
+
+def test_other_keys_of_what_is_drawn_and_a_stream_where_images_were_counted_are_refused(tmp_path, save, monkeypatch):
+    save(2)
+    with pytest.raises(SystemExit, match="checkpoint-2 counts images, and a stream can't"):
+        read_state(tmp_path / "out/checkpoint-2", sys.maxsize)
+    monkeypatch.setattr(checkpoints, "KEYS", 1)
+    save(3)
+    monkeypatch.undo()
+    with pytest.raises(SystemExit, match="checkpoint-3 is of a version that drew other noise and another order"):
+        read_state(tmp_path / "out/checkpoint-3", 6)
 
 
 # ------------------------------------------------------------------- saved, pruned, found
@@ -266,10 +279,21 @@ def test_what_is_no_whole_checkpoint_is_not_found(tmp_path, accelerator, save, c
     assert find_checkpoint("out/checkpoint-4", str(tmp_path / "new")) == Path("out/checkpoint-4")
 
 
+def test_a_folder_with_checkpoints_takes_none_of_another_run(tmp_path, accelerator, save):
+    """Or `latest` and pruning, which go by the number, would mix the two."""
+    save(2, 4)
+    (tmp_path / "out").rename(tmp_path / "another")
+    for steps in ((1,), (2,), (9,)):
+        save(*steps)
+        with pytest.raises(SystemExit, match="or of another run: delete what is newer, or choose another"):
+            find_checkpoint(str(tmp_path / "another/checkpoint-4"), str(tmp_path / "out"))
+        shutil.rmtree(tmp_path / "out")
+
+
 def test_going_back_does_not_leave_newer_checkpoints_to_latest(tmp_path, accelerator, save):
     save(2, 4)
     for given in ("checkpoint-2", str(tmp_path / "out/checkpoint-2")):
-        with pytest.raises(SystemExit, match="checkpoint-4 is newer than .*checkpoint-2: delete what is newer"):
+        with pytest.raises(SystemExit, match="checkpoint-4 is newer than .*checkpoint-2, or of another run: delete"):
             find_checkpoint(given, str(tmp_path / "out"))
     assert find_checkpoint("checkpoint-4", str(tmp_path / "out")) == tmp_path / "out/checkpoint-4"
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from diffusion_training.errors import (
+    UNDO,
     end_if_stopped,
     explain,
     explained,
@@ -173,3 +174,22 @@ def test_main_may_run_in_a_thread_twice_and_changes_nothing_it_is_given():
 ])  # fmt: skip
 def test_whose_fault_it_is(error, machines):
     assert is_machines_fault(error) is machines
+
+
+def test_what_is_undone_when_main_fails_stays_when_it_does_not():
+    undone = []
+    for fails in (False, True):
+
+        @in_one_sentence
+        def main(args, fails=fails):
+            UNDO.append(lambda: undone.append(fails))
+            return fail("no model") if fails else None
+
+        with pytest.raises(SystemExit) if fails else contextlib.nullcontext():
+            main(None)
+        assert undone == [True] * fails
+
+
+@pytest.mark.parametrize("said", ["could not create a primitive", "can't start new thread", "std::bad_alloc"])
+def test_too_little_memory_is_one_sentence_whoever_says_it(said):
+    assert "there is not enough memory" in foresee(RuntimeError(said), TRAINER)

@@ -29,7 +29,6 @@ def parse(*argv):
     (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
     (["--lr_scheduler=piecewise_constant", "--lr_step_rules=1:x,0.1"], "needs --lr_step_rules"),
     (["--lr_scheduler=piecewise_constant", "--lr_step_rules=nan:5,0.1"], "needs --lr_step_rules"),
-    (["--lr_scheduler=polynomial", "--learning_rate=1e-8"], "must be larger"),
     (["--learning_rate=nan"], "argument --learning_rate: nan is not between 0 and 100"),
     (["--train_batch_size=0"], "argument --train_batch_size: 0 is not between 1 and"),
     (["--find_lr", "--find_lr_min=1", "--find_lr_max=0.1"], "--find_lr_min 1.0 is not below --find_lr_max 0.1"),

@@ -113,7 +113,7 @@ def test_the_figure_is_the_error_of_epsilon_of_plain_images(unets, prediction_ty
         for row, row_hash in HELD.items():
             image = dataset[[(None, row, 1.0)]]["pixel_values"]
             for i in range(9):
-                generator = torch.Generator().manual_seed(step_seed(row_hash, i))
+                generator = torch.Generator().manual_seed(step_seed("held out", row_hash, i))
                 noise, a = torch.randn(image.shape, generator=generator), alphas[100 * (i + 1)]
                 noisy = (a.sqrt() * image + (1 - a).sqrt() * noise).float()
                 with torch.no_grad():

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from diffusion_training.data import images
 from diffusion_training.data.images import decode_image, describe_decoder, name_image, shrink
@@ -182,3 +182,28 @@ def test_a_strip_of_pixels_does_not_fill_the_memory():
 def test_stripes_too_fine_for_the_smaller_image_become_grey(interpolation):
     stripes = torch.tensor([0, 255], dtype=torch.uint8).repeat(24).expand(3, 48, 48)
     assert (shrink(stripes, 16, (0.5, 0.5), interpolation)[..., 1:-1].int() - 127).abs().max() < 30
+
+
+@pytest.mark.skipif(images.decode_jpeg is None, reason="needs torchcodec")
+@pytest.mark.parametrize("mark", [b"Exif\0\0", b"Exif\0\xff", b"xxxx\0\0"])
+def test_what_pillow_takes_for_no_exif_turns_nothing(mark):
+    """torchcodec would turn the image by each of these."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.linear_gradient("L").resize((24, 16)).convert("RGB").save(buffer, "JPEG", exif=exif)
+    data = buffer.getvalue().replace(b"Exif\0\0", mark, 1)
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    pixels = decode_image({"bytes": data, "path": None}, 3)
+    assert pixels.shape == (3, turned.height, turned.width)
+    assert (pixels.permute(1, 2, 0).float() - torch.from_numpy(np.array(turned)).float()).abs().max() < 4
+
+
+def test_a_jpeg_of_thousands_of_scans_is_not_decoded():
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    assert decode_image({"bytes": data, "path": None}, 3).shape == (3, 64, 64)
+    scan = data.rindex(b"\xff\xda")
+    with pytest.raises(ValueError, match="it has 5[0-9]{3} scans"):
+        decode_image({"bytes": data[:scan] + data[scan:-2] * 5000 + data[-2:], "path": None}, 3)

@@ -69,7 +69,7 @@ def test_micro_batches_are_as_large_as_said_and_shared_in_turns():
     assert {key[2] for mine in first for batch in mine for key in batch} == {2 / 8}
     second = [next(batches) for batches in ranks]
     assert [len(batch) for batch in second] == [2, 1] and {key[2] for batch in second for key in batch} == {2 / 3}
-    order = np.random.default_rng([0, 0]).permutation(11).tolist()
+    order = np.random.default_rng(step_seed("epoch", 0, 0)).permutation(11).tolist()
     both = zip(*[[key[1] for batch in mine for key in batch] for mine in first], strict=True)
     assert [row for pair in both for row in pair] == order[:8]
     # A process with nothing left gets an image of weight 0: all must take part.
@@ -85,7 +85,7 @@ def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
     num_images, batch_size, accumulation, num_processes
 ):
     """The order is that of seed and epoch alone, from whichever image a run goes on."""
-    orders = {(seed, e): np.random.default_rng([seed, e]).permutation(num_images).tolist()
+    orders = {(seed, e): np.random.default_rng(step_seed("epoch", seed, e)).permutation(num_images).tolist()
               for seed in range(2) for e in range(3)}  # fmt: skip
     assert num_images < 5 or len({tuple(order) for order in orders.values()}) == 6
     for seed, seen in itertools.product(range(2), range(2 * num_images)):
@@ -116,10 +116,13 @@ def test_the_order_of_many_rows_is_held_as_numbers():
 
 def test_seeds_and_choices_follow_from_their_key_alone():
     """And stay what they are: who resumes with another version must draw the same."""
-    assert step_seed(0, 1, 2, 3) == 12927410244083705794
-    assert len({step_seed(*key) for key in itertools.product(range(3), repeat=4)}) == 81
-    assert draw_choices(0, 1, 2).tolist() == pytest.approx([0.8817035384, 0.2891766139, 0.8710360724, 0.1250657656])
-    assert next(step_batches(range(9), progress_at(4, 9, 4), 0, 0, 1)) == [(0, row, 0.25) for row in (3, 8, 7, 0)]
+    assert step_seed("step", 0, 1, 2, 3) == 3475452031678130806
+    keys = [key for length in range(1, 5) for key in itertools.product([0, 1, 2, 11, 2**32, 2**63 - 1], repeat=length)]
+    keys = [(purpose, *key) for purpose in ("step", "sample") for key in keys]
+    assert len({step_seed(*key) for key in keys}) == len(keys)  # also of another length, or beyond 32 bits
+    assert step_seed("step", np.int64(7), 1) == step_seed("step", 7, 1)
+    assert draw_choices(0, 1, 2).tolist() == pytest.approx([0.7288652230, 0.6749360100, 0.2133681938, 0.9351100200])
+    assert next(step_batches(range(9), progress_at(4, 9, 4), 0, 0, 1)) == [(0, row, 0.25) for row in (8, 3, 5, 2)]
     assert draw_choices(0, 1, 2).tolist() != draw_choices(0, 1, 3).tolist() != draw_choices(0, 2, 3).tolist()
     y, x, flip, caption = draw_choices(5, None, 7)  # held out: the centre, not mirrored, a cache's caption
     assert (y, x, flip, caption) == (0.5, 0.5, 1.0, draw_choices(5, 0, 7)[3])
@@ -159,7 +162,7 @@ def test_processes_read_their_own_share_of_a_stream():
 
 
 def test_a_stream_with_nothing_for_a_process_is_told():
-    with pytest.raises(ValueError, match="process 1 finds nothing in the stream"):
+    with pytest.raises(SystemExit, match="process 1 finds nothing in the stream"):
         take(datasets.Dataset.from_dict({"number": [1]}).to_iterable_dataset(), 0, 1, 1, rank=1, num_processes=2)
 
 

@@ -24,8 +24,8 @@ SCRIPTS = [
 # A module imports only from layers above its own line.
 LAYERS = """
 __init__ errors pillow standalone
-arguments order loading training.signs web.pictures
-files cluster data.images training.flags training.objective training.progress web.downloads
+arguments files order loading web.pictures
+training.signs cluster data.images training.flags training.objective training.progress web.downloads
 remote data.rows data.captions data.image_cache training.models training.launch report
 latents.encoders latents.cache latents.remote_rows training.checkpoints training.held_out training.tuning web.tables
 latents.reader latents.parts training.output training.records web.shards

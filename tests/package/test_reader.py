@@ -146,11 +146,15 @@ def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
     assert (counts[:, 2:6] <= 1).all() and set(counts[:, 6:].flat) == {1, 2}
     assert len(np.unique(counts, axis=0)) > 3  # others in each epoch, and in the long run all alike
     assert (counts[:, 2:6].sum(axis=0) == 5).all() and (counts[:, 6:].sum(axis=0) == 14).all()
+    counts, _ = count_rows(10, [2.7, 0.9])  # 16.2 and 4.5 of 20.7: what rounding takes from an epoch comes in another
+    assert {*counts.sum(axis=1)} == {21} and counts[:, :6].sum() == pytest.approx(210 * 16.2 / 20.7, abs=1)
+    assert np.ptp(counts.sum(axis=0)[:6]) <= 1
+    counts, _ = count_rows(10, **held)
     assert np.array_equal(counts, count_rows(10, **held)[0])
     assert not np.array_equal(counts, count_rows(10, **held, seed=1)[0])
     for weights in ([1, 1], [], None):  # weights of 1 change nothing
         assert all(np.array_equal(of_epoch, range(11)) for of_epoch in count_rows(3, weights)[1])
-    with pytest.raises(SystemExit, match="--latents_weights 0.01 takes none of the 5 rows of b: choose a larger one"):
+    with pytest.raises(SystemExit, match="--latents_weights takes 0.05 of the 5 rows of b: choose a larger one"):
         count_rows(1, [1, 0.01])
 
 

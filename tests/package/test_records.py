@@ -14,7 +14,7 @@ from accelerate import Accelerator
 import train_text_to_image
 import train_unconditional
 from diffusion_training.training.records import Records, measure_images
-from diffusion_training.training.signs import find_signs, read_metrics
+from diffusion_training.training.signs import NUMBERS, find_signs, read_metrics
 
 
 @pytest.fixture
@@ -26,7 +26,9 @@ def run(tmp_path):
     def run(global_step=0, *more, num_left_out=0):
         args = train_unconditional.parse_args([*argv, "--lr_warmup_steps=0", "--max_grad_norm=1", *more])
         accelerator = Accelerator(cpu=True)
-        return Records(accelerator, global_step, num_left_out, global_step > 0, args)
+        return Records(
+            accelerator, global_step, num_left_out, tmp_path / "out/checkpoint-3" if global_step else None, args
+        )
 
     return run
 
@@ -123,8 +125,14 @@ def test_when_nothing_decodes_the_run_ends(tmp_path, run):
 
 
 def test_what_a_power_cut_has_spoilt_is_left_out(tmp_path):
-    lines = ['{"step": 1, "loss": 0.5}', '{"step": 2, "lo', "\0\0\0", "[]", '{"loss": 1}', '{"step": 3, "loss": NaN}',
-             '{"step": 4, "held_out_loss": 0.25}', '{"step": 5, "loss": "x"}', '{"step": 6, "loss": 0.5}']  # fmt: skip
+    whole = {"step": 1, **dict.fromkeys(NUMBERS, 0.5)}
+    lines = [json.dumps(whole), '{"step": 2, "lo', "\0\0\0", "[]", "1", '{"loss": 1}', '{"step": 1, "loss": 0.5}']
+    lines += [json.dumps(whole | wrong) for wrong in (
+        {"loss": math.nan}, {"loss": "x"}, {"data_wait": None}, {"step": 1.5}, {"step": True}, {"signs": []},
+        {"more": []},
+    )]  # fmt: skip
+    lines += ['{"step": 4, "held_out_loss": 0.25}', '{"step": 5, "held_out_loss": "x"}']
+    lines += [json.dumps(whole | {"step": 6, "signs": {"lr": "why"}, "skipped": {"a.png": "broken"}})]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 4, 6]
     assert [record["step"] for record in read_metrics(tmp_path, 4)] == [1, 4]

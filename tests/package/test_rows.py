@@ -14,7 +14,7 @@ from conftest import finish, make_captioned, make_images, start
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.data.images import decode_image
-from diffusion_training.data.rows import load_rows, name_rows, read_items
+from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.errors import in_one_sentence
 from diffusion_training.loading import load_batches
 
@@ -137,18 +137,36 @@ def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, ca
     assert capsys.readouterr().out == ""
 
 
+def known(rows, column, folder):
+    return RowDataset(rows, column, argparse.Namespace(train_data_dir=str(folder), dataset_name=None))
+
+
 def test_rows_are_known_by_their_file_in_the_folder_or_their_number(tmp_path, load):
     make_images(tmp_path / "images/a", 3)
-    rows, column = load(tmp_path / "images")
-    assert name_rows(rows, column, str(tmp_path / "images")) == ["a/0.png", "a/1.png", "a/2.png"]
-    drawn, _ = load(tmp_path / "images", max_train_samples=2, seed=1)
+    assert known(*load(tmp_path / "images"), tmp_path / "images").names() == ["a/0.png", "a/1.png", "a/2.png"]
+    drawn, column = load(tmp_path / "images", max_train_samples=2, seed=1)
     expected = [Path(row[column]["path"]).name for row in drawn]
-    assert [Path(name).name for name in name_rows(drawn, column, str(tmp_path / "images"))] == expected
+    assert [Path(name).name for name in known(drawn, column, tmp_path / "images").names()] == expected
     (tmp_path / "table").mkdir()
     png = (tmp_path / "images/a/0.png").read_bytes()
     datasets.Dataset.from_dict({"image": [png, png]}).to_parquet(tmp_path / "table/train.parquet")
-    rows, column = load(tmp_path / "table")
-    assert name_rows(rows, column, str(tmp_path / "table")) == ["row 0", "row 1"]
+    assert known(*load(tmp_path / "table"), tmp_path / "table").names() == ["row 0", "row 1"]
+
+
+def test_a_row_is_digested_by_its_content_and_not_by_name_or_number(tmp_path, load):
+    make_captioned(tmp_path / "images", 3, ["a", "b", "c"])
+    rows = known(*load(tmp_path / "images", others=["text"]), tmp_path / "images")
+    digests = [rows.digest(row) for row in range(3)]
+    assert len(set(digests)) == 3
+    pictures = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(3)]
+    (tmp_path / "table").mkdir()
+    for texts, same in (("cba", True), ("cbx", False)):
+        table = datasets.Dataset.from_dict({"image": pictures[::-1], "text": list(texts)})
+        table.to_parquet(tmp_path / "table/train.parquet")
+        of_table = known(*load(tmp_path / "table", others=["text"]), tmp_path / "table")
+        assert (sorted(map(of_table.digest, range(3))) == sorted(digests)) is same
+    (tmp_path / "images/1.png").unlink()
+    assert rows.digest(1) not in digests and rows.digest(0) == digests[0]
 
 
 def test_items_come_in_the_order_of_their_keys(tmp_path, load):
@@ -178,3 +196,12 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
     assert finish(start(lambda: main(argparse.Namespace()), log=tmp_path / "log"), timeout=30) == [1]
     log = (tmp_path / "log").read_text()
     assert "unexpected end of data; what was saved before is whole" in log and "Traceback" not in log
+
+
+def test_a_column_of_images_is_no_caption_and_a_row_without_a_file_no_fault(tmp_path, load):
+    make_captioned(tmp_path / "images", 3, ["a", "b", "c"])
+    with pytest.raises(SystemExit, match="column 'image' of .* holds images: choose another --caption_column"):
+        load(tmp_path / "images", others=["image"], caption_column="image")
+    lines = [{"file_name": "0.png", "text": "a"}, {"file_name": None, "text": "b"}]
+    (tmp_path / "images/metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(load(tmp_path / "images")[0]) == 2  # the second is skipped when it is read

@@ -11,11 +11,13 @@ from accelerate import Accelerator
 from conftest import finish, start
 from PIL import Image
 
+import train_unconditional
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.tuning import (
     choose_batch_size,
     find_learning_rate,
     largest_batch,
+    plan_steps,
     scale_learning_rate,
 )
 
@@ -170,7 +172,8 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
 
 
 def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
-    assert choose(2, None, 3)[0] == (2, 3) and capsys.readouterr().out == ""  # nothing was asked for
+    assert choose(2, None, 3)[0] == (2, 3)
+    assert capsys.readouterr().out == "Batch size: 2 x 3 accumulated x 1 processes, 6 images a step\n"
     assert choose("auto", None)[0] == (5, 1)
     assert "Batch size: 5 x 1 accumulated x 1 processes" in capsys.readouterr().out
     assert choose("auto", None, most=99)[0] == (12, 1)  # not more than there are
@@ -184,3 +187,18 @@ def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
             choose(*wrong)
     with pytest.raises(SystemExit, match="is no multiple of --train_batch_size 2 x 2 processes, or"):
         choose(2, 6, num_processes=2)
+
+
+def plan(*argv, steps=100, seen=0):
+    args = train_unconditional.parse_args(["--train_data_dir=.", f"--max_train_steps={steps}", *argv])
+    progress = Progress({"global_step": seen, "data_step": seen, "images_seen": seen}, 10**6, 1, 1)
+    return plan_steps(Accelerator(cpu=True), progress, args)
+
+
+def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_told(capsys):
+    assert plan("--lr_warmup_steps=11") and "--lr_warmup_steps 5 would suit it" in capsys.readouterr().out
+    assert plan("--lr_warmup_steps=10") and plan("--lr_scheduler=constant") and capsys.readouterr().out == ""
+    with pytest.raises(SystemExit, match="polynomial ends at a rate of 1e-7: begin above it, not at 1e-08"):
+        plan("--lr_scheduler=polynomial", "--learning_rate=1e-8")
+    assert not plan(seen=101) and "beyond step 100: there is nothing left to train" in capsys.readouterr().out
+    assert plan("--find_lr", seen=101)  # of a run that has ended, too

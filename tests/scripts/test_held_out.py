@@ -1,8 +1,10 @@
 """The held-out loss in a run: its images are not trained on, nothing moves its figure, and kills lose none."""
 
 import os
+import shutil
 import signal
 
+import datasets
 import pytest
 import torch
 from accelerate import Accelerator
@@ -120,7 +122,7 @@ def test_a_signal_does_not_wait_for_it(tmp_path, flags, monkeypatch):
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
 
     def sending(*key):
-        if len(key) == 2 and key[0] > 2**32 and not signals:  # the first noise of the held-out loss
+        if key[0] == "held out" and not signals:  # the first noise of the held-out loss
             signals.append(os.kill(os.getpid(), signal.SIGTERM))
         return step_seed(*key)
 
@@ -170,3 +172,43 @@ def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
     a, b = held_out(tmp_path / "a"), held_out(tmp_path / "b")
     assert len(a) == len(b) == 2 and a[1] == pytest.approx(b[1], rel=1e-3)
     assert {**a[0], "step": 2} == a[1]  # the weights did not move, and nothing else makes a difference
+
+
+@pytest.mark.parametrize("way", ["deleted", "more", "order", "parent", "sample"])
+def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held_out(tmp_path, flags, way, capfd):
+    """The checkpoint knows by content what it held out."""
+    flags += ["--max_train_steps=2", "--resume_from_checkpoint=latest", "--validation_steps=99"]
+    files = sorted((tmp_path / "images").iterdir())
+    table = tmp_path / "table/train.parquet"
+
+    def write(paths):
+        table.parent.mkdir(exist_ok=True)
+        datasets.Dataset.from_dict({"image": [path.read_bytes() for path in paths]}).to_parquet(table)
+
+    write(files)
+    if way in ("order", "sample"):
+        flags += [f"--train_data_dir={table.parent}", "--image_column=image"]
+    train(*flags, *["--max_train_samples=9"] * (way == "sample"))
+    if way == "deleted":
+        (tmp_path / "images/5.png").unlink()
+    elif way == "more":
+        shutil.copytree(tmp_path / "images", tmp_path / "images/a")
+    elif way == "order":
+        write(files[::-1])
+    elif way == "parent":
+        (tmp_path / "data").mkdir()
+        (tmp_path / "images").rename(tmp_path / "data/images")
+        flags += [f"--train_data_dir={tmp_path / 'data'}"]
+    with pytest.raises(SystemExit):
+        train(*flags, "--max_train_steps=3")
+    assert "checkpoint-2 was trained on images that would be held out, or held out others" in capfd.readouterr().err
+    train(*flags, "--max_train_steps=3", "--holdout=0")
+
+
+def test_the_same_images_elsewhere_or_packed_anew_are_held_out_alike(tmp_path, flags):
+    flags += ["--max_train_steps=2", "--resume_from_checkpoint=latest", "--validation_steps=99"]
+    train(*flags)
+    (tmp_path / "images").rename(tmp_path / "moved")
+    flags += [f"--train_data_dir={tmp_path / 'moved'}"]
+    train(*flags, "--max_train_steps=3")
+    train(*flags, "--cache_images", "--max_train_steps=4")

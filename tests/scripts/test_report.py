@@ -119,8 +119,9 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
     (tmp_path / "out").rename(tmp_path / "copy")
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "copy/report.html").unlink()
+    lines = [line for line in (tmp_path / "copy/metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     with (tmp_path / "copy/metrics.jsonl").open("a") as file:  # what was trained since is in it
-        file.write('{"step": 100, "loss": 0.25}\n')
+        file.write(json.dumps(json.loads(lines[-1]) | {"step": 100, "loss": 0.25}) + "\n")
     command = [sys.executable, "-m", "diffusion_training.report"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     made = subprocess.run([*command, "copy"], cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -389,7 +389,7 @@ def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached, num_
     grid = np.array(Image.open(tmp_path / "out/samples/step-0000002.png").convert("RGB")).astype(int)
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
     for i in range(4):
-        generator = torch.Generator().manual_seed(step_seed(0, i))
+        generator = torch.Generator().manual_seed(step_seed("sample", 0, i))
         image = pipeline(prompts[i // 2], generator=generator, guidance_scale=3, num_inference_steps=4).images[0]
         image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
         y, x = 68 * (i // 2), grid.shape[1] - 68 * (2 - i % 2)

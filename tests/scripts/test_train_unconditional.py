@@ -1,15 +1,20 @@
 """train_unconditional.py from end to end: its commands, what they leave, and that exact means to the bit."""
 
+import copy
 import json
 import math
 import os
 import re
+import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
@@ -321,7 +326,7 @@ def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags,
     assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # at the end there always is one
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.safetensors")}
     train(*flags, "--num_epochs=1", "--resume_from_checkpoint=latest")
-    assert "checkpoint-12 is beyond step 6: there is nothing left to train" in capfd.readouterr().out
+    assert "The checkpoint is beyond step 6: there is nothing left to train" in capfd.readouterr().out
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.safetensors")} == before
     assert len(metrics(tmp_path / "out")) == 12
     train(*flags, "--num_epochs=3", "--train_batch_size=4", "--resume_from_checkpoint=latest")
@@ -331,7 +336,7 @@ def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags,
     assert "holds checkpoint-14 of an earlier run" in refused(capfd, *flags)
     elsewhere = ["--num_epochs=3", f"--output_dir={tmp_path / 'new'}", "--resume_from_checkpoint"]
     train(*flags, "--train_batch_size=4", *elsewhere, tmp_path / "out/checkpoint-12")
-    assert [record["step"] for record in metrics(tmp_path / "new")] == [13, 14]
+    assert [record["step"] for record in metrics(tmp_path / "new")] == [*range(1, 15)]
     assert_same_weights(tmp_path / "out/unet", tmp_path / "new/unet")
 
 
@@ -457,7 +462,7 @@ def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, flags, num_p
     assert grid.shape == (2 * 17 + 1, 3 * 17 + 1, 3)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
     for i in range(5):
-        generator = torch.Generator().manual_seed(step_seed(0, i))
+        generator = torch.Generator().manual_seed(step_seed("sample", 0, i))
         image = np.array(pipeline(generator=[generator], num_inference_steps=2).images[0]).astype(int)
         y, x = 17 * (i // 3) + 1, 17 * (i % 3) + 1
         assert np.abs(grid[y : y + 16, x : x + 16] - image).max() <= 1
@@ -536,7 +541,7 @@ def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path, images_of)
     assert set(left()) == {0}
 
 
-def test_what_can_not_be_decoded_is_black_without_weight_and_named(tmp_path, images_of):
+def test_what_can_not_be_decoded_is_black_without_weight_and_named(tmp_path, images_of, monkeypatch):
     make_images(tmp_path / "images", 2)
     png = (tmp_path / "images/1.png").read_bytes()
     kinds = datasets.Features({"image": datasets.Image()})
@@ -551,8 +556,8 @@ def test_what_can_not_be_decoded_is_black_without_weight_and_named(tmp_path, ima
     data = images_of()
     (tmp_path / "images/0.png").unlink()  # gone, and the folder is still there
     assert data[[(0, 0, 1.0)]]["weight"] == 0
-    (tmp_path / "images").rename(tmp_path / "away")  # the disk
-    with pytest.raises(FileNotFoundError):
+    monkeypatch.setattr(script, "decode_image", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):  # the disk
         data[[(0, 1, 1.0)]]
 
 
@@ -703,3 +708,62 @@ def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, mon
     held = [*weights(checkpoint / "unet").values(), *weights(checkpoint / "unet_ema").values()]
     held += [moments[name] for moments in state for name in ("exp_avg", "exp_avg_sq")]
     assert {tensor.dtype for tensor in held} == {torch.float32}
+
+
+def test_main_runs_in_a_thread_and_twice_with_the_same_arguments(tmp_path, flags):
+    args = script.parse_args([*flags, "--scale_lr", "--max_train_steps=1"])
+    before, rates = copy.deepcopy(args), []
+    for name in ("one", "two"):
+        args.output_dir = before.output_dir = str(tmp_path / name)
+        reset()
+        thread = threading.Thread(target=script.main, args=(args,))
+        thread.start()
+        thread.join()
+        assert args == before
+        rates += [record["lr"] for record in metrics(tmp_path / name)]
+    assert len(rates) == 2 and rates[0] == rates[1]
+
+
+def test_a_run_that_fails_at_its_model_leaves_no_folder_and_spares_one_that_was_there(tmp_path, flags, capfd):
+    wrong = [*flags, "--model_config_name_or_path=nowhere"]
+    assert "nowhere holds no UNet2DModel" in refused(capfd, *wrong)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    refused(capfd, *wrong)
+    assert (tmp_path / "out/run.args").exists()
+
+
+def test_samples_of_a_run_without_a_checkpoint_do_not_stay_in_the_next(tmp_path, flags):
+    train(*flags, "--max_train_steps=2", "--validation_steps=1")
+    shutil.rmtree(tmp_path / "out/checkpoint-2")
+    assert len(list((tmp_path / "out/samples").iterdir())) == 2
+    train(*flags, "--max_train_steps=1")
+    assert [path.name for path in (tmp_path / "out/samples").iterdir()] == ["step-0000001.png"]
+    assert [record["step"] for record in metrics(tmp_path / "out")] == [1]
+
+
+@pytest.mark.parametrize("damage", ["empty", "broken", "schema"])
+def test_a_stream_that_can_not_be_read_on_is_one_sentence(tmp_path, flags, capfd, damage):
+    (tmp_path / "shards").mkdir()
+    images = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(4)]
+    for i in range(2):
+        rows = datasets.Dataset.from_dict({"image": images}).cast_column("image", datasets.Image(decode=False))
+        rows.to_parquet(tmp_path / f"shards/{i}.parquet")
+    stream = [*flags, f"--train_data_dir={tmp_path / 'shards'}", "--streaming", "--max_train_steps=12"]
+    path = tmp_path / "shards/1.parquet"
+    if damage == "empty":
+        pq.write_table(pq.read_table(path).slice(0, 0), path)
+    elif damage == "broken":
+        path.write_bytes(path.read_bytes()[:-30])
+    else:
+        pq.write_table(pa.table({"other": [1, 2]}), path)
+    assert "the stream can't be read on (" in refused(capfd, *stream)
+    train(*flags, "--max_train_steps=1", f"--output_dir={tmp_path / 'counted'}")
+    said = refused(
+        capfd,
+        *flags,
+        "--streaming",
+        "--max_train_steps=9",
+        f"--resume_from_checkpoint={tmp_path / 'counted/checkpoint-1'}",
+    )
+    assert "checkpoint-1 counts images, and a stream can't" in said
