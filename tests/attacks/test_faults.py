@@ -411,6 +411,22 @@ def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, nam
     attack(target, target.moments(count, of_files=True), refuse, judge)
 
 
+@cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 6}, [*NAMES, *OTHERS])
+def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets, name, count):
+    """Before any call and any change of a file: the run ends in a sentence, and the same command ends as ever."""
+    target, left_out = targets(name), r"report\.(html|json)|.*\.(args|png)"
+
+    def judge(codes, said, victim, reproduction):
+        return bool(target.judge_either(codes, said, reproduction, left_out=left_out))
+
+    def lack():
+        number = [errno.EMFILE, errno.ENFILE, errno.ENOMEM][os.getpid() % 3]
+        lacking = [MemoryError(), RuntimeError("can't start new thread"), OSError(number, os.strerror(number))]
+        raise lacking[os.getpid() // 3 % 3]
+
+    attack(target, target.moments(count, after="main"), lack, judge, left_out=left_out)
+
+
 @cases(4, {}, {NAMES[1]: 512})
 def test_a_full_disk_at_any_write_is_one_sentence(targets, name, count):
     """On a disk that grows by `count` KiB after each failure, the same command ends with the same bits."""
