@@ -81,3 +81,18 @@ def test_a_home_is_found_and_a_script_needs_no_docstring(parser):
     assert parser.parse_args(["--out=~/x"]).out == os.path.expanduser("~/x") != "~/x"
     assert parser.description == "Paint." and parser.prog == "paint.py"
     assert make_parser("paint.py", None).description == ""  # python -OO has none
+
+
+def test_a_demo_takes_what_the_program_was_started_with(parser, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["paint.py", "--size=5"])
+    args = parse_demo(parser, "--name demo --size 4", None)
+    assert (args.name, args.size) == ("demo", 5)
+
+
+def test_the_help_tells_defaults_and_of_files(parser):
+    parser.add_argument("--tint", default=7, help="of grey")
+    printed = " ".join(parser.format_help().split())
+    assert (
+        "of grey (default: 7)" in printed
+        and "@FILE stands for the flags in a file, such as a run's run.args" in printed
+    )

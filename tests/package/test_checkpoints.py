@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_unet_config
+from conftest import make_unet_config, patch
 from diffusers import UNet2DModel
 
 from diffusion_training import __version__
@@ -296,3 +296,20 @@ def test_going_back_does_not_leave_newer_checkpoints_to_latest(tmp_path, acceler
         with pytest.raises(SystemExit, match="checkpoint-4 is newer than .*checkpoint-2, or of another run: delete"):
             find_checkpoint(given, str(tmp_path / "out"))
     assert find_checkpoint("checkpoint-4", str(tmp_path / "out")) == tmp_path / "out/checkpoint-4"
+
+
+def test_machines_that_see_different_folders_are_told(tmp_path, accelerator, save, monkeypatch):
+    save(2, 4)
+    patch(monkeypatch, "gather_object", lambda found: [*found, "checkpoint-2"])  # what the other machine has
+    with pytest.raises(
+        SystemExit, match="machines found different checkpoints: --output_dir must be a folder that th"
+    ):
+        find_checkpoint("latest", str(tmp_path / "out"))
+
+
+def test_the_scale_of_fp16_goes_on_where_it_was(tmp_path, accelerator, save, load):
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    save(3)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    load(tmp_path / "out/checkpoint-3")
+    assert accelerator.scaler.get_scale() == 8.0

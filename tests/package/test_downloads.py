@@ -289,3 +289,7 @@ def test_redirects_are_judged_like_any_other_url(server):
     found = reasons([f"{server.url}/{kind}/1" for kind in ("private", "mapped", "file", "circle", "hop")])
     assert found == ["private address", "private address", "not http or https: 'file'", "too many redirects", None]
     assert collections.Counter(server.requests)["/image/0"] == 0
+
+
+def test_these_directives_are_respected_unless_others_are_given():
+    assert sorted(make_args().opt_out) == ["noai", "noimageai", "noimageindex", "noindex"]

@@ -15,6 +15,7 @@ from diffusion_training.files import (
     digest_file,
     find_differences,
     saving,
+    take_folder,
     write_file,
 )
 
@@ -214,3 +215,35 @@ def test_differences_are_named_with_both_values():
     assert find_differences(before, before) == []
     expected = ["vae.scaling_factor 0.18215 -> 0.13025", "gone 1 -> None", "new None -> {'a': 1}"]
     assert find_differences(before, now) == expected
+
+
+def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    """Or a power cut leaves files that are there and empty."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def watch(name, function):
+        return lambda *args, **options: (calls.append(name), function(*args, **options))[1]
+
+    fill(tmp_path / "out")
+    monkeypatch.setattr(os, "fsync", watch("fsync", fsync))
+    monkeypatch.setattr(os, "replace", watch("replace", replace))
+    save(tmp_path / "out", "new")
+    assert calls[:3] == ["fsync"] * 3 and "replace" in calls
+
+
+def test_a_name_on_the_hub_is_no_folder_that_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check("beans/out", dataset_name="beans")
+    (tmp_path / "beans").mkdir()
+    with pytest.raises(SystemExit, match="lies in --dataset_name beans"):
+        check("beans/out", dataset_name="beans")
+
+
+def test_a_folder_is_made_with_its_parents_and_hidden_files_are_nobodys(tmp_path):
+    folder = tmp_path / "a/b"
+    take_folder(folder, folder, lambda names: False, "run of this script").release()
+    (folder / ".DS_Store").touch()
+    take_folder(folder, folder, lambda names: False, "run of this script").release()
+    (folder / "photo.png").touch()
+    with pytest.raises(SystemExit, match="holds photo.png and no run of this script: choose another folder"):
+        take_folder(folder, folder, lambda names: False, "run of this script")

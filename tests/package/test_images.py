@@ -178,6 +178,12 @@ def test_a_strip_of_pixels_does_not_fill_the_memory():
     assert shrink(strip, 64, None).shape == (3, 64, 256) and shrink(strip, 64, (0.5, 0.5)).shape == (3, 64, 64)
 
 
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_stripes_too_fine_for_the_smaller_image_become_grey(interpolation):
+    stripes = torch.tensor([0, 255], dtype=torch.uint8).repeat(24).expand(3, 48, 48)
+    assert (shrink(stripes, 16, (0.5, 0.5), interpolation)[..., 1:-1].int() - 127).abs().max() < 30
+
+
 @pytest.mark.skipif(images.decode_jpeg is None, reason="needs torchcodec")
 @pytest.mark.parametrize("mark", [b"Exif\0\0", b"Exif\0\xff", b"xxxx\0\0"])
 def test_what_pillow_takes_for_no_exif_turns_nothing(mark):

@@ -131,3 +131,14 @@ def test_what_can_not_be_trained_is_refused(config, sentence):
     check_objective(argparse.Namespace(config=argparse.Namespace(**plain)))
     with pytest.raises(SystemExit, match=sentence):
         check_objective(argparse.Namespace(config=argparse.Namespace(**plain | config)))
+
+
+@TRAINERS
+def test_each_channel_of_each_image_has_an_offset_of_its_own(script):
+    scheduler, model = DDPMScheduler(), Model()
+    images, weight = torch.zeros(4000, 3, 2, 2), torch.full((4000,), 1 / 4000)
+    loss_of(script, model, scheduler, images, weight, noise_offset=5.0)
+    level = (1 - scheduler.alphas_cumprod[model.timesteps]).sqrt().view(-1, 1, 1, 1)
+    offsets = (model.noisy / level).mean((2, 3))
+    assert (torch.corrcoef(offsets.T) - torch.eye(3)).abs().max() < 0.1
+    assert offsets.var(0).min() > 20  # over the images

@@ -80,3 +80,9 @@ def test_its_state_is_what_it_starts_from():
     walk(progress, 4)
     again = Progress(progress.state(), 10, 2, 2)
     assert walk(progress, 7) == walk(again, 7) and progress.state() == again.state()
+
+
+def test_what_comes_every_step_comes_after_the_first():
+    progress = progress_at()
+    progress.advance(4, stepped=True)
+    assert progress.is_due(1)

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import time
 
 import numpy as np
 import pytest
@@ -236,3 +237,14 @@ def test_nothing_is_told_by_other_processes(tmp_path, run):
     records.accelerator = argparse.Namespace(is_main_process=False, log=lambda *args, **options: None)
     records.write({"step": 1, "loss": 1.0})
     assert os.path.getsize(tmp_path / "out/metrics.jsonl") == 0
+
+
+def test_a_pause_is_no_part_of_the_rate(tmp_path, run, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    records = run()
+    now[0] += 1
+    with records.paused():
+        now[0] += 100
+    step(records, 1)
+    assert metrics(tmp_path)[0]["images_per_second"] == pytest.approx(2)

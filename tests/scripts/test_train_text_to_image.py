@@ -623,3 +623,33 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
     # The quickest is the one that other programs disturbed least.
     duration, outside = min(steps, key=lambda step: step[1])
     assert duration > 0.1 and outside < 0.04 * duration, steps
+
+
+def test_training_goes_on_with_dropout_after_samples(tmp_path, cached, monkeypatch):
+    training, compute_loss = [], script.compute_loss
+
+    def watched(models, *args):
+        training.append(models["unet"].training)
+        return compute_loss(models, *args)
+
+    monkeypatch.setattr(script, "compute_loss", watched)
+    train(*cached, "--no-use_ema", "--validation_prompts=a digit", "--validation_steps=1", "--max_train_steps=3")
+    assert training == [True] * 3
+
+
+def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, cached, monkeypatch):
+    late, clock = [0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+
+    def slow(function):
+        def wrapper(*args, **options):
+            late[0] += 1000
+            return function(*args, **options)
+
+        return wrapper
+
+    for name in ("log_validation", "save_checkpoint"):
+        monkeypatch.setattr(script, name, slow(getattr(script, name)))
+    train(*cached, "--validation_prompts=a digit", "--validation_steps=1", "--checkpointing_steps=1",
+          "--max_train_steps=3")  # fmt: skip
+    assert late[0] >= 5000 and all(record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out"))

@@ -647,6 +647,69 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
         make(f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}", of=scheduler)
 
 
+def test_training_goes_on_with_dropout_after_samples(tmp_path, flags, monkeypatch):
+    training, compute_loss = [], script.compute_loss
+
+    def watched(models, *args):
+        training.append(models["unet"].training)
+        return compute_loss(models, *args)
+
+    monkeypatch.setattr(script, "compute_loss", watched)
+    train(*flags, "--no-use_ema", "--validation_steps=1", "--max_train_steps=3")
+    assert training == [True] * 3
+
+
+def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, flags, monkeypatch):
+    late, clock = [0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+
+    def slow(function):
+        def wrapper(*args, **options):
+            late[0] += 1000
+            return function(*args, **options)
+
+        return wrapper
+
+    for name in ("log_validation", "save_checkpoint", "save_pipeline"):
+        monkeypatch.setattr(script, name, slow(getattr(script, name)))
+    train(*flags, "--validation_steps=1", "--checkpointing_steps=1", "--max_train_steps=3")
+    assert late[0] >= 6000 and all(record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out"))
+
+
+def test_a_resumed_run_takes_the_optimizers_flags_that_it_is_given(tmp_path, flags):
+    given = {"adam_beta1": 0.5, "adam_beta2": 0.75, "adam_weight_decay": 0.25, "adam_epsilon": 0.125}
+    train(*flags, "--max_train_steps=2", "--checkpointing_steps=2", "--lr_scheduler=constant")
+    train(*flags, "--max_train_steps=4", "--checkpointing_steps=4", "--lr_scheduler=constant", "--learning_rate=1e-5",
+          "--resume_from_checkpoint=latest", *(f"--{name}={value}" for name, value in given.items()))  # fmt: skip
+    assert [record["lr"] for record in metrics(tmp_path / "out")] == [1e-3, 1e-3, 1e-5, 1e-5]
+    (group,) = torch.load(tmp_path / "out/checkpoint-4/optimizer.bin", weights_only=True)["param_groups"]
+    assert (*group["betas"], group["weight_decay"], group["eps"]) == tuple(given.values())
+
+
+def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, monkeypatch):
+    noised, computed, add_noise, conv2d = set(), set(), DDPMScheduler.add_noise, torch.nn.Conv2d.forward
+
+    def adding(self, images, noise, timesteps):
+        noisy = add_noise(self, images, noise, timesteps)
+        noised.update({images.dtype, noise.dtype, noisy.dtype})
+        return noisy
+
+    def convolving(self, x):
+        out = conv2d(self, x)
+        computed.add(out.dtype)
+        return out
+
+    monkeypatch.setattr(DDPMScheduler, "add_noise", adding)
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", convolving)
+    train(*flags, "--mixed_precision=bf16", "--max_train_steps=2", "--checkpointing_steps=2")
+    assert noised == {torch.float32} and torch.bfloat16 in computed
+    checkpoint = tmp_path / "out/checkpoint-2"
+    state = torch.load(checkpoint / "optimizer.bin", weights_only=True)["state"].values()
+    held = [*weights(checkpoint / "unet").values(), *weights(checkpoint / "unet_ema").values()]
+    held += [moments[name] for moments in state for name in ("exp_avg", "exp_avg_sq")]
+    assert {tensor.dtype for tensor in held} == {torch.float32}
+
+
 def test_main_runs_in_a_thread_and_twice_with_the_same_arguments(tmp_path, flags):
     args = script.parse_args([*flags, "--scale_lr", "--max_train_steps=1"])
     before, rates = copy.deepcopy(args), []

@@ -1,0 +1,140 @@
+"""docs/training.md: the figures of its U-Nets and of steps and epochs are those of the files and of the arithmetic."""
+
+import json
+import math
+import re
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import MODELS, ROOT
+from diffusers import AutoencoderKL, UNet2DModel
+
+import train_unconditional
+from diffusion_training.training.progress import Progress
+
+TEXT = (ROOT / "docs/training.md").read_text()
+U_NETS = re.findall(r"^\| \[unet_(\d+)\.json\].*?\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", TEXT, re.M)
+STEPS = re.findall(r"^\| ([\d,]+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", TEXT, re.M)
+
+
+def integer(text):
+    return int(text.replace(",", ""))
+
+
+def make_unet(side, *flags):
+    flags = [f"--train_data_dir={ROOT / 'demo'}", f"--resolution={side}", *flags]
+    return train_unconditional.make_unet(train_unconditional.parse_args(flags))
+
+
+def test_all_configs_are_in_the_table():
+    assert {f"unet_{side}.json" for side, *_ in U_NETS} == {path.name for path in ROOT.glob("configs/unet_*.json")}
+    assert len(U_NETS) == 4 and len(STEPS) == 4
+
+
+@pytest.mark.parametrize("side, weights, in_step, between, _", U_NETS)
+def test_a_config_takes_its_resolution_and_has_as_many_weights_as_said(side, weights, in_step, between, _):
+    with torch.device("meta"), torch.no_grad():
+        unet = make_unet(side, f"--model_config_name_or_path={ROOT / f'configs/unet_{side}.json'}")
+        shape = (1, 3, int(side), int(side))
+        assert unet(torch.zeros(shape), torch.zeros(1)).sample.shape == shape
+    count = sum(parameter.numel() for parameter in unet.parameters())
+    assert count == integer(weights) and not list(unet.buffers())
+    assert (f"{20 * count / 1e9:.2f}", f"{16 * count / 1e9:.2f}") == (in_step, between)
+    config = json.loads((ROOT / f"configs/unet_{side}.json").read_text())
+    assert config["sample_size"] == int(side) and config["dropout"] == (0.1 if int(side) < 128 else 0.0)
+    kinds = config["down_block_types"]
+    assert [int(side) >> level for level, kind in enumerate(kinds) if kind.startswith("Attn")] == [16]
+
+
+def test_the_largest_is_the_one_that_comes_without_a_config():
+    with torch.device("meta"):
+        one, other = make_unet(256), make_unet(256, f"--model_config_name_or_path={ROOT / 'configs/unet_256.json'}")
+    shapes = [{name: value.shape for name, value in unet.state_dict().items()} for unet in (one, other)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("side, checkpointing", [("32", False), ("32", True), ("64", True)])  # the others take long
+def test_what_an_image_keeps_for_the_backward_pass(side, checkpointing):
+    (row,) = (row for row in U_NETS if row[0] == side)
+    unet = UNet2DModel.from_config(UNet2DModel.load_config(ROOT / f"configs/unet_{side}.json"))
+    if checkpointing:
+        unet.enable_gradient_checkpointing()
+    weights, kept = {parameter.untyped_storage().data_ptr() for parameter in unet.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = unet(torch.zeros(1, 3, int(side), int(side)), torch.zeros(1)).sample
+    share = 1 / 3 if checkpointing else 1
+    assert out.requires_grad and sum(kept.values()) / 1e6 == pytest.approx(share * int(row[4]), rel=0.15)
+
+
+def test_the_trainer_holds_five_numbers_a_weight_in_a_step_and_four_between(tmp_path, monkeypatch):
+    """Counted where the gradients are at hand and where they are gone."""
+    counts, step, update_ema = [], torch.optim.AdamW.step, train_unconditional.update_ema
+
+    def stepping(self, *args, **options):
+        step(self, *args, **options)
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        moments = [moment for weight in weights for name, moment in self.state[weight].items() if name != "step"]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        counts.append([sum(tensor.numel() for tensor in tensors) for tensors in (weights, moments, grads)])
+
+    def averaging(averaged, models, *args):
+        update_ema(averaged, models, *args)
+        weights = list(models["unet"].parameters())
+        assert all(weight.grad is None for weight in weights)
+        counts[-1].append(sum(weight.numel() for weight in averaged["unet"].parameters()))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
+    monkeypatch.setattr(train_unconditional, "update_ema", averaging)
+    flags = ["--max_train_steps=2", "--report_to=none", f"--output_dir={tmp_path / 'out'}", "--eval_batch_size=1",
+             "--ddpm_num_inference_steps=1"]  # fmt: skip
+    train_unconditional.main(train_unconditional.parse_args(flags))
+    assert len(counts) == 2
+    for weights, moments, grads, averaged in counts:
+        assert (moments, grads, averaged) == (2 * weights, weights, weights)
+
+
+@pytest.mark.parametrize("images, side, steps, epochs", STEPS)
+def test_steps_are_epochs_times_the_steps_of_one(images, side, steps, epochs):
+    images, steps, epochs = map(integer, (images, steps, epochs))
+    of_one = math.ceil(images / 64)
+    assert epochs == round(steps / of_one)
+    start = {"global_step": 0, "data_step": 0, "images_seen": 0}
+    assert Progress(start, images, 64, 1).last_step(epochs) == epochs * of_one
+    assert Progress(start, 1797, 64, 1).last_step(1) == 29
+
+
+def test_the_sizes_of_caches_are_arithmetic():
+    """Of Stable Diffusion 2: 8 numbers for 8 x 8 pixels, 77 tokens of 1,024 numbers, 2 bytes each; tokens in 4."""
+    page, cluster = ((ROOT / f"docs/{name}.md").read_text() for name in ("latent-cache", "cluster"))
+    table = re.findall(r"^\| `(\w+)`[^|]*\| (\d+) KiB \| (\d+) KiB \| (\d+) TB ", page, re.M)
+    expected = []
+    for kind, caption in (("embeddings", 77 * 1024 * 2), ("ids", 77 * 4)):
+        rows = [2 * 4 * (side // 8) ** 2 * 2 + caption for side in (256, 512)]
+        expected.append((kind, *(str(row // 1024) for row in rows), f"{2e9 * rows[0] / 1e12:.0f}"))
+    assert table == expected
+    said = f"{expected[0][3]} TB of cache in {math.ceil(2e9 / 2048):,} shards of 2,048 rows, {expected[1][3]} TB"
+    assert f"2e9 images at 256 px are {said}" in cluster
+
+
+def test_the_demos_vae_restores_digits_as_said():
+    rows = datasets.load_dataset(str(ROOT / "demo/digits"), split="train").shuffle(seed=0)  # as demo/make_models.py
+    images = np.stack([np.array(image.convert("RGB")) for image in rows["image"]])[1400:]
+    images, vae = (
+        torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1,
+        AutoencoderKL.from_pretrained(MODELS / "vae"),
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        restored = vae.decode(vae.encode(images).latent_dist.sample()).sample.clamp(-1, 1)
+    found = -10 * ((restored - images).square().mean() / 4).log10().item()
+    (said,) = re.findall(r"VAE restores digits that it has not seen with ([\d.]+) dB PSNR", " ".join(TEXT.split()))
+    assert found == pytest.approx(float(said), abs=0.15)

@@ -1,0 +1,335 @@
+"""Laws that hold for whatever comes, by examples that hypothesis makes up, the same ones each time."""
+
+import argparse
+import collections
+import io
+import ipaddress
+import itertools
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from diffusion_training.arguments import SWITCH, format_args, make_parser, number
+from diffusion_training.data.images import decode_image, shrink
+from diffusion_training.files import check_output_dir, find_differences
+from diffusion_training.order import draw_choices, step_batches
+from diffusion_training.training.progress import Progress
+from diffusion_training.web.downloads import PrivateAddress, check_address
+
+
+def law(count):
+    """Tried with `count` examples, the same each time; nothing is kept on the disk, and a slow machine is no error."""
+    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    return settings(
+        max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=checks
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------- order and progress
+
+LAUNCH = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))  # batch, accumulation, processes
+
+
+@law(150)
+@given(
+    st.integers(1, 60), st.integers(0, 2**63 - 1), st.integers(1, 3),
+    st.lists(st.tuples(LAUNCH, st.integers(1, 15)), min_size=1, max_size=8),
+)  # fmt: skip
+def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(num_images, seed, num_epochs, parts):
+    """`parts`: launches one after the other, each killed after so many steps; the last one runs to the end."""
+    rows, end = [3 * i + 1 for i in range(num_images)], num_epochs * num_images
+    state, seen = {"global_step": 0, "data_step": 0, "images_seen": 0}, []
+    for (batch_size, accumulation, num_processes), steps in [*parts, (parts[-1][0], math.inf)]:
+        progress = Progress(dict(state), num_images, batch_size * num_processes, accumulation)
+        ranks = [step_batches(rows, progress, seed, rank, num_processes) for rank in range(num_processes)]
+        last_step = progress.last_step(num_epochs)
+        while progress.images_seen < end and steps > 0:
+            epoch, steps = progress.epoch, steps - 1
+            images, micro_batches = progress.next_step()
+            step = [[next(batches) for _ in range(micro_batches)] for batches in ranks]
+            keys = [key for batches in step for batch in batches for key in batch]
+            used = [key[:2] for key in keys if key[2]]
+            assert len(used) == images and all(key[0] == epoch for key in keys)
+            assert math.isclose(sum(key[2] for key in keys), num_processes, rel_tol=1e-9)
+            assert all(1 <= len(batch) <= batch_size for batches in step for batch in batches)
+            for batches in zip(*step, strict=True):  # all have about as many
+                counts = [sum(key[2] > 0 for key in batch) for batch in batches]
+                assert max(counts) - min(counts) <= 1
+            seen += used
+            progress.advance(images, stepped=True)
+            assert len(seen) == progress.images_seen
+        if progress.images_seen == end:
+            assert progress.global_step == progress.data_step == last_step
+        state = progress.state()
+    assert collections.Counter(seen) == collections.Counter(itertools.product(range(num_epochs), rows))
+
+
+@law(60)
+@given(st.integers(1, 40), st.integers(0, 99), st.integers(0, 120), LAUNCH, LAUNCH)
+def test_the_order_of_a_step_is_that_of_seed_and_epoch_whoever_takes_it(num_images, seed, images_seen, one, other):
+    def take(batch_size, accumulation, num_processes, count=2 * num_images):
+        state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
+        progress = Progress(state, num_images, batch_size * num_processes, accumulation)
+        ranks = [step_batches(range(num_images), progress, seed, rank, num_processes) for rank in range(num_processes)]
+        taken = []
+        while len(taken) < count:
+            images, micro_batches = progress.next_step()
+            for _ in range(micro_batches):
+                turns = itertools.zip_longest(*[next(batches) for batches in ranks])
+                taken += [key[:2] for keys in turns for key in keys if key and key[2]]
+            progress.advance(images, stepped=True)
+        return taken[:count]
+
+    assert take(*one) == take(*other)
+
+
+@law(100)
+@given(st.integers(0, 2**63 - 1), *[st.tuples(st.integers(0, 99), st.integers(0, 10**9))] * 2)
+@example(0, (0, 3), (1, 3))
+def test_no_two_rows_or_epochs_draw_the_same_and_what_is_held_out_is_drawn_as_at_first(seed, one, other):
+    assume(one != other)
+    assert not set(draw_choices(seed, *one)) & set(draw_choices(seed, *other))
+    assert list(draw_choices(seed, None, one[1])) == [0.5, 0.5, 1.0, draw_choices(seed, 0, one[1])[3]]
+
+
+# ------------------------------------------------------------------- flags
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+ODD = st.text("ab \t\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029'\"\\#@=-$`*~", max_size=12)
+FLAGS = {
+    "name": st.one_of(TEXT, ODD),
+    "prompts": st.lists(st.one_of(TEXT, ODD), min_size=1, max_size=4),
+    "weights": st.lists(st.floats(0, 1e9), min_size=1, max_size=4),
+    "rate": st.floats(-1e30, 1e30),
+    "size": st.integers(-(10**18), 10**18),
+    "batch": st.one_of(st.just("auto"), st.integers(1, 9)),
+    "flip": st.booleans(),
+}
+
+
+@pytest.fixture(scope="module")
+def parser():
+    parser = make_parser("paint.py", "Paint.")
+    parser.add_argument("--name")
+    parser.add_argument("--prompts", nargs="+")
+    parser.add_argument("--weights", nargs="+", type=number(0, 1e9))
+    parser.add_argument("--rate", type=number(-1e30, 1e30))
+    parser.add_argument("--size", type=number(-(10**18), 10**18, int))
+    parser.add_argument("--batch", type=number(1, 9, int, "auto"))
+    parser.add_argument("--flip", **SWITCH)
+    return parser
+
+
+@law(400)
+@given(st.fixed_dictionaries({}, optional=FLAGS))
+@example({"name": "a\nb"})
+@example({"name": "\u2028", "prompts": ["a\x85b", "c\rd"]})
+def test_what_a_run_writes_is_what_it_reads(parser, flags):
+    """Any text but what argparse can't take: in a list what begins with "-", or with "@" of a file, and "--"."""
+    assume(not any(text.startswith(("-", "@")) for text in flags.get("prompts", ())) and flags.get("name") != "--")
+    args = argparse.Namespace(**{**dict.fromkeys(FLAGS), "flip": False, **flags})
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "run.args").write_bytes(format_args(args, "paint.py").encode())
+        assert vars(parser.parse_args([f"@{folder}/run.args"])) == vars(args)
+
+
+@law(300)
+@given(
+    st.floats(), st.floats(), st.one_of(st.floats().map(repr), st.integers().map(str)), st.sampled_from([int, float])
+)
+def test_a_number_is_within_its_bounds_or_refused(low, high, text, kind):
+    try:
+        value = kind(text)
+        expected = low <= value <= high  # nan is within nothing
+    except ValueError:
+        expected = False
+    try:
+        assert number(low, high, kind)(text) == value and expected
+    except (argparse.ArgumentTypeError, ValueError):
+        assert not expected
+    assert number(low, high, kind, text)(text) == text  # a word is one of those that are named
+
+
+# ------------------------------------------------------------------- files
+
+
+@law(30)
+@given(st.text(max_size=3), st.characters(categories=["Cs"]), st.text(max_size=3))
+@example("", "\ud800", "")
+@example("", "\udfff", "")
+def test_what_is_no_text_is_refused_in_any_flag(before, odd, after):
+    for flags in ({"name": before + odd + after}, {"prompts": ["a", before + odd + after]}):
+        with pytest.raises(SystemExit, match="can't be read as text"):
+            check_output_dir(argparse.Namespace(output_dir="out", **flags))
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.text("ab", max_size=2)),
+    lambda inner: st.dictionaries(st.text("abc", min_size=1, max_size=1), inner, max_size=3),
+)
+DICTS = st.dictionaries(st.text("abc", min_size=1, max_size=1), JSON, max_size=3)
+
+
+@law(300)
+@given(DICTS, DICTS)
+def test_differences_are_none_of_the_same_and_the_same_both_ways(before, now):
+    assert find_differences(before, before) == []
+    there, back = find_differences(before, now), find_differences(now, before)
+    swapped = [text.split(" ", 1)[0] + " {2} -> {0}".format(*text.split(" ", 1)[1].partition(" -> ")) for text in back]
+    assert sorted(there) == sorted(swapped)
+
+    def differs(one, other):
+        if isinstance(one, dict) and isinstance(other, dict):
+            return any(differs(one.get(key), other.get(key)) for key in {**one, **other})
+        return one != other
+
+    assert bool(there) == differs(before, now)
+
+
+# ------------------------------------------------------------------- images
+
+
+def paint(mode, size, seed):
+    """Noise of a mode; of a palette, one colour is transparent for every second seed."""
+    rng, (width, height) = np.random.default_rng(seed), size
+    if mode == "I;16":
+        return Image.fromarray(rng.integers(0, 2**16, (height, width), dtype=np.uint16))
+    pixels = rng.integers(0, 256, (height, width, 4), dtype=np.uint8)
+    if mode == "P":
+        image = Image.fromarray(pixels[..., 0] // 64, "L").convert("P")
+        image.putpalette(rng.integers(0, 256, 12, dtype=np.uint8).tolist())
+        if seed % 2:
+            image.info["transparency"] = 1
+        return image
+    if mode == "LA":
+        return Image.merge("LA", [Image.fromarray(np.ascontiguousarray(pixels[..., i])) for i in range(2)])
+    return Image.fromarray(pixels, "RGBA").convert(mode) if mode != "RGBA" else Image.fromarray(pixels, "RGBA")
+
+
+def expect(data, channels):
+    """What Pillow makes of a file by its own means, laid onto white pixel by pixel: int [channels, H, W]."""
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    if image.mode.startswith("I"):
+        grey = np.rint(np.asarray(image) / 257)
+        return np.broadcast_to(grey, (channels, *grey.shape)).astype(int)
+    rgba = np.asarray(image.convert("RGBA")).astype(float)
+    alpha = rgba[..., 3:] / 255
+    rgb = Image.fromarray(np.rint(rgba[..., :3] * alpha + 255 * (1 - alpha)).astype(np.uint8))
+    pixels = np.asarray(rgb if channels == 3 else rgb.convert("L")).astype(int)
+    return pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1)
+
+
+KINDS = {  # the modes that a format keeps
+    "PNG": ["L", "RGB", "RGBA", "P", "LA", "I;16", "1"],
+    "WEBP": ["L", "RGB", "RGBA"],
+    "TIFF": ["L", "RGB", "RGBA", "P", "LA", "I;16", "1"],
+    "BMP": ["L", "RGB", "P", "1"],
+    "GIF": ["L", "P", "1"],
+    "JPEG": ["L", "RGB", "CMYK"],
+}
+
+
+@law(300)
+@given(
+    st.sampled_from([(kind, mode) for kind, modes in KINDS.items() for mode in modes]),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(0, 99), st.integers(1, 8), st.sampled_from([1, 3]),
+)  # fmt: skip
+def test_an_image_is_what_pillow_makes_of_it(kind, size, seed, orientation, channels):
+    (format, mode), buffer, exif = kind, io.BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    options = {"exif": exif} if format in ("PNG", "WEBP", "TIFF", "JPEG") else {}
+    options |= {"lossless": True, "exact": True} if format == "WEBP" else {}
+    options |= {"quality": 95, "subsampling": 0} if format == "JPEG" else {}
+    paint(mode, size, seed).save(buffer, format, **options)
+    found, expected = (
+        decode_image({"bytes": buffer.getvalue(), "path": None}, channels),
+        expect(buffer.getvalue(), channels),
+    )
+    turned = orientation > 4 and "exif" in options
+    assert found.dtype == torch.uint8 and found.shape == expected.shape == (
+        channels,
+        *(size if turned else size[::-1]),
+    )
+    # Of JPEG, one makes grey of the file's own brightness and the other of colours, which are cut off at 0 and 255.
+    tolerance = 1 if mode in ("RGBA", "LA", "P") else 0  # mixed with white
+    tolerance = (2 if channels == 3 or mode == "L" else 60) if format == "JPEG" else tolerance
+    assert np.abs(found.numpy().astype(int) - expected).max() <= tolerance
+
+
+@law(200)
+@given(
+    st.integers(1, 300), st.integers(1, 300), st.integers(1, 3), st.integers(2, 40), st.booleans(),
+    st.one_of(st.none(), st.tuples(st.floats(0, 1), st.floats(0, 1))),
+    st.sampled_from(["bicubic", "bilinear", "nearest-exact"]),
+)  # fmt: skip
+def test_a_shrunk_image_has_its_size_its_type_and_nothing_beyond_its_values(
+    height, width, channels, resolution, floating, place, interpolation
+):
+    """From 2 pixels on: to a single one of three channels torch 2.15 can't resize."""
+    image = torch.randint(60, 200, (channels, height, width), dtype=torch.uint8)
+    image = image / 255 if floating else image
+    found, short = shrink(image, resolution, place, interpolation), min(height, width)
+    assert found.dtype == image.dtype and found.shape[0] == channels
+    if place is not None:
+        assert found.shape[1:] == (resolution, resolution)
+    else:  # the short side is as said, the long one in proportion, and at most four times as long
+        sides = [int(resolution * min(side, 4 * short) / short) for side in (height, width)]
+        assert list(found.shape[1:]) == sides and min(sides) == resolution
+    if interpolation != "bicubic":  # which swings beyond
+        assert found.min() >= image.min() - 1e-6 and found.max() <= image.max() + 1e-6
+    flat = shrink(torch.full_like(image, image.flatten()[0].item()), resolution, place, interpolation)
+    assert torch.allclose(flat.float(), image.flatten()[0].float(), atol=1e-5)
+
+
+# ------------------------------------------------------------------- addresses
+
+PRIVATE = [ipaddress.ip_network(network) for network in (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.2.0/24",
+    "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
+    "168.63.129.16/32", "::/96", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8", "2001:db8::/32",
+)]  # fmt: skip
+
+
+def spell(ip):
+    """All ways to write an address that `ipaddress` knows, also inside of addresses of IPv6."""
+    inside = []
+    if ip.version == 4:
+        value, mask = int(ip), 0xFFFFFFFF
+        inside = [
+            (0xFFFF << 32) | value,  # ::ffff:a.b.c.d, mapped
+            (0x2002 << 112) | (value << 80) | 1,  # 6to4
+            (0x64FF9B << 96) | value,  # NAT64
+            (0x20010000 << 96) | (0x08080808 << 64) | (value ^ mask),  # Teredo, of a public server
+        ]
+    for one in [ip, *map(ipaddress.IPv6Address, inside)]:
+        yield from {str(one), one.compressed, one.exploded}
+        if one.version == 6:
+            yield from (
+                one.exploded.upper(),
+                f"{one}%eth0",
+                f"{one.exploded[:-9]}{ipaddress.IPv4Address(int(one) % 2**32)}",
+            )
+
+
+@law(300)
+@given(st.sampled_from(PRIVATE).flatmap(lambda network: st.ip_addresses(network=network)))
+def test_a_private_address_is_refused_however_it_is_written(ip):
+    for address in spell(ip):
+        with pytest.raises(PrivateAddress):
+            check_address(address, None)
+        check_address(address, [])
+
+
+@law(300)
+@given(st.ip_addresses(v=4))
+def test_a_public_address_is_public_however_it_is_written(ip):
+    assume(ip.is_global and not any(ip in network for network in PRIVATE if network.version == 4))
+    for address in spell(ip):
+        check_address(address, None)
