@@ -82,7 +82,7 @@ def add_flags(parser):
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add, captions=True)
     add("--cache_dir", type=PATH, help="where downloads and data sets are kept")
-    add("--resolution", type=number(1, 16384, int), default=512, help="side of the square images, pixels")
+    add("--resolution", type=number(2, 16384, int), default=512, help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add("--random_flip", **SWITCH, help="mirrored images as well")
     add_transform_flags(add)

@@ -115,7 +115,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add_source_flags(add, captions=True)
     add("--cache_dir", type=PATH, help="where downloads and data sets are kept")
-    add("--resolution", type=number(1, 16384, int), help="side of the square images, pixels")
+    add("--resolution", type=number(2, 16384, int), help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add_transform_flags(add)
 

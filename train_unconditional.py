@@ -99,7 +99,7 @@ def parse_args(argv=None):
     add("--streaming", **SWITCH, help="read while training; needs --max_train_steps")
     add("--cache_images", **SWITCH, help="decode and resize once, into --output_dir")
     add("--cache_dir", type=PATH, help="where downloads and data sets are kept")
-    add("--resolution", type=number(1, 16384, int), default=64, help="side of the square images, pixels")
+    add("--resolution", type=number(2, 16384, int), default=64, help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add("--random_flip", **SWITCH, help="mirrored images as well")
     add("--min_size", type=number(0, 16384, int), default=0, help="skip images with a shorter side, pixels")

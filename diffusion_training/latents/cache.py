@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from diffusion_training import __version__
 from diffusion_training.arguments import format_args
 from diffusion_training.data.images import describe_decoder
-from diffusion_training.errors import fail
+from diffusion_training.errors import explained, fail
 from diffusion_training.files import (
     check_output_dir,
     delete,
@@ -31,8 +31,8 @@ from diffusion_training.files import (
 )
 
 BATCH_BYTES = 2**26  # of a record batch: a trainer opens every one of a cache, and this script holds one
-RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int}  # of a shard
-RECORD |= {"skipped": [{"row": int, "key": str, "reason": str}]}
+RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
+          "skipped": [{"row": int, "key": str, "reason": str}]}  # fmt: skip
 # Flags that change nothing in a cache: cache.json and run.args are the same whatever they were.
 UNLIKE = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
 
@@ -153,7 +153,7 @@ def open_cache(accelerator, settings, args, folder=None):
     lock, decoder = None, describe_decoder()
     if accelerator.is_main_process:
         lock = take_folder(output_dir, name, lambda names: "cache.json" in names, "latent cache")
-        try:
+        with explained(f"--output_dir {name} can't be written to"):
             if not (output_dir / "cache.json").exists():
                 flags = {name: x for name, x in vars(args).items() if x is not None and name not in UNLIKE}
                 described = {**settings, "decoder": decoder, "made_with": flags, "version": __version__}
@@ -161,8 +161,6 @@ def open_cache(accelerator, settings, args, folder=None):
             (output_dir / "unfinished").mkdir(exist_ok=True)
             for leftover in output_dir.rglob(".tmp-*"):  # of a run that was killed
                 delete(leftover)
-        except OSError as error:
-            fail(f"--output_dir {name} can't be written to ({error})")
     accelerator.wait_for_everyone()
     try:
         cache, records = read_cache(output_dir)
@@ -189,8 +187,7 @@ def finish_cache(output_dir, empty_prompt, max_skipped):
     np.save(output_dir / ".tmp-empty_prompt.npy", empty_prompt)
     (output_dir / ".tmp-empty_prompt.npy").replace(output_dir / "empty_prompt.npy")
     cache["empty_prompt_sha256"] = digest_file(output_dir / "empty_prompt.npy")
-    for name in ("rows", "encoded_again", "captions_cut"):
-        cache[name] = sum(record[name] for record in records.values())
+    cache |= {name: sum(record[name] for record in records.values()) for name in RECORD if RECORD[name] is int}
     cache["skipped"], cache["shards"] = len(skipped), dict(sorted(records.items()))
     state = {"_format_columns": None, "_format_type": None, "_split": None}  # what `datasets` wants to find
     state |= {"_format_kwargs": {}, "_output_all_columns": False}
