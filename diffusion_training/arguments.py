@@ -13,7 +13,7 @@ SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}  # --flag,
 class Parser(argparse.ArgumentParser):
     """Reads @FILE as a shell would, and as a whole: argparse's own goes by lines, and a value may have several."""
 
-    def parse_args(self, argv=None, namespace=None):
+    def parse_known_args(self, argv=None, namespace=None):
         words = []
         for word in sys.argv[1:] if argv is None else argv:
             try:
@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
                 words += shlex.split(os.fsdecode(Path(word[1:]).read_bytes()), comments=True) if is_file else [word]
             except (OSError, ValueError) as error:
                 self.error(f"{word} can't be read: {error}")
-        return super().parse_args(words, namespace)
+        return super().parse_known_args(words, namespace)
 
 
 def make_parser(script, doc):

@@ -599,7 +599,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(tmp_pa
 
 @pytest.mark.parametrize("argv, sentence", [
     (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-    (["--resolution=0"], "argument --resolution: 0 is not between 1 and 16384"),
+    (["--resolution=0"], "argument --resolution: 0 is not between 2 and 16384"),
     (["--streaming"], "--streaming needs --max_train_steps"),
     (["--streaming", "--max_train_steps=1", "--cache_images"], "--cache_images"),
     (["--streaming", "--max_train_steps=1", "--holdout=2"], "of a stream none can be set aside"),
