@@ -1,8 +1,10 @@
 """A downloaded file -> an image that is whole, maybe shrunk. By Pillow: torch would take 0.8 GB of each worker."""
 
+import contextlib
 import hashlib
 import io
 import os
+import threading
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -11,6 +13,9 @@ from diffusion_training.errors import is_machines_fault
 from diffusion_training.pillow import check_scans, is_deep_grey, lay_on_white, read_deep_grey, read_orientation
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # no EPS: Pillow would start Ghostscript
+THREADS = min(4, os.cpu_count() or 1)  # that decode in a task
+LARGE = 2**24  # pixels: of larger images one is decoded at a time, or memory would be several times as much
+ALONE, SPOOL = threading.Lock(), threading.Lock()
 
 
 class Failure(Exception):
@@ -28,10 +33,11 @@ def store_image(data, spool, args):
     it came}. Raises Failure if it is none, and OSError if it can't be written.
     """
     stored, width, height = check_image(data, args)
-    first = spool.seek(0, os.SEEK_END)
-    spool.write(stored)
     sha256 = hashlib.sha256(data).hexdigest()
-    return {"first": first, "last": spool.tell(), "width": width, "height": height, "sha256": sha256}
+    with SPOOL:
+        first = spool.seek(0, os.SEEK_END)
+        spool.write(stored)
+        return {"first": first, "last": spool.tell(), "width": width, "height": height, "sha256": sha256}
 
 
 def check_image(data, args):
@@ -52,10 +58,11 @@ def check_image(data, args):
             raise Failure(f"too small: {width} x {height}")
         if max(width, height) > (args.max_aspect_ratio or float("inf")) * min(width, height):
             raise Failure(f"aspect ratio: {width} x {height}")
-        if args.resize_to is not None and min(width, height) > args.resize_to:
-            return shrink_file(image, args.resize_to, args.jpeg_quality)
-        image.draft(image.mode, (max(1, width // 8), max(1, height // 8)))
-        image.load()
+        with ALONE if width * height > LARGE else contextlib.nullcontext():
+            if args.resize_to is not None and min(width, height) > args.resize_to:
+                return shrink_file(image, width, height, args)
+            image.draft(image.mode, (max(1, width // 8), max(1, height // 8)))
+            image.load()
     except Image.DecompressionBombError as error:
         raise Failure(f"too many pixels: {error}") from None
     except Failure:
@@ -67,11 +74,16 @@ def check_image(data, args):
     return data, width, height
 
 
-def shrink_file(image, side, quality):
-    """Shrink to a short side of `side` pixels: returns (a JPEG of it, width, height).
+def shrink_file(image, width, height, args):
+    """Shrink an image that is displayed as width x height to args.resize_to: returns (a JPEG of it, width, height).
 
     What `decode_image` and `shrink` of the other scripts do, but by Pillow: torch would take 0.8 GB of each worker.
+    A large JPEG is decoded to an eighth, a quarter or half, still twice as large as what comes out.
     """
+    side = args.resize_to
+    size = (side, int(side * height / width)) if width <= height else (int(side * width / height), side)
+    twice = (2 * size[0], 2 * size[1])
+    image.draft(image.mode, twice if image.size == (width, height) else twice[::-1])
     if read_orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
     if is_deep_grey(image):
@@ -79,8 +91,6 @@ def shrink_file(image, side, quality):
     image = lay_on_white(image)
     if image.mode != "L":
         image = image.convert("RGB")
-    short, long = min(image.size), max(image.size)
-    size = (side, int(side * long / short)) if image.width <= image.height else (int(side * long / short), side)
     file = io.BytesIO()
-    image.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=quality)
+    image.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=args.jpeg_quality)
     return file.getvalue(), *size
