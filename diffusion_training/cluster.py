@@ -1,12 +1,10 @@
 """Ray: started or found, with what its workers need of these files."""
 
-import logging
 import os
 import re
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
 from diffusion_training.errors import explained
@@ -26,7 +24,6 @@ def connect(address, modules, **options):
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns of a change to come, for GPUs
     import ray
-    import ray.data
 
     was_there = ray.is_initialized()
     if not was_there:
@@ -40,14 +37,4 @@ def connect(address, modules, **options):
             )
         for number, handler in handlers.items():  # Ray has put its own in place
             signal.signal(number, handler)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel("CRITICAL")  # it says at length what it is about to do
-
-    def disconnect():
-        for thread in threading.enumerate():  # that of Ray Data would ask a Ray that is gone, which ends the process
-            if thread.name.startswith("StreamingExecutor"):
-                thread.join(10)
-        if not was_there:
-            ray.shutdown()
-
-    return disconnect
+    return (lambda: None) if was_there else ray.shutdown
