@@ -12,15 +12,13 @@ and a record of every shard. The same command again downloads only what is missi
 
 What stands where, and why:
 - Ray only schedules: each piece of work is a range of rows and has the name of its file, and the files are the state.
-  A piece that is done twice, after a kill or on a node that was given up for lost, gives the same file again.
 - A shard shows up whole or not at all, and knows in its own footer which rows it holds; what failed, and why, is in
   its record, which goes before another shard comes, and comes after it. So a kill loses nothing that was got: of a
   shard without a record, the rows that it lacks are asked for again.
 - A table is copied once to parquet with a row group for each piece of work, so that nothing more is read for one.
 - `open_socket` sees the very address of each connection, whatever a URL, a redirect or a name server came up with:
   there private addresses are refused. Proxies in the environment are not used, since they would connect elsewhere.
-- A task keeps --connections requests going and puts images into a file on its disk as they come: the memory it takes
-  is that of the requests, and a slow host holds up --per_host of them.
+- A task puts images into a file on its disk as they come: the memory it takes is that of its --connections requests.
 - What is wrong with a row is its failure; what is wrong with a machine (memory, descriptors, disk, network) ends its
   task, and costs no row.
 What is asked of the web is in diffusion_training/web/: downloads.py, pictures.py, tables.py, shards.py.
@@ -41,7 +39,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
-from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from diffusion_training import check_version
@@ -49,9 +46,9 @@ from diffusion_training import check_version
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
 from diffusion_training.arguments import COUNT, PATH, make_parser, number
-from diffusion_training.cluster import connect, find_modules
-from diffusion_training.errors import end_if_stopped, explain, fail, in_one_sentence
-from diffusion_training.files import find_differences
+from diffusion_training.cluster import connect, find_modules, work_off
+from diffusion_training.errors import explain, explained, fail, in_one_sentence
+from diffusion_training.files import find_differences, take_folder
 from diffusion_training.remote import open_folder, reading, remove, writing
 from diffusion_training.web.downloads import fetch_rows
 from diffusion_training.web.pictures import THREADS
@@ -71,7 +68,6 @@ from diffusion_training.web.tables import copy_table, digest_table, list_items, 
 
 MAX_URL = 500  # characters of a URL in a record
 MAX_ERRORS = 3  # shards that can't be written, after which a full disk is more likely than a moment's trouble
-TRIES = 4  # of a piece of work whose process dies
 
 # ------------------------------------------------------------------------------------------------- the flags
 
@@ -175,11 +171,7 @@ def download_shard(item, args, folder, schema):
 
 
 def run_items(items, args, folder, schema):
-    """Have Ray do the pieces of work; yields what `download_shard` returns for each, in any order.
-
-    A piece whose process dies (of an image that takes all memory, say, or with its node) is given to another one, and
-    after TRIES times is an error.
-    """
+    """Have Ray do the pieces of work; yields what `download_shard` returns for each, in any order."""
     if not items:
         return
     import ray
@@ -194,33 +186,11 @@ def run_items(items, args, folder, schema):
         fail(f"a task may take {memory / 1e9:.1f} GB and {few}: lower --connections or --max_bytes")
     work = ray.remote(num_cpus=1, memory=memory, max_retries=0, scheduling_strategy="SPREAD")(download_shard)
     shared = [ray.put(x) for x in (args, folder, schema)]
-    left, pending, tries = collections.deque(items), {}, collections.Counter()
-    try:
-        while left or pending:
-            while left and len(pending) < 2 * ray.cluster_resources().get("CPU", 1) + 1:  # also of nodes that join
-                item = left.popleft()
-                pending[work.remote(item, *shared)] = item
-            ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0.5)
-            end_if_stopped()
-            for ref in ready:
-                item = pending.pop(ref)
-                try:
-                    yield ray.get(ref)
-                except (
-                    ray.exceptions.WorkerCrashedError,
-                    ray.exceptions.OutOfMemoryError,
-                    ray.exceptions.NodeDiedError,
-                ):
-                    tries[item["name"]] += 1
-                    if tries[item["name"]] < TRIES:
-                        left.appendleft(item)
-                    else:
-                        rows = f"rows {item['first']} to {item['last'] - 1} of {item['table']}"
-                        yield {"error": f"the process died {TRIES} times that worked on {rows}: out of memory?"}
-    finally:
-        for ref in pending:
-            ray.cancel(ref, force=True)
-        disconnect()
+    some = lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1  # noqa: E731  # also of nodes that join
+    for item, result, error in work_off(items, lambda item: work.remote(item, *shared), some):
+        rows = f"rows {item['first']} to {item['last'] - 1} of {item['table']}"
+        yield {"error": f"{rows} could not be downloaded: {error}"} if error else result
+    disconnect()
 
 
 # ------------------------------------------------------------------------------------------------- the run
@@ -235,30 +205,17 @@ def describe_failures(reasons, rows):
 @in_one_sentence
 def main(args):
     """Make the shards; ends with 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
-    with contextlib.ExitStack() as until_the_end:
-        download(args, until_the_end)
-
-
-def download(args, until_the_end):
-    """What `main` does, with an ExitStack that holds the lock."""
     # The folder that is there, or a new one
-    try:
+    tables_fs, paths = list_tables(args)
+    with explained(f"--output_dir {args.output_dir} can't be written to"):
         fs, root, folder = open_folder(args.output_dir)
-        if fs.isfile(root):
-            raise OSError("it is a file")
-        settings_path = f"{folder}/__download__/settings.json"
-        names, started = list_sizes(fs, root), fs.exists(settings_path)
-        if others := [name for name in names if not started and not name.startswith((".", "__download__"))]:
-            fail(f"--output_dir {args.output_dir} holds {others[0]} and no download: choose another folder")
-        tables_fs, paths = list_tables(args)
+        settings_path, names = f"{folder}/__download__/settings.json", sorted(list_sizes(fs, root))
+        if folder == root:
+            lock = take_folder(Path(root), args.output_dir, lambda names: "__download__" in names, "download")
+        elif names and not fs.exists(settings_path):
+            fail(f"--output_dir {args.output_dir} holds {names[0]} and no download: choose another folder")
         for name in ("records", "tables"):
             fs.makedirs(f"{root}/__download__/{name}", exist_ok=True)
-        if folder == root:  # on a disk
-            until_the_end.enter_context(FileLock(f"{root}/__download__/.lock").acquire(timeout=0))
-    except Timeout:
-        fail(f"another process is writing to {args.output_dir}: end it, or choose another --output_dir")
-    except Exception as error:  # of the file system's own kinds, such as missing credentials
-        fail(f"--output_dir {args.output_dir} can't be written to ({error})")
 
     # The table
     columns = [args.url_column, args.caption_column, *args.keep_columns]
@@ -269,19 +226,18 @@ def download(args, until_the_end):
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
         settings = {"format_version": 2, **{name: getattr(args, name) for name in fixed}}
         settings["input"] = {"tables": len(paths), "sha256": digest}
-        if started and (differences := find_differences(read_json(fs, settings_path), settings)):
+        if fs.exists(settings_path) and (differences := find_differences(read_json(fs, settings_path), settings)):
             fail(f"{args.output_dir} holds another download ({', '.join(differences)}): choose another --output_dir")
-        copies = [f"{folder}/__download__/tables/{i:05d}-{digest[:16]}" for i, digest in enumerate(digests)]
         copy = functools.partial(copy_table, columns=columns, rows_per_group=args.rows_per_shard)
-        tables = pool.map(copy, map(tables_fs.unstrip_protocol, paths), copies)
+        copy = functools.partial(copy, folder=f"{folder}/__download__/tables")
+        tables = pool.map(copy, map(tables_fs.unstrip_protocol, paths), digests)
         tables = list(tqdm(tables, total=len(paths), desc="Tables", leave=False))
     num_rows = sum(table["rows"] for table in tables)
     if num_rows == 0:
         fail(f"--input {args.input} holds no rows")
     schema, items = make_schema(tables, args), list_items(tables, args.rows_per_shard)
-    if not started:
-        with writing(settings_path) as path:
-            path.write_text(json.dumps(settings, indent=1))
+    with writing(settings_path) as path:
+        path.write_text(json.dumps(settings, indent=1))
 
     # What is missing
     missing = choose_items(fs, folder, items, args.retry_failed)
@@ -320,6 +276,8 @@ def download(args, until_the_end):
     print(f"Done: {summary['images']:,} images ({summary['bytes'] / 1e9:.3f} GB) are in {args.output_dir}; {failed}")
     if summary["failures"]:
         print(why)
+    if folder == root:
+        lock.release(force=True)
 
 
 if __name__ == "__main__":

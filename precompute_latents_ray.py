@@ -49,7 +49,7 @@ from diffusion_training import check_version
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
 from diffusion_training.arguments import make_parser, number, parse_demo
-from diffusion_training.cluster import connect, find_modules
+from diffusion_training.cluster import connect, find_modules, work_off
 from diffusion_training.data.captions import look_at_captions, say_cut, say_equal
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import Refused, end_if_stopped, explained, fail, in_one_sentence
@@ -188,14 +188,10 @@ class Encoder:
         batch = {name: torch.tensor(x) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
         for i in range(0, len(batch["row"]), self.args.batch_size):
             piece = {name: values[i : i + self.args.batch_size] for name, values in batch.items()}
-            for name, x in piece.items():
-                if torch.is_tensor(x):
-                    x = x.pin_memory() if self.device.type == "cuda" else x
-                    piece[name] = x.to(self.device, non_blocking=True)
+            for name in ("pixel_values", "input_ids"):
+                x = piece[name].pin_memory() if self.device.type == "cuda" else piece[name]
+                piece[name] = x.to(self.device, non_blocking=True)
             yield piece
-
-
-# ------------------------------------------------------------------------------------------------- the files
 
 
 @ray.remote(num_cpus=0, scheduling_strategy="SPREAD")
@@ -209,7 +205,7 @@ def assemble(path, parts, count):
     return done
 
 
-@ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD")
+@ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD", max_retries=0)
 def check_shards(paths, records):
     """What `describe_damage` says of shards that have a record."""
     damages = []
@@ -251,49 +247,41 @@ def plan_engine(args, weight_bytes):
             fail(f"{what} needs {need}, and no node of Ray has that: it would wait for ever")
     resources = [dict(zip(("num_cpus", "num_gpus", "memory"), need, strict=True)) for need in needs.values()]
     where = f"{per_encoder:g} GPUs" if per_encoder else f"{torch.get_num_threads()} CPU threads"
-    found = f"{len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs"
-    sentence = f"Ray: {found}; {count} encoders of {where}, {num_tasks} tasks that decode"
-    return count, resources, num_tasks, sentence
+    found = f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs"
+    return count, resources, num_tasks, f"{found}; {count} encoders of {where}, {num_tasks} tasks that decode"
 
 
 def find_damaged(folder, shards, records):
     """{name: why it must be made again} of the shards that have a record, checked on all nodes."""
-    names = [name for name in shards if name in records]
+    names, damages = [name for name in shards if name in records], {}
     groups = [names[i : i + 16] for i in range(0, len(names), 16)]
-    damages, progress_bar = {}, tqdm(total=len(names), desc="Checking", disable=not names, leave=False)
-    pending = {}
-    while groups or pending:
-        while groups and len(pending) < 1000:
-            group = groups.pop()
-            paths = [f"{folder}/{name}" for name in group]
-            pending[check_shards.remote(paths, {name: records[name] for name in group})] = group
-        (ref, *_), _ = ray.wait(list(pending))
-        group = pending.pop(ref)
-        damages |= {name: damage for name, damage in zip(group, ray.get(ref), strict=True) if damage}
-        progress_bar.update(len(group))
-    progress_bar.close()
+
+    def check(group):
+        return check_shards.remote([f"{folder}/{name}" for name in group], {name: records[name] for name in group})
+
+    checked = work_off(groups, check, lambda: 1000)
+    for group, found, reason in tqdm(checked, total=len(groups), desc="Checking", disable=not names, leave=False):
+        if reason:
+            fail(f"{group[0]} could not be checked: {reason}")
+        damages |= {name: damage for name, damage in zip(group, found, strict=True) if damage}
     return damages
 
 
 def make_parts(parts, rows, folder, settings, engine, args):
     """Send parts [(first, end)] through both stages; yields what `Encoder.make` returns of each as it is done.
 
-    `rows`: the data set for `open_rows`; `engine`: what `plan_engine` decided. No more waits in memory than tasks and
-    encoders have at hand.
+    `rows`: for `open_rows`; `engine`: of `plan_engine`. No more waits in memory than tasks and encoders have at hand.
     """
     num_encoders, (resources, encoder_resources), num_tasks = engine
     transform = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **resources)(transform_part)
     encoder = ray.remote(scheduling_strategy="SPREAD", **encoder_resources)(Encoder)
     shared = [ray.put(x) for x in (args, folder, settings, torch.get_num_threads())]
-    encoders = [
-        (encoder.remote(*shared), {}) for _ in range(min(num_encoders, len(parts)))
-    ]  # with what they have to do
+    encoders = [(encoder.remote(*shared), {}) for _ in range(min(num_encoders, len(parts)))]
+    most = num_tasks + len(encoders)
     left, transforming, ready, tries, rows = list(parts)[::-1], {}, [], collections.Counter(), ray.put(rows)
     try:
         while left or transforming or ready or any(queue for _, queue in encoders):
-            while (
-                left and len(transforming) < num_tasks and len(transforming) + len(ready) < num_tasks + len(encoders)
-            ):
+            while left and len(transforming) < num_tasks and len(transforming) + len(ready) < most:
                 part = left.pop()
                 transforming[transform.remote(part, rows)] = part
             for depth in (1, 2):  # two parts at an encoder: the next one is there before this one is done
@@ -308,7 +296,7 @@ def make_parts(parts, rows, folder, settings, engine, args):
                 if ref in transforming:
                     ready.append((ref, transforming.pop(ref)))  # or why not, which its encoder says
                     continue
-                actor, queue = encoders[first[ref]]
+                queue = encoders[first[ref]][1]
                 part = queue.pop(ref)
                 try:
                     yield ray.get(ref)
@@ -333,43 +321,40 @@ def make_shards(missing, left, done, settings, folder, args, progress_bar):
 
     `missing`, `left`: of `find_missing`; `done`: the rows that `make_parts` yields.
     """
-    pending = {}
+    pending, busy, waited = {}, 0.0, 0.0
 
     def submit(name):
         paths = [f"{folder}/unfinished/{name_part(*part, args)}" for part in missing[name]]
         count = missing[name][-1][1] - missing[name][0][0]
         pending[assemble.remote(f"{folder}/{name}", paths, count)] = name
 
-    def collect(all_of_them=False):
+    def collect(most):
         while pending:
-            ready, _ = ray.wait(list(pending), timeout=None if all_of_them or len(pending) > 100 else 0)
+            ready, _ = ray.wait(list(pending), timeout=None if len(pending) > most else 0)
             if not ready:
                 return
-            name = pending.pop(ready[0])
-            record, reason = ray.get(ready[0])
+            name, (record, reason) = pending.pop(ready[0]), ray.get(ready[0])
             if reason:
                 fail(f"{name} could not be written: {reason}; the same command goes on from what is whole")
             yield name, record
 
-    busy, waited = 0.0, 0.0
     try:
         for name in [name for name, count in left.items() if count == 0]:  # stopped before they became a shard
             submit(name)
-            yield from collect()
+            yield from collect(100)
         for row in done:
             first, end = row["part"]
             if row["failed"]:
                 named = f"rows {first} to {end - 1} could not be made, tried {TRIES} times"
                 fail(f"{named}: {row['failed']}; the same command goes on from what is whole")
-            busy, waited = busy + row["busy"], waited + row["waited"]
+            busy, waited, name = busy + row["busy"], waited + row["waited"], name_shard(first, settings)
             progress_bar.set_postfix_str(f"{waited / (busy + waited):.1%} waiting for images", refresh=False)
             progress_bar.update(end - first)
-            name = name_shard(first, settings)
             left[name] -= 1
             if left[name] == 0:
                 submit(name)
-            yield from collect()
-        yield from collect(all_of_them=True)
+            yield from collect(100)
+        yield from collect(0)
     finally:
         if pending:  # on the way out: what is being written becomes whole, if that does not take long
             ray.wait(list(pending), num_returns=len(pending), timeout=5)

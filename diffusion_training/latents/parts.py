@@ -70,21 +70,15 @@ def write_part(path, encoded):
             writer.write_batch(rows, custom_metadata={"about": json.dumps(about)})
 
 
-def read_part(path):
-    """Yield what was written by `write_part`."""
-    with reading(path) as copy, pa.memory_map(str(copy)) as file, pa.ipc.open_stream(file) as reader:
-        for rows, metadata in reader.iter_batches_with_custom_metadata():
-            about = json.loads(metadata[b"about"])
-            yield about["first"], rows, about["skipped"], about["counts"]
-
-
 def read_parts(paths, count):
     """Yield what was written for a shard of `count` rows; a part that can't be read is deleted, to be made again."""
     for path in paths:
         try:
-            for item in read_part(path):
-                count -= len(item[1]) + len(item[2])
-                yield item
+            with reading(path) as copy, pa.memory_map(str(copy)) as file, pa.ipc.open_stream(file) as reader:
+                for rows, metadata in reader.iter_batches_with_custom_metadata():
+                    about = json.loads(metadata[b"about"])
+                    count -= len(rows) + len(about["skipped"])
+                    yield about["first"], rows, about["skipped"], about["counts"]
         except (pa.ArrowInvalid, KeyError, ValueError, FileNotFoundError) as error:
             remove(path)
             raise ValueError(f"{path} is damaged or gone; the same command makes it again") from error

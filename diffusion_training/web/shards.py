@@ -70,28 +70,25 @@ def write_images(path, table, first, images, spool, schema):
 
     Its footer says which rows these are, a bit for each of the table, so that it can do without its record.
     """
-    groups, size, bits = [], 0, np.zeros(len(table), bool)
+    bits, groups, size = np.zeros(len(table), bool), [], 0
     for row in sorted(images):  # row groups of at most 100 images or 32 MB, whichever comes first; never an empty one
         length = images[row]["last"] - images[row]["first"]
         if not groups or len(groups[-1]) == 100 or size + length > 32_000_000:
             groups, size = [*groups, []], 0
         groups[-1].append(row)
-        size += length
-        bits[row - first] = True
+        size, bits[row - first] = size + length, True
     with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False,
                           write_page_checksum=True) as writer:  # fmt: skip
         for rows in groups:
             part = table.take(pa.array([row - first for row in rows], pa.int64()))
-            columns = {name: part[name] for name in part.column_names}
+            columns = {f.name: part[f.name].cast(f.type) for f in schema if f.name in part.column_names}
             columns |= {key: [images[row][key] for row in rows] for key in ("width", "height", "sha256")}
             columns["image"] = []
             for row in rows:
                 spool.seek(images[row]["first"])
                 file = spool.read(images[row]["last"] - images[row]["first"])
                 columns["image"].append({"bytes": file, "path": None})
-            arrays = [pa.array(columns[f.name], f.type) if isinstance(columns[f.name], list) else
-                      columns[f.name].cast(f.type) for f in schema]  # fmt: skip
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+            writer.write_table(pa.table({f.name: columns[f.name] for f in schema}, schema=schema))
         writer.add_key_value_metadata({"held": base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()})
 
 
@@ -120,12 +117,13 @@ def read_json(fs, path):
 
 def read_record(fs, path):
     """The record of a shard; nothing if it is damaged or not there."""
-
-    def fits(data, kinds):
-        return isinstance(data, dict) and all(isinstance(data.get(name), kind) for name, kind in kinds.items())
-
     record = read_json(fs, path)
-    return record if fits(record, RECORD) and all(fits(failure, FAILURE) for failure in record["failures"]) else {}
+    try:
+        kinds = [isinstance(record[name], kind) for name, kind in RECORD.items()]
+        kinds += [isinstance(f[name], kind) for f in record["failures"] for name, kind in FAILURE.items()]
+        return record if all(kinds) else {}
+    except (KeyError, TypeError):
+        return {}
 
 
 def read_records(fs, folder, items):

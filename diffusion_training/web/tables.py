@@ -1,10 +1,7 @@
 """Tables of URLs and captions: found, copied once to parquet as the shards want it, read in ranges."""
 
-import base64
 import contextlib
 import hashlib
-import itertools
-import json
 import os
 from pathlib import PurePosixPath
 
@@ -19,7 +16,6 @@ from diffusion_training.errors import explained, fail
 from diffusion_training.remote import open_folder, writing
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
-GROUPS = 256  # pieces of work in one file of a copy: its footer is read for each of them
 
 
 def list_tables(args):
@@ -52,32 +48,23 @@ def digest_table(fs, path):
         return hashlib.sha256(file.read(length)).hexdigest()
 
 
-def copy_table(source, copy, columns, rows_per_group):
-    """Copy `columns` of a table to parquet, unless that was done: {copy}-0.parquet and so on, then {copy}.json.
+def copy_table(source, digest, columns, rows_per_group, folder):
+    """Copy `columns` of a table to parquet in `folder`, unless that was done; a row group there is a piece of work.
 
-    There a row group is a piece of work, whatever the table is like. Returns {"source", "copy", "rows", "schema"}.
-    Ends the program if the table can't be used.
+    Returns {"source", "copy", "rows", "schema"}. Ends the program if the table can't be used.
     """
-    fs, path = fsspec.url_to_fs(f"{copy}.json")
-    key, rows = [columns, rows_per_group], 0
+    name = hashlib.sha256(repr((source, digest, columns, rows_per_group)).encode()).hexdigest()[:24]
+    fs, _, copy = open_folder(f"{folder}/{name}.parquet")
     with explained(f"{source} can't be used: see --url_column, --caption_column and --keep_columns"):
-        if not fs.exists(path) or json.loads(fs.cat_file(path))["key"] != key:
-            with open_table(source, columns) as (schema, batches):
-                groups = cut_groups(batches, rows_per_group)
-                for number in itertools.count():
-                    begin = rows
-                    with writing(f"{copy}-{number}.parquet") as file, pq.ParquetWriter(file, schema) as writer:
-                        for group in itertools.islice(groups, GROUPS):
-                            writer.write_table(group, len(group))
-                            rows += len(group)
-                    if rows < begin + GROUPS * rows_per_group:
-                        break
-            about = {"rows": rows, "schema": base64.b64encode(schema.serialize()).decode(), "key": key}
-            with writing(f"{copy}.json") as file:
-                file.write_text(json.dumps(about))
-        about = json.loads(fs.cat_file(path))
-        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(about["schema"])))
-        return {"source": source, "copy": copy, "rows": about["rows"], "schema": schema}
+        if not fs.exists(copy):
+            with open_table(source, columns) as (schema, batches), writing(copy) as file:
+                with pq.ParquetWriter(file, schema, write_statistics=False) as writer:
+                    for group in cut_groups(batches, rows_per_group):
+                        writer.write_table(group, len(group))
+        with fs.open(copy) as file:
+            parquet = pq.ParquetFile(file)
+            schema = parquet.schema_arrow.remove_metadata()
+            return {"source": source, "copy": copy, "rows": parquet.metadata.num_rows, "schema": schema}
 
 
 @contextlib.contextmanager
@@ -148,14 +135,14 @@ def make_schema(tables, args):
 
 
 def list_items(tables, rows_per_shard):
-    """All pieces of work, in order, each with a row group of a copy.
+    """All pieces of work, in order, each a row group of a copy.
 
-    [{"name" of the shard, "table": its source, "file" and "group" of the copy, "first", "last" (excluded): rows}]
+    [{"name" of the shard, "table": its source, "copy", "group", "first", "last" (excluded): rows of the table}]
     """
     items = [
-        {"table": table["source"], "file": f"{table['copy']}-{number // GROUPS}.parquet", "group": number % GROUPS,
-         "first": number * rows_per_shard, "last": min(table["rows"], (number + 1) * rows_per_shard)}
-        for table in tables for number in range(-(-table["rows"] // rows_per_shard))
+        {"table": table["source"], "copy": table["copy"], "group": group, "first": group * rows_per_shard,
+         "last": min(table["rows"], (group + 1) * rows_per_shard)}
+        for table in tables for group in range(-(-table["rows"] // rows_per_shard))
     ]  # fmt: skip
     digits = max(5, len(str(len(items))))  # as many for all, since `datasets` sorts by name
     return [
@@ -165,10 +152,10 @@ def list_items(tables, rows_per_shard):
 
 def read_rows(item):
     """The rows of a piece of work, a table. Raises OSError if the copy holds others."""
-    with fsspec.open(item["file"]) as file:
+    with fsspec.open(item["copy"]) as file:
         table = pq.ParquetFile(file).read_row_group(item["group"])
     if len(table) != item["last"] - item["first"]:
-        raise OSError(f"{item['file']} is not as it was written: delete it with the .json beside it")
+        raise OSError(f"{item['copy']} is not as it was written: delete it")
     return table
 
 

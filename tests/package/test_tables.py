@@ -34,7 +34,7 @@ def copy_table(path, tmp_path, columns=COLUMNS, rows=10):
     """The table as the download opens it, with its digest, which names the copy here."""
     (tmp_path / "copies").mkdir(parents=True, exist_ok=True)
     digest = module.digest_table(LOCAL, str(path))
-    return module.copy_table(f"file://{path}", f"{tmp_path}/copies/{digest[:16]}", columns, rows) | {"digest": digest}
+    return module.copy_table(f"file://{path}", digest, columns, rows, f"{tmp_path}/copies") | {"digest": digest}
 
 
 def read_copy(table, rows=10):
@@ -60,10 +60,10 @@ def test_tables_of_any_kind_hold_the_same(tmp_path):
         text = lambda x: str(x) if "sv" in name else x  # noqa: B023, E731
         rows, items = read_copy(opened)
         assert rows == [row | {"id": text(row["id"])} for row in table.to_pylist()] and len(items) == 3, name
-        assert opened["copy"].endswith(opened["digest"][:16]) and items[2]["table"] == f"file://{tmp_path / name}"
+        assert items[2]["table"] == opened["source"] == f"file://{tmp_path / name}" and items[2]["group"] == 2
     # A copy is made once; another content has another one
     copies = {path: path.stat().st_ino for path in (tmp_path / "copies").iterdir()}
-    assert len(copies) == 2 * 6  # lines of JSON are the same whatever they are called
+    assert len(copies) == len(names)
     again = copy_table(tmp_path / "a.csv", tmp_path)
     assert again == found["a.csv"] and {path: path.stat().st_ino for path in (tmp_path / "copies").iterdir()} == copies
     assert len({found[name]["digest"] for name in ("a.csv", "a.csv.gz", "a.jsonl", "a.parquet", "a.tsv")}) == 5
@@ -72,17 +72,6 @@ def test_tables_of_any_kind_hold_the_same(tmp_path):
     # Of other columns and rows the same
     other = copy_table(tmp_path / "a.csv", tmp_path, ["text", "url"], 4)
     assert other["schema"].names == ["text", "url"] and len(read_copy(other, 4)[1]) == 7
-
-
-def test_a_copy_of_many_pieces_is_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "GROUPS", 3)
-    for count, files in ((0, 1), (25, 3), (30, 4), (31, 4)):
-        table = make_table(tmp_path / f"{count}.parquet", count)
-        rows, items = read_copy(copied := copy_table(tmp_path / f"{count}.parquet", tmp_path, rows=5), 5)
-        assert rows == table.to_pylist() and copied["rows"] == count
-        assert {item["file"] for item in items} <= {f"{copied['copy']}-{i}.parquet" for i in range(files)}
-        for item in items:
-            assert pq.ParquetFile(item["file"]).metadata.row_group(item["group"]).num_rows <= 5
 
 
 def test_columns_of_csv_stay_text_as_they_are(tmp_path):
@@ -185,19 +174,18 @@ def test_every_row_is_in_one_piece_of_work():
     items = module.list_items([tables[0] | {"rows": 200_000}], 1)
     names = [item["name"] for item in items]
     assert names == sorted(names) and names[-1] == "data-199999-of-200000.parquet"
-    assert (items[256]["file"], items[256]["group"]) == ("copy-a-1.parquet", 0)
+    assert (items[256]["copy"], items[256]["group"]) == ("copy-a", 256)
 
 
 def test_a_copy_that_is_not_as_it_was_written_is_named(tmp_path):
     make_table(tmp_path / "a.parquet", 10)
     (item,) = module.list_items([copy_table(tmp_path / "a.parquet", tmp_path)], 10)
-    with pytest.raises(OSError, match="-0.parquet is not as it was written: delete it with the .json beside it"):
+    with pytest.raises(OSError, match=".parquet is not as it was written: delete it"):
         module.read_rows(item | {"last": 12})
 
 
 def test_a_half_made_copy_is_none(tmp_path, monkeypatch):
     pa.csv.write_csv(make_table(tmp_path / "a.parquet"), tmp_path / "a.csv")
-    monkeypatch.setattr(module, "GROUPS", 1)
 
     def killed(self, group, size, write=pq.ParquetWriter.write_table):
         if group["url"][0].as_py() == "http://a/10":
@@ -207,5 +195,5 @@ def test_a_half_made_copy_is_none(tmp_path, monkeypatch):
     with monkeypatch.context() as first, pytest.raises(KeyboardInterrupt):
         first.setattr(pq.ParquetWriter, "write_table", killed)
         copy_table(tmp_path / "a.csv", tmp_path)
-    assert [path.suffix for path in (tmp_path / "copies").iterdir()] == [".parquet"]
+    assert not list((tmp_path / "copies").iterdir())
     assert len(read_copy(copy_table(tmp_path / "a.csv", tmp_path))[0]) == 25
