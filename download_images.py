@@ -15,10 +15,8 @@ What stands where, and why:
 - A shard shows up whole or not at all, and knows in its own footer which rows it holds; what failed, and why, is in
   its record, which goes before another shard comes, and comes after it. So a kill loses nothing that was got: of a
   shard without a record, the rows that it lacks are asked for again.
-- A table is copied once to parquet with a row group for each piece of work, so that nothing more is read for one.
 - `open_socket` sees the very address of each connection, whatever a URL, a redirect or a name server came up with:
   there private addresses are refused. Proxies in the environment are not used, since they would connect elsewhere.
-- A task puts images into a file on its disk as they come: the memory it takes is that of its --connections requests.
 - What is wrong with a row is its failure; what is wrong with a machine (memory, descriptors, disk, network) ends its
   task, and costs no row.
 What is asked of the web is in diffusion_training/web/: downloads.py, pictures.py, tables.py, shards.py.
@@ -26,7 +24,6 @@ What is asked of the web is in diffusion_training/web/: downloads.py, pictures.p
 
 import asyncio
 import collections
-import contextlib
 import functools
 import hashlib
 import ipaddress
@@ -69,8 +66,6 @@ from diffusion_training.web.tables import copy_table, digest_table, list_items, 
 MAX_URL = 500  # characters of a URL in a record
 MAX_ERRORS = 3  # shards that can't be written, after which a full disk is more likely than a moment's trouble
 
-# ------------------------------------------------------------------------------------------------- the flags
-
 
 def parse_args(argv=None):
     """Parse and check the command line: a bad argument ends with one line and status 2 before anything is written."""
@@ -99,8 +94,7 @@ def parse_args(argv=None):
     add("--retries", type=number(0, 100, int), default=2, help="after time-outs, 429 and 5xx")
     add("--max_bytes", type=number(1, 10**15, int), default=10_000_000, help="largest file")
     add("--user_agent", default="download_images/1.0", help="say who you are: name/version (+contact)")
-    directives = ["noai", "noimageai", "noindex", "noimageindex"]
-    add("--opt_out", nargs="*", default=directives, help="X-Robots-Tag directives to respect")
+    add("--opt_out", nargs="*", default="noai noimageai noindex noimageindex".split(), help="X-Robots-Tag to respect")
     add("--allow_private_addresses", nargs="*", help="hosts that are not public: all, or of these networks")
     add = parser.add_argument_group("Ray").add_argument
     add("--address", help="of a cluster (None: as RAY_ADDRESS says, or start one here)")
@@ -129,9 +123,6 @@ def parse_args(argv=None):
     return args
 
 
-# ------------------------------------------------------------------------------------------------- the work
-
-
 def download_shard(item, args, folder, schema):
     """The piece of work that Ray schedules: one of `list_items` -> a shard and its record.
 
@@ -140,15 +131,14 @@ def download_shard(item, args, folder, schema):
     """
     fs, root, _ = open_folder(folder)
     path, record_path = f"{folder}/{item['name']}", name_record(folder, item["name"])
-    failures = {}
     try:
         # Images wait beside the shards, where there is room for them; for object storage in TMPDIR.
         with reading(path) as old, tempfile.TemporaryFile(dir=root if folder == root else None) as spool:
             table = read_rows(item).rename_columns(["url", "text", *args.keep_columns])
             images, record = read_shard(old, item, spool), read_record(fs, record_path)
             about = describe_shard(old) if images is not None else {}
-            if record.get("sha256") == about.get("sha256", 0):  # or it tells of another one
-                failures = {failure["row"]: failure for failure in record["failures"]}
+            known = record.get("failures", ()) if record.get("sha256") == about.get("sha256") else ()
+            failures = {failure["row"]: failure for failure in known}
             urls = choose_urls(table, item["first"], images or {}, failures, args)
             new, failed, received = asyncio.run(fetch_rows(urls, spool, args))
             failures |= {row: {"row": row, "url": urls[row], **failed[row]} for row in failed}
@@ -160,8 +150,8 @@ def download_shard(item, args, folder, schema):
                     remove(record_path)  # no record must ever tell of another shard
             failed = [failures[row] for row in sorted(failures.keys() - images.keys())]
             failed = [failure | {"url": (failure.get("url") or "")[:MAX_URL]} for failure in failed]
-            record = {"images": len(images), **about, "table": item["table"], "failures": failed}
             with writing(record_path) as unfinished:
+                record = {"images": len(images), **about, "table": item["table"], "failures": failed}
                 unfinished.write_text(json.dumps(record))
     except (OSError, MemoryError, pa.ArrowException) as error:
         where = f"{path} could not be made on {socket.gethostname()}"
@@ -172,8 +162,6 @@ def download_shard(item, args, folder, schema):
 
 def run_items(items, args, folder, schema):
     """Have Ray do the pieces of work; yields what `download_shard` returns for each, in any order."""
-    if not items:
-        return
     import ray
 
     # The libraries and an image of any size; others that are decoded meanwhile; bodies on their way
@@ -228,8 +216,7 @@ def main(args):
         settings["input"] = {"tables": len(paths), "sha256": digest}
         if fs.exists(settings_path) and (differences := find_differences(read_json(fs, settings_path), settings)):
             fail(f"{args.output_dir} holds another download ({', '.join(differences)}): choose another --output_dir")
-        copy = functools.partial(copy_table, columns=columns, rows_per_group=args.rows_per_shard)
-        copy = functools.partial(copy, folder=f"{folder}/__download__/tables")
+        copy = functools.partial(copy_table, columns=columns, rows_per_group=args.rows_per_shard, folder=folder)
         tables = pool.map(copy, map(tables_fs.unstrip_protocol, paths), digests)
         tables = list(tqdm(tables, total=len(paths), desc="Tables", leave=False))
     num_rows = sum(table["rows"] for table in tables)
@@ -241,25 +228,24 @@ def main(args):
 
     # What is missing
     missing = choose_items(fs, folder, items, args.retry_failed)
-    rows_missing = sum(item["last"] - item["first"] for item in missing)
+    rows_there = num_rows - sum(item["last"] - item["first"] for item in missing)
     tqdm.write(f"{num_rows:,} rows in {len(items):,} shards, {len(missing):,} of them to do")
     if missing:
         remove(f"{folder}/__download__/summary.json")  # which tells of all
-    bar = tqdm(total=num_rows, initial=num_rows - rows_missing, unit="row", desc="Rows")
+    bar = tqdm(total=num_rows, initial=rows_there, unit="row", desc="Rows")
     start, images, received, rows, reasons, errors = time.perf_counter(), 0, 0, 0, collections.Counter(), []
-    with contextlib.closing(run_items(missing, args, folder, schema)) as results:
-        for result in results:
-            if "error" in result:
-                errors.append(result["error"])
-                if len(errors) > MAX_ERRORS:
-                    break
-                continue
-            images, received, rows = images + result["images"], received + result["received"], rows + result["rows"]
-            reasons.update(result["failures"])
-            seconds = time.perf_counter() - start
-            speed = f"{images / seconds:.1f} images/s, {received / seconds / 1e6:.1f} MB/s"
-            bar.set_postfix_str(f"{speed}, {describe_failures(reasons, rows)}", refresh=False)
-            bar.update(result["rows"])
+    for result in run_items(missing, args, folder, schema) if missing else ():
+        if "error" in result:
+            errors.append(result["error"])
+            if len(errors) > MAX_ERRORS:
+                break
+            continue
+        images, received, rows = images + result["images"], received + result["received"], rows + result["rows"]
+        reasons.update(result["failures"])
+        seconds = time.perf_counter() - start
+        speed = f"{images / seconds:.1f} images/s, {received / seconds / 1e6:.1f} MB/s"
+        bar.set_postfix_str(f"{speed}, {describe_failures(reasons, rows)}", refresh=False)
+        bar.update(result["rows"])
     bar.close()
     if errors:
         fail(f"{errors[0]}; the same command goes on from the shards that are whole")

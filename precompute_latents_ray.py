@@ -15,13 +15,11 @@ What stands where, and why:
     parse_args                 the other script's flags, and four for Ray
     transform_part             stage 1, tasks on CPUs: the rows of a part -> pixels and tokens
     Encoder                    stage 2, actors with the models on their devices: pixels and tokens -> a file
-    assemble                   of a shard's parts the shard
     make_parts, make_shards    parts go through both stages, so many at a time, and become shards
     main                       the run in phases
 A part is some batches of a shard, cut where the other script cuts them; its name says which rows it holds, so that
 it does not matter who makes it, when, or how often (diffusion_training/latents/parts.py). Ray schedules, and the files
-are the state: what is whole stays, whoever is killed, and nothing else is remembered. Here it is counted how often a
-process died of a part, or it would come back for ever.
+are the state: what is whole stays, whoever is killed. How often a process died of a part is counted here.
 """
 
 import argparse
@@ -88,8 +86,6 @@ except ImportError:
 
 ENGINE = ("num_encoders", "gpus_per_encoder", "num_transform_cpus", "address")  # flags that the cache knows nothing of
 
-# ------------------------------------------------------------------------------------------------- the flags
-
 
 def parse_args(argv=None):
     """Parse and check the command line: a bad argument ends with one line and status 2 before anything is loaded."""
@@ -123,7 +119,7 @@ def parse_args(argv=None):
     return args
 
 
-# ------------------------------------------------------------------------------------------------- stage 1: the data
+# ------------------------------------------------------------------------------------------------- the two stages
 
 
 @functools.lru_cache(1)  # a worker process keeps the data set open
@@ -143,9 +139,6 @@ def transform_part(part, pickled):
     """Stage 1 as a task: the rows of a part (first, end) -> what `TransformedRows` makes of them, or why it can't."""
     batch, reason = attempt(lambda: open_rows(pickled)[[(0, row) for row in range(*part)]])
     return reason or {name: x.numpy() if torch.is_tensor(x) else x for name, x in batch.items()}
-
-
-# ------------------------------------------------------------------------------------------------- stage 2: the models
 
 
 class Encoder:
@@ -173,14 +166,10 @@ class Encoder:
         """Write a part's file. Returns {"part", "failed": why not, "busy", "waited": seconds}."""
         begin, reason = time.perf_counter(), batch if isinstance(batch, str) else self.reason
         if not reason:
-            path = f"{self.folder}/{name_part(*part, self.args)}"
-            _, reason = attempt(lambda: write_part(path, self.encode(batch)))
+            path, models = f"{self.folder}/{name_part(*part, self.args)}", (self.models, self.exact_models)
+            _, reason = attempt(lambda: write_part(path, encode_all(self.cut(batch), *models, self.args)))
         waited, self.idle_since = begin - self.idle_since, time.perf_counter()
         return {"part": part, "failed": reason, "busy": self.idle_since - begin, "waited": waited}
-
-    def encode(self, batch):
-        """What `encode_all` yields for a part."""
-        return encode_all(self.cut(batch), self.models, self.exact_models, self.args)
 
     def cut(self, batch):
         """Cut a part into batches as `load_batches` yields them: lists, and tensors on their way to the device."""
@@ -398,13 +387,12 @@ def main(args):
     try:
         if remote and not begun:
             begin_cache(output_dir, folder)
-        there = list_files(f"{folder}/unfinished")
 
         # What is missing: of shards that have no record, or are damaged, the parts that have no file.
         for name, damage in find_damaged(folder, shards, records).items():
             print(f"{folder}/{name} {damage}: making it again", flush=True)
             del records[name]
-        missing, left, parts = find_missing(shards, records, len(rows), there, args)
+        missing, left, parts = find_missing(shards, records, len(rows), list_files(f"{folder}/unfinished"), args)
         if missing:
             remove(f"{folder}/state.json")  # an unfinished cache does not open
 
@@ -412,9 +400,9 @@ def main(args):
         there = make_absolute(args)
         pickled = pickle.dumps((there, column, channels, tokenizer, rows._fingerprint, pickle.dumps(rows)))
         done = make_parts(parts, pickled, f"{folder}/unfinished", settings, engine, there)
-        num_left = sum(end - first for first, end in parts)
         skipped = [entry for record in records.values() for entry in record["skipped"]]
-        progress_bar = tqdm(total=len(rows), initial=len(rows) - num_left, desc="Images", unit="img")
+        num_there = len(rows) - sum(end - first for first, end in parts)
+        progress_bar = tqdm(total=len(rows), initial=num_there, desc="Images", unit="img")
         made = make_shards(missing, left, done, settings, folder, args, progress_bar)
         with contextlib.closing(made), contextlib.closing(done):
             for name, record in made:
@@ -440,7 +428,7 @@ def main(args):
         for leftover in output_dir.rglob(".tmp-*"):  # of workers that ended with this process
             leftover.unlink(missing_ok=True)
         lock.release(force=True)
-    (output_dir / ".lock").unlink()
+    (output_dir / ".lock").unlink(missing_ok=True)  # some versions of filelock have deleted it
 
 
 if __name__ == "__main__":

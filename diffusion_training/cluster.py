@@ -66,11 +66,7 @@ def work_off(items, submit, most, tries=4):
                 except deaths:
                     died[id(item)] += 1
                     if died[id(item)] == tries:
-                        yield (
-                            item,
-                            None,
-                            f"the process that worked on it died {tries} times; did it run out of memory?",
-                        )
+                        yield item, None, f"the process that worked on it died {tries} times; out of memory?"
                     else:
                         pending[submit(item)] = item
     finally:

@@ -124,8 +124,7 @@ def begin_cache(folder, url):
 
 def upload_finished(folder, url):
     """Send what `finish_cache` has written to an address, in its order."""
-    names = ("run.args", "skipped.jsonl", "empty_prompt.npy", "cache.json", "dataset_info.json", "state.json")
-    for name in names:
+    for name in ("run.args", "skipped.jsonl", "empty_prompt.npy", "cache.json", "dataset_info.json", "state.json"):
         upload(f"{folder}/{name}", f"{url}/{name}")
     fs, root = fsspec.url_to_fs(url)
     fs.invalidate_cache()

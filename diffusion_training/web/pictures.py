@@ -82,8 +82,7 @@ def shrink_file(image, width, height, args):
     """
     side = args.resize_to
     size = (side, int(side * height / width)) if width <= height else (int(side * width / height), side)
-    twice = (2 * size[0], 2 * size[1])
-    image.draft(image.mode, twice if image.size == (width, height) else twice[::-1])
+    image.draft(image.mode, [2 * x for x in (size if image.size == (width, height) else size[::-1])])
     if read_orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
     if is_deep_grey(image):

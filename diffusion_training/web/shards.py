@@ -2,19 +2,19 @@
 
 import base64
 import collections
-import hashlib
 import itertools
 import json
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion_training.errors import fail
+from diffusion_training.files import digest_file
 from diffusion_training.remote import remove, writing
 from diffusion_training.web.tables import find_invalid
 
@@ -61,8 +61,7 @@ def choose_urls(table, first, images, failures, args):
 
 def describe_shard(path):
     """{"bytes", "sha256"} of a file, as its record has them."""
-    with open(path, "rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": os.path.getsize(path)}
+    return {"sha256": digest_file(Path(path)), "bytes": os.path.getsize(path)}
 
 
 def write_images(path, table, first, images, spool, schema):
@@ -139,8 +138,8 @@ def read_records(fs, folder, items):
 def choose_items(fs, folder, items, retry_failed):
     """The pieces of work without a record or a shard, and with `retry_failed` those with failures that may pass."""
     records, shards = list_sizes(fs, f"{folder}/__download__/records"), list_sizes(fs, folder)
-    done = [item for item in items if PurePosixPath(name_record("", item["name"])).name in records]
-    done = [item for item in done if item["name"] in shards]
+    done = [item for item in items if item["name"] in shards]
+    done = [item for item in done if item["name"].replace(".parquet", ".json") in records]
     if retry_failed:
         records = read_records(fs, folder, done)
         done = [item for item, r in records if r and not any(f["reason"].startswith(PASSING) for f in r["failures"])]
@@ -151,8 +150,8 @@ def choose_items(fs, folder, items, retry_failed):
 def gather(fs, folder, items):
     """Write failures.jsonl and summary.json from the records of all shards, unless nothing has changed since.
 
-    Returns {"images", "bytes" of the shards, "failures": {reason: count}}; what is said of a shard is checked against
-    its size. `folder`: as `writing` takes it.
+    Returns {"images", "bytes" of the shards, "failures": {reason: count}}. A shard of another size than its record
+    says ends the program. `folder`: as `writing` takes it.
     """
     summary_path, sizes = f"{folder}/__download__/summary.json", list_sizes(fs, folder)
     if missing := sum(item["name"] not in sizes for item in items):

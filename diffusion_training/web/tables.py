@@ -23,10 +23,7 @@ def list_tables(args):
     suffixes = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES[1:]))
     try:
         fs, path = fsspec.url_to_fs(args.input)
-        if fs.isdir(path):
-            paths = fs.find(path)
-        else:
-            paths = [path] if fs.exists(path) else fs.glob(path)  # also `urls[1].parquet` may be a file's name
+        paths = fs.find(path) if fs.isdir(path) else [path] if fs.exists(path) else fs.glob(path)
         own = f"{open_folder(args.output_dir)[1]}/"
         paths = [p for p in sorted(paths) if p.endswith(suffixes) and not PurePosixPath(p).name.startswith((".", "_"))]
         paths = [p for p in paths if not fs.unstrip_protocol(p).removeprefix("file://").startswith(own)]
@@ -49,12 +46,12 @@ def digest_table(fs, path):
 
 
 def copy_table(source, digest, columns, rows_per_group, folder):
-    """Copy `columns` of a table to parquet in `folder`, unless that was done; a row group there is a piece of work.
+    """Copy `columns` of a table to parquet, unless that was done; a row group there is a piece of work.
 
     Returns {"source", "copy", "rows", "schema"}. Ends the program if the table can't be used.
     """
     name = hashlib.sha256(repr((source, digest, columns, rows_per_group)).encode()).hexdigest()[:24]
-    fs, _, copy = open_folder(f"{folder}/{name}.parquet")
+    fs, _, copy = open_folder(f"{folder}/__download__/tables/{name}.parquet")
     with explained(f"{source} can't be used: see --url_column, --caption_column and --keep_columns"):
         if not fs.exists(copy):
             with open_table(source, columns) as (schema, batches), writing(copy) as file:
@@ -85,15 +82,13 @@ def open_table(url, columns):
             convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), null_values=[""],
                                             strings_can_be_null=True, check_utf8=False)  # fmt: skip
             batches = pa_csv.open_csv(file, parse_options=parse, convert_options=convert)
-            schema = batches.schema
         else:
             batches = pa_json.open_json(file)
-            schema = batches.schema
+        schema = batches.schema if suffix != ".parquet" else schema
         for name in columns:
-            if schema.names.count(name) > 1:
-                raise ValueError(f"it has two columns {name!r}")
-            if name not in schema.names:
-                raise ValueError(f"no column {name!r} but {', '.join(schema.names)}")
+            if schema.names.count(name) != 1:
+                many = "two columns" if name in schema.names else "no column"
+                raise ValueError(f"{many} {name!r} but {', '.join(schema.names)}")
         schema = pa.schema([schema.field(name).remove_metadata() for name in columns])
         yield schema, (batch.select(columns) for batch in batches)
 
@@ -145,9 +140,9 @@ def list_items(tables, rows_per_shard):
         for table in tables for group in range(-(-table["rows"] // rows_per_shard))
     ]  # fmt: skip
     digits = max(5, len(str(len(items))))  # as many for all, since `datasets` sorts by name
-    return [
-        {"name": f"data-{i:0{digits}d}-of-{len(items):0{digits}d}.parquet", **item} for i, item in enumerate(items)
-    ]
+    for number, item in enumerate(items):
+        item["name"] = f"data-{number:0{digits}d}-of-{len(items):0{digits}d}.parquet"
+    return items
 
 
 def read_rows(item):

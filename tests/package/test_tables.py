@@ -14,6 +14,7 @@ import pytest
 from diffusion_training.web import tables as module
 
 COLUMNS = ["url", "text", "id"]
+COPIES = "__download__/tables"
 LOCAL = fsspec.filesystem("file")
 
 
@@ -32,9 +33,9 @@ def list_tables(source):
 
 def copy_table(path, tmp_path, columns=COLUMNS, rows=10):
     """The table as the download opens it, with its digest, which names the copy here."""
-    (tmp_path / "copies").mkdir(parents=True, exist_ok=True)
+    (tmp_path / COPIES).mkdir(parents=True, exist_ok=True)
     digest = module.digest_table(LOCAL, str(path))
-    return module.copy_table(f"file://{path}", digest, columns, rows, f"{tmp_path}/copies") | {"digest": digest}
+    return module.copy_table(f"file://{path}", digest, columns, rows, str(tmp_path)) | {"digest": digest}
 
 
 def read_copy(table, rows=10):
@@ -62,10 +63,10 @@ def test_tables_of_any_kind_hold_the_same(tmp_path):
         assert rows == [row | {"id": text(row["id"])} for row in table.to_pylist()] and len(items) == 3, name
         assert items[2]["table"] == opened["source"] == f"file://{tmp_path / name}" and items[2]["group"] == 2
     # A copy is made once; another content has another one
-    copies = {path: path.stat().st_ino for path in (tmp_path / "copies").iterdir()}
+    copies = {path: path.stat().st_ino for path in (tmp_path / COPIES).iterdir()}
     assert len(copies) == len(names)
     again = copy_table(tmp_path / "a.csv", tmp_path)
-    assert again == found["a.csv"] and {path: path.stat().st_ino for path in (tmp_path / "copies").iterdir()} == copies
+    assert again == found["a.csv"] and {path: path.stat().st_ino for path in (tmp_path / COPIES).iterdir()} == copies
     assert len({found[name]["digest"] for name in ("a.csv", "a.csv.gz", "a.jsonl", "a.parquet", "a.tsv")}) == 5
     make_table(tmp_path / "a.parquet", 24)
     assert copy_table(tmp_path / "a.parquet", tmp_path)["digest"] != found["a.parquet"]["digest"]
@@ -129,7 +130,7 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
     ("a.jsonl", b'{"url": "a", "text": "b"}\n', "no column 'id' but url, text"),
     ("a.csv", b"", "a.csv can't be used"),
     ("a.csv.gz", gzip.compress(b"url,text,id\n" + bytes(range(256)) * 99)[:-9], "a.csv.gz can't be used"),
-    ("a.csv", b"url,text,id,text\na,b,1,c\n", "it has two columns 'text'"),
+    ("a.csv", b"url,text,id,text\na,b,1,c\n", "two columns 'text' but url, text, id, text"),
 ])  # fmt: skip
 def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
@@ -137,7 +138,7 @@ def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):
         copy_table(tmp_path / name, tmp_path)
     assert said in str(stop.value)
     assert name == "a.parquet" or "see --url_column, --caption_column and --keep_columns" in str(stop.value)
-    assert not list((tmp_path / "copies").iterdir())
+    assert not list((tmp_path / COPIES).iterdir())
 
 
 def make_schema(tables, keep=("id",)):
@@ -195,5 +196,5 @@ def test_a_half_made_copy_is_none(tmp_path, monkeypatch):
     with monkeypatch.context() as first, pytest.raises(KeyboardInterrupt):
         first.setattr(pq.ParquetWriter, "write_table", killed)
         copy_table(tmp_path / "a.csv", tmp_path)
-    assert not list((tmp_path / "copies").iterdir())
+    assert not list((tmp_path / COPIES).iterdir())
     assert len(read_copy(copy_table(tmp_path / "a.csv", tmp_path))[0]) == 25

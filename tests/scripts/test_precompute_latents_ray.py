@@ -373,12 +373,12 @@ def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(tmp_path, flags,
 
 
 class Raises(script.Encoder):
-    def encode(self, batch):
+    def cut(self, batch):
         if batch["row"][0] == 12:
             with marker(self.args, "tries").open("a") as file:
                 file.write("x")
             raise RuntimeError("CUDA error: too hot")
-        return super().encode(batch)
+        return super().cut(batch)
 
 
 def raising_encoder():
