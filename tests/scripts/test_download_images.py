@@ -313,7 +313,7 @@ def test_rows_that_end_every_process_are_named_and_cost_no_other(local_ray, serv
 
     monkeypatch.setattr(script, "download_shard", die)
     said = refused(capsys, table, out, "--rows_per_shard", 3)
-    assert f"rows 3 to 5 of file://{table} could not be downloaded: the process died 4 times" in said
+    assert f"rows 3 to 5 of file://{table} could not be downloaded: the process that worked on it died 4 times" in said
     assert (tmp_path / "tries").read_text() == "xxxx" and whole(out) == [0, 2]
 
 
