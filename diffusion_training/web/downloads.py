@@ -6,9 +6,9 @@ import email
 import errno
 import functools
 import ipaddress
-import itertools
 import random
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -100,12 +100,12 @@ class Downloads:
         self.session, self.spool, self.checker, self.args = session, spool, checker, args
         self.hosts = collections.defaultdict(lambda: asyncio.Semaphore(args.per_host))
         self.connections = asyncio.Semaphore(args.connections)
-        self.received = 0  # bytes of bodies, also of those that failed
         self.answered, self.unreached = False, set()  # did anybody; hosts that could not be connected to
+        self.received, self.locks = 0, (threading.Lock(), threading.Lock())  # bytes, also of bodies that failed
 
     async def download(self, url):
         """Returns an image, as `store_image` does, or a failure {"reason", "tries"}."""
-        for tries in itertools.count(1):
+        for tries in range(1, self.args.retries + 2):
             try:
                 return await self.fetch(url)
             except Failure as failure:
@@ -131,7 +131,7 @@ class Downloads:
                 location, body = await self.request(url, left)
                 left -= time.monotonic() - start
                 if body is not None:
-                    work = store_image, body, self.spool, self.args
+                    work = store_image, body, self.spool, self.args, *self.locks
                     return await asyncio.get_running_loop().run_in_executor(self.checker, *work)
         raise Failure("too many redirects")
 

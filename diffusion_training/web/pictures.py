@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import io
 import os
-import threading
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -15,7 +14,7 @@ from diffusion_training.pillow import check_scans, is_deep_grey, lay_on_white, r
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # no EPS: Pillow would start Ghostscript
 THREADS = min(4, os.cpu_count() or 1)  # that decode in a task
 LARGE = 2**24  # pixels: of larger images one is decoded at a time, or memory would be several times as much
-ALONE, SPOOL = threading.Lock(), threading.Lock()
+ANY = contextlib.nullcontext()
 
 
 class Failure(Exception):
@@ -26,21 +25,21 @@ class Failure(Exception):
         self.wait = wait
 
 
-def store_image(data, spool, args):
-    """Check an image and add it to the file `spool`, maybe shrunk.
+def store_image(data, spool, args, alone=ANY, writes=ANY):
+    """Check an image and add it to the file `spool`, maybe shrunk. `alone`, `writes`: locks, for several threads.
 
     Returns {"first", "last" byte (excluded) of it there, "width", "height" as it is displayed, "sha256" of the file as
     it came}. Raises Failure if it is none, and OSError if it can't be written.
     """
-    stored, width, height = check_image(data, args)
+    stored, width, height = check_image(data, args, alone)
     sha256 = hashlib.sha256(data).hexdigest()
-    with SPOOL:
+    with writes:
         first = spool.seek(0, os.SEEK_END)
         spool.write(stored)
         return {"first": first, "last": spool.tell(), "width": width, "height": height, "sha256": sha256}
 
 
-def check_image(data, args):
+def check_image(data, args, alone=ANY):
     """Decode a file to be sure of it. Returns (bytes to store, width, height). Raises Failure.
 
     It is decoded to the end, because a body that was cut off has a good header; of a JPEG at an eighth of its size.
@@ -58,7 +57,7 @@ def check_image(data, args):
             raise Failure(f"too small: {width} x {height}")
         if max(width, height) > (args.max_aspect_ratio or float("inf")) * min(width, height):
             raise Failure(f"aspect ratio: {width} x {height}")
-        with ALONE if width * height > LARGE else contextlib.nullcontext():
+        with alone if width * height > LARGE else ANY:
             if args.resize_to is not None and min(width, height) > args.resize_to:
                 return shrink_file(image, width, height, args)
             image.draft(image.mode, (max(1, width // 8), max(1, height // 8)))
