@@ -15,15 +15,15 @@ What stands where, and why:
     parse_args                 the other script's flags, and four for Ray
     transform_part             stage 1, tasks on CPUs: the rows of a part -> pixels and tokens
     Encoder                    stage 2, actors with the models on their devices: pixels and tokens -> a file
-    assemble                   of a shard's parts the shard
-    make_parts, make_shards    Ray Data moves parts through both stages, and keeps in bounds what waits in memory
+    make_parts, make_shards    parts go through both stages, so many at a time, and become shards
     main                       the run in phases
 A part is some batches of a shard, cut where the other script cuts them; its name says which rows it holds, so that
 it does not matter who makes it, when, or how often (diffusion_training/latents/parts.py). Ray schedules, and the files
-are the state: what is whole stays, whoever is killed, and nothing else is remembered.
+are the state: what is whole stays, whoever is killed. How often a process died of a part is counted here.
 """
 
 import argparse
+import collections
 import contextlib
 import functools
 import importlib
@@ -37,7 +37,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
 import transformers
 from accelerate import Accelerator
@@ -48,10 +47,10 @@ from diffusion_training import check_version
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
 from diffusion_training.arguments import make_parser, number, parse_demo
-from diffusion_training.cluster import connect, find_modules
+from diffusion_training.cluster import connect, find_modules, work_off
 from diffusion_training.data.captions import look_at_captions, say_cut, say_equal
 from diffusion_training.data.rows import load_rows
-from diffusion_training.errors import Refused, explained, fail, in_one_sentence
+from diffusion_training.errors import Refused, end_if_stopped, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences
 from diffusion_training.latents.cache import (
     check_skipped,
@@ -65,7 +64,6 @@ from diffusion_training.latents.encoders import describe_models, load_models, pl
 from diffusion_training.latents.parts import (
     PART_BYTES,
     TRIES,
-    TRIES_OF,
     attempt,
     begin_cache,
     fetch_cache,
@@ -87,9 +85,6 @@ except ImportError:
     sys.exit(f"{Path(__file__).name}: Ray is missing: pip install -r requirements-ray.txt")
 
 ENGINE = ("num_encoders", "gpus_per_encoder", "num_transform_cpus", "address")  # flags that the cache knows nothing of
-TENSORS = {"pixel_values": torch.uint8, "input_ids": torch.int64}
-
-# ------------------------------------------------------------------------------------------------- the flags
 
 
 def parse_args(argv=None):
@@ -114,7 +109,7 @@ def parse_args(argv=None):
             if getattr(args, name) != parser.get_default(name):
                 parser.error(f"--{name} is for folders: of --train_data_dir {args.train_data_dir} all parquet is read")
         local.train_data_dir = "."
-        if args.output_dir.startswith(args.train_data_dir.rstrip("/")):
+        if f"{args.output_dir}/".startswith(f"{args.train_data_dir.rstrip('/')}/"):
             parser.error(f"--output_dir {args.output_dir} lies in --train_data_dir {args.train_data_dir}")
     check_args(parser, local)
     if args.mixed_precision == "fp16" and args.gpus_per_encoder == 0:
@@ -124,10 +119,7 @@ def parse_args(argv=None):
     return args
 
 
-# ------------------------------------------------------------------------------------------------- the work, by name
-
-
-# ------------------------------------------------------------------------------------------------- stage 1: the data
+# ------------------------------------------------------------------------------------------------- the two stages
 
 
 @functools.lru_cache(1)  # a worker process keeps the data set open
@@ -143,24 +135,14 @@ def open_rows(pickled):
     return TransformedRows(rows, tokenizer, column, channels, args)
 
 
-def transform_part(item, pickled, folder, args):
-    """Stage 1 as a task: a table with {"first", "end"} of one part -> a table with all of its pixels in one row."""
-    first, end = item["first"][0].as_py(), item["end"][0].as_py()
-    tries = f"{folder}/{name_part(first, end, args)}.transform"
-    batch, reason = attempt(lambda: open_rows(pickled)[[(0, row) for row in range(first, end)]], tries)
-    tensors, about = {}, ""
-    if reason is None:
-        about = json.dumps({name: batch[name] for name in ("row", "key", "text", "skipped", "cut")})
-        tensors = {name: batch[name].numpy().tobytes() for name in TENSORS}
-    columns = {"first": first, "end": end, "failed": reason or "", "about": about}
-    return pa.table({name: [x] for name, x in columns.items()} | {name: [tensors.get(name, b"")] for name in TENSORS})
-
-
-# ------------------------------------------------------------------------------------------------- stage 2: the models
+def transform_part(part, pickled):
+    """Stage 1 as a task: the rows of a part (first, end) -> what `TransformedRows` makes of them, or why it can't."""
+    batch, reason = attempt(lambda: open_rows(pickled)[[(0, row) for row in range(*part)]])
+    return reason or {name: x.numpy() if torch.is_tensor(x) else x for name, x in batch.items()}
 
 
 class Encoder:
-    """Stage 2 as an actor: a part's block -> its file, and one row that says so. Loads the models once."""
+    """Stage 2 as an actor: what stage 1 made of a part -> its file. Loads the models once."""
 
     def __init__(self, args, folder, settings, threads):
         self.args, self.folder = args, folder
@@ -169,8 +151,7 @@ class Encoder:
             keep_memory()
         torch.set_num_threads(threads)  # other sums, other bits: as many as the driver has, and so as the other script
         transformers.utils.logging.disable_progress_bar()
-        tries = f"{folder}/encoder-{ray.get_runtime_context().get_actor_id()}.start"
-        _, self.reason = attempt(functools.partial(self.load_models, settings), tries)
+        _, self.reason = attempt(lambda: self.load_models(settings))
         self.idle_since = time.perf_counter()
 
     def load_models(self, settings):
@@ -181,43 +162,31 @@ class Encoder:
             raise ValueError(f"the models are other ones here ({', '.join(differences)})")
         self.models = place_encoders(self.exact_models, self.device, self.args)
 
-    def __call__(self, block):
-        begin = time.perf_counter()
-        first, end = block["first"][0].as_py(), block["end"][0].as_py()
-        path, reason = f"{self.folder}/{name_part(first, end, self.args)}", block["failed"][0].as_py() or self.reason
+    def make(self, part, batch):
+        """Write a part's file. Returns {"part", "failed": why not, "busy", "waited": seconds}."""
+        begin, reason = time.perf_counter(), batch if isinstance(batch, str) else self.reason
         if not reason:
-            _, reason = attempt(lambda: write_part(path, self.encode(block)), f"{path}.encode")
-        done = {"first": first, "end": end, "failed": reason or "", "waited": begin - self.idle_since}
-        self.idle_since = time.perf_counter()
-        return pa.table({name: [x] for name, x in {**done, "busy": self.idle_since - begin}.items()})
+            path, models = f"{self.folder}/{name_part(*part, self.args)}", (self.models, self.exact_models)
+            _, reason = attempt(lambda: write_part(path, encode_all(self.cut(batch), *models, self.args)))
+        waited, self.idle_since = begin - self.idle_since, time.perf_counter()
+        return {"part": part, "failed": reason, "busy": self.idle_since - begin, "waited": waited}
 
-    def encode(self, block):
-        """What `encode_all` yields for a part."""
-        return encode_all(self.cut(block), self.models, self.exact_models, self.args)
-
-    def cut(self, block):
+    def cut(self, batch):
         """Cut a part into batches as `load_batches` yields them: lists, and tensors on their way to the device."""
-        part, count = json.loads(block["about"][0].as_py()), block["end"][0].as_py() - block["first"][0].as_py()
-        shapes = {"pixel_values": [count, -1, self.args.resolution, self.args.resolution], "input_ids": [count, -1]}
-        for name, dtype in TENSORS.items():
-            data = bytearray(block[name][0].as_buffer())  # a copy: Ray's memory is not to be written to
-            part[name] = torch.frombuffer(data, dtype=dtype).view(shapes[name])
-        for i in range(0, count, self.args.batch_size):
-            batch = {name: values[i : i + self.args.batch_size] for name, values in part.items()}
-            for name in TENSORS:
-                tensor = batch[name].pin_memory() if self.device.type == "cuda" else batch[name]
-                batch[name] = tensor.to(self.device, non_blocking=True)
-            yield batch
-
-
-# ------------------------------------------------------------------------------------------------- the files
+        # Copies: Ray's memory is not to be written to
+        batch = {name: torch.tensor(x) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
+        for i in range(0, len(batch["row"]), self.args.batch_size):
+            piece = {name: values[i : i + self.args.batch_size] for name, values in batch.items()}
+            for name in ("pixel_values", "input_ids"):
+                x = piece[name].pin_memory() if self.device.type == "cuda" else piece[name]
+                piece[name] = x.to(self.device, non_blocking=True)
+            yield piece
 
 
 @ray.remote(num_cpus=0, scheduling_strategy="SPREAD")
 def assemble(path, parts, count):
     """Turn parts into a shard as the other script writes it. Returns (its record, None), or (None, why not)."""
-    folder, name = path.rsplit("/", 1)
-    done = attempt(lambda: write_shard_to(path, read_parts(parts, count)), f"{folder}/unfinished/{name}.assemble")
+    done = attempt(lambda: write_shard_to(path, read_parts(parts, count)))
     if done[0]:
         with contextlib.suppress(Exception):  # what stays is deleted at the end
             for part in parts:
@@ -225,7 +194,7 @@ def assemble(path, parts, count):
     return done
 
 
-@ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD")
+@ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD", max_retries=0)
 def check_shards(paths, records):
     """What `describe_damage` says of shards that have a record."""
     damages = []
@@ -267,56 +236,73 @@ def plan_engine(args, weight_bytes):
             fail(f"{what} needs {need}, and no node of Ray has that: it would wait for ever")
     resources = [dict(zip(("num_cpus", "num_gpus", "memory"), need, strict=True)) for need in needs.values()]
     where = f"{per_encoder:g} GPUs" if per_encoder else f"{torch.get_num_threads()} CPU threads"
-    found = f"{len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs"
-    sentence = f"Ray: {found}; {count} encoders of {where}, {num_tasks} tasks that decode"
-    return count, resources, num_tasks, sentence
+    found = f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs"
+    return count, resources, num_tasks, f"{found}; {count} encoders of {where}, {num_tasks} tasks that decode"
 
 
 def find_damaged(folder, shards, records):
     """{name: why it must be made again} of the shards that have a record, checked on all nodes."""
-    names = [name for name in shards if name in records]
+    names, damages = [name for name in shards if name in records], {}
     groups = [names[i : i + 16] for i in range(0, len(names), 16)]
-    damages, progress_bar = {}, tqdm(total=len(names), desc="Checking", disable=not names, leave=False)
-    pending = {}
-    while groups or pending:
-        while groups and len(pending) < 1000:
-            group = groups.pop()
-            paths = [f"{folder}/{name}" for name in group]
-            pending[check_shards.remote(paths, {name: records[name] for name in group})] = group
-        (ref, *_), _ = ray.wait(list(pending))
-        group = pending.pop(ref)
-        damages |= {name: damage for name, damage in zip(group, ray.get(ref), strict=True) if damage}
-        progress_bar.update(len(group))
-    progress_bar.close()
+
+    def check(group):
+        return check_shards.remote([f"{folder}/{name}" for name in group], {name: records[name] for name in group})
+
+    checked = work_off(groups, check, lambda: 1000)
+    for group, found, reason in tqdm(checked, total=len(groups), desc="Checking", disable=not names, leave=False):
+        if reason:
+            fail(f"{group[0]} could not be checked: {reason}")
+        damages |= {name: damage for name, damage in zip(group, found, strict=True) if damage}
     return damages
 
 
 def make_parts(parts, rows, folder, settings, engine, args):
-    """Send parts [(first, end)] through both stages; yields {"first", "end", "failed", ...} of each as it is done.
+    """Send parts [(first, end)] through both stages; yields what `Encoder.make` returns of each as it is done.
 
-    `rows`: the data set for `open_rows`; `engine`: what `plan_engine` decided.
+    `rows`: for `open_rows`; `engine`: of `plan_engine`. No more waits in memory than tasks and encoders have at hand.
     """
-    if not parts:
-        return
     num_encoders, (resources, encoder_resources), num_tasks = engine
-    # 1 byte: a row is never split, so each part, which is a row, becomes a block
-    ray.data.DataContext.get_current().target_max_block_size = 1
-    first, end = np.array(parts).T
-    items = pa.table({"first": first, "end": end})
-    # Some parts a task, one after the other, or the driver has too many tasks to keep in mind; but work for all cores.
-    step = min(256, max(1, int(len(parts) / 8 / ray.cluster_resources().get("CPU", 1))))
-    # Two parts at an encoder: the next one is there before this one is done. More would only fill the memory.
-    pool = ray.data.ActorPoolStrategy(size=min(num_encoders, len(parts)), max_tasks_in_flight_per_actor=2)
-    shared = {"folder": folder, "args": args}
-    blocks = ray.data.from_arrow([items.slice(i, step) for i in range(0, len(items), step)]).map_batches(
-        transform_part, fn_kwargs={"pickled": rows, **shared}, batch_size=1, batch_format="pyarrow",
-        compute=ray.data.TaskPoolStrategy(size=num_tasks), **resources,
-    )  # fmt: skip
-    done = blocks.map_batches(
-        Encoder, fn_constructor_kwargs={**shared, "settings": settings, "threads": torch.get_num_threads()},
-        batch_size=1, batch_format="pyarrow", zero_copy_batch=True, compute=pool, **encoder_resources,
-    )  # fmt: skip
-    yield from done.iter_rows()
+    transform = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **resources)(transform_part)
+    encoder = ray.remote(scheduling_strategy="SPREAD", **encoder_resources)(Encoder)
+    shared = [ray.put(x) for x in (args, folder, settings, torch.get_num_threads())]
+    encoders = [(encoder.remote(*shared), {}) for _ in range(min(num_encoders, len(parts)))]
+    most = num_tasks + len(encoders)
+    left, transforming, ready, tries, rows = list(parts)[::-1], {}, [], collections.Counter(), ray.put(rows)
+    try:
+        while left or transforming or ready or any(queue for _, queue in encoders):
+            while left and len(transforming) < num_tasks and len(transforming) + len(ready) < most:
+                part = left.pop()
+                transforming[transform.remote(part, rows)] = part
+            for depth in (1, 2):  # two parts at an encoder: the next one is there before this one is done
+                for actor, queue in encoders:
+                    if ready and len(queue) < depth:
+                        batch, part = ready.pop(0)
+                        queue[actor.make.remote(part, batch)] = part
+            first = {next(iter(queue)): number for number, (_, queue) in enumerate(encoders) if queue}
+            done, _ = ray.wait([*transforming, *first], timeout=1, fetch_local=False)
+            end_if_stopped()
+            for ref in done:
+                if ref in transforming:
+                    ready.append((ref, transforming.pop(ref)))  # or why not, which its encoder says
+                    continue
+                queue = encoders[first[ref]][1]
+                part = queue.pop(ref)
+                try:
+                    yield ray.get(ref)
+                except ray.exceptions.RayError as error:  # a process died, or its node, also of stage 1
+                    if isinstance(error, ray.exceptions.RayActorError):
+                        encoders[first[ref]] = (encoder.remote(*shared), {})
+                        left += [*queue.values()][::-1]  # of which it did not die
+                    left.append(part)
+                    tries[part] += 1
+                    if tries[part] == TRIES:
+                        reason = str(error).strip().splitlines()[-1][:200]
+                        yield {"part": part, "failed": f"its process died, did it run out of memory? ({reason})"}
+    finally:
+        for actor, _ in encoders:
+            ray.kill(actor)
+        for ref in transforming:
+            ray.cancel(ref, force=True)
 
 
 def make_shards(missing, left, done, settings, folder, args, progress_bar):
@@ -324,42 +310,40 @@ def make_shards(missing, left, done, settings, folder, args, progress_bar):
 
     `missing`, `left`: of `find_missing`; `done`: the rows that `make_parts` yields.
     """
-    pending = {}
+    pending, busy, waited = {}, 0.0, 0.0
 
     def submit(name):
         paths = [f"{folder}/unfinished/{name_part(*part, args)}" for part in missing[name]]
         count = missing[name][-1][1] - missing[name][0][0]
         pending[assemble.remote(f"{folder}/{name}", paths, count)] = name
 
-    def collect(all_of_them=False):
+    def collect(most):
         while pending:
-            ready, _ = ray.wait(list(pending), timeout=None if all_of_them or len(pending) > 100 else 0)
+            ready, _ = ray.wait(list(pending), timeout=None if len(pending) > most else 0)
             if not ready:
                 return
-            name = pending.pop(ready[0])
-            record, reason = ray.get(ready[0])
+            name, (record, reason) = pending.pop(ready[0]), ray.get(ready[0])
             if reason:
                 fail(f"{name} could not be written: {reason}; the same command goes on from what is whole")
             yield name, record
 
-    busy, waited = 0.0, 0.0
     try:
         for name in [name for name, count in left.items() if count == 0]:  # stopped before they became a shard
             submit(name)
-            yield from collect()
+            yield from collect(100)
         for row in done:
+            first, end = row["part"]
             if row["failed"]:
-                named = f"rows {row['first']} to {row['end'] - 1} could not be made, tried {TRIES} times"
+                named = f"rows {first} to {end - 1} could not be made, tried {TRIES} times"
                 fail(f"{named}: {row['failed']}; the same command goes on from what is whole")
-            busy, waited = busy + row["busy"], waited + row["waited"]
+            busy, waited, name = busy + row["busy"], waited + row["waited"], name_shard(first, settings)
             progress_bar.set_postfix_str(f"{waited / (busy + waited):.1%} waiting for images", refresh=False)
-            progress_bar.update(row["end"] - row["first"])
-            name = name_shard(row["first"], settings)
+            progress_bar.update(end - first)
             left[name] -= 1
             if left[name] == 0:
                 submit(name)
-            yield from collect()
-        yield from collect(all_of_them=True)
+            yield from collect(100)
+        yield from collect(0)
     finally:
         if pending:  # on the way out: what is being written becomes whole, if that does not take long
             ray.wait(list(pending), num_returns=len(pending), timeout=5)
@@ -403,16 +387,12 @@ def main(args):
     try:
         if remote and not begun:
             begin_cache(output_dir, folder)
-        there = list_files(f"{folder}/unfinished")
-        for name in there:
-            if name.endswith(TRIES_OF):  # a new run tries anew
-                remove(f"{folder}/unfinished/{name}")
 
         # What is missing: of shards that have no record, or are damaged, the parts that have no file.
         for name, damage in find_damaged(folder, shards, records).items():
             print(f"{folder}/{name} {damage}: making it again", flush=True)
             del records[name]
-        missing, left, parts = find_missing(shards, records, len(rows), there, args)
+        missing, left, parts = find_missing(shards, records, len(rows), list_files(f"{folder}/unfinished"), args)
         if missing:
             remove(f"{folder}/state.json")  # an unfinished cache does not open
 
@@ -420,9 +400,9 @@ def main(args):
         there = make_absolute(args)
         pickled = pickle.dumps((there, column, channels, tokenizer, rows._fingerprint, pickle.dumps(rows)))
         done = make_parts(parts, pickled, f"{folder}/unfinished", settings, engine, there)
-        num_left = sum(end - first for first, end in parts)
         skipped = [entry for record in records.values() for entry in record["skipped"]]
-        progress_bar = tqdm(total=len(rows), initial=len(rows) - num_left, desc="Images", unit="img")
+        num_there = len(rows) - sum(end - first for first, end in parts)
+        progress_bar = tqdm(total=len(rows), initial=num_there, desc="Images", unit="img")
         made = make_shards(missing, left, done, settings, folder, args, progress_bar)
         with contextlib.closing(made), contextlib.closing(done):
             for name, record in made:
@@ -448,7 +428,7 @@ def main(args):
         for leftover in output_dir.rglob(".tmp-*"):  # of workers that ended with this process
             leftover.unlink(missing_ok=True)
         lock.release(force=True)
-    (output_dir / ".lock").unlink()
+    (output_dir / ".lock").unlink(missing_ok=True)  # some versions of filelock have deleted it
 
 
 if __name__ == "__main__":

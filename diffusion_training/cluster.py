@@ -1,15 +1,15 @@
 """Ray: started or found, with what its workers need of these files."""
 
-import logging
+import collections
+import itertools
 import os
 import re
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
-from diffusion_training.errors import explained
+from diffusion_training.errors import end_if_stopped, explained
 
 
 def find_modules(*objects):
@@ -26,7 +26,6 @@ def connect(address, modules, **options):
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns of a change to come, for GPUs
     import ray
-    import ray.data
 
     was_there = ray.is_initialized()
     if not was_there:
@@ -40,14 +39,36 @@ def connect(address, modules, **options):
             )
         for number, handler in handlers.items():  # Ray has put its own in place
             signal.signal(number, handler)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel("CRITICAL")  # it says at length what it is about to do
+    return (lambda: None) if was_there else ray.shutdown
 
-    def disconnect():
-        for thread in threading.enumerate():  # that of Ray Data would ask a Ray that is gone, which ends the process
-            if thread.name.startswith("StreamingExecutor"):
-                thread.join(10)
-        if not was_there:
-            ray.shutdown()
 
-    return disconnect
+def work_off(items, submit, most, tries=4):
+    """Keep `most()` tasks at work; yields (item, what its task returned, None) or (item, None, why not) as they end.
+
+    `submit(item)` starts a task, which Ray must not repeat: it is counted here how often a process or node died of it.
+    """
+    import ray
+
+    deaths = ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError
+    left, pending, died = iter(items), {}, collections.Counter()
+    try:
+        while True:
+            for item in itertools.islice(left, max(0, int(most()) - len(pending))):
+                pending[submit(item)] = item
+            if not pending:
+                return
+            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0.5)
+            end_if_stopped()  # Ray may have swallowed what a signal raised
+            for ref in done:
+                item = pending.pop(ref)
+                try:
+                    yield item, ray.get(ref), None
+                except deaths:
+                    died[id(item)] += 1
+                    if died[id(item)] == tries:
+                        yield item, None, f"the process that worked on it died {tries} times; out of memory?"
+                    else:
+                        pending[submit(item)] = item
+    finally:
+        for ref in pending:
+            ray.cancel(ref, force=True)

@@ -65,27 +65,7 @@ def reading(path):
 
 
 def open_folder(url):
-    """(fsspec file system, path in it, whether it is a disk) of a folder."""
-    fs, path = fsspec.core.url_to_fs(url)
-    return fs, path.rstrip("/"), isinstance(fs, LocalFileSystem)
-
-
-def publish(fs, source, path):
-    """Show the finished local file `source` as `path`, whole or not at all: by renaming or by one upload.
-
-    s3fs, gcsfs and adlfs show an object when its upload is complete; `with fs.open(path, "wb")` would show half of one
-    if it were left by an exception.
-    """
-    if isinstance(fs, LocalFileSystem):
-        with open(source, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(source, path)
-    else:
-        fs.put_file(str(source), path)
-
-
-def publish_text(fs, folder, text, path):
-    """Write a small file whole or not at all, by way of the local `folder`."""
-    source = Path(folder, "text")
-    source.write_text(text)
-    publish(fs, source, path)
+    """(fsspec file system, path in it, folder as `writing` takes it: that path on a disk, else the address)."""
+    fs, path = fsspec.url_to_fs(str(url))
+    path = path.rstrip("/")
+    return fs, path, path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)

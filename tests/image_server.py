@@ -128,6 +128,12 @@ class ImageServer:
 
         if kind == "image":
             return send(body=image)
+        if kind.startswith("header-"):
+            return send(body=image, Content_Encoding=kind[7:].replace("empty", " "))
+        if kind == "long":
+            return send(body=image, X_Long="x" * 20_000)
+        if kind == "idna":  # to a host whose name can't be decoded
+            return send("302 Found", Location="http://xn--a/")
         if kind == "type":
             return send(body=image, Content_Type="text/plain")
         if kind == "slow":

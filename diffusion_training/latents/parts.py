@@ -16,7 +16,6 @@ from diffusion_training.remote import is_address, list_files, reading, remove, u
 
 PART_BYTES = 2**26  # of pixels in a part: enough to keep a GPU busy, and a node's memory holds many of them
 TRIES = 4  # of a part, if the process that makes it dies or raises
-TRIES_OF = (".transform", ".encode", ".assemble", ".start")  # files that count them
 
 
 def plan_parts(start, end, args):
@@ -36,7 +35,7 @@ def find_missing(shards, records, num_rows, there, args):
 
     `there`: names of files, among them those of parts that are whole.
     """
-    missing, left, parts = {}, {}, []
+    missing, left, parts, there = {}, {}, [], set(there)
     for number, name in enumerate(shards):
         if name not in records:
             start = number * args.rows_per_shard
@@ -47,29 +46,17 @@ def find_missing(shards, records, num_rows, there, args):
     return missing, left, parts
 
 
-def attempt(work, path):
-    """Call `work` up to TRIES times. Returns (its result, None), or (None, why it failed the last time).
-
-    Each try leaves a mark in the file `path`, which outlives the process: a part that ends every process that touches
-    it (out of memory, say) would else come back for ever, as Ray repeats what dies.
-    """
-    reason = f"the process that worked on it died {TRIES} times; did it run out of memory?"
-    try:
-        fs, mark = fsspec.url_to_fs(str(path))
-        while len(marks := fs.cat_file(mark) if fs.isfile(mark) else b"") < TRIES:
-            fs.pipe_file(mark, marks + b".")
-            try:
-                result = work()
-                remove(path)
-                return result, None
-            except Refused as refused:  # its sentence is what counts, and this process goes on
-                reason = str(refused)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {explain(error)}"
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-    except Exception as error:  # of the file system, which at an address has its own kinds
-        reason = explain(error)
+def attempt(work):
+    """Call `work` up to TRIES times. Returns (its result, None), or (None, why it failed the last time)."""
+    for _ in range(TRIES):
+        try:
+            return work(), None
+        except Refused as refused:  # its sentence is what counts, and this process goes on
+            reason = str(refused)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {explain(error)}"
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
     return None, f"{reason} (on {socket.gethostname()})"
 
 
@@ -83,21 +70,15 @@ def write_part(path, encoded):
             writer.write_batch(rows, custom_metadata={"about": json.dumps(about)})
 
 
-def read_part(path):
-    """Yield what was written by `write_part`."""
-    with reading(path) as copy, pa.memory_map(str(copy)) as file, pa.ipc.open_stream(file) as reader:
-        for rows, metadata in reader.iter_batches_with_custom_metadata():
-            about = json.loads(metadata[b"about"])
-            yield about["first"], rows, about["skipped"], about["counts"]
-
-
 def read_parts(paths, count):
     """Yield what was written for a shard of `count` rows; a part that can't be read is deleted, to be made again."""
     for path in paths:
         try:
-            for item in read_part(path):
-                count -= len(item[1]) + len(item[2])
-                yield item
+            with reading(path) as copy, pa.memory_map(str(copy)) as file, pa.ipc.open_stream(file) as reader:
+                for rows, metadata in reader.iter_batches_with_custom_metadata():
+                    about = json.loads(metadata[b"about"])
+                    count -= len(rows) + len(about["skipped"])
+                    yield about["first"], rows, about["skipped"], about["counts"]
         except (pa.ArrowInvalid, KeyError, ValueError, FileNotFoundError) as error:
             remove(path)
             raise ValueError(f"{path} is damaged or gone; the same command makes it again") from error
@@ -128,7 +109,7 @@ def fetch_cache(url, folder):
         if names and "cache.json" not in names:
             fail(f"--output_dir {url} holds {names[0]} and no latent cache: choose another address")
         fs, root = fsspec.url_to_fs(url)
-        small = [name for name in names if not name.endswith((".arrow", ".part", *TRIES_OF))]
+        small = [name for name in names if not name.endswith((".arrow", ".part"))]
         fs.get([f"{root}/{name}" for name in small], [f"{folder}/{name}" for name in small])
     return "cache.json" in names
 
@@ -143,8 +124,7 @@ def begin_cache(folder, url):
 
 def upload_finished(folder, url):
     """Send what `finish_cache` has written to an address, in its order."""
-    names = ("run.args", "skipped.jsonl", "empty_prompt.npy", "cache.json", "dataset_info.json", "state.json")
-    for name in names:
+    for name in ("run.args", "skipped.jsonl", "empty_prompt.npy", "cache.json", "dataset_info.json", "state.json"):
         upload(f"{folder}/{name}", f"{url}/{name}")
     fs, root = fsspec.url_to_fs(url)
     fs.invalidate_cache()

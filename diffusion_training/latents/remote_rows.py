@@ -39,8 +39,8 @@ class RemoteRows:
                         raise ValueError(f"{names[len(self.starts) - 1]} has other columns than {names[0]}")
                     schema = schema or parquet.schema_arrow
                     self.starts.append(self.starts[-1] + rows[-1])
-        described = json.dumps([(name, found[name]) for name in names])
-        self._fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
+        described = json.dumps([(name, found[name]) for name in names]).encode()
+        self._fingerprint = hashlib.sha256(described).hexdigest()[:16]
         features = datasets.Features.from_arrow_schema(schema)
         images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         column = args.image_column or ("image" if "image" in features or len(images) != 1 else images[0])

@@ -3,11 +3,12 @@
 import asyncio
 import collections
 import email
+import errno
 import functools
 import ipaddress
-import itertools
 import random
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -15,13 +16,11 @@ from datetime import UTC, datetime
 import aiohttp
 from yarl import URL
 
-from diffusion_training.web.pictures import Failure, store_image
+from diffusion_training.web.pictures import THREADS, Failure, store_image
 
 # Private, though Python calls them global: Azure's own service in each of its networks, old and local forms of IPv6.
 NOT_PUBLIC = [ipaddress.ip_network(network) for network in ("168.63.129.16", "fec0::/10", "64:ff9b:1::/48")]
-
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
-
 # Why there is no answer, by the first kind that fits: {0} is the kind of error, {1} what it says
 ERRORS = {
     TimeoutError: "timed out",
@@ -32,9 +31,11 @@ ERRORS = {
     aiohttp.ClientOSError: "broken off",
     aiohttp.ClientResponseError: "bad answer: not as HTTP has it",
     ValueError: "bad URL: {1}",  # of aiohttp, yarl or the encoding of a name
+    Exception: "connection: {0} {1}",
 }
-
 MAX_REDIRECTS = 5
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # this machine is, whoever is asked
+COMPRESSED = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 
 
 class PrivateAddress(OSError):
@@ -57,10 +58,7 @@ def check_address(address, allowed):
 
 
 def open_socket(address_info, allowed):
-    """Make the socket of a connection; `address_info` is what `getaddrinfo` said, and what is connected to next.
-
-    Nothing looks up the name again between here and there. Raises PrivateAddress.
-    """
+    """The socket of a connection to what `getaddrinfo` said; nothing looks it up again. Raises PrivateAddress."""
     family, kind, protocol, _, address = address_info
     check_address(address[0], allowed)
     return socket.socket(family, kind, protocol)
@@ -102,53 +100,55 @@ class Downloads:
         self.session, self.spool, self.checker, self.args = session, spool, checker, args
         self.hosts = collections.defaultdict(lambda: asyncio.Semaphore(args.per_host))
         self.connections = asyncio.Semaphore(args.connections)
-        self.received = 0  # bytes of bodies, also of those that failed
+        self.answered, self.unreached = False, set()  # did anybody; hosts that could not be connected to
+        self.received, self.locks = 0, (threading.Lock(), threading.Lock())  # bytes, also of bodies that failed
 
     async def download(self, url):
         """Returns an image, as `store_image` does, or a failure {"reason", "tries"}."""
-        for tries in itertools.count(1):
+        for tries in range(1, self.args.retries + 2):
             try:
                 return await self.fetch(url)
             except Failure as failure:
                 if failure.wait is None or failure.wait > self.args.timeout or tries > self.args.retries:
                     return {"reason": str(failure), "tries": tries}
-                wait = max(failure.wait, 2 ** (tries - 2) * random.uniform(0.5, 1.5))  # nobody waits for us meanwhile
-            await asyncio.sleep(wait)
+                wait = max(failure.wait, min(60, 2 ** (tries - 2)) * random.uniform(0.5, 1.5))
+            await asyncio.sleep(wait)  # nobody waits for us meanwhile
 
     async def fetch(self, url):
-        """One try: follow redirects to the image and store it. Raises Failure."""
-        left = self.args.timeout
-        for _ in range(MAX_REDIRECTS + 1):
+        """One try: follow redirects to the image and store it. Raises Failure, OSError if the machine is at fault."""
+        left, location = self.args.timeout, url
+        for hop in range(MAX_REDIRECTS + 1):
             try:
-                url = URL(url)
-            except ValueError as error:
+                url = url.join(URL(location)) if hop else URL(location)
+                host = url.host
+            except Exception as error:  # what a host name may do to its decoder is without end
                 raise Failure(f"bad URL: {error}"[:200]) from None
-            if url.scheme not in ("http", "https") or not url.host:
+            if url.scheme not in ("http", "https") or not host:
                 raise Failure(f"not http or https: {url.scheme[:20]!r}")
             # Time counts from when it is our turn. The turn ends when the image is stored, which bounds the memory.
-            async with self.hosts[url.host], self.connections:
+            async with self.hosts[host], self.connections:
                 start = time.monotonic()
                 location, body = await self.request(url, left)
                 left -= time.monotonic() - start
                 if body is not None:
-                    store = functools.partial(store_image, body, self.spool, self.args)
-                    return await asyncio.get_running_loop().run_in_executor(self.checker, store)
-            url = str(url.join(location))
+                    work = store_image, body, self.spool, self.args, *self.locks
+                    return await asyncio.get_running_loop().run_in_executor(self.checker, *work)
         raise Failure("too many redirects")
 
     async def request(self, url, seconds):
-        """One request. Returns (where it is redirected to or None, body or None). Raises Failure."""
+        """One request. Returns (where it is redirected to or None, body or None). Raises as `fetch` does."""
         try:
             async with asyncio.timeout(seconds), self.session.get(url, allow_redirects=False) as response:
+                self.answered = True
                 if directive := find_opt_out(response.headers, self.args.user_agent, self.args.opt_out):
                     raise Failure(f"opted out: {directive}")
                 if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
-                    return URL(response.headers["Location"]), None
-                if response.status == 429 or response.status >= 500:
-                    raise Failure(f"HTTP {response.status}", read_retry_after(response.headers) or 0.0)
+                    return response.headers["Location"], None
                 if response.status != 200:
-                    raise Failure(f"HTTP {response.status}")
-                if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+                    passes = response.status == 429 or response.status >= 500
+                    wait = (read_retry_after(response.headers) or 0.0) if passes else None
+                    raise Failure(f"HTTP {response.status}", wait)
+                if COMPRESSED & set(response.headers.get("Content-Encoding", "").lower().replace(",", " ").split()):
                     raise Failure("compressed body")  # not asked for, and a way to make gigabytes of kilobytes
                 if (response.content_length or 0) > self.args.max_bytes:
                     raise Failure(f"too large: {response.content_length} bytes")
@@ -162,10 +162,14 @@ class Downloads:
         except Failure:
             raise
         except Exception as error:  # of whatever kind: a strange server must not stop the shard
-            if isinstance(getattr(error, "os_error", None), PrivateAddress):
-                raise Failure("private address") from None
-            reason = next((reason for kind, reason in ERRORS.items() if isinstance(error, kind)), "connection: {} {}")
             cause = getattr(error, "os_error", error)
+            if isinstance(cause, PrivateAddress):
+                raise Failure("private address") from None
+            if getattr(cause, "errno", None) in EXHAUSTED or str(cause) == "can't start new thread":
+                raise OSError(f"{cause}: lower --connections") from None
+            if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+                self.unreached.add(url.raw_host)
+            reason = next(reason for kind, reason in ERRORS.items() if isinstance(error, kind))
             wait = 0.0 if isinstance(error, TimeoutError) else None
             raise Failure(reason.format(type(cause).__name__, cause)[:200], wait) from None
 
@@ -173,22 +177,24 @@ class Downloads:
 async def fetch_rows(urls, spool, args):
     """Download `urls`, {row: URL}, each image into the file `spool` as it comes.
 
-    Returns ({row: image as of `store_image`}, {row: {"reason", "tries"}}, bytes received).
+    Returns ({row: image}, {row: {"reason", "tries"}}, bytes received). Raises OSError if this machine is at fault.
     """
     # Names are looked up in threads of the loop, six by default: one slow name server would hold up the others.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(args.connections))
     make_socket = functools.partial(open_socket, allowed=args.allow_private_addresses)
-    connector = aiohttp.TCPConnector(limit=0, socket_factory=make_socket, ttl_dns_cache=300)
+    # Each request has its own connection: those that wait for another one would take all file descriptors.
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=make_socket, ttl_dns_cache=300, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=args.idle_timeout, sock_read=args.idle_timeout)
     headers = {"User-Agent": args.user_agent, "Accept": "image/*,*/*;q=0.5", "Accept-Encoding": "identity"}
-    with ThreadPoolExecutor(1) as checker:  # one core, and one decoded image in memory at a time
+    with ThreadPoolExecutor(THREADS) as checker:
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=headers, cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False, trust_env=False,
+            auto_decompress=False, trust_env=False, max_line_size=2**16, max_field_size=2**16,
         ) as session:  # fmt: skip
             downloads = Downloads(session, spool, checker, args)
             results = await asyncio.gather(*map(downloads.download, urls.values()))
-    images, failures = {}, {}
-    for row, result in zip(urls, results, strict=True):
-        (failures if "reason" in result else images)[row] = result
-    return images, failures, downloads.received
+    if not downloads.answered and len(urls) >= 20 and len(downloads.unreached) >= 10:
+        raise OSError(f"none of {len(downloads.unreached)} hosts could be reached: is this machine on the network?")
+    results = dict(zip(urls, results, strict=True))
+    images = {row: result for row, result in results.items() if "reason" not in result}
+    return images, {row: results[row] for row in urls if row not in images}, downloads.received

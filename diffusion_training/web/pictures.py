@@ -1,5 +1,6 @@
 """A downloaded file -> an image that is whole, maybe shrunk. By Pillow: torch would take 0.8 GB of each worker."""
 
+import contextlib
 import hashlib
 import io
 import os
@@ -11,6 +12,9 @@ from diffusion_training.errors import is_machines_fault
 from diffusion_training.pillow import check_scans, is_deep_grey, lay_on_white, read_deep_grey, read_orientation
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # no EPS: Pillow would start Ghostscript
+THREADS = min(4, os.cpu_count() or 1)  # that decode in a task
+LARGE = 2**24  # pixels: of larger images one is decoded at a time, or memory would be several times as much
+ANY = contextlib.nullcontext()
 
 
 class Failure(Exception):
@@ -21,20 +25,21 @@ class Failure(Exception):
         self.wait = wait
 
 
-def store_image(data, spool, args):
-    """Check an image and add it to the file `spool`, maybe shrunk.
+def store_image(data, spool, args, alone=ANY, writes=ANY):
+    """Check an image and add it to the file `spool`, maybe shrunk. `alone`, `writes`: locks, for several threads.
 
     Returns {"first", "last" byte (excluded) of it there, "width", "height" as it is displayed, "sha256" of the file as
     it came}. Raises Failure if it is none, and OSError if it can't be written.
     """
-    stored, width, height = check_image(data, args)
-    first = spool.seek(0, os.SEEK_END)
-    spool.write(stored)
+    stored, width, height = check_image(data, args, alone)
     sha256 = hashlib.sha256(data).hexdigest()
-    return {"first": first, "last": spool.tell(), "width": width, "height": height, "sha256": sha256}
+    with writes:
+        first = spool.seek(0, os.SEEK_END)
+        spool.write(stored)
+        return {"first": first, "last": spool.tell(), "width": width, "height": height, "sha256": sha256}
 
 
-def check_image(data, args):
+def check_image(data, args, alone=ANY):
     """Decode a file to be sure of it. Returns (bytes to store, width, height). Raises Failure.
 
     It is decoded to the end, because a body that was cut off has a good header; of a JPEG at an eighth of its size.
@@ -52,10 +57,11 @@ def check_image(data, args):
             raise Failure(f"too small: {width} x {height}")
         if max(width, height) > (args.max_aspect_ratio or float("inf")) * min(width, height):
             raise Failure(f"aspect ratio: {width} x {height}")
-        if args.resize_to is not None and min(width, height) > args.resize_to:
-            return shrink_file(image, args.resize_to, args.jpeg_quality)
-        image.draft(image.mode, (max(1, width // 8), max(1, height // 8)))
-        image.load()
+        with alone if width * height > LARGE else ANY:
+            if args.resize_to is not None and min(width, height) > args.resize_to:
+                return shrink_file(image, width, height, args)
+            image.draft(image.mode, (max(1, width // 8), max(1, height // 8)))
+            image.load()
     except Image.DecompressionBombError as error:
         raise Failure(f"too many pixels: {error}") from None
     except Failure:
@@ -67,11 +73,15 @@ def check_image(data, args):
     return data, width, height
 
 
-def shrink_file(image, side, quality):
-    """Shrink to a short side of `side` pixels: returns (a JPEG of it, width, height).
+def shrink_file(image, width, height, args):
+    """Shrink an image that is displayed as width x height to args.resize_to: returns (a JPEG of it, width, height).
 
     What `decode_image` and `shrink` of the other scripts do, but by Pillow: torch would take 0.8 GB of each worker.
+    A large JPEG is decoded to an eighth, a quarter or half, still twice as large as what comes out.
     """
+    side = args.resize_to
+    size = (side, int(side * height / width)) if width <= height else (int(side * width / height), side)
+    image.draft(image.mode, [2 * x for x in (size if image.size == (width, height) else size[::-1])])
     if read_orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
     if is_deep_grey(image):
@@ -79,8 +89,6 @@ def shrink_file(image, side, quality):
     image = lay_on_white(image)
     if image.mode != "L":
         image = image.convert("RGB")
-    short, long = min(image.size), max(image.size)
-    size = (side, int(side * long / short)) if image.width <= image.height else (int(side * long / short), side)
     file = io.BytesIO()
-    image.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=quality)
+    image.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=args.jpeg_quality)
     return file.getvalue(), *size

@@ -1,59 +1,94 @@
 """Shards of images: a range of a table's rows in one file, with its record beside it."""
 
+import base64
 import collections
+import itertools
 import json
+import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion_training.errors import fail
-from diffusion_training.remote import publish
+from diffusion_training.files import digest_file
+from diffusion_training.remote import remove, writing
+from diffusion_training.web.tables import find_invalid
 
 # What another day may mend, by the start of the reason: --retry_failed asks for these again.
 PASSING = ("timed out", "connection", "broken off", "host not found", "HTTP 429", "HTTP 5")
+RECORD = {"images": int, "bytes": int, "sha256": str, "table": str, "failures": list}
+FAILURE = {"row": int, "reason": str, "tries": int}
 
 
-def read_shard(path, first, last, spool):
-    """Copy the images of a shard into `spool`. Returns ({row: image}, {row: failure}); nothing if it is damaged."""
+def read_shard(path, item, spool):
+    """Copy the images of a shard into `spool`. Returns {row: image}; None if it is damaged or not there."""
+    first, count = item["first"], item["last"] - item["first"]
     try:
-        parquet = pq.ParquetFile(path)
-        failures = {f["row"]: f for f in json.loads(parquet.metadata.metadata[b"failures"])}
-        images, rows = {}, (row for row in range(first, last) if row not in failures)
+        parquet = pq.ParquetFile(path, page_checksum_verification=True)
+        bits = np.frombuffer(zlib.decompress(base64.b64decode(parquet.metadata.metadata[b"held"])), np.uint8)
+        rows, images = (np.flatnonzero(np.unpackbits(bits, count=count)) + first).tolist(), {}
+        if len(bits) != (count + 7) // 8 or len(rows) != parquet.metadata.num_rows:
+            return None
         for batch in parquet.iter_batches(64, columns=["image", "width", "height", "sha256"]):
-            for item in batch.to_pylist():
+            for image in batch.to_pylist():
                 start = spool.tell()
-                spool.write(item.pop("image")["bytes"])
-                images[next(rows)] = {"first": start, "last": spool.tell(), **item}
-        return images, failures
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):  # a disk that is full says so again
-        return {}, {}
+                spool.write(image.pop("image")["bytes"])
+                images[rows[len(images)]] = {"first": start, "last": spool.tell(), **image}
+        return images
+    except (OSError, ValueError, KeyError, TypeError, zlib.error):  # a disk that is full says so again
+        return None
 
 
-def write_images(path, table, first, images, failures, spool, schema):
-    """Write a shard: the rows of `table`, the first of which is row `first`, that have an image in `spool`."""
-    groups, size = [], 0
+def choose_urls(table, first, images, failures, args):
+    """{row: URL} of what is to be asked for; rows that can't be asked for join `failures`."""
+    urls, invalid = {}, find_invalid(table, first)
+    for row, url, text in zip(itertools.count(first), table["url"], table["text"], strict=False):
+        known = failures.get(row)
+        if row in images or (known and not (args.retry_failed and known["reason"].startswith(PASSING))):
+            continue
+        url, text = (None, None) if row in invalid else (url.as_py(), text.as_py())
+        if not url or text is None:
+            reason = "not UTF-8" if row in invalid else "no caption" if url else "no URL"
+            failures[row] = {"row": row, "url": url, "reason": reason, "tries": 0}
+        else:
+            urls[row] = url
+    return urls
+
+
+def describe_shard(path):
+    """{"bytes", "sha256"} of a file, as its record has them."""
+    return {"sha256": digest_file(Path(path)), "bytes": os.path.getsize(path)}
+
+
+def write_images(path, table, first, images, spool, schema):
+    """Write a shard: the rows of `table`, the first of which is row `first`, that have an image in `spool`.
+
+    Its footer says which rows these are, a bit for each of the table, so that it can do without its record.
+    """
+    bits, groups, size = np.zeros(len(table), bool), [], 0
     for row in sorted(images):  # row groups of at most 100 images or 32 MB, whichever comes first; never an empty one
         length = images[row]["last"] - images[row]["first"]
         if not groups or len(groups[-1]) == 100 or size + length > 32_000_000:
             groups, size = [*groups, []], 0
         groups[-1].append(row)
-        size += length
-    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False) as writer:
+        size, bits[row - first] = size + length, True
+    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False,
+                          write_page_checksum=True) as writer:  # fmt: skip
         for rows in groups:
             part = table.take(pa.array([row - first for row in rows], pa.int64()))
-            columns = {name: part[name] for name in part.column_names}
+            columns = {f.name: part[f.name].cast(f.type) for f in schema if f.name in part.column_names}
             columns |= {key: [images[row][key] for row in rows] for key in ("width", "height", "sha256")}
             columns["image"] = []
             for row in rows:
                 spool.seek(images[row]["first"])
                 file = spool.read(images[row]["last"] - images[row]["first"])
                 columns["image"].append({"bytes": file, "path": None})
-            arrays = [pa.array(columns[f.name], f.type) if isinstance(columns[f.name], list) else
-                      columns[f.name].cast(f.type) for f in schema]  # fmt: skip
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-        writer.add_key_value_metadata({"failures": json.dumps(list(failures.values()))})
+            writer.write_table(pa.table({f.name: columns[f.name] for f in schema}, schema=schema))
+        writer.add_key_value_metadata({"held": base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()})
 
 
 def name_record(folder, name):
@@ -70,11 +105,23 @@ def list_sizes(fs, folder):
         return {}
 
 
-def read_json(data):
-    """What a file of ours says; nothing if it is damaged."""
+def read_json(fs, path):
+    """What a file of ours says, a dict; an empty one if it is damaged or not there."""
     try:
-        return json.loads(data)
-    except ValueError:
+        data = json.loads(fs.cat_file(path))
+        return data if isinstance(data, dict) else {}
+    except (ValueError, FileNotFoundError):
+        return {}
+
+
+def read_record(fs, path):
+    """The record of a shard; nothing if it is damaged or not there."""
+    record = read_json(fs, path)
+    try:
+        kinds = [isinstance(record[name], kind) for name, kind in RECORD.items()]
+        kinds += [isinstance(f[name], kind) for f in record["failures"] for name, kind in FAILURE.items()]
+        return record if all(kinds) else {}
+    except (KeyError, TypeError):
         return {}
 
 
@@ -83,15 +130,16 @@ def read_records(fs, folder, items):
     with ThreadPoolExecutor(32) as pool:
         for first in range(0, len(items), 1000):
             some = items[first : first + 1000]
-            paths = [name_record(folder, item["name"]) for item in some]
-            yield from zip(some, map(read_json, pool.map(fs.cat_file, paths)), strict=True)
+            yield from zip(
+                some, pool.map(lambda x: read_record(fs, name_record(folder, x["name"])), some), strict=True
+            )
 
 
 def choose_items(fs, folder, items, retry_failed):
     """The pieces of work without a record or a shard, and with `retry_failed` those with failures that may pass."""
     records, shards = list_sizes(fs, f"{folder}/__download__/records"), list_sizes(fs, folder)
-    done = [item for item in items if PurePosixPath(name_record("", item["name"])).name in records]
-    done = [item for item in done if item["name"] in shards]
+    done = [item for item in items if item["name"] in shards]
+    done = [item for item in done if item["name"].replace(".parquet", ".json") in records]
     if retry_failed:
         records = read_records(fs, folder, done)
         done = [item for item, r in records if r and not any(f["reason"].startswith(PASSING) for f in r["failures"])]
@@ -99,21 +147,32 @@ def choose_items(fs, folder, items, retry_failed):
     return [item for item in items if item["name"] not in done]
 
 
-def gather(fs, folder, items, scratch):
-    """Write failures.jsonl from the records of all shards. Returns (images, bytes of shards, Counter of reasons)."""
-    names, reasons, images = list_sizes(fs, f"{folder}/__download__/records"), collections.Counter(), 0
-    if missing := sum(name_record("", item["name"]).split("/")[-1] not in names for item in items):
+def gather(fs, folder, items):
+    """Write failures.jsonl and summary.json from the records of all shards, unless nothing has changed since.
+
+    Returns {"images", "bytes" of the shards, "failures": {reason: count}}. A shard of another size than its record
+    says ends the program. `folder`: as `writing` takes it.
+    """
+    summary_path, sizes = f"{folder}/__download__/summary.json", list_sizes(fs, folder)
+    if missing := sum(item["name"] not in sizes for item in items):
         fail(f"{missing} of {len(items)} shards are not in {folder}: on several machines all must share it")
-    sizes = list_sizes(fs, folder)
-    with open(f"{scratch}/failures", "w") as file:
+    size = sum(sizes[item["name"]] for item in items)
+    if (summary := read_json(fs, summary_path)).get("bytes") == size:
+        return summary
+    reasons, images, damaged = collections.Counter(), 0, []
+    with writing(f"{folder}/__download__/failures.jsonl") as path, open(path, "w") as file:
         for item, record in read_records(fs, folder, items):
-            path, size = f"{folder}/{item['name']}", sizes.get(item["name"])
-            if size != record.get("bytes"):
-                fs.rm_file(name_record(folder, item["name"]))
-                fail(f"{path} has {size} bytes and should have {record.get('bytes')}: the same command mends it")
+            if sizes[item["name"]] != record.get("bytes"):
+                damaged.append(item["name"])
+                remove(name_record(folder, item["name"]))
+                continue
             for failure in record["failures"]:
                 file.write(json.dumps({"table": record["table"], **failure}) + "\n")
                 reasons[failure["reason"].split(":")[0]] += 1
             images += record["images"]
-    publish(fs, f"{scratch}/failures", f"{folder}/__download__/failures.jsonl")
-    return images, sum(sizes[item["name"]] for item in items), reasons
+        if damaged:
+            fail(f"{len(damaged)} shards, such as {damaged[0]}, are not as recorded: the same command mends it")
+    summary = {"images": images, "bytes": size, "failures": dict(reasons)}
+    with writing(summary_path) as path:
+        path.write_text(json.dumps(summary))
+    return summary

@@ -1,6 +1,6 @@
-"""Tables of URLs and captions: found, copied to parquet, read in ranges."""
+"""Tables of URLs and captions: found, copied once to parquet as the shards want it, read in ranges."""
 
-import glob
+import contextlib
 import hashlib
 import os
 from pathlib import PurePosixPath
@@ -12,76 +12,100 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
-from diffusion_training.errors import fail
-from diffusion_training.remote import open_folder, publish
+from diffusion_training.errors import explained, fail
+from diffusion_training.remote import open_folder, writing
+
+SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 
 
 def list_tables(args):
-    """The tables that --input names. Returns (file system, their paths in order)."""
-    suffixes = (".parquet", ".csv", ".csv.gz", ".jsonl", ".jsonl.gz", ".ndjson", ".json")
+    """The tables that --input names. Returns (file system, their paths in order); none in --output_dir."""
+    suffixes = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES[1:]))
     try:
-        fs, path = fsspec.core.url_to_fs(args.input)
-        if glob.has_magic(path):
-            paths = fs.glob(path)
-        else:
-            paths = fs.find(path) if fs.isdir(path) else [path]
+        fs, path = fsspec.url_to_fs(args.input)
+        paths = fs.find(path) if fs.isdir(path) else [path] if fs.exists(path) else fs.glob(path)
+        own = f"{open_folder(args.output_dir)[1]}/"
         paths = [p for p in sorted(paths) if p.endswith(suffixes) and not PurePosixPath(p).name.startswith((".", "_"))]
-        if not paths or not fs.exists(paths[0]):
+        paths = [p for p in paths if not fs.unstrip_protocol(p).removeprefix("file://").startswith(own)]
+        if not paths:
             raise FileNotFoundError(f"there is no file that ends in {', '.join(suffixes)}")
     except Exception as error:  # of the file system's own kinds, such as missing credentials
         fail(f"--input {args.input} can't be read: {error}")
     return fs, paths
 
 
-def open_table(fs, path, columns, output_dir, scratch):
-    """What a table holds: {"url" of it as parquet, "rows", "digest", "schema" of `columns`}.
-
-    CSV and JSON lines are read once, in a stream, and copied to parquet beside the records: whoever takes a range of
-    rows finds it there without reading all before it. Ends the program if the table can't be used.
-    """
-    try:
-        source, digest = fs.unstrip_protocol(path), None
+def digest_table(fs, path):
+    """SHA-256 of a table; of parquet that of its footer, with sizes and statistics of all that the file holds."""
+    with explained(f"{path} can't be used"), fs.open(path) as file:
         if not path.endswith(".parquet"):
-            with fs.open(path) as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            fs, folder, _ = open_folder(output_dir)
-            path = f"{folder}/__download__/tables/{digest}.parquet"
-            if not fs.exists(path):
-                copy_table(source, columns, f"{scratch}/{digest}")
-                publish(fs, f"{scratch}/{digest}", path)
-        with fs.open(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(-8, os.SEEK_END)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - length, os.SEEK_END)
+        return hashlib.sha256(file.read(length)).hexdigest()
+
+
+def copy_table(source, digest, columns, rows_per_group, folder):
+    """Copy `columns` of a table to parquet, unless that was done; a row group there is a piece of work.
+
+    Returns {"source", "copy", "rows", "schema"}. Ends the program if the table can't be used.
+    """
+    name = hashlib.sha256(repr((source, digest, columns, rows_per_group)).encode()).hexdigest()[:24]
+    fs, _, copy = open_folder(f"{folder}/__download__/tables/{name}.parquet")
+    with explained(f"{source} can't be used: see --url_column, --caption_column and --keep_columns"):
+        if not fs.exists(copy):
+            with open_table(source, columns) as (schema, batches), writing(copy) as file:
+                with pq.ParquetWriter(file, schema, write_statistics=False) as writer:
+                    for group in cut_groups(batches, rows_per_group):
+                        writer.write_table(group, len(group))
+        with fs.open(copy) as file:
             parquet = pq.ParquetFile(file)
-            names = parquet.schema_arrow.names
-            if missing := [name for name in columns if name not in names]:
-                raise ValueError(f"no column {missing[0]!r} but {', '.join(names)}")
-            if digest is None:  # of the footer, which has sizes and statistics of all that the file holds
-                file.seek(-8, os.SEEK_END)
-                length = int.from_bytes(file.read(4), "little")
-                file.seek(-8 - length, os.SEEK_END)
-                digest = hashlib.sha256(file.read(length)).hexdigest()
-            schema = pa.schema([parquet.schema_arrow.field(name).remove_metadata() for name in columns])
-            rows = parquet.metadata.num_rows
-        return {"url": fs.unstrip_protocol(path), "rows": rows, "digest": digest, "schema": schema}
-    except (OSError, ValueError, pa.ArrowException) as error:
-        fail(f"{source} can't be used ({error}): see --url_column, --caption_column and --keep_columns")
+            schema = parquet.schema_arrow.remove_metadata()
+            return {"source": source, "copy": copy, "rows": parquet.metadata.num_rows, "schema": schema}
 
 
-def copy_table(url, columns, path):
-    """Copy `columns` of CSV or JSON lines to a local parquet file; types are those that the first megabyte shows."""
+@contextlib.contextmanager
+def open_table(url, columns):
+    """(schema of `columns`, the record batches of a table). Raises ValueError if it lacks one or has one twice.
+
+    What CSV holds stays text; of JSON lines types are those that the first megabyte shows.
+    """
     with fsspec.open(url, compression="infer") as file:
-        if ".csv" in PurePosixPath(url).suffixes:
-            types = dict.fromkeys(columns[:2], pa.string())  # also if all captions of the first megabyte are numbers
-            convert = pa_csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True)
-            parse = pa_csv.ParseOptions(newlines_in_values=True)
-            reader = pa_csv.open_csv(file, parse_options=parse, convert_options=convert)
+        suffix = PurePosixPath(url.removesuffix(".gz")).suffix
+        if suffix == ".parquet":
+            parquet = pq.ParquetFile(file, pre_buffer=False)  # or all of it comes into memory
+            schema, batches = parquet.schema_arrow, parquet.iter_batches(10_000, columns=columns)
+        elif suffix in (".csv", ".tsv"):
+            parse = pa_csv.ParseOptions(delimiter="," if suffix == ".csv" else "\t", newlines_in_values=True)
+            with fsspec.open(url, compression="infer") as begin:
+                names = pa_csv.open_csv(begin, parse_options=parse).schema.names
+            convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), null_values=[""],
+                                            strings_can_be_null=True, check_utf8=False)  # fmt: skip
+            batches = pa_csv.open_csv(file, parse_options=parse, convert_options=convert)
         else:
-            reader = pa_json.open_json(file)
-        if missing := [name for name in columns if name not in reader.schema.names]:
-            raise ValueError(f"no column {missing[0]!r} but {', '.join(reader.schema.names)}")
-        schema = pa.schema([reader.schema.field(name) for name in columns])
-        with pq.ParquetWriter(path, schema) as writer:
-            for batch in reader:
-                writer.write_batch(batch.select(columns))
+            batches = pa_json.open_json(file)
+        schema = batches.schema if suffix != ".parquet" else schema
+        for name in columns:
+            if schema.names.count(name) != 1:
+                many = "two columns" if name in schema.names else "no column"
+                raise ValueError(f"{many} {name!r} but {', '.join(schema.names)}")
+        schema = pa.schema([schema.field(name).remove_metadata() for name in columns])
+        yield schema, (batch.select(columns) for batch in batches)
+
+
+def cut_groups(batches, size):
+    """Tables of `size` rows; the last has what is left."""
+    parts, count = [], 0
+    for batch in batches:
+        while len(batch):
+            parts.append(batch.slice(0, size - count))
+            batch = batch.slice(len(parts[-1]))
+            count += len(parts[-1])
+            if count == size:
+                yield pa.Table.from_batches(parts)
+                parts, count = [], 0
+    if parts:
+        yield pa.Table.from_batches(parts)
 
 
 def make_schema(tables, args):
@@ -89,7 +113,7 @@ def make_schema(tables, args):
     schema = tables[0]["schema"]
     for table in tables[1:]:
         if table["schema"] != schema:
-            fail(f"{table['url']} has other types of columns than {tables[0]['url']}: make them the same")
+            fail(f"{table['source']} has other types of columns than {tables[0]['source']}: make them the same")
     url, text, *kept = schema
     if not (pa.types.is_string(url.type) or pa.types.is_large_string(url.type)):
         fail(f"--url_column {args.url_column} holds {url.type}, not text")
@@ -106,34 +130,37 @@ def make_schema(tables, args):
 
 
 def list_items(tables, rows_per_shard):
-    """All pieces of work, in order: [{"name" of the shard, "table": URL, "first", "last" (excluded): rows of it}]."""
-    ranges = [
-        {"table": table["url"], "first": first, "last": min(table["rows"], first + rows_per_shard)}
-        for table in tables
-        for first in range(0, table["rows"], rows_per_shard)
-    ]
-    digits = max(5, len(str(len(ranges))))  # as many for all, since `datasets` sorts by name
-    return [
-        {"name": f"data-{number:0{digits}d}-of-{len(ranges):0{digits}d}.parquet", **item}
-        for number, item in enumerate(ranges)
-    ]
+    """All pieces of work, in order, each a row group of a copy.
+
+    [{"name" of the shard, "table": its source, "copy", "group", "first", "last" (excluded): rows of the table}]
+    """
+    items = [
+        {"table": table["source"], "copy": table["copy"], "group": group, "first": group * rows_per_shard,
+         "last": min(table["rows"], (group + 1) * rows_per_shard)}
+        for table in tables for group in range(-(-table["rows"] // rows_per_shard))
+    ]  # fmt: skip
+    digits = max(5, len(str(len(items))))  # as many for all, since `datasets` sorts by name
+    for number, item in enumerate(items):
+        item["name"] = f"data-{number:0{digits}d}-of-{len(items):0{digits}d}.parquet"
+    return items
 
 
-def read_rows(url, first, last, columns):
-    """Rows `first` to `last` (excluded) of a parquet file, a table of `columns`. Raises OSError if there are fewer."""
-    parts, start = [], 0  # `start`: row of the file that comes next
-    with fsspec.open(url) as file:
-        parquet = pq.ParquetFile(file)
-        for group in range(parquet.num_row_groups):
-            length = parquet.metadata.row_group(group).num_rows
-            if start + length <= first or start >= last:
-                start += length
-                continue
-            for batch in parquet.iter_batches(10_000, [group], columns):  # a group may be larger than the memory
-                parts.append(batch.slice(max(0, first - start), max(0, last - max(first, start))))
-                start += len(batch)
-                if start >= last:
-                    break
-    if sum(map(len, parts)) != last - first:
-        raise OSError(f"{url} has not as many rows as when it was listed")
-    return pa.Table.from_batches(parts).select(columns)
+def read_rows(item):
+    """The rows of a piece of work, a table. Raises OSError if the copy holds others."""
+    with fsspec.open(item["copy"]) as file:
+        table = pq.ParquetFile(file).read_row_group(item["group"])
+    if len(table) != item["last"] - item["first"]:
+        raise OSError(f"{item['copy']} is not as it was written: delete it")
+    return table
+
+
+def find_invalid(table, first=0):
+    """The rows of a table, counted from `first`, with text that is not UTF-8."""
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid:
+        half = len(table) // 2
+        if not half:
+            return {first}
+        return find_invalid(table.slice(0, half), first) | find_invalid(table.slice(half), first + half)
+    return set()

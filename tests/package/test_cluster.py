@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 
 import pytest
@@ -58,15 +57,6 @@ def test_a_ray_that_this_process_has_is_taken_and_left(calls):
     del calls[:]
     module.connect(None, ["/a"])()
     assert calls == []
-
-
-def test_it_ends_after_what_still_asks_it(calls):
-    """Ray Data's thread would ask a Ray that is gone, which ends the process."""
-    order, disconnect = [], module.connect(None, [])
-    thread = threading.Thread(target=lambda: (time.sleep(0.3), order.append("done")), name="StreamingExecutor-1")
-    thread.start()
-    disconnect()
-    assert order == ["done"] and calls[-1] == ("shutdown",)
 
 
 @pytest.mark.parametrize("way", ["flag", "environment"])

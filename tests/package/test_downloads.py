@@ -1,5 +1,6 @@
 """Requests to a server that is as bad as the web, without Ray; nothing leaves the loopback device."""
 
+import argparse
 import asyncio
 import collections
 import datetime
@@ -293,3 +294,81 @@ def test_redirects_are_judged_like_any_other_url(server):
 
 def test_these_directives_are_respected_unless_others_are_given():
     assert sorted(make_args().opt_out) == ["noai", "noimageai", "noimageindex", "noindex"]
+
+
+# ------------------------------------------------------------------------------------------------- whose fault it is
+
+
+def test_many_hosts_take_no_more_descriptors_than_connections(server):
+    """Of hosts that keep connections open: at most as many as there are requests at a time."""
+    most, end, process = [0], threading.Event(), psutil.Process()
+
+    def watch():
+        while not end.wait(0.002):
+            most[0] = max(most[0], sum(c.raddr != () for c in process.net_connections("tcp")))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    urls = [f"http://127.0.{1 + i // 200}.{1 + i % 200}:{server.port}/image/{i}" for i in range(300)]
+    try:
+        with pytest.MonkeyPatch.context() as m:
+            loop = asyncio.SelectorEventLoop
+            connect = loop.sock_connect
+            m.setattr(loop, "sock_connect", lambda self, sock, to: connect(self, sock, ("127.0.0.1", to[1])))
+            files, _ = fetch(urls, "--connections", 20, "--allow_private_addresses")
+    finally:
+        end.set(), thread.join()
+    assert all(files) and most[0] < 100  # of both ends
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(24, "Too many open files"), OSError(23, "in system"), OSError(12, "memory")]
+)
+def test_want_of_descriptors_and_memory_is_no_failure_of_a_row(server, monkeypatch, error):
+    def open_socket(address, allowed):
+        raise error
+
+    monkeypatch.setattr(module, "open_socket", open_socket)
+    with pytest.raises(OSError, match=f"{error.strerror}.*: lower --connections"):
+        fetch(good_urls(server, 3))
+
+
+def test_a_machine_without_a_network_costs_no_row(server, monkeypatch):
+    def look_up(host, *args, **kwargs):
+        if host.endswith(".test"):
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", server.port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    urls = [f"http://{i}.test/" for i in range(25)]
+    with pytest.raises(OSError, match="none of 25 hosts could be reached: is this machine on the network"):
+        fetch(urls)
+    for fine in ([*urls, f"{server.url}/missing/1"], urls[:15], urls[:1] * 25):  # somebody answers; too few to tell
+        assert reasons(fine)[0].startswith("host not found")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://xn--a/", "http://[::1", "http://a:99999/", "http://\ud800.com/", "http://a..b/"]
+)
+def test_a_host_that_can_not_be_decoded_fails_alone(server, url):
+    assert reasons([url, f"{server.url}/image/1"])[1] is None
+    assert reasons([url])[0].startswith(("bad URL", "host not found"))
+
+
+def test_strange_headers_of_good_images(server):
+    found = reasons([f"{server.url}/header-{kind}/1" for kind in ("none", "binary", "utf-8", "aws-chunked", "empty")])
+    assert found == [None] * 5
+    assert reasons([f"{server.url}/long/1", f"{server.url}/idna/1"])[0] is None
+    assert reasons([f"{server.url}/idna/1"])[0].startswith("bad URL")
+
+
+def test_nobody_waits_longer_than_a_minute_between_tries(server, monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    server.delay = 0
+    monkeypatch.setattr(module, "asyncio", argparse.Namespace(**{**vars(asyncio), "sleep": sleep}))
+    fetch([f"{server.url}/broken/1"], "--retries", 12)
+    assert len(slept) == 12 and 30 <= max(slept) <= 90 and slept[0] < 1

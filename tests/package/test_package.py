@@ -311,7 +311,8 @@ def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs):
         for place, folder in places:
             command = map(str, [sys.executable, folder / f"{script}.py", *flags])
             run = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
-            assert run.returncode == 0, (script, place, run.stderr[-2000:])
+            none = script == "download_images"  # here no row has an image, which is no success
+            assert run.returncode == none and ("not one of 2 rows" in run.stderr) == none, (place, run.stderr[-2000:])
         (alone / f"{script}.py").unlink()  # so that none finds another
 
     def read(folder, kinds=(".safetensors", ".arrow", ".png", ".npy", ".bin")):

@@ -38,6 +38,12 @@ def photograph(mode="RGB", size=(300, 200)):
     return image
 
 
+def compare(pixels, expected):
+    """Of the brightness, since colour is stored at half the resolution."""
+    grey = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
+    return ((pixels.float() - expected.float()) * grey).sum(0).abs()
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "RGBA", "LA", "I;16"])
 def test_shrunk_images_are_those_of_the_other_scripts(mode):
     data = encode(photograph(mode), "JPEG" if mode == "CMYK" else "PNG")
@@ -46,10 +52,25 @@ def test_shrunk_images_are_those_of_the_other_scripts(mode):
     assert (height, width) == tuple(expected.shape[1:]) == (64, 96)
     pixels = decode_image({"bytes": stored, "path": None}, 3)
     assert pixels.shape == expected.shape
-    # Colour is stored at half the resolution, so compare the brightness
-    grey = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
-    difference = ((pixels.float() - expected.float()) * grey).sum(0).abs()
+    difference = compare(pixels, expected)
     assert difference.mean() < 1 and difference.max() < 12
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_large_jpegs_are_decoded_smaller_and_look_the_same(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(photograph(size=(1500, 1000)), "JPEG", exif=exif, quality=95)
+    stored, *size = module.check_image(data, make_args("--resize_to", 100, "--jpeg_quality", 100))
+    assert size == ([150, 100] if orientation == 1 else [100, 150])
+    expected = shrink(decode_image({"bytes": data, "path": None}, 3), 100)
+    difference = compare(decode_image({"bytes": stored, "path": None}, 3), expected)
+    assert difference.mean() < 1 and difference.max() < 12
+    with pytest.MonkeyPatch.context() as m:
+        sizes, resize = [], Image.Image.resize
+        m.setattr(Image.Image, "resize", lambda self, *args: sizes.append(self.size) or resize(self, *args))
+        module.check_image(data, make_args("--resize_to", 100))
+    assert sizes[0] == ((375, 250) if orientation == 1 else (250, 375))  # a quarter: at least twice as large
 
 
 def test_shrinking_rotates_and_never_enlarges():

@@ -59,16 +59,27 @@ def test_what_could_not_be_written_leaves_what_was_there(folder):
     assert files() == {"a": b"before"}
 
 
-def test_a_finished_file_is_published_by_renaming_or_by_one_upload(folder, tmp_path, monkeypatch):
+def test_a_folder_is_named_as_files_in_it_are_written(folder, tmp_path, monkeypatch):
     url, files = folder
-    fs, path, on_disk = module.open_folder(url + "/")
-    assert on_disk == (not module.is_address(url)) and not path.endswith("/")
+    fs, path, name = module.open_folder(url + "/")
+    assert (
+        name.replace(":///", "://") == url and (path == url) == (not module.is_address(url)) and not path.endswith("/")
+    )
+    if name == path:
+        assert module.open_folder(f"file://{url}/")[1:] == (path, path)
+        monkeypatch.chdir(tmp_path)
+        assert module.open_folder("folder")[1:] == (path, path)
+    with module.writing(f"{name}/text") as file:
+        file.write_text("ä")
+    assert files() == {"text": "ä".encode()} and fs.cat_file(f"{name}/text") == fs.cat_file(f"{path}/text")
+
+
+def test_files_are_written_beside_their_place_and_synced(tmp_path, monkeypatch):
+    """The folder for temporary files may lie on another disk."""
+    monkeypatch.setattr(module.tempfile, "TemporaryDirectory", None)
     synced, fsync = [], module.os.fsync
     monkeypatch.setattr(module.os, "fsync", lambda file: (synced.append(file), fsync(file)))
-    for data in (b"1", b"2"):
-        (tmp_path / "source").write_bytes(data)
-        module.publish(fs, tmp_path / "source", f"{path}/data")
-        assert files()["data"] == data
-    assert len(synced) == 2 * on_disk and (tmp_path / "source").exists() != on_disk
-    module.publish_text(fs, tmp_path, "ä", f"{path}/text")
-    assert files() == {"data": b"2", "text": "ä".encode()}
+    with module.writing(f"{tmp_path}/data") as path:
+        assert path.parent == tmp_path
+        path.write_bytes(b"1")
+    assert (tmp_path / "data").read_bytes() == b"1" and len(synced) == 1

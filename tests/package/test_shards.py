@@ -1,6 +1,6 @@
-"""Shards of images: written in order, read again, counted; a shard knows which of its rows failed."""
+"""Shards of images: written in order, read again, counted; a shard knows which rows it holds."""
 
-import collections
+import argparse
 import hashlib
 import io
 import json
@@ -28,7 +28,7 @@ def body(row, size=20):
 
 
 def make_shard(path, failed=(41, 45), first=FIRST, last=LAST, size=20):
-    """A shard of these rows, whose images came in any order. Returns (table, images, failures)."""
+    """A shard of these rows, whose images came in any order. Returns the images."""
     spool, images = io.BytesIO(), {}
     for row in np.random.default_rng(0).permutation(np.arange(first, last)).tolist():
         if row not in failed:
@@ -36,11 +36,14 @@ def make_shard(path, failed=(41, 45), first=FIRST, last=LAST, size=20):
             spool.write(body(row, size))
             sha256 = hashlib.sha256(body(row, size)).hexdigest()
             images[row] = {"first": start, "last": spool.tell(), "width": row, "height": 2 * row, "sha256": sha256}
-    failures = {row: {"row": row, "url": f"u{row}", "reason": "HTTP 404", "tries": 1} for row in failed}
     rows = range(first, last)
     table = pa.table({"url": [f"u{row}" for row in rows], "text": [f"t{row}" for row in rows], "id": rows})
-    module.write_images(str(path), table, first, images, failures, spool, SCHEMA)
-    return table, images, failures
+    module.write_images(str(path), table, first, images, spool, SCHEMA)
+    return images
+
+
+def read_shard(path, spool=None, first=FIRST, last=LAST):
+    return module.read_shard(str(path), {"first": first, "last": last}, spool or io.BytesIO())
 
 
 def test_a_shard_holds_its_images_in_the_order_of_the_table(tmp_path):
@@ -58,11 +61,10 @@ def test_a_shard_holds_its_images_in_the_order_of_the_table(tmp_path):
 
 
 def test_a_shard_is_read_as_it_was_written(tmp_path):
-    _, images, failures = make_shard(tmp_path / "data.parquet")
-    spool = io.BytesIO(b"before")
+    images, spool = make_shard(tmp_path / "data.parquet"), io.BytesIO(b"before")
     spool.seek(6)
-    again, failed = module.read_shard(str(tmp_path / "data.parquet"), FIRST, LAST, spool)
-    assert failed == failures and list(again) == sorted(images)
+    again = read_shard(tmp_path / "data.parquet", spool)
+    assert list(again) == sorted(images)
     for row, image in again.items():
         assert spool.getvalue()[image.pop("first") : image.pop("last")] == body(row)
         assert image == {name: images[row][name] for name in ("width", "height", "sha256")}
@@ -71,10 +73,18 @@ def test_a_shard_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize("failed", [range(FIRST, LAST), (), range(FIRST, LAST - 1)])
 def test_shards_without_an_image_and_without_a_failure(tmp_path, failed):
     make_shard(tmp_path / "data.parquet", failed)
-    images, failures = module.read_shard(str(tmp_path / "data.parquet"), FIRST, LAST, io.BytesIO())
-    assert list(failures) == list(failed) and len(images) == LAST - FIRST - len(failed)
+    images = read_shard(tmp_path / "data.parquet")
+    assert list(images) == [row for row in range(FIRST, LAST) if row not in failed]
     parquet = pq.ParquetFile(tmp_path / "data.parquet")
     assert parquet.num_row_groups == bool(images)  # never an empty one, which readers stumble over
+
+
+def test_the_footer_stays_small_whatever_has_failed(tmp_path):
+    make_shard(tmp_path / "few.parquet", range(2), 0, 3)
+    few = pq.ParquetFile(tmp_path / "few.parquet").metadata.serialized_size
+    make_shard(tmp_path / "many.parquet", range(1, 100_000), 0, 100_000)
+    assert pq.ParquetFile(tmp_path / "many.parquet").metadata.serialized_size < few + 500
+    assert list(read_shard(tmp_path / "many.parquet", first=0, last=100_000)) == [0]
 
 
 def test_row_groups_are_small_enough_for_who_reads_one(tmp_path):
@@ -86,24 +96,22 @@ def test_row_groups_are_small_enough_for_who_reads_one(tmp_path):
 
 
 def test_of_a_damaged_shard_nothing_is_taken(tmp_path):
-    """What is gone, cut, of another range, or no shard; that bytes have changed in the middle is for the checksum."""
+    """What is gone, cut, changed anywhere, of another range, or no shard."""
     path = tmp_path / "data.parquet"
-    assert module.read_shard(str(path), FIRST, LAST, io.BytesIO()) == ({}, {})
+    assert read_shard(path) is None
     make_shard(path)
     whole = path.read_bytes()
     for changed in (
-        whole[:-1],
-        whole[:100],
-        b"",
-        whole[:-40] + bytes(36) + whole[-4:],
-        b"PAR1" + bytes(400) + b"PAR1",
-    ):
+        whole[:-1], whole[:100], b"", whole[:-40] + bytes(36) + whole[-4:], b"PAR1" + bytes(400) + b"PAR1",
+        *(whole[:i] + bytes(4) + whole[i + 4 :] for i in (100, 140, 180)),  # of images
+    ):  # fmt: skip
         path.write_bytes(changed)
-        assert module.read_shard(str(path), FIRST, LAST, io.BytesIO()) == ({}, {})
+        assert read_shard(path) is None
     path.write_bytes(whole)
-    assert module.read_shard(str(path), FIRST, FIRST + 4, io.BytesIO()) == ({}, {})
+    assert len(read_shard(path)) == 10
+    assert read_shard(path, last=FIRST + 4) is None and read_shard(path, last=LAST + 10) is None
     pq.write_table(pa.table({"image": [1]}), path)
-    assert module.read_shard(str(path), FIRST, LAST, io.BytesIO()) == ({}, {})
+    assert read_shard(path) is None
 
 
 # ------------------------------------------------------------------------------------------------- records
@@ -135,8 +143,13 @@ def test_what_is_missing_is_what_has_no_record_or_no_shard(folder):
     fs.rm_file(f"{root}/{items[0]['name']}")
     fs.rm_file(module.name_record(root, items[2]["name"]))
     assert choose() == [0, 2] and choose(True) == [0, 2, 3]
-    fs.pipe_file(module.name_record(root, items[1]["name"]), b"damaged")
-    assert choose() == [0, 2] and choose(True) == [0, 1, 2, 3]
+    path = module.name_record(root, items[1]["name"])
+    record, cut = json.loads(fs.cat_file(path)), {"row": 1, "reason": "HTTP 404"}
+    for data in ("damaged", "[]", "{}", *(json.dumps(record | change) for change in (
+        {"failures": None}, {"failures": ["x"]}, {"failures": [cut]}, {"sha256": 3}, {"images": "3"},
+    ))):  # fmt: skip
+        fs.pipe_file(path, data.encode())
+        assert choose() == [0, 2] and choose(True) == [0, 1, 2, 3] and module.read_record(fs, path) == {}
     assert module.choose_items(fs, f"{root}/new", items, False) == items
 
 
@@ -147,29 +160,55 @@ def test_what_may_pass_is_tried_again(reason):
     assert not any(reason.startswith(module.PASSING) for reason in ("HTTP 404", "private address", "opted out: noai"))
 
 
-def test_failures_are_gathered_in_order_and_everything_is_counted(folder, tmp_path):
+def gather(fs, root, items):
+    return module.gather(fs, root if type(fs).protocol != "memory" else fs.unstrip_protocol(root), items)
+
+
+def test_failures_are_gathered_in_order_and_everything_is_counted(folder):
     fs, root, items = folder
-    images, size, reasons = module.gather(fs, root, items, tmp_path)
-    assert (images, size) == (18, 406)
     expected = {"HTTP 404": 2, "opted out": 1, "not an image": 1, "timed out": 1}
-    assert reasons == collections.Counter(expected)
+    assert gather(fs, root, items) == {"images": 18, "bytes": 406, "failures": expected}
     lines = [json.loads(line) for line in fs.cat_file(f"{root}/__download__/failures.jsonl").splitlines()]
     assert [(line["row"], line["reason"]) for line in lines] == [(i, x) for i, xs in enumerate(REASONS) for x in xs]
     assert lines[0] == {"table": "t", "row": 0, "url": "u", "reason": "HTTP 404", "tries": 1}
 
 
-def test_a_shard_that_is_not_as_recorded_is_named_to_be_mended(folder, tmp_path):
+def test_nothing_is_gathered_twice(folder, monkeypatch):
     fs, root, items = folder
+    first = gather(fs, root, items)
+    with monkeypatch.context() as m:
+        m.setattr(module, "read_records", None)
+        assert gather(fs, root, items) == first
+    fs.pipe_file(f"{root}/__download__/summary.json", b"[]")
+    assert gather(fs, root, items) == first
+
+
+def test_shards_that_are_not_as_recorded_are_named_to_be_mended(folder):
+    fs, root, items = folder
+    gather(fs, root, items)
+    fs.rm_file(f"{root}/__download__/failures.jsonl")
     fs.pipe_file(f"{root}/{items[1]['name']}", bytes(50))
-    with pytest.raises(
-        SystemExit, match=f"{items[1]['name']} has 50 bytes and should have 101: the same command mends"
-    ):
-        module.gather(fs, root, items, tmp_path)
-    assert module.choose_items(fs, root, items, False) == [items[1]]  # its record is gone
+    fs.pipe_file(module.name_record(root, items[3]["name"]), b"{}")
+    said = f"2 shards, such as {items[1]['name']}, are not as recorded: the same command mends it"
+    with pytest.raises(SystemExit, match=said):
+        gather(fs, root, items)
+    assert module.choose_items(fs, root, items, False) == [items[1], items[3]]  # their records are gone
+    fs.rm_file(f"{root}/{items[1]['name']}")
     with pytest.raises(SystemExit, match="1 of 4 shards are not in .*: on several machines all must share it"):
-        module.gather(fs, root, items, tmp_path)
+        gather(fs, root, items)
     assert not fs.exists(f"{root}/__download__/failures.jsonl")
 
 
-def test_what_can_not_be_read_as_json_says_nothing():
-    assert module.read_json(b'{"a": 1}') == {"a": 1} and module.read_json(b'{"a"') == module.read_json(b"\xff") == {}
+def test_rows_that_can_not_be_asked_for_and_those_to_ask_again():
+    args = argparse.Namespace(retry_failed=False)
+    table = pa.table({"url": ["u0", None, "u2", "u3", "u4"], "text": ["a", "b", None, "d", "e"]})
+    failures = {3: {"row": 3, "url": "u3", "reason": "timed out", "tries": 3}}
+    failures[4] = {"row": 4, "url": "u4", "reason": "HTTP 404", "tries": 1}
+    assert module.choose_urls(table, 0, {}, failures, args) == {0: "u0"}
+    assert [failures[row]["reason"] for row in range(1, 5)] == ["no URL", "no caption", "timed out", "HTTP 404"]
+    args.retry_failed = True
+    assert module.choose_urls(table, 0, {0: {}}, failures, args) == {3: "u3"}
+    bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"u", b"\xff"]).buffers())
+    failures = {}
+    assert module.choose_urls(pa.table({"url": bad, "text": ["a", "b"]}), 7, {}, failures, args) == {7: "u"}
+    assert failures == {8: {"row": 8, "url": None, "reason": "not UTF-8", "tries": 0}}

@@ -3,8 +3,6 @@
 import argparse
 import gzip
 import json
-import shutil
-from pathlib import Path
 
 import datasets
 import fsspec
@@ -16,6 +14,7 @@ import pytest
 from diffusion_training.web import tables as module
 
 COLUMNS = ["url", "text", "id"]
+COPIES = "__download__/tables"
 LOCAL = fsspec.filesystem("file")
 
 
@@ -28,49 +27,76 @@ def make_table(path, count=25, **columns):
 
 
 def list_tables(source):
-    _, paths = module.list_tables(argparse.Namespace(input=str(source)))
+    _, paths = module.list_tables(argparse.Namespace(input=str(source), output_dir="/nowhere"))
     return paths
 
 
-def open_table(path, tmp_path, columns=COLUMNS):
-    (tmp_path / "out/__download__/tables").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "scratch").mkdir(exist_ok=True)
-    return module.open_table(LOCAL, str(path), columns, f"file://{tmp_path / 'out'}", str(tmp_path / "scratch"))
+def copy_table(path, tmp_path, columns=COLUMNS, rows=10):
+    """The table as the download opens it, with its digest, which names the copy here."""
+    (tmp_path / COPIES).mkdir(parents=True, exist_ok=True)
+    digest = module.digest_table(LOCAL, str(path))
+    return module.copy_table(f"file://{path}", digest, columns, rows, str(tmp_path)) | {"digest": digest}
+
+
+def read_copy(table, rows=10):
+    items = module.list_items([table], rows)
+    return [row for item in items for row in module.read_rows(item).to_pylist()], items
 
 
 def test_tables_of_any_kind_hold_the_same(tmp_path):
     table = make_table(tmp_path / "a.parquet")
     pa.csv.write_csv(table, tmp_path / "a.csv")
+    pa.csv.write_csv(table, tmp_path / "a.tsv", pa.csv.WriteOptions(delimiter="\t"))
     lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
     for suffix in ("jsonl", "ndjson", "json"):
         (tmp_path / f"a.{suffix}").write_text(lines)
     for name in ("a.csv", "a.jsonl"):
         with gzip.open(tmp_path / f"{name}.gz", "wb") as file:
             file.write((tmp_path / name).read_bytes())
-    found = {path.split("/")[-1]: open_table(path, tmp_path) for path in list_tables(tmp_path)}
-    assert list(found) == ["a.csv", "a.csv.gz", "a.json", "a.jsonl", "a.jsonl.gz", "a.ndjson", "a.parquet"]
+    names = ["a.csv", "a.csv.gz", "a.json", "a.jsonl", "a.jsonl.gz", "a.ndjson", "a.parquet", "a.tsv"]
+    assert [path.split("/")[-1] for path in list_tables(tmp_path)] == names
+    found = {name: copy_table(tmp_path / name, tmp_path) for name in names}
     for name, opened in found.items():
         assert opened["rows"] == 25 and opened["schema"].names == COLUMNS, name
-        for first, last in ((0, 25), (3, 4), (6, 15), (24, 25), (7, 14)):
-            rows = module.read_rows(opened["url"], first, last, COLUMNS)
-            assert rows.to_pylist() == table.slice(first, last - first).to_pylist(), name
-    # The copy is made once; another content has another one
-    copies = sorted((tmp_path / "out/__download__/tables").iterdir())
-    assert len(copies) == 4  # lines of JSON are the same whatever they are called
-    again = open_table(tmp_path / "a.csv", tmp_path)
-    assert again == found["a.csv"] and sorted((tmp_path / "out/__download__/tables").iterdir()) == copies
-    assert len({found[name]["digest"] for name in ("a.csv", "a.csv.gz", "a.jsonl", "a.parquet")}) == 4
+        text = lambda x: str(x) if "sv" in name else x  # noqa: B023, E731
+        rows, items = read_copy(opened)
+        assert rows == [row | {"id": text(row["id"])} for row in table.to_pylist()] and len(items) == 3, name
+        assert items[2]["table"] == opened["source"] == f"file://{tmp_path / name}" and items[2]["group"] == 2
+    # A copy is made once; another content has another one
+    copies = {path: path.stat().st_ino for path in (tmp_path / COPIES).iterdir()}
+    assert len(copies) == len(names)
+    again = copy_table(tmp_path / "a.csv", tmp_path)
+    assert again == found["a.csv"] and {path: path.stat().st_ino for path in (tmp_path / COPIES).iterdir()} == copies
+    assert len({found[name]["digest"] for name in ("a.csv", "a.csv.gz", "a.jsonl", "a.parquet", "a.tsv")}) == 5
     make_table(tmp_path / "a.parquet", 24)
-    assert open_table(tmp_path / "a.parquet", tmp_path)["digest"] != found["a.parquet"]["digest"]
+    assert copy_table(tmp_path / "a.parquet", tmp_path)["digest"] != found["a.parquet"]["digest"]
+    # Of other columns and rows the same
+    other = copy_table(tmp_path / "a.csv", tmp_path, ["text", "url"], 4)
+    assert other["schema"].names == ["text", "url"] and len(read_copy(other, 4)[1]) == 7
 
 
-def test_types_hold_for_all_rows_of_a_long_csv(tmp_path):
-    """Those of captions also where all of the first megabyte are numbers."""
-    rows = [f"http://a/{i},{i if i < 60_000 else 'a word'},{i}\n" for i in range(60_001)]
-    (tmp_path / "a.csv").write_text("url,text,id\n" + "".join(rows))
-    opened = open_table(tmp_path / "a.csv", tmp_path)
-    assert opened["schema"].types == [pa.string(), pa.string(), pa.int64()] and opened["rows"] == 60_001
-    assert module.read_rows(opened["url"], 59_999, 60_001, COLUMNS)["text"].to_pylist() == ["59999", "a word"]
+def test_columns_of_csv_stay_text_as_they_are(tmp_path):
+    """Also where the first megabyte are numbers; and what nobody asked for may be anything."""
+    rows = [f"http://a/{i},{i if i < 60_000 else 'a word'},{i:07d},{i % 60_000 or 'x'}\n" for i in range(60_001)]
+    (tmp_path / "a.csv").write_text("url,text,id,other\n" + "".join(rows))
+    opened = copy_table(tmp_path / "a.csv", tmp_path, rows=50_000)
+    assert opened["schema"].types == [pa.string()] * 3 and opened["rows"] == 60_001
+    assert read_copy(opened, 50_000)[0][-2:] == [
+        {"url": "http://a/59999", "text": "59999", "id": "0059999"},
+        {"url": "http://a/60000", "text": "a word", "id": "0060000"},
+    ]
+
+
+def test_text_that_is_not_utf_8_is_found_row_by_row(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"url,text,id\n" + b"".join(b"u%d,caption \xff,1\n" % i if i in (0, 17) else
+                                     b"u%d,good,1\n" % i for i in range(20)))  # fmt: skip
+    data = pa.array([b"good", b"\xff"] * 10)
+    text = pa.Array.from_buffers(pa.string(), 20, data.buffers())
+    pq.write_table(pa.table({"url": text, "text": ["a"] * 20, "id": [[["b"]]] * 20}), tmp_path / "a.parquet")
+    for name, expected in {"a.csv": {0, 17}, "a.parquet": set(range(1, 20, 2))}.items():
+        (item,) = module.list_items([copy_table(tmp_path / name, tmp_path, rows=100)], 100)
+        assert module.find_invalid(module.read_rows(item)) == expected
+        assert module.find_invalid(module.read_rows(item), 1000) == {1000 + row for row in expected}
 
 
 def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
@@ -83,11 +109,16 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
         "sub/c.jsonl",
     ]
     assert list_tables(tmp_path / "*.csv") == list_tables(tmp_path / "a.csv") == [str(tmp_path / "a.csv")]
+    (tmp_path / "a.csv").rename(tmp_path / "a[1].csv")
+    assert list_tables(tmp_path / "a[1].csv") == [str(tmp_path / "a[1].csv")]
     for source in ("none.parquet", "*.ndjson", "notes.txt", "nowhere"):
         with pytest.raises(SystemExit, match="can't be read: there is no file that ends in .parquet, .csv"):
             list_tables(tmp_path / source)
     with pytest.raises(SystemExit, match="--input nowhere://x can't be read"):
         list_tables("nowhere://x")
+    # What the download itself has written there is no table
+    args = argparse.Namespace(input=str(tmp_path), output_dir=str(tmp_path / "sub"))
+    assert [path.split("/")[-1] for path in module.list_tables(args)[1]] == ["a[1].csv", "b.parquet"]
 
 
 @pytest.mark.parametrize("name, content, said", [
@@ -98,18 +129,21 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
     ("a.csv", b"URL,text,id\na,b,1\n", "no column 'url' but URL, text, id"),
     ("a.jsonl", b'{"url": "a", "text": "b"}\n', "no column 'id' but url, text"),
     ("a.csv", b"", "a.csv can't be used"),
+    ("a.csv.gz", gzip.compress(b"url,text,id\n" + bytes(range(256)) * 99)[:-9], "a.csv.gz can't be used"),
+    ("a.csv", b"url,text,id,text\na,b,1,c\n", "two columns 'text' but url, text, id, text"),
 ])  # fmt: skip
 def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit) as stop:
-        open_table(tmp_path / name, tmp_path)
-    assert said in str(stop.value) and "see --url_column, --caption_column and --keep_columns" in str(stop.value)
-    assert not list((tmp_path / "out/__download__/tables").iterdir())
+        copy_table(tmp_path / name, tmp_path)
+    assert said in str(stop.value)
+    assert name == "a.parquet" or "see --url_column, --caption_column and --keep_columns" in str(stop.value)
+    assert not list((tmp_path / COPIES).iterdir())
 
 
 def make_schema(tables, keep=("id",)):
     args = argparse.Namespace(url_column="url", caption_column="text", keep_columns=list(keep))
-    return module.make_schema([{"url": f"file:///{i}", "schema": schema} for i, schema in enumerate(tables)], args)
+    return module.make_schema([{"source": f"file:///{i}", "schema": schema} for i, schema in enumerate(tables)], args)
 
 
 def test_columns_of_shards_are_images_to_datasets():
@@ -129,48 +163,38 @@ def test_columns_of_shards_are_images_to_datasets():
             make_schema([table, changed] if change == "other" else [changed])
 
 
-def test_every_row_is_in_one_piece_of_work(tmp_path):
-    tables = [{"url": "a", "rows": 10}, {"url": "b", "rows": 0}, {"url": "c", "rows": 7}]
+def test_every_row_is_in_one_piece_of_work():
+    tables = [
+        {"source": name, "copy": f"copy-{name}", "rows": rows} for name, rows in {"a": 10, "b": 0, "c": 7}.items()
+    ]
     items = module.list_items(tables, 4)
     assert [(item["table"], item["first"], item["last"]) for item in items] == [
         ("a", 0, 4), ("a", 4, 8), ("a", 8, 10), ("c", 0, 4), ("c", 4, 7),
     ]  # fmt: skip
     assert [item["name"] for item in items] == [f"data-{i:05d}-of-00005.parquet" for i in range(5)]
-    names = [item["name"] for item in module.list_items([{"url": "a", "rows": 200_000}], 1)]
+    items = module.list_items([tables[0] | {"rows": 200_000}], 1)
+    names = [item["name"] for item in items]
     assert names == sorted(names) and names[-1] == "data-199999-of-200000.parquet"
+    assert (items[256]["copy"], items[256]["group"]) == ("copy-a", 256)
 
 
-def test_a_table_that_became_shorter_is_noticed(tmp_path):
+def test_a_copy_that_is_not_as_it_was_written_is_named(tmp_path):
     make_table(tmp_path / "a.parquet", 10)
-    for first, last in ((8, 12), (12, 14)):
-        with pytest.raises(OSError, match="a.parquet has not as many rows as when it was listed"):
-            module.read_rows(str(tmp_path / "a.parquet"), first, last, COLUMNS)
-
-
-def test_a_range_is_read_without_what_stands_before_it(tmp_path, monkeypatch):
-    make_table(tmp_path / "a.parquet", 70)  # in groups of seven
-    read, iter_batches = [], pq.ParquetFile.iter_batches
-    monkeypatch.setattr(
-        pq.ParquetFile,
-        "iter_batches",
-        lambda file, size, groups, columns: (
-            read.append((groups, columns)) or iter_batches(file, size, groups, columns)
-        ),
-    )
-    assert module.read_rows(str(tmp_path / "a.parquet"), 20, 22, ["text"])["text"][0].as_py().startswith("caption 20")
-    assert read == [([2], ["text"]), ([3], ["text"])]
+    (item,) = module.list_items([copy_table(tmp_path / "a.parquet", tmp_path)], 10)
+    with pytest.raises(OSError, match=".parquet is not as it was written: delete it"):
+        module.read_rows(item | {"last": 12})
 
 
 def test_a_half_made_copy_is_none(tmp_path, monkeypatch):
     pa.csv.write_csv(make_table(tmp_path / "a.parquet"), tmp_path / "a.csv")
-    write_batch = pq.ParquetWriter.write_batch
 
-    def killed(*args):
-        raise KeyboardInterrupt
+    def killed(self, group, size, write=pq.ParquetWriter.write_table):
+        if group["url"][0].as_py() == "http://a/10":
+            raise KeyboardInterrupt
+        return write(self, group, size)
 
     with monkeypatch.context() as first, pytest.raises(KeyboardInterrupt):
-        first.setattr(pq.ParquetWriter, "write_batch", killed)
-        open_table(tmp_path / "a.csv", tmp_path)
-    assert not list(Path(tmp_path / "out/__download__/tables").iterdir())
-    shutil.rmtree(tmp_path / "scratch")
-    assert open_table(tmp_path / "a.csv", tmp_path)["rows"] == 25 and pq.ParquetWriter.write_batch is write_batch
+        first.setattr(pq.ParquetWriter, "write_table", killed)
+        copy_table(tmp_path / "a.csv", tmp_path)
+    assert not list((tmp_path / COPIES).iterdir())
+    assert len(read_copy(copy_table(tmp_path / "a.csv", tmp_path))[0]) == 25

@@ -67,8 +67,7 @@ def local_ray(ray_folder, storage):
 def run_here(items, args, output_dir, schema):
     """What `run_items` does, without Ray: one piece of work after the other."""
     for item in items:
-        result = script.download_shard({key: [value] for key, value in item.items()}, args, output_dir, schema)
-        yield {key: values[0] for key, values in result.items()}
+        yield script.download_shard(item, args, output_dir, schema)
 
 
 @pytest.fixture
@@ -121,8 +120,9 @@ def refused(capsys, table, output, *flags):
 
 
 def contents(folder):
-    """{name: bytes} of all files but settings.json."""
+    """{name: bytes} of all files but the settings and the copy of the table."""
     paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != "settings.json"]
+    paths = [path for path in paths if path.parent.name != "tables"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
@@ -223,8 +223,11 @@ def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
         run(tmp_path / source, output, "--rows_per_shard", 10, "--keep_columns", "id")
         found.append({name: data for name, data in contents(output).items() if name.startswith("data-")})
         assert len(found[-1]) == 3
-    for other in found[1:3]:
-        assert other == found[0]
+    assert found[0] == found[2]
+    text = pa.schema(pq.read_schema(tmp_path / "out1/data-00000-of-00003.parquet")).field("id").type
+    assert text == pa.string() and [int(row.pop("id")) for row in read_rows(tmp_path / "out1")] == [
+        row.pop("id") for row in read_rows(tmp_path / "out0")
+    ]
     # The row of a failure counts in its own table
     assert [read_failures(tmp_path / f"out{k}")[0]["row"] for k in (0, 3, 4)] == [24, 14, 14]
     assert found[3] == found[4] and read_rows(tmp_path / "out3") == read_rows(tmp_path / "out0")
@@ -247,6 +250,7 @@ GIVEN = ["--input", "x", "--output_dir", "y"]
     ([*GIVEN, "--keep_columns", "id", "id"], "two columns 'id'"),
     ([*GIVEN, "--num_cpus", "2", "--address", "auto"], "--num_cpus is for a Ray"),
     (["--input", "x", "--output_dir", "/tmp/ray/working_dir_files/y"], "Ray deletes /tmp/ray/working_dir_files/y"),
+    ([*GIVEN, "--user_agent", "me/1.0\nX: y"], "would be more than one line of a request"),
     ([*GIVEN, "--allow_private_addresses", "10.0.0.1/8"], "--allow_private_addresses"),
 ])  # fmt: skip
 def test_bad_flags_end_in_a_sentence(flags, message, capsys, tmp_path, monkeypatch):
@@ -292,6 +296,60 @@ def test_a_task_that_is_too_large_for_every_machine_is_refused(local_ray, server
     assert "lower --connections or --max_bytes" in refused(capsys, table, tmp_path / "out", "--max_bytes", 10**12)
 
 
+@pytest.mark.ci
+def test_rows_that_end_every_process_are_named_and_cost_no_other(local_ray, server, tmp_path, capsys, monkeypatch):
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
+
+    def die(item, args, folder, schema, tries=str(tmp_path / "tries")):
+        import os
+
+        from download_images import download_shard
+
+        if item["first"] == 3:
+            with open(tries, "a") as file:
+                file.write("x")
+            os._exit(9)
+        return download_shard(item, args, folder, schema)
+
+    monkeypatch.setattr(script, "download_shard", die)
+    said = refused(capsys, table, out, "--rows_per_shard", 3)
+    assert f"rows 3 to 5 of file://{table} could not be downloaded: the process that worked on it died 4 times" in said
+    assert (tmp_path / "tries").read_text() == "xxxx" and whole(out) == [0, 2]
+
+
+def test_a_run_without_one_image_is_none(here, server, tmp_path, capsys):
+    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 3, "missing")), tmp_path / "out"
+    for _ in range(2):
+        said = refused(capsys, table, out)
+        assert "not one of 3 rows has given an image: 100.0% failed (HTTP 404 100.0%)" in said
+    assert len(read_failures(out)) == 3
+
+
+def test_files_for_a_while_may_lie_on_another_disk(here, server, tmp_path, monkeypatch):
+    table = make_table(tmp_path / "urls.parquet", good_urls(server, 3))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    run(table, tmp_path / "out")
+    assert len(read_rows(tmp_path / "out")) == 3
+
+
+def test_output_dir_may_lie_among_the_tables(here, server, tmp_path):
+    make_table(tmp_path / "urls.parquet", good_urls(server, 3))
+    for _ in range(2):
+        run(tmp_path, tmp_path / "out")
+    assert len(read_rows(tmp_path / "out")) == 3
+
+
+def test_urls_of_any_length_and_bytes_do_no_harm(here, server, tmp_path):
+    urls = ["data:image/png;base64," + "A" * 250_000, *good_urls(server, 3), f"http://a/{'x' * 10**6}"]
+    captions = pa.Array.from_buffers(pa.string(), 5, pa.array([b"a", b"b", b"\xff", b"d", b"e"]).buffers())
+    pq.write_table(pa.table({"url": urls, "text": captions}), tmp_path / "urls.parquet")
+    run(tmp_path / "urls.parquet", tmp_path / "out", "--retries", 0)
+    assert [row["text"] for row in read_rows(tmp_path / "out")] == ["b", "d"]
+    assert [failure["row"] for failure in read_failures(tmp_path / "out")] == [0, 2, 4]
+    assert max(len(failure["url"]) for failure in read_failures(tmp_path / "out")) == script.MAX_URL
+    assert pq.ParquetFile(tmp_path / "out/data-00000-of-00001.parquet").metadata.serialized_size < 10_000
+
+
 def test_a_full_disk_ends_in_a_sentence(here, server, tmp_path, capsys):
     """Here: a folder where the shard should be."""
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
@@ -327,7 +385,9 @@ def test_a_shard_that_is_not_as_recorded_is_named_and_mended(here, server, tmp_p
     run(table, out, "--rows_per_shard", 3)
     before, path = contents(out), out / "data-00001-of-00003.parquet"
     path.write_bytes(path.read_bytes()[:-100])
-    assert "the same command mends it" in refused(capsys, table, out, "--rows_per_shard", 3)
+    assert "1 shards, such as data-00001-of-00003.parquet, are not as recorded" in refused(
+        capsys, table, out, "--rows_per_shard", 3
+    )
     run(table, out, "--rows_per_shard", 3)
     assert contents(out) == before
 
@@ -347,9 +407,10 @@ def test_what_was_damaged_is_mended_or_named(here, server, tmp_path, capsys, wha
     data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
     path[what].write_bytes(data)
     if what == "settings":
-        assert "holds another download (format_version None -> 1" in refused(capsys, table, out, "--rows_per_shard", 3)
+        assert "holds another download (format_version None -> 2" in refused(capsys, table, out, "--rows_per_shard", 3)
         return
     if what == "record":
+        (out / "__download__/summary.json").unlink()
         assert "the same command mends it" in refused(capsys, table, out, "--rows_per_shard", 3)
     else:
         record.unlink()
@@ -360,7 +421,7 @@ def test_what_was_damaged_is_mended_or_named(here, server, tmp_path, capsys, wha
 def test_two_downloads_into_one_folder_are_refused(server, tmp_path, capsys):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 3)), tmp_path / "out"
     (out / "__download__").mkdir(parents=True)
-    with FileLock(out / "__download__/.lock"):
+    with FileLock(out / ".lock"):
         assert "another process is writing to" in refused(capsys, table, out)
 
 
@@ -389,14 +450,16 @@ def test_retry_failed_keeps_what_was_got(here, server, tmp_path):
     server.requests |= {"/flaky/1": 5, "/flaky/7": 5}
     run(table, tmp_path / "fresh", *flags)
     assert contents(out) == contents(tmp_path / "fresh")
-    # Killed between the shard and its record: the shard knows better
-    record = "__download__/records/data-00000-of-00003.json"
-    (out / record).write_bytes(old[record])
-    with pytest.raises(SystemExit):
-        run(table, out, *flags)
-    server.requests.clear()
-    run(table, out, *flags, "--retry_failed")
-    assert contents(out) == contents(tmp_path / "fresh") and not server.requests
+    # Killed between the shard and its record, or with one of another shard: the shard knows what it holds
+    record = out / "__download__/records/data-00000-of-00003.json"
+    for data in (None, old[str(record.relative_to(out))]):
+        (out / "__download__/summary.json").unlink()
+        record.write_bytes(data) if data else record.unlink()
+        with contextlib.suppress(SystemExit):
+            run(table, out, *flags)
+        server.requests.clear()
+        run(table, out, *flags, "--retry_failed")
+        assert contents(out) == contents(tmp_path / "fresh") and not server.requests
 
 
 def undisturbed(server, tmp_path, *flags):
@@ -413,7 +476,7 @@ def undisturbed(server, tmp_path, *flags):
 
 def whole(folder):
     """Numbers of the shards that are done."""
-    return sorted(int(path.name[5:10]) for path in Path(folder).glob("__download__/records/*.json"))
+    return sorted(int(path.name[5:10]) for path in Path(folder).glob("__download__/records/data-*.json"))
 
 
 def workers(address):
@@ -421,7 +484,7 @@ def workers(address):
     found = []
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
-            if "".join(process.info["cmdline"] or [""]).startswith("ray::MapBatches"):
+            if "".join(process.info["cmdline"] or [""]).startswith("ray::download_shard"):
                 if any(address in part for parent in process.parents() for part in parent.cmdline()):
                     found.append(process)
     return found
@@ -496,7 +559,7 @@ def test_object_storage(local_ray, storage, server, tmp_path, here):
 
     def done():
         fs.invalidate_cache()
-        return len(fs.glob("downloads/out/__download__/records/*.json"))
+        return len(fs.glob("downloads/out/__download__/records/data-*.json"))
 
     server.delay = 0.5
     driver = start(source, out, *flags, "--address", local_ray)

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import datasets
 import fsspec
-import pyarrow as pa
 import pytest
 import torch
 from conftest import MODELS, ROOT, finish, free_port, make_captioned, reset, start, wait_until
@@ -141,7 +140,7 @@ def here(monkeypatch):
     """Runs the script as `driver` does, but without Ray: parts in any order, shards as they come."""
     nodes = [{"Alive": True, "Resources": {"CPU": 2, "memory": 2**34}}]
     monkeypatch.setattr(script, "ray", argparse.Namespace(
-        get_gpu_ids=lambda: [], get_runtime_context=lambda: argparse.Namespace(get_actor_id=lambda: "an-actor"),
+        get_gpu_ids=lambda: [],
         cluster_resources=lambda: {"CPU": 2}, nodes=lambda: nodes, cloudpickle=script.ray.cloudpickle,
         wait=lambda refs, **options: (refs, []), get=lambda ref: ref.result,
     ))  # fmt: skip
@@ -152,11 +151,11 @@ def here(monkeypatch):
     def make_parts(todo, rows, folder, settings, engine, args):
         encoders = [script.Encoder(args, folder, settings, torch.get_num_threads()) for _ in range(engine[0])]
         for first, end in random.Random(0).sample(todo, len(todo)):
-            item = pa.table({"first": [first], "end": [end]})
-            block = script.transform_part(item, pickled=rows, folder=folder, args=args)
-            yield from encoders[first % len(encoders)](block).to_pylist()
+            yield encoders[first % len(encoders)].make((first, end), script.transform_part((first, end), rows))
 
     monkeypatch.setattr(script, "make_parts", make_parts)
+    once = lambda items, submit, most: ((item, submit(item).result, None) for item in items)  # noqa: E731
+    monkeypatch.setattr(script, "work_off", once)
     monkeypatch.setattr(script, "connect", lambda address, modules: lambda: None)
     yield lambda *argv, setup=None: run([str(arg) for arg in argv], setup)
     script.open_rows.cache_clear()
@@ -232,13 +231,13 @@ def marker(args, name):
 class Dies(script.Encoder):
     """An encoder that is killed once as it begins with row 8, and once when the file of the next part is there."""
 
-    def __call__(self, block):
-        first = block["first"][0].as_py()
+    def make(self, part, batch):
+        first, _ = part
         begun, done = (marker(self.args, name) for name in ("begun", "done"))
         if first == 8 and not begun.exists():
             begun.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        result = super().__call__(block)
+        result = super().make(part, batch)
         if first == 12 and not done.exists():
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -249,10 +248,9 @@ def kill_both():
     """Also the driver notes the last two shards only when it is told to: until then it can be killed."""
     transform, shards = script.transform_part, script.make_shards
 
-    def transform_part(item, args, **rest):
-        done = transform(item, args=args, **rest)
-        mark = marker(args, f"transformed-{item['first'][0]}")
-        if item["first"][0].as_py() == 4 and not mark.exists():
+    def transform_part(part, pickled):
+        done, mark = transform(part, pickled), marker(pickle.loads(pickled)[0], f"transformed-{part[0]}")
+        if part[0] == 4 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return done
@@ -309,10 +307,32 @@ def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flag
     assert contents(tmp_path / "out") == whole
 
 
+class DiesAlways(script.Encoder):
+    def make(self, part, batch):
+        if part[0] == 12:
+            with marker(self.args, "tries").open("a") as file:
+                file.write("x")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().make(part, batch)
+
+
+def dying_encoder():
+    script.Encoder = DiesAlways
+
+
+@pytest.mark.ci
+def test_rows_that_end_every_process_are_named_after_four(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, setup=dying_encoder)
+    assert code == 1 and "rows 12 to 15 could not be made, tried 4 times: its process died" in said, said
+    # A death just after the part before was done, and before that was known, counts as of that one
+    assert (tmp_path / "tries").read_text() in ("xxxx", "xxxxx")
+    assert "data-00000-of-00004.arrow" in os.listdir(tmp_path / "out")
+
+
 class Slow(script.Encoder):
-    def __call__(self, block):
+    def make(self, part, batch):
         time.sleep(0.5)
-        return super().__call__(block)
+        return super().make(part, batch)
 
 
 def slow_encoder():
@@ -355,12 +375,12 @@ def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(tmp_path, flags,
 
 
 class Raises(script.Encoder):
-    def encode(self, block):
-        if block["first"][0].as_py() == 12:
+    def cut(self, batch):
+        if batch["row"][0] == 12:
             with marker(self.args, "tries").open("a") as file:
                 file.write("x")
             raise RuntimeError("CUDA error: too hot")
-        return super().encode(block)
+        return super().cut(batch)
 
 
 def raising_encoder():
@@ -458,6 +478,7 @@ def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flag
     (["--train_data_dir=s3://a/b", "--dataset_split=test"], "--dataset_split is for folders"),
     (["--output_dir=/tmp/ray/working_dir_files/x"], "Ray deletes /tmp/ray/working_dir_files/x after the job"),
     (["--train_data_dir=s3://a/b", "--output_dir=s3://a/b/c"], "--output_dir s3://a/b/c lies in --train_data_dir"),
+    (["--train_data_dir=s3://a/b/", "--output_dir=s3://a/b"], "--output_dir s3://a/b lies in --train_data_dir"),
     (["--mixed_precision=fp16", "--gpus_per_encoder=0"], "--mixed_precision fp16 needs GPUs"),
     (["--num_encoders=0"], "--num_encoders: 0 is not between 1 and"),
 ])  # fmt: skip
@@ -465,6 +486,11 @@ def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(argv)
     assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_neighbour_whose_name_begins_alike_is_no_part_of_the_data(flags):
+    args = script.parse_args([*flags, "--train_data_dir=s3://a/images", "--output_dir=s3://a/images-latents"])
+    assert args.output_dir == "s3://a/images-latents"
 
 
 def test_workers_get_paths_from_the_root_and_nothing_else_changes(tmp_path, monkeypatch, flags):
@@ -652,7 +678,7 @@ def test_losing_workers_at_random_and_a_node_changes_nothing(tmp_path, flags, wh
 class Slower(script.Encoder):
     """A slow encoder that notes how much Ray holds in its object store."""
 
-    def __call__(self, block):
+    def make(self, part, batch):
         from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
         state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
@@ -661,7 +687,7 @@ class Slower(script.Encoder):
             file.write(f"{store.object_store_bytes_used} {store.spilled_bytes_total}\n")
         time.sleep(0.2)
         single.encode_images = lambda vae, images: images[:, :1, ::8, ::8].float().repeat(1, 8, 1, 1)
-        return super().__call__(block)
+        return super().make(part, batch)
 
 
 def slower_encoder():
