@@ -1,14 +1,13 @@
 """Files on a disk or at an address (s3://, gs://): each is whole or not there."""
 
 import contextlib
-import os
 import tempfile
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from diffusion_training.files import name_unfinished
+from diffusion_training.files import name_unfinished, write_out
 
 
 def is_address(path):
@@ -45,8 +44,7 @@ def writing(path):
             yield unfinished
             if work:
                 return upload(unfinished, path)
-            with unfinished.open("rb") as file:
-                os.fsync(file.fileno())
+            write_out(unfinished)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)

@@ -73,7 +73,8 @@ def read_cache(output_dir):
 def name_shard(row, cache):
     """The file that holds a row of the source."""
     number, count = row // cache["rows_per_shard"], math.ceil(cache["source"]["rows"] / cache["rows_per_shard"])
-    return f"data-{number:05d}-of-{count:05d}.arrow"
+    digits = max(5, len(str(count)))  # as many for all, since they are sorted by name
+    return f"data-{number:0{digits}d}-of-{count:0{digits}d}.arrow"
 
 
 def write_batches(writer, batches, checksums):
@@ -190,9 +191,8 @@ def finish_cache(output_dir, empty_prompt, max_skipped):
     cache |= {name: sum(record[name] for record in records.values()) for name in RECORD if RECORD[name] is int}
     cache["skipped"], cache["shards"] = len(skipped), dict(sorted(records.items()))
     state = {"_format_columns": None, "_format_type": None, "_split": None}  # what `datasets` wants to find
-    state |= {"_format_kwargs": {}, "_output_all_columns": False}
+    state |= {"_format_kwargs": {}, "_output_all_columns": False, "_fingerprint": fingerprint_cache(cache)}
     state["_data_files"] = [{"filename": name} for name in cache["shards"]]
-    state["_fingerprint"] = fingerprint_cache(cache)
     write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
     write_file(output_dir / "dataset_info.json", "{}")
     write_file(output_dir / "state.json", json.dumps(state, indent=1))

@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion_training.errors import fail
-from diffusion_training.files import digest_file
+from diffusion_training.files import digest_file, fits
 from diffusion_training.remote import remove, writing
 from diffusion_training.web.tables import find_invalid
 
 # What another day may mend, by the start of the reason: --retry_failed asks for these again.
 PASSING = ("timed out", "connection", "broken off", "host not found", "HTTP 429", "HTTP 5")
-RECORD = {"images": int, "bytes": int, "sha256": str, "table": str, "failures": list}
-FAILURE = {"row": int, "reason": str, "tries": int}
+RECORD = {"images": int, "bytes": int, "sha256": str, "table": str,
+          "failures": [{"row": int, "reason": str, "tries": int}]}  # fmt: skip
 
 
 def read_shard(path, item, spool):
@@ -117,12 +117,7 @@ def read_json(fs, path):
 def read_record(fs, path):
     """The record of a shard; nothing if it is damaged or not there."""
     record = read_json(fs, path)
-    try:
-        kinds = [isinstance(record[name], kind) for name, kind in RECORD.items()]
-        kinds += [isinstance(f[name], kind) for f in record["failures"] for name, kind in FAILURE.items()]
-        return record if all(kinds) else {}
-    except (KeyError, TypeError):
-        return {}
+    return record if fits(record, RECORD) else {}
 
 
 def read_records(fs, folder, items):
