@@ -175,10 +175,12 @@ def run_items(items, args, folder, schema):
     work = ray.remote(num_cpus=1, memory=memory, max_retries=0, scheduling_strategy="SPREAD")(download_shard)
     shared = [ray.put(x) for x in (args, folder, schema)]
     some = lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1  # noqa: E731  # also of nodes that join
-    for item, result, error in work_off(items, lambda item: work.remote(item, *shared), some):
-        rows = f"rows {item['first']} to {item['last'] - 1} of {item['table']}"
-        yield {"error": f"{rows} could not be downloaded: {error}"} if error else result
-    disconnect()
+    try:
+        for item, result, error in work_off(items, lambda item: work.remote(item, *shared), some):
+            rows = f"rows {item['first']} to {item['last'] - 1} of {item['table']}"
+            yield {"error": f"{rows} could not be downloaded: {error}"} if error else result
+    finally:
+        disconnect()
 
 
 # ------------------------------------------------------------------------------------------------- the run
