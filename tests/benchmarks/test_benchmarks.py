@@ -1,5 +1,6 @@
 """The benchmarks run, and what they compare is the same work; how fast it is is not judged here."""
 
+import argparse
 import importlib
 import io
 import re
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench
 import cache_reader
+import downloads
 import gpu
 import growth
 import peers
@@ -152,3 +154,16 @@ def test_tables_of_all_that_is_trained(tmp_path, capsys):
         reset()
         benchmark.main(argv)
         assert capsys.readouterr().out.count("\n| ") >= 2, benchmark
+
+
+@pytest.mark.ci
+def test_downloads_arrive_whole_and_shrunk_in_both_ways(ramp, capsys, monkeypatch):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
+    monkeypatch.setattr(downloads, "make_photos", lambda width: [ramp])
+    downloads.main(["--rows=16", "--rounds=1"])
+    rows = table(capsys.readouterr().out)
+    assert [row[:2] for row in rows] == [["as they came", "ours"], ["shrunk to 512 px", "ours"]]
+    assert all(first(row[2]) > 0 for row in rows)
+    cli = argparse.Namespace(img2dataset="img2dataset", rows=16)
+    command = downloads.make_command("img2dataset", "urls.parquet", "out", True, cli)
+    assert command[0] == "img2dataset" and "--image_size=512" in command

@@ -1,5 +1,7 @@
 """Files on a disk or at an address: each is whole or not there. The address lies in memory: no server, no thread."""
 
+import os
+
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -77,8 +79,8 @@ def test_a_folder_is_named_as_files_in_it_are_written(folder, tmp_path, monkeypa
 def test_files_are_written_beside_their_place_and_synced(tmp_path, monkeypatch):
     """The folder for temporary files may lie on another disk."""
     monkeypatch.setattr(module.tempfile, "TemporaryDirectory", None)
-    synced, fsync = [], module.os.fsync
-    monkeypatch.setattr(module.os, "fsync", lambda file: (synced.append(file), fsync(file)))
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(file), fsync(file)))
     with module.writing(f"{tmp_path}/data") as path:
         assert path.parent == tmp_path
         path.write_bytes(b"1")
