@@ -290,14 +290,15 @@ def make_parts(parts, rows, folder, settings, engine, args):
                 try:
                     yield ray.get(ref)
                 except ray.exceptions.RayError as error:  # a process died, or its node, also of stage 1
+                    again, reason = [part], str(error).strip().splitlines()[-1][:200]
                     if isinstance(error, ray.exceptions.RayActorError):
                         encoders[first[ref]] = (encoder.remote(*shared), {})
-                        left += [*queue.values()][::-1]  # of which it did not die
-                    left.append(part)
-                    tries[part] += 1
-                    if tries[part] == TRIES:
-                        reason = str(error).strip().splitlines()[-1][:200]
-                        yield {"part": part, "failed": f"its process died, did it run out of memory? ({reason})"}
+                        again += queue.values()  # Ray does not say of which it died
+                    left += again[::-1]
+                    tries.update(again)
+                    for part in again:
+                        if tries[part] == TRIES:
+                            yield {"part": part, "failed": f"its process died, did it run out of memory? ({reason})"}
     finally:
         for actor, _ in encoders:
             ray.kill(actor)
