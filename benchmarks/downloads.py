@@ -4,7 +4,7 @@
     python -m venv other && other/bin/pip install img2dataset                    # it wants older libraries
     python benchmarks/downloads.py --img2dataset other/bin/img2dataset
 
-Two photographs of 1365 x 1024 px, again and again, are stored as they came, and shrunk to a short side of 512 px. CPU
+Two photographs of 1365 x 910 px, again and again, are stored as they came, and shrunk to a short side of 512 px. CPU
 time is that of the whole machine, with the server's in it: nothing else should run.
 """
 
