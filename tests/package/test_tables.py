@@ -2,6 +2,7 @@
 
 import argparse
 import gzip
+import hashlib
 import json
 
 import datasets
@@ -70,6 +71,9 @@ def test_tables_of_any_kind_hold_the_same(tmp_path):
     assert len({found[name]["digest"] for name in ("a.csv", "a.csv.gz", "a.jsonl", "a.parquet", "a.tsv")}) == 5
     make_table(tmp_path / "a.parquet", 24)
     assert copy_table(tmp_path / "a.parquet", tmp_path)["digest"] != found["a.parquet"]["digest"]
+    data = (tmp_path / "a.parquet").read_bytes()
+    footer = data[-8 - int.from_bytes(data[-8:-4], "little") : -8]
+    assert module.digest_table(LOCAL, str(tmp_path / "a.parquet")) == hashlib.sha256(footer).hexdigest()
     # Of other columns and rows the same
     other = copy_table(tmp_path / "a.csv", tmp_path, ["text", "url"], 4)
     assert other["schema"].names == ["text", "url"] and len(read_copy(other, 4)[1]) == 7
@@ -87,6 +91,13 @@ def test_columns_of_csv_stay_text_as_they_are(tmp_path):
     ]
 
 
+def test_words_of_csv_that_elsewhere_mean_nothing_are_words(tmp_path):
+    words = ["NA", "null", "nan", "N/A", ""]
+    (tmp_path / "a.csv").write_text("url,text,id\n" + "".join(f"u,{word},1\n" for word in words))
+    rows, _ = read_copy(copy_table(tmp_path / "a.csv", tmp_path))
+    assert [row["text"] for row in rows] == [*words[:-1], None]
+
+
 def test_text_that_is_not_utf_8_is_found_row_by_row(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"url,text,id\n" + b"".join(b"u%d,caption \xff,1\n" % i if i in (0, 17) else
                                      b"u%d,good,1\n" % i for i in range(20)))  # fmt: skip
@@ -100,7 +111,7 @@ def test_text_that_is_not_utf_8_is_found_row_by_row(tmp_path):
 
 
 def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
-    for name in ("b.parquet", "a.csv", "sub/c.jsonl", ".hidden.parquet", "_metadata.parquet", "notes.txt"):
+    for name in ("b.parquet", "a.csv", "sub/c.jsonl", ".hidden.parquet", "_metadata.parquet", "d.parquet.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert [path.removeprefix(f"{tmp_path}/") for path in list_tables(tmp_path)] == [
@@ -111,7 +122,7 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
     assert list_tables(tmp_path / "*.csv") == list_tables(tmp_path / "a.csv") == [str(tmp_path / "a.csv")]
     (tmp_path / "a.csv").rename(tmp_path / "a[1].csv")
     assert list_tables(tmp_path / "a[1].csv") == [str(tmp_path / "a[1].csv")]
-    for source in ("none.parquet", "*.ndjson", "notes.txt", "nowhere"):
+    for source in ("none.parquet", "*.ndjson", "d.parquet.gz", "nowhere"):
         with pytest.raises(SystemExit, match="can't be read: there is no file that ends in .parquet, .csv"):
             list_tables(tmp_path / source)
     with pytest.raises(SystemExit, match="--input nowhere://x can't be read"):
@@ -151,6 +162,8 @@ def test_columns_of_shards_are_images_to_datasets():
     features = datasets.Features.from_arrow_schema(make_schema([table, table]))
     assert isinstance(features["image"], datasets.Image)
     assert list(features) == ["image", "text", "url", "width", "height", "sha256", "id"]
+    for text in (pa.large_string(), pa.list_(pa.large_string())):  # as pandas and polars write it
+        assert "text" in make_schema([pa.schema({"url": pa.large_string(), "text": text, "id": pa.int64()})]).names
     for change, said in {
         "other": "file:///1 has other types of columns than file:///0: make them the same",
         "url": "--url_column url holds int64, not text",
