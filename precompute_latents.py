@@ -1,4 +1,4 @@
-"""Cache what a Stable Diffusion U-Net is trained on: images and captions -> VAE latents and CLIP embeddings.
+"""Cache what a Stable Diffusion (XL) U-Net is trained on: images and captions -> VAE latents and CLIP embeddings.
 
     accelerate launch precompute_latents.py     # the demo: handwritten digits, some seconds on a CPU
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml precompute_latents.py \\
@@ -28,6 +28,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import torch
 import transformers
@@ -40,30 +41,41 @@ check_version("0.1.0", Path(__file__).name)  # before more of it is imported, wh
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.data.captions import are_cut, look_at_captions, say_cut, say_equal, tokenize, transform
+from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
 from diffusion_training.latents.cache import (
     check_skipped,
-    checksum_row,
     describe_damage,
     finish_cache,
     open_cache,
     plan_cache,
     write_shard,
 )
+from diffusion_training.latents.columns import RAGGED, checksum_row, count_rows, make_column
 from diffusion_training.latents.encoders import (
     DTYPES,
     describe_latents,
     describe_models,
+    describe_prompts,
+    encode_empty_prompt,
     encode_images,
     encode_prompts,
+    is_sdxl,
     load_models,
     place_encoders,
     try_models,
+    vae_scale_factor,
 )
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.order import KEYS, step_seed
-from diffusion_training.training.flags import add_encoder_flags, add_source_flags, add_transform_flags
+from diffusion_training.training.flags import (
+    add_bucket_flags,
+    add_device_flags,
+    add_encoder_flags,
+    add_source_flags,
+    add_transform_flags,
+)
 from diffusion_training.training.launch import make_accelerator
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers complain about the loader's processes
@@ -81,20 +93,18 @@ def add_flags(parser):
     """The flags, which precompute_latents_ray.py has as well."""
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add, captions=True)
-    add("--cache_dir", type=PATH, help="where downloads and data sets are kept")
-    add("--resolution", type=number(2, 16384, int), default=512, help="side of the square images, pixels")
+    add("--resolution", type=number(2, 16384, int), help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add("--random_flip", **SWITCH, help="mirrored images as well")
     add_transform_flags(add)
+    add_bucket_flags(add)
 
     add = parser.add_argument_group("models").add_argument
     add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
     add("--revision", help="branch, tag or commit of the models on the hub")
     add("--variant", help="of the weight files, such as fp16")
     add_encoder_flags(add)
-    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
-    add("--no-compile", dest="compile", action="store_false", default=None, help="whatever the launch says")
-    add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
+    add_device_flags(add, trains=False)
 
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", type=PATH, default="latents", help="everything is written here")
@@ -134,46 +144,56 @@ def parse_args(argv=None):
 class TransformedRows(torch.utils.data.Dataset):
     """Turns keys (0, row) into a batch of what `transform` makes of the rows, as the trainers see them in epoch 0.
 
-    {"row", "key", "text", "skipped", "cut": lists, "pixel_values": uint8 [N, C, H, W], "input_ids": [N,
-    model_max_length]}; "cut" says which captions have more tokens than that.
+    {"row", "key", "text", "skipped", "cut": lists, "groups": lists of places in the batch, of images of one size,
+    "pixel_values": of each group uint8 [n, C, H, W], "mask": uint8 [n, 1, H, W] where there are masks, "input_ids" and
+    of SDXL "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2]}; "cut" says which captions
+    have more tokens than that.
     """
 
-    def __init__(self, rows, tokenizer, *settings):
-        self.rows, self.tokenizer, self.settings = rows, tokenizer, settings
+    def __init__(self, rows, tokenizers, column, channels, args):
+        self.rows, self.tokenizers, self.column, self.channels, self.args = rows, tokenizers, column, channels, args
 
     def __getitem__(self, keys):
         items = [
-            transform(row, epoch, item, *self.settings)
+            transform(row, epoch, item, self.column, self.channels, self.args)
             for (epoch, row), item in zip(keys, read_items(self.rows, keys), strict=True)
         ]
         batch = {name: [item[name] for item in items] for name in items[0]}
-        batch["pixel_values"] = torch.stack(batch["pixel_values"])
-        batch["cut"] = are_cut(self.tokenizer, batch["text"])
-        return {**batch, "input_ids": tokenize(self.tokenizer, batch["text"])}
+        places = range(len(items))
+        sizes = dict.fromkeys(image.shape for image in batch["pixel_values"])
+        groups = [[i for i in places if batch["pixel_values"][i].shape == size] for size in sizes]
+        most = self.args.batch_size
+        groups = [group[i : i + most] for group in groups for i in range(0, len(group), most)]
+        for name in batch.keys() & {"pixel_values", "mask"}:
+            batch[name] = [torch.stack([batch[name][i] for i in group]) for group in groups]
+        batch["groups"] = groups
+        batch |= {name: torch.tensor(batch[name], dtype=torch.int32) for name in ("original_size", "crop_top_left")}
+        batch["cut"] = are_cut(self.tokenizers, batch["text"])
+        return batch | tokenize(self.tokenizers, batch["text"])
 
 
 # ------------------------------------------------------------------------------------------------- stage 2: the models
 
 
-def describe_encoders(vae, text_encoder, tokenizer, args):
+def describe_encoders(vae, text_encoders, tokenizers, args):
     """Find out what the models, on the CPU and in float32, make of these flags.
 
-    Returns (empty_prompt: its embedding, float16 [tokens, D]; settings: what of all this has to be the same in two
-    runs, or their shards do not fit together).
+    Returns (empty_prompt: {name: float16}, what stands for a caption that a trainer leaves out; settings: what of all
+    this has to be the same in two runs, or their shards do not fit together).
     """
-    try_models(vae, text_encoder)
+    try_models(vae, text_encoders)
     has_moments = not isinstance(vae, AutoencoderTiny)
     if args.latents == "moments" and not has_moments:
         fail("an AutoencoderTiny has no moments: leave --latents out")
     args.latents = args.latents or ("moments" if has_moments else "sample")
-    with torch.inference_mode():
-        empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]))[0].half().numpy()
+    empty_prompt = encode_empty_prompt(text_encoders, tokenizers, args)
+    empty_prompt = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
     settings = {
         "format_version": 2,  # 1 had no checksums of rows
         "keys": KEYS,
-        **describe_models(vae, text_encoder, tokenizer),
+        **describe_models(vae, text_encoders, tokenizers),
         **describe_latents(vae, args.resolution, args.latents),
-        "prompt_embeds_shape": list(empty_prompt.shape),
+        **describe_prompts(empty_prompt, args),
         "text_cache": args.text_cache,
         "dtype": DTYPES[args.mixed_precision],
     }
@@ -181,39 +201,53 @@ def describe_encoders(vae, text_encoder, tokenizer, args):
 
 
 @torch.inference_mode()
-def encode(batch, vae, text_encoder, args):
+def encode(batch, vae, text_encoders, args):
     """Stage 2, on the device: a batch of `transform`ed rows -> the columns of the cache that are numbers.
 
-    Returns ({column: float16 [N, numbers per row], token ids int32}, event): the columns are on their way to the CPU,
-    and there once the event has happened (None on a CPU).
+    Returns ({column: of each group of rows [n, numbers per row]; float16, token ids and sizes int32, masks uint8},
+    event): the columns are on their way to the CPU, and there once the event has happened (None on a CPU).
     """
-    pixel_values, device = batch["pixel_values"], vae.device
+    device, columns = vae.device, {}
     # Batches begin where shards do, so this does not depend on the number of processes.
     generator = torch.Generator(device).manual_seed(step_seed("latents", args.seed, batch["row"][0]))
-    columns = {"latents": encode_images(vae, pixel_values)}
-    if args.random_flip:
-        columns["latents_flipped"] = encode_images(vae, pixel_values.flip(-1))
-    if args.latents == "sample" and not isinstance(vae, AutoencoderTiny):
-        for name, moments in columns.items():
-            mean, std = moments.chunk(2, dim=1)
-            columns[name] = mean + std * torch.randn(mean.shape, generator=generator, device=device)
-    columns = {name: latents.half().flatten(1) for name, latents in columns.items()}
+    for name in ["latents"] + ["latents_flipped"] * args.random_flip:
+        columns[name] = []
+        for pixel_values in batch["pixel_values"]:
+            latents = encode_images(vae, pixel_values.flip(-1) if name == "latents_flipped" else pixel_values)
+            if args.latents == "sample" and not isinstance(vae, AutoencoderTiny):
+                mean, std = latents.chunk(2, dim=1)
+                latents = mean + std * torch.randn(mean.shape, generator=generator, device=device)
+            columns[name].append(latents.half())
     if args.text_cache == "ids":
-        columns["input_ids"] = batch["input_ids"].int()
+        texts = {name: batch[name].int() for name in ("input_ids", "input_ids_2") if name in batch}
     else:
-        columns["prompt_embeds"] = encode_prompts(text_encoder, batch["input_ids"]).half().flatten(1)
-    columns = {name: numbers.to("cpu", non_blocking=True) for name, numbers in columns.items()}
+        texts = {name: embeds.half() for name, embeds in encode_prompts(text_encoders, batch).items()}
+    if len(text_encoders) > 1:  # SDXL is told of them
+        texts |= {name: batch[name] for name in ("original_size", "crop_top_left")}
+    groups = batch["groups"] if len(batch["groups"]) > 1 else [slice(None)]  # of one size: nothing to pick out
+    columns |= {name: [numbers[group] for group in groups] for name, numbers in texts.items()}
+    if "mask" in batch:
+        columns["mask"] = [shrink_masks(masks, vae_scale_factor(vae)) for masks in batch["mask"]]
+    if args.bucket_step:
+        sizes = [torch.tensor(latents.shape[-2:], dtype=torch.int32) for latents in columns["latents"]]
+        columns["size"] = [size.expand(len(group), 2) for size, group in zip(sizes, batch["groups"], strict=True)]
+    for name, parts in columns.items():
+        columns[name] = [part.flatten(1).to("cpu", non_blocking=True) for part in parts]
     event = torch.cuda.Event() if device.type == "cuda" else None
     if event is not None:
         event.record()
     return columns, event
 
 
-def all_finite(columns, event):
-    """Wait for `encode` and tell for each row whether all of its numbers are finite."""
+def collect(groups, columns, event):
+    """Wait for `encode`. Returns ({column: a list of each row's numbers}, for each row whether all are finite)."""
     if event is not None:
         event.synchronize()
-    return torch.stack([numbers.isfinite().all(dim=1) for numbers in columns.values()]).all(dim=0)
+    order = np.argsort(sum(groups, []))
+    parts = zip(*columns.values(), strict=True)  # all columns of a group
+    finite = [torch.stack([part.isfinite().all(dim=1) for part in group]).all(dim=0) for group in parts]
+    rows = {name: [row for part in parts for row in part.numpy()] for name, parts in columns.items()}
+    return {name: [found[i] for i in order] for name, found in rows.items()}, torch.cat(finite)[order].tolist()
 
 
 def encode_all(batches, models, exact_models, args):
@@ -228,23 +262,21 @@ def encode_all(batches, models, exact_models, args):
         if ready is None:
             continue  # one batch stays queued: the device computes it while the one before is checked and written
         batch, columns, event = ready
-        finite, counts = all_finite(columns, event), {"encoded_again": 0}
-        if not finite.all() and exact_models is not models:
+        (columns, finite), counts = collect(batch["groups"], columns, event), {"encoded_again": 0}
+        if not all(finite) and exact_models is not models:
             counts["encoded_again"] = len(finite)
-            device = batch["pixel_values"].device
-            columns, event = encode(batch, *(model.to(device) for model in exact_models), args)
-            finite = all_finite(columns, event)
+            device = batch["input_ids"].device
+            again = encode(batch, *(model.to(device) for model in exact_models), args)
+            columns, finite = collect(batch["groups"], *again)
         good, skipped = [], []
         for i, (row, key, reason) in enumerate(zip(batch["row"], batch["key"], batch["skipped"], strict=True)):
             reason = reason or (None if finite[i] else "its latents or embeddings are not finite")
             good += [i] if reason is None else []
             skipped += [] if reason is None else [{"row": row, "key": key, "reason": reason}]
         counts["captions_cut"] = sum(batch["cut"][i] for i in good)
-        rows = [checksum_row({name: numbers[i].numpy() for name, numbers in columns.items()}) for i in good]
-        arrays = {
-            name: pa.FixedSizeListArray.from_arrays(pa.array(numbers[good].flatten().numpy()), numbers.shape[1])
-            for name, numbers in columns.items()
-        }
+        rows = [checksum_row({name: numbers[i] for name, numbers in columns.items()}) for i in good]
+        ragged = RAGGED if args.bucket_step else ()
+        arrays = {name: make_column(numbers, good, name in ragged) for name, numbers in columns.items()}
         for name in ("text", "key"):
             arrays[name] = pa.array([batch[name][i] for i in good], pa.string())
         arrays["checksum"] = pa.array(rows, pa.uint64())
@@ -274,8 +306,9 @@ def main(args):
     device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
 
     # The models before the data, because the VAE says whether images are decoded to grey or to colour.
-    *exact_models, tokenizer = load_models(args, torch.float32)
-    empty_prompt, settings = describe_encoders(*exact_models, tokenizer, args)
+    args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
+    *exact_models, tokenizers = load_models(args, torch.float32)
+    empty_prompt, settings = describe_encoders(*exact_models, tokenizers, args)
     models = place_encoders(exact_models, device, args)
     rows, column = load_rows(args, others=[args.caption_column])
     if accelerator.is_main_process:
@@ -303,14 +336,15 @@ def main(args):
         (output_dir / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
 
     # Encode. Batches begin where shards do, so that their bytes do not depend on the number of processes.
+    many = count_rows(args)
     if args.dataloader_num_workers is None:  # a core per process stays free for the encoder
         args.dataloader_num_workers = min(8, cores - 1)
     keys = (
-        [(0, row) for row in range(first, min(first + args.batch_size, end))]
+        [(0, row) for row in range(first, min(first + many, end))]
         for start, end in missing.items()
-        for first in range(start, end, args.batch_size)
+        for first in range(start, end, many)
     )
-    dataset = TransformedRows(rows, tokenizer, column, models[0].config.in_channels, args)
+    dataset = TransformedRows(rows, tokenizers, column, models[0].config.in_channels, args)
     batches, waits = load_batches(dataset, keys, args.dataloader_num_workers, device), []
     total = sum(min(args.rows_per_shard, len(rows) - i * args.rows_per_shard) for i in mine)
     done = total - sum(end - start for start, end in missing.items())

@@ -60,7 +60,8 @@ from diffusion_training.latents.cache import (
     open_cache,
     plan_cache,
 )
-from diffusion_training.latents.encoders import describe_models, load_models, place_encoders
+from diffusion_training.latents.columns import count_rows
+from diffusion_training.latents.encoders import describe_models, is_sdxl, load_models, place_encoders
 from diffusion_training.latents.parts import (
     PART_BYTES,
     TRIES,
@@ -125,20 +126,34 @@ def parse_args(argv=None):
 @functools.lru_cache(1)  # a worker process keeps the data set open
 def open_rows(pickled):
     """The `TransformedRows` of this run. Where the driver's files are not, a node loads the data set by itself."""
-    args, column, channels, tokenizer, fingerprint, rows = pickle.loads(pickled)
+    args, column, channels, tokenizers, fingerprint, rows = pickle.loads(pickled)
     try:
         rows = pickle.loads(rows)  # no pixels, only where they are
     except OSError:
         rows, _ = load_rows(args, others=[args.caption_column])
         if rows._fingerprint != fingerprint:
             raise ValueError("this node reads other data: let all nodes share the folder --cache_dir") from None
-    return TransformedRows(rows, tokenizer, column, channels, args)
+    return TransformedRows(rows, tokenizers, column, channels, args)
 
 
 def transform_part(part, pickled):
-    """Stage 1 as a task: the rows of a part (first, end) -> what `TransformedRows` makes of them, or why it can't."""
-    batch, reason = attempt(lambda: open_rows(pickled)[[(0, row) for row in range(*part)]])
-    return reason or {name: x.numpy() if torch.is_tensor(x) else x for name, x in batch.items()}
+    """Stage 1 as a task: the rows of a part (first, end) -> batches of `TransformedRows`, or why it can't."""
+
+    def load():
+        rows, (first, end) = open_rows(pickled), part
+        many = count_rows(rows.args)
+        for start in range(first, end, many):
+            batch = rows[[(0, row) for row in range(start, min(start + many, end))]]
+            yield map_tensors(batch, lambda x: x.numpy())
+
+    batches, reason = attempt(lambda: list(load()))
+    return reason or batches
+
+
+def map_tensors(batch, change):
+    """A batch with `change` called on its tensors or arrays, also on those in lists."""
+    one = lambda x: change(x) if isinstance(x, torch.Tensor | np.ndarray) else x  # noqa: E731
+    return {name: [*map(one, x)] if isinstance(x, list) else one(x) for name, x in batch.items()}
 
 
 class Encoder:
@@ -156,31 +171,29 @@ class Encoder:
 
     def load_models(self, settings):
         """Load what the driver loaded, and make sure that it is the same."""
-        *self.exact_models, tokenizer = load_models(self.args, torch.float32)
-        described = describe_models(*self.exact_models, tokenizer)
+        *self.exact_models, tokenizers = load_models(self.args, torch.float32)
+        described = describe_models(*self.exact_models, tokenizers)
         if differences := find_differences({name: settings[name] for name in described}, described):
             raise ValueError(f"the models are other ones here ({', '.join(differences)})")
         self.models = place_encoders(self.exact_models, self.device, self.args)
 
-    def make(self, part, batch):
+    def make(self, part, batches):
         """Write a part's file. Returns {"part", "failed": why not, "busy", "waited": seconds}."""
-        begin, reason = time.perf_counter(), batch if isinstance(batch, str) else self.reason
+        begin, reason = time.perf_counter(), batches if isinstance(batches, str) else self.reason
         if not reason:
             path, models = f"{self.folder}/{name_part(*part, self.args)}", (self.models, self.exact_models)
-            _, reason = attempt(lambda: write_part(path, encode_all(self.cut(batch), *models, self.args)))
+            _, reason = attempt(lambda: write_part(path, encode_all(self.load(batches), *models, self.args)))
         waited, self.idle_since = begin - self.idle_since, time.perf_counter()
         return {"part": part, "failed": reason, "busy": self.idle_since - begin, "waited": waited}
 
-    def cut(self, batch):
-        """Cut a part into batches as `load_batches` yields them: lists, and tensors on their way to the device."""
-        # Copies: Ray's memory is not to be written to
-        batch = {name: torch.tensor(x) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
-        for i in range(0, len(batch["row"]), self.args.batch_size):
-            piece = {name: values[i : i + self.args.batch_size] for name, values in batch.items()}
-            for name in ("pixel_values", "input_ids"):
-                x = piece[name].pin_memory() if self.device.type == "cuda" else piece[name]
-                piece[name] = x.to(self.device, non_blocking=True)
-            yield piece
+    def load(self, batches):
+        """Batches as `load_batches` yields them, with their tensors on the way to the device."""
+
+        def move(array):
+            tensor = torch.tensor(array)  # a copy: Ray's memory is not to be written to
+            return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)
+
+        return (map_tensors(batch, move) for batch in batches)
 
 
 @ray.remote(num_cpus=0, scheduling_strategy="SPREAD")
@@ -359,8 +372,9 @@ def main(args):
     accelerator = Accelerator(cpu=True)  # of one process, which is what `open_cache` asks it about
 
     # The driver finds out what the models are and make, on its CPU: they are hashed here, and the encoders compare.
-    *exact_models, tokenizer = load_models(args, torch.float32)
-    empty_prompt, settings = describe_encoders(*exact_models, tokenizer, args)
+    args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
+    *exact_models, tokenizers = load_models(args, torch.float32)
+    empty_prompt, settings = describe_encoders(*exact_models, tokenizers, args)
     channels = exact_models[0].config.in_channels
     weight_bytes = sum(4 * weight.numel() for model in exact_models for weight in model.parameters())
     del exact_models
@@ -399,7 +413,7 @@ def main(args):
 
         # Make it. Parts come back in any order, and are put together by their names.
         there = make_absolute(args)
-        pickled = pickle.dumps((there, column, channels, tokenizer, rows._fingerprint, pickle.dumps(rows)))
+        pickled = pickle.dumps((there, column, channels, tokenizers, rows._fingerprint, pickle.dumps(rows)))
         done = make_parts(parts, pickled, f"{folder}/unfinished", settings, engine, there)
         skipped = [entry for record in records.values() for entry in record["skipped"]]
         num_there = len(rows) - sum(end - first for first, end in parts)

@@ -1,14 +1,15 @@
-"""Train the U-Net of Stable Diffusion: a latent cache, or images with captions -> a StableDiffusionPipeline.
+"""Train the U-Net of Stable Diffusion (XL), or a LoRA for it: a latent cache, or images with captions -> a pipeline.
 
     accelerate launch precompute_latents.py && accelerate launch train_text_to_image.py     # the demo: digits by name
+    accelerate launch train_text_to_image.py --rank 16      # the demo of a LoRA: a model of the digits 0 to 8 learns 9
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_text_to_image.py \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 --latents_dir latents-photos \\
         --validation_prompts "a red bicycle" --output_dir sd-photos
 
 Reads caches of precompute_latents.py (--latents_dir), or images and captions as that script does, encoded in the step.
-Writes into --output_dir: the pipeline with its model card, samples/, metrics.jsonl, loss.png, report.html, logs,
-run.args (this command again: @sd-photos/run.args), and every --checkpointing_steps a checkpoint-N that the same
-command with --resume_from_checkpoint latest goes on from.
+Writes into --output_dir: the pipeline, or with --rank pytorch_lora_weights.safetensors, with its model card,
+samples/, metrics.jsonl, loss.png, report.html, logs, run.args (this command again: @sd-photos/run.args), and every
+--checkpointing_steps a checkpoint-N that the same command with --resume_from_checkpoint latest goes on from.
 
 What stands where:
     parse_args                       the flags, one a line; bad values end here, before anything is loaded or written
@@ -37,33 +38,49 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate.utils import gather_object
-from diffusers import AutoencoderTiny, DDIMScheduler, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from diffusers.optimization import get_scheduler
+from diffusers import (
+    AutoencoderTiny,
+    DDIMScheduler,
+    DDPMScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 
 from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
+from diffusion_training.data.buckets import size_rows
 from diffusion_training.data.captions import are_cut, look_at_captions, say_cut, say_equal, tokenize, transform
+from diffusion_training.data.images import make_time_ids, shrink_masks
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.files import saving
 from diffusion_training.latents.encoders import (
     DTYPES,
     describe_latents,
+    encode_empty_prompt,
     encode_images,
     encode_prompts,
+    hash_weights,
+    is_sdxl,
     load_models,
+    read_pipeline,
     try_models,
 )
 from diffusion_training.latents.reader import CachedLatents, check_caches, choose_rows, load_cache
 from diffusion_training.loading import load_batches
-from diffusion_training.order import draw_choices, step_batches, step_seed
+from diffusion_training.order import Order, draw_choices, step_batches, step_seed
 from diffusion_training.report import save_model_card, save_report
 from diffusion_training.training.checkpoints import load_checkpoint, prune_checkpoints, read_state, save_checkpoint
 from diffusion_training.training.flags import (
+    add_bucket_flags,
+    add_device_flags,
     add_encoder_flags,
     add_logging_flags,
+    add_lora_flags,
     add_optimization_flags,
     add_saving_flags,
     add_source_flags,
@@ -72,7 +89,9 @@ from diffusion_training.training.flags import (
 )
 from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
 from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
+from diffusion_training.training.lora import add_lora, list_lora_b, save_lora
 from diffusion_training.training.models import (
+    call_unet,
     compile_model,
     list_parameters,
     load_weights,
@@ -82,6 +101,7 @@ from diffusion_training.training.models import (
     update_ema,
 )
 from diffusion_training.training.objective import check_objective, min_snr_weight, objective_flags
+from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.output import draw_grid, open_output_dir, samples_path, save_pipeline, save_samples
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
@@ -89,16 +109,23 @@ from diffusion_training.training.tuning import choose_batch_size, find_learning_
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers complain about the loader's processes
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
-# The command line that stands for no data at all; flags that are given come after it, and win.
-DEMO = f"""
-    --latents_dir latents-digits --pretrained_model_name_or_path {HERE}/demo/models
-    --unet_config_name_or_path {HERE}/demo/digits_text_to_image_unet.json
-    --output_dir sd-digits --train_batch_size 64 --num_train_epochs 80
-    --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 100 --snr_gamma 5
+# The command lines that stand for no data at all; flags that are given come after them, and win.
+DEMO_BOTH = """
     --validation_prompts "a handwritten digit zero" "a handwritten digit one" "a handwritten digit two"
         "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
         "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
-    --validation_epochs 40 --guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest
+    --guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest
+"""
+DEMO = f"""
+    --latents_dir latents-digits --pretrained_model_name_or_path {HERE}/demo/models
+    --unet_config_name_or_path {HERE}/demo/digits_text_to_image_unet.json
+    --output_dir sd-digits --train_batch_size 64 --num_train_epochs 80 --validation_epochs 40
+    --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 100 --snr_gamma 5 {DEMO_BOTH}
+"""
+DEMO_LORA = f"""
+    --train_data_dir {HERE}/demo/nines --pretrained_model_name_or_path {HERE}/demo/zero_to_eight
+    --output_dir lora-nine --resolution 8 --train_batch_size 64 --num_train_epochs 60 --validation_epochs 30
+    --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 20 --snr_gamma 5 {DEMO_BOTH}
 """
 
 # ------------------------------------------------------------------------------------------------- the flags
@@ -114,15 +141,16 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add_source_flags(add, captions=True)
-    add("--cache_dir", type=PATH, help="where downloads and data sets are kept")
     add("--resolution", type=number(2, 16384, int), help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add_transform_flags(add)
+    add_bucket_flags(add)
 
     add = parser.add_argument_group("data: both").add_argument
     add("--random_flip", **SWITCH, help="mirrored images as well")
     add("--holdout", type=number(0, 10**9), default=0.0, help="share or number of images for the held-out loss")
-    add("--caption_dropout", type=number(0, 1), default=0.1, help="share of captions left out, for guidance")
+    names = ["--caption_dropout", "--proportion_empty_prompts"]  # and of what has two names below: diffusers' second
+    add(*names, type=number(0, 1), default=0.1, help="share of captions left out, for guidance")
 
     add = parser.add_argument_group("model").add_argument
     add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
@@ -130,11 +158,9 @@ def parse_args(argv=None):
     add("--variant", help="of the weight files, such as fp16")
     add("--unet_config_name_or_path", type=PATH, help="train a new U-Net: hub id, folder or JSON file")
     add_encoder_flags(add)
-    add("--gradient_checkpointing", **SWITCH, help="less memory, about a third slower")
-    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
-    add("--no-compile", dest="compile", action="store_false", default=None, help="whatever the launch says")
-    add("--allow_tf32", **SWITCH, help="TF32 matrix products on Ampere and later")
-    add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
+    add_device_flags(add)
+
+    add_lora_flags(parser.add_argument_group("LoRA").add_argument)
 
     add = parser.add_argument_group("objective").add_argument
     add("--prediction_type", choices=["epsilon", "sample", "v_prediction"], help="(None: epsilon, or the pretrained)")
@@ -147,7 +173,7 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("logging and samples").add_argument
     add_logging_flags(add, tracker_project_name="text2image-fine-tune")
-    add("--validation_prompts", nargs="+", help="what to draw samples of")
+    add("--validation_prompts", "--validation_prompt", nargs="+", help="what to draw samples of")
     add("--validation_steps", type=COUNT, help="steps between samples and held-out losses; overrides the epochs")
     add("--validation_epochs", type=COUNT, default=5, help="epochs between samples")
     add("--num_validation_images", type=number(1, 10**4, int), default=4, help="samples of each prompt")
@@ -160,10 +186,12 @@ def parse_args(argv=None):
 
     args = parser.parse_args(argv)
     if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
-        args = parse_demo(parser, DEMO, argv)
+        args = parse_demo(parser, DEMO_LORA if args.rank else DEMO, argv)
 
     if args.pretrained_model_name_or_path is None:
         parser.error("--pretrained_model_name_or_path is needed: a Stable Diffusion pipeline")
+    if args.rank and args.unet_config_name_or_path:
+        parser.error("--rank trains a LoRA for a U-Net that is trained: leave --unet_config_name_or_path out")
     if args.latents_dir and (args.dataset_name or args.train_data_dir):
         parser.error("--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data")
     if args.latents_dir is None and args.dataset_name is None and not Path(args.train_data_dir).is_dir():
@@ -171,11 +199,13 @@ def parse_args(argv=None):
     for folder in args.latents_dir or []:
         if "://" in folder:
             parser.error(f"--latents_dir {folder} is an address: copy the cache to a disk")
+    if len({*map(os.path.realpath, args.latents_dir or [])}) < len(args.latents_dir or []):
+        parser.error("--latents_dir names a cache twice: --latents_weights says how often an epoch takes its rows")
     if args.latents_weights and len(args.latents_weights) != len(args.latents_dir or []):
         parser.error(f"--latents_weights: {len(args.latents_weights)} for {len(args.latents_dir or [])} --latents_dir")
     images_only = ["dataset_config_name", "dataset_split", "image_column", "caption_column", "max_train_samples"]
     images_only += ["caption_extension", "center_crop", "image_interpolation_mode", "min_size", "skip_empty_captions"]
-    images_only += ["dataloader_num_workers"]
+    images_only += ["dataloader_num_workers", "bucket_step", "bucket_max_ratio", "mask_column"]
     for name in images_only if args.latents_dir else []:
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} does nothing with --latents_dir: the cache was made without or with it")
@@ -189,26 +219,31 @@ def parse_args(argv=None):
 class CaptionedImages(RowDataset):
     """Turns the keys (epoch, row, weight) of `step_batches` into a batch of images and captions: `dataset[keys]`.
 
-    {"pixel_values": uint8 [N, C, resolution, resolution], "input_ids": [N, model_max_length], "weight": [N],
-    "skipped": [(name, reason)]}; a row that can't be used has weight 0.
+    {"pixel_values": uint8 [N, C, H, W], "mask": uint8 [N, 1, H, W] where there are masks, "input_ids" and of SDXL
+    "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2], "flipped": bool [N], "weight": [N],
+    "skipped": [(name, reason)]}; a row that can't be used has weight 0. sizes: of `size_rows`.
     """
 
-    def __init__(self, rows, column, channels, tokenizer, args):
+    def __init__(self, rows, column, channels, tokenizers, sizes, args):
         super().__init__(rows, column, args)
-        self.channels, self.tokenizer = channels, tokenizer
+        self.channels, self.tokenizers, self.sizes = channels, tokenizers, sizes
 
     def __getitem__(self, keys):
+        targets = self.sizes[[row for _, row, _ in keys]].tolist() if self.sizes is not None else [None] * len(keys)
         items = [
-            transform(row, epoch, item, self.column, self.channels, self.args)
-            for (epoch, row, _), item in zip(keys, read_items(self.rows, keys), strict=True)
+            transform(row, epoch, item, self.column, self.channels, self.args, target)
+            for (epoch, row, _), item, target in zip(keys, read_items(self.rows, keys), targets, strict=True)
         ]
-        for (epoch, row, _), item in zip(keys, items, strict=True):
-            if self.args.random_flip and draw_choices(self.args.seed, epoch, row)[2] < 0.5:
-                item["pixel_values"] = item["pixel_values"].flip(-1)
+        flips = [self.args.random_flip and draw_choices(self.args.seed, epoch, row)[2] < 0.5 for epoch, row, _ in keys]
+        for flip, item in zip(flips, items, strict=True):
+            item["pixel_values"] = item["pixel_values"].flip(-1) if flip else item["pixel_values"]
         weights = [0.0 if item["skipped"] else weight for (_, _, weight), item in zip(keys, items, strict=True)]
+        names = items[0].keys() & {"pixel_values", "mask"}
         return {
-            "pixel_values": torch.stack([item["pixel_values"] for item in items]),
-            "input_ids": tokenize(self.tokenizer, [item["text"] for item in items]),
+            **{name: torch.stack([item[name] for item in items]) for name in names},
+            **tokenize(self.tokenizers, [item["text"] for item in items]),
+            **{name: torch.tensor([item[name] for item in items]) for name in ("original_size", "crop_top_left")},
+            "flipped": torch.tensor(flips),
             "weight": torch.tensor(weights),
             "skipped": [(item["key"], item["skipped"]) for item in items if item["skipped"]],
         }
@@ -217,11 +252,11 @@ class CaptionedImages(RowDataset):
 def load_data(accelerator, args):
     """The data of the caches, or images with the models that encode them in the step.
 
-    Returns (dataset, frozen). `frozen` is what `prepare_batch` needs: vae and text_encoder, None where a cache has
-    what they gave; empty_prompt, the embedding [tokens, D]; cache, what cache.json says, or would say.
+    Returns (dataset, frozen). `frozen` is what `prepare_batch` needs: vae and text_encoders, None where a cache has
+    what they gave; empty_prompt {name: embedding}, for captions left out; cache, what cache.json says, or would say.
     """
     dtype = getattr(torch, DTYPES[args.mixed_precision])
-    vae = text_encoder = None
+    vae = text_encoders = None
     if args.latents_dir:
         caches = {folder: load_cache(folder) for folder in args.latents_dir}
         cache, empty_prompt, _ = caches[args.latents_dir[0]]
@@ -231,27 +266,29 @@ def load_data(accelerator, args):
         args.resolution = args.resolution or cache["transform"]["resolution"]
         args.dataloader_num_workers = 0  # a thread reads faster than processes, which would have to pass it on
         dataset = CachedLatents(caches, args.seed, args.random_flip)
-        empty_prompt = empty_prompt.float().to(accelerator.device)
+        empty_prompt = {name: embeds.float().to(accelerator.device) for name, embeds in empty_prompt.items()}
         if cache["text_cache"] == "ids":
-            text_encoder = load_models(args, dtype)[1].requires_grad_(False).to(accelerator.device)
+            text_encoders = load_models(args, dtype)[1].requires_grad_(False).to(accelerator.device)
     else:
-        args.resolution = args.resolution or 512
+        args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
         rows, column = load_rows(args, others=[args.caption_column])
-        vae, text_encoder, tokenizer = load_models(args, dtype)
+        vae, text_encoders, tokenizers = load_models(args, dtype)
         put_on_device(vae.requires_grad_(False), accelerator.device)
-        text_encoder.requires_grad_(False).to(accelerator.device)
-        try_models(vae, text_encoder)
-        with torch.no_grad():
-            empty_prompt = encode_prompts(text_encoder, tokenize(tokenizer, [""]).to(accelerator.device))[0]
+        text_encoders.requires_grad_(False).to(accelerator.device)
+        try_models(vae, text_encoders)
+        empty_prompt = encode_empty_prompt(text_encoders, tokenizers, args)
         kind = "sample" if isinstance(vae, AutoencoderTiny) else "moments"
         cache = {"vae": {"scaling_factor": vae.config.scaling_factor}, **describe_latents(vae, args.resolution, kind)}
         if accelerator.is_main_process:
             texts = look_at_captions(rows, args.caption_column)
             say_equal(texts)
-            cut = are_cut(tokenizer, texts or [""])
-            say_cut(sum(cut), len(cut), tokenizer.model_max_length)
-        dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizer, args)
-    return dataset, SimpleNamespace(vae=vae, text_encoder=text_encoder, empty_prompt=empty_prompt, cache=cache)
+            cut = are_cut(tokenizers, texts or [""])
+            say_cut(sum(cut), len(cut), tokenizers[0].model_max_length)
+        sizes = size_rows(accelerator, rows, column, args)
+        dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizers, sizes, args)
+    frozen = SimpleNamespace(vae=vae, text_encoders=text_encoders, empty_prompt=empty_prompt, cache=cache)
+    frozen.pixels = args.resolution // cache["latents_shape"][-1]  # a side of what is one latent
+    return dataset, frozen
 
 
 # ------------------------------------------------------------------------------------------------- the model
@@ -261,7 +298,8 @@ def make_unet(frozen, args):
     """The U-Net to train: the pretrained pipeline's, or a new one of the given config; it must fit the latents."""
     channels, *size = frozen.cache["latents_shape"]
     latents_shape = [channels // 2 if frozen.cache["latents"] == "moments" else channels, *size]
-    embed_dim = frozen.empty_prompt.shape[-1]
+    embed_dim = frozen.empty_prompt["prompt_embeds"].shape[-1]
+    condition = {"encoder_hidden_states": (1, embed_dim)}
     source = args.unet_config_name_or_path or args.pretrained_model_name_or_path
     options = {"cache_dir": args.cache_dir}
     with explained(f"{source} holds no UNet2DConditionModel"):
@@ -275,7 +313,12 @@ def make_unet(frozen, args):
     if (unet.config.in_channels, unet.config.cross_attention_dim) != (latents_shape[0], embed_dim):
         takes = f"{unet.config.in_channels} channels and embeddings of {unet.config.cross_attention_dim}"
         fail(f"the U-Net of {source} takes {takes}; the latents have {latents_shape[0]}, the embeddings {embed_dim}")
-    try_shapes(unet, source, latents_shape, encoder_hidden_states=(1, embed_dim))
+    if "pooled_prompt_embeds" in frozen.empty_prompt:
+        condition |= {"text_embeds": frozen.empty_prompt["pooled_prompt_embeds"].shape, "time_ids": (6,)}
+    if ("time_ids" in condition) != (unet.config.addition_embed_type == "text_time"):
+        found = f"has addition_embed_type {unet.config.addition_embed_type!r}"
+        fail(f"the U-Net of {source} {found}: SDXL's is text_time, and no other's")
+    try_shapes(unet, source, latents_shape, **condition)
     return unet
 
 
@@ -311,21 +354,33 @@ def prepare_batch(batch, frozen, caption_dropout):
     """
     cache, loss_inputs = frozen.cache, {}
     if "latents" in batch:  # of a cache
-        latents = batch["latents"].float().unflatten(1, cache["latents_shape"])
+        latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
     else:
         latents = encode_images(frozen.vae, batch["pixel_values"])
     if "prompt_embeds" in batch:
-        prompt_embeds = batch["prompt_embeds"].float().unflatten(1, cache["prompt_embeds_shape"])
+        prompts = {name: batch[name].float().unflatten(1, cache[f"{name}_shape"]) for name in frozen.empty_prompt}
     else:
-        prompt_embeds = encode_prompts(frozen.text_encoder, batch["input_ids"])
+        prompts = encode_prompts(frozen.text_encoders, batch)
     if cache["latents"] == "moments":
         mean, std = latents.chunk(2, dim=1)
         # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
         latents = mean + std * torch.randn(mean.shape, device=mean.device)
-    latents = latents * cache["vae"]["scaling_factor"]
+    # As a cache has them: a VAE's layout must not decide how the U-Net computes, or where its dropout falls.
+    latents = (latents * cache["vae"]["scaling_factor"]).contiguous()
     # Without dropped captions, guidance would have no unconditional model to lean on (arXiv:2207.12598).
-    dropped = torch.rand(len(latents), 1, 1, device=latents.device) < caption_dropout
-    condition = {"encoder_hidden_states": torch.where(dropped, frozen.empty_prompt, prompt_embeds)}
+    dropped = torch.rand(len(latents), device=latents.device) < caption_dropout
+    for name, empty in frozen.empty_prompt.items():
+        prompts[name] = torch.where(dropped.view(-1, *[1] * empty.dim()), empty, prompts[name])
+    condition = {"encoder_hidden_states": prompts["prompt_embeds"]}
+    if "pooled_prompt_embeds" in prompts:  # SDXL, which is told of sizes as well
+        size = [frozen.pixels * side for side in latents.shape[-2:]]
+        sizes = make_time_ids(batch["original_size"], batch["crop_top_left"], size, batch["flipped"])
+        condition |= {"text_embeds": prompts["pooled_prompt_embeds"], "time_ids": sizes}
+    if "mask" in batch:
+        mask, size = batch["mask"], (1, *latents.shape[-2:])
+        mask = mask.unflatten(1, size) if "latents" in batch else shrink_masks(mask, frozen.pixels)
+        mask = torch.where(batch["flipped"].view(-1, 1, 1, 1), mask.flip(-1), mask)
+        loss_inputs["mask"] = mask / 255
     return latents, condition, loss_inputs
 
 
@@ -345,7 +400,7 @@ def compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight
     timesteps = torch.randint(noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device)
     # In float32 under any precision: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
-    prediction = models["unet"](noisy_images, timesteps, **condition).sample.float()
+    prediction = call_unet(models["unet"], noisy_images, timesteps, condition)
     if noise_scheduler.config.prediction_type == "epsilon":
         target = noise
     elif noise_scheduler.config.prediction_type == "sample":
@@ -353,6 +408,7 @@ def compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight
     else:
         target = noise_scheduler.get_velocity(images, noise, timesteps)
     error = F.mse_loss(prediction, target, reduction="none")
+    error = error * loss_inputs.get("mask", 1)  # in [0, 1], of each pixel
     loss = error.mean(dim=(1, 2, 3))  # of each image
     if args.snr_gamma is not None:
         weight = min_snr_weight(weight, noise_scheduler, timesteps, args.snr_gamma)
@@ -389,8 +445,12 @@ def train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, b
 
 def make_pipeline(unet, sampler, args):
     """What is sampled from, saved and uploaded: the U-Net and the models that it was trained with, in float32."""
-    models = load_models(args, torch.float32)
-    return StableDiffusionPipeline(*models, unet, sampler, None, None, requires_safety_checker=False)
+    vae, text_encoders, tokenizers = load_models(args, torch.float32)
+    models = (vae, *text_encoders, *tokenizers, unet, sampler)
+    if not is_sdxl(args):
+        return StableDiffusionPipeline(*models, None, None, requires_safety_checker=False)
+    zeros = read_pipeline(args).get("force_zeros_for_empty_prompt", True)
+    return StableDiffusionXLPipeline(*models, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
 
 
 def log_validation(accelerator, pipeline, step, stop_signal, args):
@@ -408,7 +468,8 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
 
     device, unet = accelerator.device, pipeline.unet
     pipeline.vae.to(device).enable_slicing()  # one image at a time: a batch may need more memory than training
-    pipeline.text_encoder.to(device)
+    for text_encoder in (pipeline.text_encoder, getattr(pipeline, "text_encoder_2", None)):
+        text_encoder and text_encoder.to(device)
     pipeline.set_progress_bar_config(disable=True)
     training = unet.training
     unet.eval()  # without dropout
@@ -418,8 +479,9 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
         batch = mine[start : start + args.train_batch_size]
         generators = [torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in batch]
         drawn = pipeline(
-            [prompts[i] for i in batch], args.resolution, args.resolution, args.num_inference_steps,
-            guidance_scale=args.guidance_scale, generator=generators, output_type="np", callback_on_step_end=watch,
+            [prompts[i] for i in batch], height=args.resolution, width=args.resolution, output_type="np",
+            num_inference_steps=args.num_inference_steps, guidance_scale=args.guidance_scale, generator=generators,
+            callback_on_step_end=watch,
         )  # fmt: skip
         images.extend(drawn.images)
         if stop_signal.received:
@@ -439,15 +501,25 @@ def describe_model(step, loss, args):
     data = args.latents_dir or [args.dataset_name or args.train_data_dir]
     data = ", ".join(Path(path).name for path in data)
     prompt = json.dumps((args.validation_prompts or ["a photograph"])[0])
+    base = base if not Path(base).exists() else Path(base).resolve().name
+    steps = f"{step} steps{f', to a loss of {loss:.4g}' if loss else ''}"
     trained = "trained from scratch" if args.unet_config_name_or_path else "fine-tuned"
-    what = f"""A Stable Diffusion pipeline whose U-Net was {trained} on `{data}`
-for {step} steps{f", to a loss of {loss:.4g}" if loss else ""}; the other models are those of
-`{base if not Path(base).exists() else Path(base).resolve().name}`."""
-    usage = f"""from diffusers import StableDiffusionPipeline
+    kind = "Stable Diffusion XL" if is_sdxl(args) else "Stable Diffusion"
+    what = f"""A {kind} pipeline whose U-Net was {trained} on `{data}`
+for {steps}; the other models are those of
+`{base}`."""
+    source, more = name, ""
+    if args.rank:
+        what = f"A LoRA of rank {args.rank} for the U-Net of `{base}`,\ntrained on `{data}` for {steps}."
+        source, more = base, f'\npipeline.load_lora_weights("{name}")'
+        if objective := objective_flags(args):  # which the scheduler of the base does not know
+            more += f"\npipeline.scheduler = DDIMScheduler.from_config({{**pipeline.scheduler.config, **{objective}}})"
+    usage = f"""from diffusers import {"DDIMScheduler, " * ("DDIM" in more)}DiffusionPipeline
 
-pipeline = StableDiffusionPipeline.from_pretrained("{name}")
+pipeline = DiffusionPipeline.from_pretrained("{source}"){more}
 image = pipeline({prompt}, height={args.resolution}, width={args.resolution}).images[0]"""
-    return ["text-to-image", "stable-diffusion", "diffusers-training"], what, usage
+    tags = ["text-to-image", kind.lower().replace(" ", "-"), "diffusers-training"]
+    return tags + ["lora"] * bool(args.rank), what, usage
 
 
 # ------------------------------------------------------------------------------------------------- the run
@@ -472,6 +544,8 @@ def main(args):
     num_images = len(epoch_rows(0))  # of an epoch
     torch.manual_seed(args.seed)  # every process starts from the same weights
     unet = make_unet(frozen, args)
+    if args.rank:  # the U-Net is frozen and not saved: what is trained, averaged and saved of it is the LoRA
+        add_lora(unet, hash_weights(unet), getattr(torch, DTYPES[args.mixed_precision]), args)
     models = {"unet": unet}  # what is trained, averaged and saved, each in a folder of its name
 
     # Where the run is. What sets a step's size comes before, because a checkpoint's position is counted in images.
@@ -479,36 +553,27 @@ def main(args):
     take_step = partial(train_step, accelerator, noise_scheduler, args, prepare)
     state = read_state(checkpoint, num_images)
     choose_batch_size(accelerator, models, take_step, dataset, train_rows, state["settings"], args)
-    progress = Progress(state, num_images, args.train_batch_size * num_processes, args.gradient_accumulation_steps)
+    per_micro_batch, order = args.train_batch_size * num_processes, Order(epoch_rows, args.seed, dataset.sizes)
+    progress = Progress(state, num_images, per_micro_batch, args.gradient_accumulation_steps, order)
     scale_learning_rate(accelerator, progress.images_per_step, args)
     if not plan_steps(accelerator, progress, args):
         return
     settings = {**vars(args), "num_processes": num_processes, "num_images": num_images, "data": dataset.fingerprint}
     settings["held_out"] = digest_held_out(accelerator, dataset, held_out)
 
-    # Weights, averaged weights and optimizer, all in float32: autocast lowers the precision of what is computed only.
+    # What is trained, its average, the optimizer: in float32. Autocast lowers the precision of what is computed only.
     for model in models.values():
         put_on_device(model, device)
     averaged = start_average(models) if args.use_ema else {}
     saved = models | {f"{name}_ema": model for name, model in averaged.items()}
     if args.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
-    optimizer = torch.optim.AdamW(
-        [{"params": list_parameters(models), "initial_lr": args.learning_rate}],  # as a resumed schedule needs
-        lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon,
-        weight_decay=args.adam_weight_decay,
-        fused=accelerator.scaler is None,  # fused skips fp16 overflows by itself, unseen by Accelerate
-    )  # fmt: skip
+    optimizer = make_optimizer(models, accelerator.scaler, args)
     if checkpoint:  # before `prepare`, which wraps what is loaded here
         load_checkpoint(accelerator, checkpoint, saved, optimizer, state, settings)
-    # Started at `global_step`, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
-    lr_scheduler = get_scheduler(
-        args.lr_scheduler, optimizer, step_rules=args.lr_step_rules, num_warmup_steps=args.lr_warmup_steps,
-        num_training_steps=args.max_train_steps + 1, num_cycles=args.lr_num_cycles, power=args.lr_power,
-        last_epoch=progress.global_step,
-    )  # fmt: skip
+    lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     if args.compile:
-        compile_model(unet, args.compile)
+        compile_model(unet, args.compile, order.num_sizes)
     *prepared, optimizer = accelerator.prepare(*models.values(), optimizer)
     prepared = dict(zip(models, prepared, strict=True))  # what is called; `models` are what is saved and averaged
     for model in averaged.values():
@@ -516,13 +581,14 @@ def main(args):
     sampled = averaged.get("unet", unet)
 
     # Batches come without end, across epochs, so the device never waits for one to begin.
-    keys = step_batches(epoch_rows, progress, args.seed, rank, num_processes)
+    keys = step_batches(order, progress, rank, num_processes)
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
     if args.find_lr:  # and end: nothing that it trains is kept
         found = find_learning_rate(accelerator, prepared, optimizer, take_step, loaded, progress, args)
         return end_run(accelerator, lock, found, [], args)
-    records = Records(accelerator, progress.global_step, 0, checkpoint, args)
-    batches, stop_signal = records.watch(loaded, prepare), StopSignal(num_processes)
+    records = Records(accelerator, progress.global_step, 0, checkpoint, args, list_lora_b(models))
+    batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
+    take_step = partial(train_step, accelerator, noise_scheduler, args, records.look(prepare))
     stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
     measured = {name.replace("unet", "held_out_loss"): saved[name] for name in ("unet", "unet_ema") if name in saved}
 
@@ -576,7 +642,11 @@ def main(args):
     if not stop:
         pipeline = make_pipeline(sampled, sampler, args)
         if accelerator.is_main_process:  # before the samples, again because of the time that they take
-            save_pipeline(pipeline, args.output_dir)
+            if args.rank:
+                with saving(args.output_dir, f"the LoRA in {args.output_dir}") as unfinished:
+                    save_lora(saved, unfinished, args)
+            else:
+                save_pipeline(pipeline, args.output_dir)
         stop = show(pipeline)
     stop_signal.close()
     if stop:
@@ -585,9 +655,9 @@ def main(args):
         prune_checkpoints(Path(args.output_dir) / f"checkpoint-{progress.global_step}", args)  # if a kill came before
         save_model_card(progress.global_step, describe_model, args)
     samples = "samples/" if args.validation_prompts else "no samples (no --validation_prompts)"
-    done = f"Done: pipeline, {samples} and report.html are in {args.output_dir}"
-    folders = [f"{name}/*" for name in ("unet", "vae", "text_encoder", "tokenizer", "scheduler")]
-    end_run(accelerator, lock, done, folders, args)
+    done = f"Done: {'LoRA' if args.rank else 'pipeline'}, {samples} and report.html are in {args.output_dir}"
+    files = [f"{name}/*" for name in ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")]
+    end_run(accelerator, lock, done, ["pytorch_lora_weights*"] if args.rank else files, args)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
 from diffusers import DDIMPipeline, DDPMPipeline, DDPMScheduler, UNet2DModel
-from diffusers.optimization import get_scheduler
 from PIL import Image
 from torchvision.utils import make_grid
 from tqdm.auto import tqdm
@@ -48,10 +47,11 @@ from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
 from diffusion_training.loading import load_batches
-from diffusion_training.order import draw_choices, step_batches, step_seed, stream_batches
+from diffusion_training.order import Order, draw_choices, step_batches, step_seed, stream_batches
 from diffusion_training.report import save_model_card, save_report
 from diffusion_training.training.checkpoints import load_checkpoint, prune_checkpoints, read_state, save_checkpoint
 from diffusion_training.training.flags import (
+    add_device_flags,
     add_logging_flags,
     add_optimization_flags,
     add_saving_flags,
@@ -61,6 +61,7 @@ from diffusion_training.training.flags import (
 from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
 from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
 from diffusion_training.training.models import (
+    call_unet,
     compile_model,
     list_parameters,
     load_weights,
@@ -70,6 +71,7 @@ from diffusion_training.training.models import (
     update_ema,
 )
 from diffusion_training.training.objective import check_objective, min_snr_weight, objective_flags
+from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.output import open_output_dir, samples_path, save_pipeline, save_samples
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
@@ -98,7 +100,6 @@ def parse_args(argv=None):
     add_source_flags(add)
     add("--streaming", **SWITCH, help="read while training; needs --max_train_steps")
     add("--cache_images", **SWITCH, help="decode and resize once, into --output_dir")
-    add("--cache_dir", type=PATH, help="where downloads and data sets are kept")
     add("--resolution", type=number(2, 16384, int), default=64, help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add("--random_flip", **SWITCH, help="mirrored images as well")
@@ -110,11 +111,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("model").add_argument
     add("--model_config_name_or_path", type=PATH, help="U-Net config: hub id, folder or JSON file")
     add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
-    add("--gradient_checkpointing", **SWITCH, help="less memory, about a third slower")
-    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
-    add("--no-compile", dest="compile", action="store_false", default=None, help="whatever the launch says")
-    add("--allow_tf32", **SWITCH, help="TF32 matrix products on Ampere and later")
-    add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
+    add_device_flags(add)
 
     add = parser.add_argument_group("objective").add_argument
     add("--prediction_type", choices=["epsilon", "sample", "v_prediction"], help="(None: epsilon, or the pretrained)")
@@ -273,7 +270,7 @@ def compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight
     timesteps = torch.randint(noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device)
     # In float32 under any precision: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
-    prediction = models["unet"](noisy_images, timesteps, **condition).sample.float()
+    prediction = call_unet(models["unet"], noisy_images, timesteps, condition)
     if noise_scheduler.config.prediction_type == "epsilon":
         target = noise
     elif noise_scheduler.config.prediction_type == "sample":
@@ -281,6 +278,7 @@ def compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight
     else:
         target = noise_scheduler.get_velocity(images, noise, timesteps)
     error = F.mse_loss(prediction, target, reduction="none")
+    error = error * loss_inputs.get("mask", 1)  # in [0, 1], of each pixel
     loss = error.mean(dim=(1, 2, 3))  # of each image
     if args.snr_gamma is not None:
         weight = min_snr_weight(weight, noise_scheduler, timesteps, args.snr_gamma)
@@ -409,20 +407,10 @@ def main(args):
     saved = models | {f"{name}_ema": model for name, model in averaged.items()}
     if args.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
-    optimizer = torch.optim.AdamW(
-        [{"params": list_parameters(models), "initial_lr": args.learning_rate}],  # as a resumed schedule needs
-        lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon,
-        weight_decay=args.adam_weight_decay,
-        fused=accelerator.scaler is None,  # fused skips fp16 overflows by itself, unseen by Accelerate
-    )  # fmt: skip
+    optimizer = make_optimizer(models, accelerator.scaler, args)
     if checkpoint:  # before `prepare`, which wraps what is loaded here
         load_checkpoint(accelerator, checkpoint, saved, optimizer, state, settings)
-    # Started at `global_step`, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
-    lr_scheduler = get_scheduler(
-        args.lr_scheduler, optimizer, step_rules=args.lr_step_rules, num_warmup_steps=args.lr_warmup_steps,
-        num_training_steps=args.max_train_steps + 1, num_cycles=args.lr_num_cycles, power=args.lr_power,
-        last_epoch=progress.global_step,
-    )  # fmt: skip
+    lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     if args.compile:
         compile_model(unet, args.compile)
     *prepared, optimizer = accelerator.prepare(*models.values(), optimizer)
@@ -434,13 +422,15 @@ def main(args):
     pipeline = kind(averaged.get("unet", unet), noise_scheduler)
 
     # Batches come without end, across epochs, so the device never waits for one to begin.
-    keys = (stream_batches if args.streaming else step_batches)(train_rows, progress, args.seed, rank, num_processes)
+    order, ordered_batches = Order(train_rows, args.seed), stream_batches if args.streaming else step_batches
+    keys = ordered_batches(order, progress, rank, num_processes)
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
     if args.find_lr:  # and end: nothing that it trains is kept
         found = find_learning_rate(accelerator, prepared, optimizer, take_step, loaded, progress, args)
         return end_run(accelerator, lock, found, [], args)
     records = Records(accelerator, progress.global_step, num_left_out, checkpoint, args)
-    batches, stop_signal = records.watch(loaded, prepare_batch), StopSignal(num_processes)
+    batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
+    take_step = partial(train_step, accelerator, noise_scheduler, args, records.look(prepare_batch))
     stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
     measured = {name.replace("unet", "held_out_loss"): saved[name] for name in ("unet", "unet_ema") if name in saved}
 

@@ -86,7 +86,8 @@ def foresee(error, args):
     text = explain(error)
     if lacks_memory(error):
         less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
-        less = less if "train_batch_size" in args else "--batch_size"
+        less = {"train_batch_size": less, "batch_size": "--batch_size", "connections": "--num_cpus or --connections"}
+        less = next((flags for name, flags in less.items() if name in args), "batch")
         return f"there is not enough memory ({text[:200]}): try a smaller {less}"
     if is_a(error, "OSError", "EOFError", "TarError"):  # a full disk, a file that went away, a cut stream
         return f"{text}; what was saved before is whole"

@@ -124,8 +124,12 @@ def check_output_dir(args):
 def write_file(path, text):
     """Write a small file, of text in UTF-8 or of bytes, whole or not at all."""
     unfinished = name_unfinished(path)
-    unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
-    unfinished.replace(path)
+    try:
+        unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def name_unfinished(path):

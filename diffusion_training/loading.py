@@ -27,10 +27,15 @@ def load_batches(dataset, keys, num_workers, device):
     finally:
         atexit.register(end_workers)  # after they are there, so that it comes before other ways to wait for them
 
+    def move(value):
+        if isinstance(value, list):
+            return [move(part) for part in value]
+        return value.to(device, non_blocking=True) if torch.is_tensor(value) else value
+
     def load():
         # On the stream that computes: the copy is queued there, and nobody waits for it.
         batch = next(batches, None)
-        return batch and {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
+        return batch and {name: move(value) for name, value in batch.items()}
 
     with ThreadPoolExecutor(1) as thread:
         ahead = [thread.submit(load) for _ in range(2)]

@@ -30,40 +30,81 @@ def draw_choices(seed, epoch, row):
     return choices if epoch is not None else np.array([0.5, 0.5, 1.0, choices[3]])
 
 
-def step_batches(rows, progress, seed, rank, num_processes):
+class Order:
+    """The order in which an epoch takes its rows, and how those of a step are cut into micro-batches of one size.
+
+    `rows` are numbers, or a function of the epoch that gives always as many, or a stream; `sizes` (height, width) of
+    each row, None if all have the same. (seed, epoch) alone fixes the order, so a run can go on at any image, also
+    with another batch size or number of processes.
+    """
+
+    def __init__(self, rows, seed, sizes=None):
+        self.rows, self.seed = rows if callable(rows) else lambda epoch: rows, seed
+        found, buckets = ((), None) if sizes is None else np.unique(sizes, axis=0, return_inverse=True)
+        self.num_sizes = max(1, len(found))
+        self.buckets = buckets.reshape(-1) if self.num_sizes > 1 else None
+
+    def arrange(self, epoch, block, unit):
+        """The rows of an epoch, each once.
+
+        Of several sizes, as many as there are come in blocks of `block` rows of one size: what a step takes if its
+        size is still that of the run's start, as a checkpoint keeps it. What is left of each size comes last, `unit`
+        by `unit`, since a step of all of it would have a micro-batch of each size.
+        """
+        rng = np.random.default_rng(step_seed("epoch", self.seed, epoch))
+        order = rng.permutation(self.rows(epoch))
+        if self.buckets is None:
+            return order
+        bucket_of, blocks, units = self.buckets[order % len(self.buckets)], [], []  # %: see `choose_rows`
+        for bucket in np.unique(bucket_of):
+            rows = order[bucket_of == bucket]
+            end = len(rows) // block * block
+            blocks += [rows[i : i + block] for i in range(0, end, block)]
+            units += [rows[i : i + unit] for i in range(end, len(rows), unit)]
+        return np.concatenate([parts[i] for parts in (blocks, units) for i in rng.permutation(len(parts))])
+
+    def cut(self, rows, most):
+        """The rows of a step -> its micro-batches, lists of up to `most` rows of one size."""
+        groups = [rows]
+        if self.buckets is not None:
+            bucket_of = self.buckets[rows % len(self.buckets)]
+            groups = [rows[bucket_of == bucket] for bucket in dict.fromkeys(bucket_of.tolist())]
+        return [group[i : i + most].tolist() for group in groups for i in range(0, len(group), most)]
+
+
+def step_batches(order, progress, rank, num_processes):
     """Yield without end one process's micro-batches of keys (epoch, row, weight), from where `progress` is on.
 
-    `rows` are numbers, or a function of the epoch that gives always as many. (seed, epoch) alone fixes their order, so
-    a run can go on at any image, also with another batch size or number of processes. A step takes the next images of
-    that order; the last one of an epoch takes what is left, so every number comes exactly once an epoch: none is
-    dropped or repeated. The weights make the sum of loss * weight over a step's micro-batches, averaged over the
-    processes as DDP does, the mean over the step's images. A process with no image left gets one of weight 0, because
-    DDP needs all to take part.
+    A step takes the next images of the `order`; the last one of an epoch takes what is left, so every number comes
+    exactly once an epoch: none is dropped or repeated. The weights make the sum of loss * weight over a step's
+    micro-batches, averaged over the processes as DDP does, the mean over the step's images. A process with no image
+    left gets one of weight 0, because DDP needs all to take part.
     """
     per_micro, per_step = progress.images_per_micro_batch, progress.images_per_step
-    rows_of = rows if callable(rows) else lambda epoch: rows
     first_epoch, image = divmod(progress.images_seen, progress.num_images)
 
     def keys(image):
         for epoch in itertools.count(first_epoch):
-            order = np.random.default_rng(step_seed("epoch", seed, epoch)).permutation(rows_of(epoch))
-            for step_start in range(image, len(order), per_step):
-                step = order[step_start : step_start + per_step].tolist()
-                for start in range(0, len(step), per_micro):
-                    mine = step[start : start + per_micro][rank::num_processes]  # in turns: all have about as many
-                    yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, step[0], 0.0)]
+            rows = order.arrange(epoch, *progress.cuts)
+            for start in range(image, len(rows), per_step):
+                step = rows[start : start + per_step]
+                for micro_batch in order.cut(step, per_micro):
+                    mine = micro_batch[rank::num_processes]  # in turns: all have about as many
+                    yield [(epoch, row, num_processes / len(step)) for row in mine] or [(epoch, micro_batch[0], 0.0)]
             image = 0  # the next epoch is whole
 
     return keys(image)
 
 
-def stream_batches(rows, progress, seed, rank, num_processes):
+def stream_batches(order, progress, rank, num_processes):
     """Like `step_batches` for a stream, with the item itself as fourth part of a key.
 
     Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was,
     because a stream can't be entered in the middle.
     """
-    shuffled = rows.shuffle(seed=seed, buffer_size=1000)  # in a window: a stream has no order to draw from
+    shuffled = order.rows(0).shuffle(
+        seed=order.seed, buffer_size=1000
+    )  # in a window: a stream has no order to draw from
     share = split_dataset_by_node(shuffled, rank, num_processes)
     weight, start = num_processes / progress.images_per_step, math.ceil(progress.images_seen / num_processes)
 

@@ -4,18 +4,22 @@ import os
 
 import torch
 
-from diffusion_training.data.images import decode_image, name_image, shrink
+from diffusion_training.data.buckets import choose_size
+from diffusion_training.data.images import decode_image, name_image, plan_crop, shrink
 from diffusion_training.errors import explain, is_machines_fault, printable
 from diffusion_training.order import draw_choices
 
 
-def transform(row, epoch, item, column, channels, args):
+def transform(row, epoch, item, column, channels, args, target=None):
     """Stage 1, on CPU cores: a row of the source -> its caption and its pixels, cropped and resized in uint8.
 
-    Returns {"row", "key", "text", "pixel_values": [channels, resolution, resolution], "skipped": why the row can't be
-    used, else None}. Raises what is no fault of the row.
+    target: (height, width) of what is made of it; None: what `choose_size` says of the image.
+    Returns {"row", "key", "text", "pixel_values": [channels, *target], "original_size": (height, width) of the image
+    as it is stored, "crop_top_left": (top, left) of the crop, in pixels of the image as it is resized, "mask": [1,
+    *target], if there is a column of masks, "skipped": why the row can't be used, else None}. Raises what is no fault
+    of the row.
     """
-    size, key, reason = args.resolution, name_image(row, item[column]), None
+    key, reason, mask = name_image(row, item[column]), None, item.get(args.mask_column)
     folder = args.train_data_dir or args.dataset_name
     if os.path.isabs(key) and os.path.isdir(folder):
         key = os.path.relpath(key, folder)  # the same wherever the data lies
@@ -30,14 +34,38 @@ def transform(row, epoch, item, column, channels, args):
             raise ValueError("the caption is empty")
         place = (0.5, 0.5) if args.center_crop else (y, x)
         image = decode_image(item[column], channels, min_size=args.min_size)
-        image = shrink(image, size, place, args.image_interpolation_mode)
+        original_size = tuple(image.shape[-2:])
+        target = target or choose_size(*original_size, args)
+        top, left, rows, columns = plan_crop(*original_size, target, place)
+        crop = round(top * target[0] / rows), round(left * target[1] / columns)
+        image = shrink(image, target, place, args.image_interpolation_mode)
+        mask = shrink(decode_mask(mask, original_size), target, place, "bilinear")
     except Exception as error:  # a placeholder keeps the batch in shape
         if is_machines_fault(error):  # or rows would be left out for good, and a run go on, on nothing
             raise
-        text, image, reason = "", torch.zeros(channels, size, size, dtype=torch.uint8), explain(error)
+        original_size = target = target or (args.resolution, args.resolution)
+        text, image, reason = "", torch.zeros(channels, *target, dtype=torch.uint8), explain(error)
+        crop, mask = (0, 0), image[:1]
         if isinstance(error, OSError) and error.errno is not None:  # it may be there another day
             reason = f"not read: {reason}"
-    return {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
+    made = {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
+    made |= {"mask": mask} if args.mask_column else {}
+    return {**made, "original_size": original_size, "crop_top_left": crop}
+
+
+def decode_mask(source, size):
+    """A mask as uint8 [1, *size], white where the loss counts: everywhere, where an image has none."""
+    if source is None or source["bytes"] is source["path"] is None:
+        return torch.full((1, *size), 255, dtype=torch.uint8)
+    try:
+        mask = decode_image(source, 1)
+    except Exception as error:
+        if is_machines_fault(error):
+            raise
+        raise ValueError(f"its mask: {explain(error)}") from error
+    if tuple(mask.shape[-2:]) != tuple(size):
+        raise ValueError(f"its mask has {mask.shape[-1]} x {mask.shape[-2]} pixels, the image {size[1]} x {size[0]}")
+    return mask
 
 
 def shorten(tokenizer, texts):
@@ -45,10 +73,11 @@ def shorten(tokenizer, texts):
     return [text[: 128 * tokenizer.model_max_length] for text in texts]
 
 
-def tokenize(tokenizer, texts):
-    """Captions -> tokens [N, model_max_length], filled up or cut off."""
-    texts = shorten(tokenizer, texts)
-    return tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
+def tokenize(tokenizers, texts):
+    """Captions -> {"input_ids": tokens [N, model_max_length], filled up or cut off; "input_ids_2": of a second}."""
+    texts, options = shorten(tokenizers[0], texts), {"padding": "max_length", "truncation": True}
+    found = [tokenizer(texts, **options, return_tensors="pt").input_ids for tokenizer in tokenizers]
+    return dict(zip(("input_ids", "input_ids_2"), found, strict=False))
 
 
 def look_at_captions(rows, column):
@@ -70,6 +99,7 @@ def say_cut(count, total, limit, where=""):
         print(f"{where}{count:,} of {total:,} captions have more than {limit} tokens, and lose what is beyond")
 
 
-def are_cut(tokenizer, texts):
-    """For each caption whether it has more tokens than the text encoder takes, and so loses its end."""
+def are_cut(tokenizers, texts):
+    """For each caption whether it has more tokens than the text encoders take, and so loses its end."""
+    tokenizer = tokenizers[0]  # a second one takes as many, and knows the same words
     return [bool(encoding.overflowing) for encoding in tokenizer(shorten(tokenizer, texts), truncation=True).encodings]

@@ -8,6 +8,7 @@ import os
 import fsspec
 import numpy as np
 import torch
+import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
 from PIL import Image, ImageOps
 
@@ -24,6 +25,13 @@ def describe_decoder():
     """What decodes JPEGs here, with its version."""
     name = "torchcodec" if decode_jpeg else "pillow"
     return f"{name} {importlib.metadata.version(name)}"
+
+
+def open_image(file):
+    """A Pillow image of a file, of which only the header is read; decompression bombs are refused."""
+    Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
+    formats = "JPEG PNG WEBP AVIF BMP GIF JPEG2000 PPM QOI TIFF TGA".split()  # as they are tried; TGA has no mark
+    return Image.open(file, formats=[name for name in formats if name in Image.OPEN])
 
 
 def decode_image(source, channels, keep_precision=False, min_size=0):
@@ -46,10 +54,7 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
             data = file.read(2**30 + 1)
     if len(data) > 2**30:
         raise ValueError("it has more than 1 GiB")
-    Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
-    formats = "JPEG PNG WEBP AVIF BMP GIF JPEG2000 PPM QOI TIFF TGA".split()  # as they are tried; TGA has no mark
-    formats = [name for name in formats if name in Image.OPEN]
-    image = Image.open(io.BytesIO(data), formats=formats)  # reads the header, and refuses decompression bombs
+    image = open_image(io.BytesIO(data))
     if min(image.size) < min_size:
         raise ValueError(f"{image.width} x {image.height} pixels are less than --min_size {min_size}")
     check_scans(image, data)
@@ -72,20 +77,50 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
     return pixels.float() / 255 if keep_precision else pixels
 
 
-def shrink(image, resolution, place=None, interpolation="bicubic"):
-    """Crop [C, H, W] to the largest square and resize it to `resolution` pixels: antialiased, in its own dtype.
+def plan_crop(height, width, target, place):
+    """The largest part of an image that has the ratio of a `target` (height, width): (top, left, height, width).
 
-    `place` is (y, x) of the crop in [0, 1], (0.5, 0.5) the centre. None crops no more than strips, to 4 : 1, and makes
-    the short side `resolution`. Cropped first, because a long strip that is resized whole may not fit into memory.
+    `place` is (y, x) of the crop in [0, 1], (0.5, 0.5) the centre.
+    """
+    rows = min(height, max(1, round(width * target[0] / target[1])))
+    columns = min(width, max(1, round(height * target[1] / target[0])))
+    return round((height - rows) * place[0]), round((width - columns) * place[1]), rows, columns
+
+
+def shrink(image, target, place=None, interpolation="bicubic"):
+    """Crop [C, H, W] as `plan_crop` says and resize it to `target` (height, width): antialiased, in its own dtype.
+
+    A number is the side of a square; without a `place` it is the short side, and only strips are cropped, to 4 : 1.
+    Cropped first, because a long strip that is resized whole may not fit into memory.
     """
     height, width = image.shape[-2:]
-    side = min(height, width)
+    target = [target] if place is None else [target, target] if isinstance(target, int) else list(target)
     if place is None:
-        image = TF.center_crop(image, [min(height, 4 * side), min(width, 4 * side)])
+        image = TF.center_crop(image, [min(height, 4 * width), min(width, 4 * height)])
     else:
-        image = TF.crop(image, round((height - side) * place[0]), round((width - side) * place[1]), side, side)
-    image = TF.resize(image, [resolution], interpolation=TF.InterpolationMode(interpolation), antialias=True)
+        image = TF.crop(image, *plan_crop(height, width, target, place))
+    image = TF.resize(image, target, interpolation=TF.InterpolationMode(interpolation), antialias=True)
     return image.clamp(0, 1) if image.is_floating_point() else image
+
+
+def shrink_masks(masks, factor):
+    """Masks uint8 [N, 1, H, W] of images -> of their latents: the mean of the pixels that a latent stands for."""
+    return F.avg_pool2d(masks.float(), factor).round().byte()
+
+
+def make_time_ids(original_size, crop_top_left, target_size, flipped):
+    """What SDXL is told of sizes, float32 [N, 6]: the stored image's, the crop's corner, what it was resized to.
+
+    original_size, crop_top_left: int [N, 2], the corner in pixels of the image as it is resized (arXiv:2307.01952,
+    algorithm 1); target_size: (height, width). Of images `flipped` [N] the corner is that of the mirrored image.
+    Numbers like 1365 are no bfloat16 numbers, so whatever the precision, these are float32.
+    """
+    height, width = original_size.double().unbind(1)
+    columns = torch.minimum(width, (height * target_size[1] / target_size[0]).round().clamp(min=1))  # of the crop
+    beyond = (width * target_size[1] / columns).round() - target_size[1] - crop_top_left[:, 1]
+    left = torch.where(flipped, beyond.clamp(min=0), crop_top_left[:, 1])
+    target = torch.tensor(target_size, device=left.device).expand(len(left), 2)
+    return torch.cat([original_size, crop_top_left[:, :1], left[:, None], target], dim=1).float()
 
 
 def name_image(row, source):

@@ -37,6 +37,9 @@ def load_rows(args, streaming=False, others=()):
         if not streaming:
             builder.download_and_prepare()
         rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
+    rows = put_masks_beside(rows, args)
+    masks = [args.mask_column] if getattr(args, "mask_column", None) else []
+    others = [*dict.fromkeys([*others, *masks])]
     caption_column = getattr(args, "caption_column", None)
     if captions and caption_column in others and caption_column not in rows.features:
         rows = add_captions(rows, caption_column, extension)
@@ -49,15 +52,18 @@ def load_rows(args, streaming=False, others=()):
         fail(f"column {caption_column!r} of {source} holds images: choose another --caption_column")
     for name in others:
         if name not in features:
-            beside = f"or put captions beside the images (photo{extension} for photo.jpg)"
-            fail(f"{source} has no column {name!r} but {', '.join(features)}: choose with --caption_column, {beside}")
+            beside = (
+                f"choose with --caption_column, or put captions beside the images (photo{extension} for photo.jpg)"
+            )
+            turn = "choose with --mask_column" if name in masks else beside
+            fail(f"{source} has no column {name!r} but {', '.join(features)}: {turn}")
     with explained(f"column {column!r} of {source} can't be read as images"):
-        for name in [column, *(name for name in others if name in columns)]:
+        for name in dict.fromkeys([column, *masks, *(name for name in others if name in columns)]):
             # Plain bytes and paths become images too; a cache that was made of them knows them by this fingerprint.
             same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
             rows = rows.cast_column(name, datasets.Image(decode=False), **same)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
-        say_unused(source, builder, rows, column, args.dataset_split)
+        say_unused(source, builder, rows, args.dataset_split)
     if streaming:
         datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0  # 5 s after each pass, in which the device would wait
     if args.max_train_samples is not None and streaming:
@@ -68,6 +74,31 @@ def load_rows(args, streaming=False, others=()):
     if not streaming and len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return rows, column
+
+
+def put_masks_beside(rows, args):
+    """Take masks (photo.mask.png beside photo.jpg) out of the rows of a folder, and add them as a column "mask".
+
+    Then args.mask_column says so, for scripts that have such a flag and were given none; they enter the fingerprint.
+    """
+    is_mask = lambda name: (name or "").endswith(".mask.png")  # noqa: E731
+    source = args.dataset_name or args.train_data_dir
+    if not isinstance((rows.features or {}).get("image"), datasets.Image):
+        return rows
+    if isinstance(rows, datasets.IterableDataset):
+        rows = rows.cast_column("image", datasets.Image(decode=False))
+        return rows.filter(lambda item: not is_mask(item["image"]["path"])).cast_column("image", datasets.Image())
+    paths = pc.struct_field(rows.data["image"], "path").to_pylist()
+    if any(map(is_mask, paths)):  # none are where metadata name the images
+        rows = rows.select([row for row, path in enumerate(paths) if not is_mask(path)])
+    masks = {os.path.abspath(path): path.stat() for path in Path(source).rglob("*.mask.png")}
+    if masks and getattr(args, "mask_column", "") in (None, "mask") and "mask" not in rows.features:
+        beside = [os.path.splitext(os.path.abspath(path))[0] + ".mask.png" for path in paths if not is_mask(path)]
+        content = [rows._fingerprint, *(f"{path} {stat.st_mtime_ns} {stat.st_size}" for path, stat in masks.items())]
+        fingerprint = hashlib.sha256(json.dumps(sorted(content)).encode()).hexdigest()[:16]
+        found = [path if path in masks else None for path in beside]
+        rows, args.mask_column = rows.add_column("mask", found, new_fingerprint=fingerprint), "mask"
+    return rows
 
 
 @contextlib.contextmanager
@@ -81,14 +112,15 @@ def listed_once():
         LocalFileSystem.find = find
 
 
-def say_unused(folder, builder, rows, column, split):
+def say_unused(folder, builder, rows, split):
     """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
     used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
     images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
     for name, paths in (builder.config.data_files or {}).items():
         used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
-    if images:  # those that metadata name, or all
-        used += filter(None, pc.struct_field(rows.data[column], "path").to_pylist())
+    for name in rows.features if images else ():  # those that metadata name, or all, and masks
+        if isinstance(rows.features[name], datasets.Image):
+            used += filter(None, pc.struct_field(rows.data[name], "path").to_pylist())
     real = functools.cache(os.path.realpath)
     used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
     found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
@@ -136,7 +168,7 @@ class RowDataset(torch.utils.data.Dataset):
     """What is known of the rows of `load_rows`; a script's own class says what a batch of them is."""
 
     def __init__(self, rows, column, args):
-        self.rows, self.column, self.args = rows, column, args
+        self.rows, self.column, self.args, self.sizes = rows, column, args, None
         self.fingerprint = getattr(rows, "_fingerprint", "a stream")
 
     def __len__(self):

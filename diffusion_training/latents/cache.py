@@ -29,6 +29,7 @@ from diffusion_training.files import (
     write_file,
     write_out,
 )
+from diffusion_training.latents.columns import EMPTY, count_bytes
 
 BATCH_BYTES = 2**26  # of a record batch: a trainer opens every one of a cache, and this script holds one
 RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
@@ -40,14 +41,6 @@ UNLIKE = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_s
 def fingerprint_cache(cache):
     """What `datasets` knows a cache by: a hash of cache.json, which tells also whether it is as it was written."""
     return hashlib.sha256(json.dumps(cache).encode()).hexdigest()[:16]
-
-
-def checksum_row(row):
-    """xxh3 of the numbers in a row of a cache: {column: float16 [numbers per row]}, in the order of the names."""
-    digest = xxhash.xxh3_64()
-    for name in sorted(row):
-        digest.update(row[name])
-    return digest.intdigest()
 
 
 def read_cache(output_dir):
@@ -132,15 +125,19 @@ def check_skipped(skipped, num_rows, max_skipped):
 def plan_cache(rows, empty_prompt, settings, args):
     """Complete `settings`, and say how big the cache will be. Returns (names of its shards, that sentence)."""
     flags = "resolution center_crop image_interpolation_mode random_flip seed min_size skip_empty_captions".split()
+    flags += ["bucket_step", "bucket_max_ratio"] if args.bucket_step else []  # absent from others, as from old ones
     settings["transform"] = {name: getattr(args, name) for name in flags}
+    features = {"sdxl": len(empty_prompt) > 1, "ragged latents": args.bucket_step, "masks": args.mask_column}
+    if features := [name for name, there in features.items() if there]:
+        settings |= {"format_version": 3, "features": features}  # which a reader of 2 must not overlook
     settings["source"] = {"fingerprint": rows._fingerprint, "rows": len(rows)}
     settings["rows_per_shard"] = args.rows_per_shard
     shards = [name_shard(row, settings) for row in range(0, len(rows), args.rows_per_shard)]
-    text_bytes = 2 * empty_prompt.size if args.text_cache == "embeddings" else 4 * len(empty_prompt)
-    row_bytes = 2 * math.prod(settings["latents_shape"]) * (1 + args.random_flip) + text_bytes
-    size = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
-    each = f"{len(rows):,} rows of {size(row_bytes)} ({size(text_bytes)} of it the caption's) and the text"
-    return shards, f"{each}: {size(len(rows) * row_bytes)} in {len(shards):,} shards"
+    row_bytes, text_bytes = count_bytes(settings)
+    show = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
+    most = "up to " if args.bucket_step else ""  # no size has more pixels than the square
+    each = f"{len(rows):,} rows of {most}{show(row_bytes)} ({show(text_bytes)} of it the caption's) and the text"
+    return shards, f"{each}: {most}{show(len(rows) * row_bytes)} in {len(shards):,} shards"
 
 
 def open_cache(accelerator, settings, args, folder=None):
@@ -185,9 +182,11 @@ def finish_cache(output_dir, empty_prompt, max_skipped):
     skipped = sorted(skipped, key=lambda entry: entry["row"])
     write_file(output_dir / "skipped.jsonl", "".join(json.dumps(entry) + "\n" for entry in skipped))
     check_skipped(skipped, cache["source"]["rows"], max_skipped)
-    np.save(output_dir / ".tmp-empty_prompt.npy", empty_prompt)
-    (output_dir / ".tmp-empty_prompt.npy").replace(output_dir / "empty_prompt.npy")
-    cache["empty_prompt_sha256"] = digest_file(output_dir / "empty_prompt.npy")
+    for name, embeds in empty_prompt.items():
+        path = output_dir / f"{EMPTY[name]}.npy"
+        np.save(output_dir / f".tmp-{path.name}", embeds)
+        (output_dir / f".tmp-{path.name}").replace(path)
+        cache[f"{EMPTY[name]}_sha256"] = digest_file(path)
     cache |= {name: sum(record[name] for record in records.values()) for name in RECORD if RECORD[name] is int}
     cache["skipped"], cache["shards"] = len(skipped), dict(sorted(records.items()))
     state = {"_format_columns": None, "_format_type": None, "_split": None}  # what `datasets` wants to find

@@ -12,6 +12,7 @@ import torch
 
 from diffusion_training.errors import Refused, explain, explained, fail
 from diffusion_training.latents.cache import write_shard
+from diffusion_training.latents.columns import count_rows
 from diffusion_training.remote import is_address, list_files, reading, remove, upload, writing
 
 PART_BYTES = 2**26  # of pixels in a part: enough to keep a GPU busy, and a node's memory holds many of them
@@ -20,8 +21,8 @@ TRIES = 4  # of a part, if the process that makes it dies or raises
 
 def plan_parts(start, end, args):
     """Cut the rows of a shard into parts: [(first row, row after the last)]. Batches begin where they always do."""
-    batch_bytes = 3 * args.resolution**2 * args.batch_size
-    step = args.batch_size * max(1, PART_BYTES // batch_bytes)
+    many = count_rows(args)
+    step = many * max(1, PART_BYTES // (3 * args.resolution**2 * many))
     return [(first, min(first + step, end)) for first in range(start, end, step)]
 
 
@@ -124,7 +125,8 @@ def begin_cache(folder, url):
 
 def upload_finished(folder, url):
     """Send what `finish_cache` has written to an address, in its order."""
-    for name in ("run.args", "skipped.jsonl", "empty_prompt.npy", "cache.json", "dataset_info.json", "state.json"):
+    empty = sorted(path.name for path in Path(folder).glob("empty_*.npy"))
+    for name in ("run.args", "skipped.jsonl", *empty, "cache.json", "dataset_info.json", "state.json"):
         upload(f"{folder}/{name}", f"{url}/{name}")
     fs, root = fsspec.url_to_fs(url)
     fs.invalidate_cache()

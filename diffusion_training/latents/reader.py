@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +13,23 @@ import xxhash
 from diffusion_training.data.captions import say_cut
 from diffusion_training.errors import fail
 from diffusion_training.files import find_differences
-from diffusion_training.latents.cache import checksum_row, fingerprint_cache
-from diffusion_training.latents.encoders import describe_latents, describe_models, load_models, try_models
+from diffusion_training.latents.cache import fingerprint_cache
+from diffusion_training.latents.columns import EMPTY, FEATURES, checksum_row, describe_columns, view_rows
+from diffusion_training.latents.encoders import (
+    describe_latents,
+    describe_models,
+    describe_prompts,
+    encode_empty_prompt,
+    load_models,
+    try_models,
+)
 from diffusion_training.order import draw_choices, step_seed
 
 
 def load_cache(folder):
     """Open a cache of precompute_latents.py without reading its rows, which are checked when they are first read.
 
-    Returns (cache.json, empty prompt, [(shard, record batch)]).
+    Returns (cache.json, {name: what stands for a caption that is left out}, [(shard, record batch)]).
     """
     folder, shard = Path(folder), ""
     try:
@@ -31,17 +38,16 @@ def load_cache(folder):
             fail(f"{folder} is not finished: run the command that made it again")
         if json.loads((folder / "state.json").read_text())["_fingerprint"] != fingerprint_cache(cache):
             raise ValueError("cache.json is not as it was written")
-        if cache["format_version"] != 2:
-            fail(f"{folder} is a cache of format {cache['format_version']}, and this version reads 2: make it anew")
-        kinds = {"prompt_embeds": pa.list_(pa.float16(), math.prod(cache["prompt_embeds_shape"]))}
-        if cache["text_cache"] == "ids":
-            kinds = {"input_ids": pa.list_(pa.int32(), cache["prompt_embeds_shape"][0])}
-        for name in ["latents"] + ["latents_flipped"] * cache["transform"]["random_flip"]:
-            kinds[name] = pa.list_(pa.float16(), math.prod(cache["latents_shape"]))
-        content, batches = (folder / "empty_prompt.npy").read_bytes(), []
-        if hashlib.sha256(content).hexdigest() != cache["empty_prompt_sha256"]:
-            raise ValueError("empty_prompt.npy is not as it was written")
-        empty_prompt = torch.from_numpy(np.load(io.BytesIO(content)))
+        if cache["format_version"] not in (2, 3):
+            fail(f"{folder} is a cache of format {cache['format_version']}, this version reads 2 and 3: make it anew")
+        if unknown := set(cache.get("features", [])) - FEATURES:
+            fail(f"{folder} holds {', '.join(sorted(unknown))}, which this version does not know: take a newer one")
+        kinds, empty_prompt, batches = describe_columns(cache), {}, []
+        for column in [column for column in EMPTY if f"{column}_shape" in cache]:
+            content = (folder / f"{EMPTY[column]}.npy").read_bytes()
+            if hashlib.sha256(content).hexdigest() != cache[f"{EMPTY[column]}_sha256"]:
+                raise ValueError(f"{EMPTY[column]}.npy is not as it was written")
+            empty_prompt[column] = torch.from_numpy(np.load(io.BytesIO(content)))
         for name, record in cache["shards"].items():
             shard, digest = folder / Path(name).name, xxhash.xxh3_128()
             read = [batch for batch in pa.ipc.open_stream(pa.memory_map(str(shard))) if len(batch)]
@@ -50,7 +56,7 @@ def load_cache(folder):
             for batch in read:
                 for column, kind in kinds.items():
                     if batch[column].type != kind or batch[column].flatten().null_count:
-                        raise ValueError(f"{column} is not {kind.list_size} numbers in each row")
+                        raise ValueError(f"{column} is not {getattr(kind, 'list_size', 'some')} numbers in each row")
                 digest.update(batch["checksum"].to_numpy())
             if digest.hexdigest() != record["checksums"]:
                 raise ValueError("it is not as it was written")
@@ -71,9 +77,11 @@ class CachedLatents(torch.utils.data.Dataset):
     """Turns keys of `step_batches` into a batch of one or several latent caches.
 
     {"latents", "prompt_embeds": float16 [N, numbers per row], or in place of these "input_ids": int32 [N, tokens],
-    "weight": [N], "skipped": []}. The columns are views of the memory-mapped files, and a row is copied once, into its
-    batch. A row is checked when it is first read. A number beyond the rows is one of them once more, as `choose_rows`
-    counts, which is mirrored by a draw of its own. caches: {folder: what `load_cache` returns}.
+    "latents_shape": [channels, height, width], "flipped": bool [N], "weight": [N], "skipped": []}, and what else
+    `describe_columns` says; the rows must be of one size. The columns are views of the memory-mapped files, and a row
+    is copied once, into its batch. A row is checked when it is first read. A number beyond the rows is one of them
+    once more, as `choose_rows` counts, which is mirrored by a draw of its own. caches: {folder: what `load_cache`
+    returns}.
     """
 
     def __init__(self, caches, seed, random_flip):
@@ -83,12 +91,15 @@ class CachedLatents(torch.utils.data.Dataset):
         self.cache_ends = np.cumsum([cache["rows"] for cache, _, _ in caches.values()])
         content = json.dumps([cache["shards"] for cache, _, _ in caches.values()])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+        first, _, _ = next(iter(caches.values()))  # others have the same columns, which `check_caches` checks
+        kinds = describe_columns(first)
         self.views = [
-            {name: batch[name].flatten().to_numpy().reshape(len(batch), -1) for name in batch.schema.names
-             if name in ("latents", "latents_flipped", "prompt_embeds", "input_ids")}
+            {name: view_rows(batch[name]) for name in batch.schema.names if name in kinds or name == "latents_flipped"}
             for _, batch in self.batches
-        ]  # fmt: skip
-        self.text = "input_ids" if "input_ids" in self.views[0] else "prompt_embeds"
+        ]
+        self.columns = [name for name in kinds if name not in ("latents_flipped", "size")]
+        self.shape = first["latents_shape"]
+        self.sizes = np.concatenate([view["size"] for view in self.views]) if "size" in kinds else None
         self.checksums = [batch["checksum"].to_numpy() for _, batch in self.batches]
         self.unchecked = np.ones(len(self), bool)
 
@@ -114,17 +125,20 @@ class CachedLatents(torch.utils.data.Dataset):
         rows = np.array([row for _, row, _ in keys]) % len(self)
         chunks = np.searchsorted(self.ends, rows, side="right")
         places = (rows - self.ends[chunks]).tolist()  # counted from the chunk's end
-        columns = {"latents": [], self.text: []}
+        columns, flipped = {name: [] for name in self.columns}, []
         for (epoch, number, _), row, chunk, place in zip(keys, rows.tolist(), chunks.tolist(), places, strict=True):
             if self.unchecked[row]:
                 self.check(row, chunk, place)
             flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
-            columns["latents"].append(self.views[chunk]["latents_flipped" if flip else "latents"][place])
-            columns[self.text].append(self.views[chunk][self.text][place])
+            flipped.append(flip)
+            for name, found in columns.items():
+                found.append(self.views[chunk]["latents_flipped" if flip and name == "latents" else name][place])
         # Each column in one copy, for which this thread lets go of Python's lock once and not once a row
         batch = {name: np.concatenate(found).reshape(len(keys), -1) for name, found in columns.items()}
         batch = {name: torch.from_numpy(numbers) for name, numbers in batch.items()}
-        return {**batch, "weight": torch.tensor([weight for _, _, weight in keys]), "skipped": []}
+        weights = torch.tensor([weight for _, _, weight in keys])
+        shape = [self.shape[0], *(self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist())]
+        return {**batch, "latents_shape": shape, "flipped": torch.tensor(flipped), "weight": weights, "skipped": []}
 
 
 def choose_rows(rows, dataset, weights, epoch):
@@ -161,12 +175,12 @@ def deal(shares, epochs):
 def check_caches(caches, args):
     """Refuse caches that other models than those of the flags have made, or that lack what the flags ask for."""
     first, _, _ = next(iter(caches.values()))
-    vae, text_encoder, tokenizer = load_models(args, torch.float32)  # to be compared, and let go
-    try_models(vae, text_encoder)
-    description = describe_models(vae, text_encoder, tokenizer)
+    vae, text_encoders, tokenizers = load_models(args, torch.float32)  # to be compared, and let go
+    try_models(vae, text_encoders)
+    description = describe_models(vae, text_encoders, tokenizers)
     description |= describe_latents(vae, first["transform"]["resolution"], first["latents"])
-    description["prompt_embeds_shape"] = [tokenizer.model_max_length, text_encoder.config.hidden_size]
-    description["text_cache"] = first["text_cache"]
+    description |= describe_prompts(encode_empty_prompt(text_encoders, tokenizers, args), args)
+    description |= {"text_cache": first["text_cache"], "features": first.get("features")}
     for folder, (cache, _, _) in caches.items():
         if differences := find_differences({name: cache.get(name) for name in description}, description):
             fail(f"{folder} does not fit these models or the first cache ({', '.join(differences)}): choose others")

@@ -44,9 +44,9 @@ class RemoteRows:
         features = datasets.Features.from_arrow_schema(schema)
         images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         column = args.image_column or ("image" if "image" in features or len(images) != 1 else images[0])
-        self.columns = (column, args.caption_column)
+        self.columns = (column, args.caption_column, *[args.mask_column] * (args.mask_column is not None))
         if missing := [name for name in self.columns if name not in features]:
-            choose = "choose with --image_column and --caption_column"
+            choose = "choose with --image_column, --caption_column and --mask_column"
             fail(f"{url} has no column {missing[0]!r} but {', '.join(features)}: {choose}")
         if not len(self):
             fail(f"{url} holds no images")
@@ -95,8 +95,9 @@ def open_parquet(url, described):
 
 @functools.lru_cache(2)  # the rows of one part, and of the next, lie side by side
 def read_group(url, described, group, columns):
-    """{column: array} of a row group, the first of `columns` as undecoded images."""
+    """{column: array} of a row group; of `columns` the second are captions, and the others undecoded images."""
     with named(url):
         table = open_parquet(url, described)[0].read_row_group(group, columns).combine_chunks()
         arrays = {name: table[name].chunk(0) for name in columns}
-        return arrays | {columns[0]: datasets.Image(decode=False).cast_storage(arrays[columns[0]])}
+        images = [name for i, name in enumerate(columns) if i != 1]
+        return arrays | {name: datasets.Image(decode=False).cast_storage(arrays[name]) for name in images}

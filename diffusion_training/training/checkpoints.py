@@ -13,7 +13,9 @@ from diffusion_training import __version__
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import checksum_files, delete, saving
 from diffusion_training.order import KEYS
+from diffusion_training.training.lora import is_adapted, save_lora
 from diffusion_training.training.models import read_weights, save_weights
+from diffusion_training.training.optimizers import load_optimizer
 
 
 def find_checkpoints(output_dir):
@@ -57,6 +59,8 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
         with saving(args.output_dir, path) as unfinished:
             for name, model in models.items():
                 save_weights(model, unfinished / path.name / name)
+            if any(map(is_adapted, models.values())):  # and what people choose among by what it draws
+                save_lora(models, unfinished / path.name, args)
             torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
             torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
             state = {**state, "version": __version__, "keys": KEYS}
@@ -101,6 +105,9 @@ def load_checkpoint(accelerator, path, models, optimizer, state, settings):
     if settings["held_out"] and settings["held_out"] != state["settings"].get("held_out"):
         turn = "keep images, --holdout and --seed as they were, or leave --holdout out"
         fail(f"{path} was trained on images that would be held out, or held out others: {turn}")
+    kind, own = (kept.get("optimizer", "adamw") for kept in (state["settings"], settings))
+    if kind != own:
+        fail(f"{path} was trained with --optimizer {kind}, not {own}: go on with it, or choose a new --output_dir")
     try:
         written, found = state["checksums"], checksum_files(path)
         for name in {**written, **found}:
@@ -109,12 +116,7 @@ def load_checkpoint(accelerator, path, models, optimizer, state, settings):
         for name, model in models.items():
             folder = path / name if (path / name).is_dir() else path / name.removesuffix("_ema")  # --use_ema from here
             read_weights(model, folder)
-        moments = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
-        moments["param_groups"] = optimizer.state_dict()["param_groups"]  # the flags of this run count
-        optimizer.load_state_dict(moments)
-        for parameter, moments in optimizer.state.items():  # saved channels_last on CUDA, which other devices are not
-            for name in ("exp_avg", "exp_avg_sq"):
-                moments[name] = torch.empty_like(parameter).copy_(moments[name])
+        load_optimizer(optimizer, torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True))
         if accelerator.scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
             accelerator.scaler.load_state_dict(saved)
     except Exception as error:

@@ -21,6 +21,7 @@ def add_source_flags(add, captions=False):
         add("--caption_column", default="text", help="column of captions; of a list one is drawn")
         add("--caption_extension", default=".txt", help="of files beside the images, if there is no such column")
     add("--max_train_samples", type=COUNT, help="drawn at random; of a stream the first")
+    add("--cache_dir", type=PATH, help="where downloads and data sets are kept")
 
 
 def add_transform_flags(add):
@@ -32,15 +33,36 @@ def add_transform_flags(add):
     add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
 
 
+def add_bucket_flags(add):
+    """Images of several sizes: what `choose_size` reads, and masks beside them."""
+    add("--bucket_step", type=number(1, 4096, int), help="keep ratios: sides are multiples of it (None: squares)")
+    keep = {"dest": "bucket_step", "action": "store_const", "const": 64}
+    add("--use_aspect_ratio_buckets", **keep, help="--bucket_step 64, under diffusers' name")
+    add("--bucket_max_ratio", type=number(1, 16), default=2.0, help="of the longer side to the shorter one")
+    add("--mask_column", help="masks, white where the loss counts (None: photo.mask.png beside photo.jpg)")
+
+
+def add_device_flags(add, trains=True):
+    """How the device computes: what `make_accelerator`, `compile_model` and a trainer's `main` read."""
+    if trains:
+        add("--gradient_checkpointing", **SWITCH, help="less memory, about a third slower")
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile with this backend")
+    add("--no-compile", dest="compile", action="store_false", default=None, help="whatever the launch says")
+    if trains:
+        add("--allow_tf32", **SWITCH, help="TF32 matrix products on Ampere and later")
+    add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
+
+
 def add_encoder_flags(add):
     """Encoders that are not those of the pipeline: what `load_models` reads."""
-    add("--vae_name_or_path", type=PATH, help="AutoencoderKL or AutoencoderTiny instead")
+    names = ["--vae_name_or_path", "--pretrained_vae_model_name_or_path"]  # the second is that of diffusers' scripts
+    add(*names, type=PATH, help="AutoencoderKL or AutoencoderTiny instead")
     add("--text_encoder_name_or_path", type=PATH, help="CLIP text model instead, with its tokenizer")
     add("--tokenizer_name_or_path", type=PATH, help="tokenizer, if not beside the text encoder")
 
 
 def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
-    """Steps, batches, learning rate, Adam, averaged weights; what diffusers' scripts differ in is given."""
+    """Steps, batches, learning rate, optimizer, averaged weights; what diffusers' scripts differ in is given."""
     add = parser.add_argument_group("optimization").add_argument
     add("--seed", type=number(0, 2**63 - 1, int), default=0, help="fixes all that is random")
     add("--train_batch_size", type=number(1, 10**5, int, "auto"), default=16, help="per process and micro-batch")
@@ -57,6 +79,10 @@ def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
     add("--find_lr_min", type=number(1e-30, 1e3), default=1e-7, help="rate that the test begins with")
     add("--find_lr_max", type=number(1e-30, 1e3), default=1.0, help="rate that it ends with, if it gets there")
     add("--find_lr_steps", type=number(10, 10**6, int), default=200, help="optimizer steps between the two")
+    kinds = ["adamw", "adamw8bit", "adafactor"]
+    add("--optimizer", choices=kinds, default="adamw", help="the others take less memory; resuming keeps it")
+    eight = {"dest": "optimizer", "action": "store_const", "const": "adamw8bit", "default": "adamw"}
+    add("--use_8bit_adam", **eight, help="short for --optimizer adamw8bit")
     schedules = [schedule.value for schedule in SchedulerType]
     add("--lr_scheduler", choices=schedules, default=lr_scheduler, help="shape of the decay")
     add("--lr_warmup_steps", type=number(0, 10**9, int), default=500, help="optimizer steps")
@@ -74,6 +100,16 @@ def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
     add("--ema_max_decay", type=number(0, 1), default=0.9999, help="the decay that the warm-up ends at")
 
 
+def add_lora_flags(add):
+    """What `add_lora` and `save_lora` read."""
+    add("--rank", "--lora_rank", type=number(1, 4096, int), help="of a LoRA, trained instead (None: the whole model)")
+    add("--lora_alpha", type=number(1e-3, 1e6), help="its effect is times alpha / rank (None: the rank)")
+    add("--lora_layers", default="attention", help="attention, all, or ends of modules' names: to_q,to_v,ff.net.2")
+    add("--lora_dropout", type=number(0, 0.999), default=0.0, help="share of its inputs that are left out")
+    add("--use_dora", **SWITCH, help="train magnitudes as well, slower (arXiv:2402.09353)")
+    add("--output_kohya_format", **SWITCH, help="write the LoRA for ComfyUI and A1111 as well")
+
+
 def add_logging_flags(add, tracker_project_name):
     """Records and trackers."""
     add("--logging_steps", type=COUNT, default=10, help="steps between records, which wait for the device")
@@ -88,7 +124,7 @@ def add_saving_flags(add):
     add("--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints")
     add("--checkpoints_total_limit", type=COUNT, help="checkpoints to keep (None: all)")
     add("--resume_from_checkpoint", type=PATH, help="a checkpoint's path, or `latest`")
-    add("--push_to_hub", **SWITCH, help="upload the pipeline, as the logged-in user")
+    add("--push_to_hub", **SWITCH, help="upload the result, as the logged-in user")
     add("--hub_model_id", help="repository (None: named like --output_dir)")
     add("--hub_private_repo", **SWITCH, help="create it private")
 
@@ -105,6 +141,14 @@ def check_training_args(parser, args):
             parser.error("--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01")
     if args.find_lr_min >= args.find_lr_max:
         parser.error(f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}")
+    if args.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        parser.error("--optimizer adamw8bit: `pip install bitsandbytes` first, or choose another")
+    names = ["lora_alpha", "lora_layers", "lora_dropout", "use_dora", "output_kohya_format"]
+    for name in names if "rank" in args and args.rank is None else ():
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} does nothing without --rank")
+    if "rank" in args and args.use_dora and args.output_kohya_format:
+        parser.error("--output_kohya_format has no form for --use_dora: leave one of them out")
     args.push_to_hub &= not args.find_lr  # there is nothing to upload
     for tracker in {*LOGGER_TYPE_TO_CLASS} & {args.report_to}:
         if importlib.util.find_spec(tracker) is None:

@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from diffusion_training.errors import fail
 from diffusion_training.loading import load_batches
 from diffusion_training.order import step_seed
+from diffusion_training.training.models import call_unet
 from diffusion_training.training.objective import to_epsilon
 
 
@@ -70,7 +71,7 @@ def log_held_out_loss(accelerator, records, dataset, held_out, models, noise_sch
         noise = torch.cat([torch.randn(images.shape, generator=generator) for generator in generators]).to(device)
         noisy_images, losses = noise_scheduler.add_noise(images.expand_as(noise), noise, timesteps), []
         for model in models.values():
-            prediction = model(noisy_images, timesteps, **condition).sample.float()
+            prediction = call_unet(model, noisy_images, timesteps, condition)
             prediction = to_epsilon(prediction, noisy_images, noise_scheduler, timesteps)
             losses.append(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
         weight = batch["weight"]  # 0 for what can't be decoded

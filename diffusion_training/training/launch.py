@@ -149,7 +149,7 @@ def end_run(accelerator, lock, done, files, args):
     time.sleep(0.1)  # torch 2.11 can hang on the way out if gloo's thread has not yet let go of the last gather
     if accelerator.is_main_process and args.push_to_hub:
         files = ["model_index.json", "README.md", "loss.png", "samples/*", *files]
-        with explained(f"the upload to {args.hub_model_id} failed; the pipeline is whole in {args.output_dir}"):
+        with explained(f"the upload to {args.hub_model_id} failed; all is whole in {args.output_dir}"):
             upload_folder(repo_id=args.hub_model_id, folder_path=args.output_dir, allow_patterns=files)
     accelerator.print(done)
     if lock is not None:

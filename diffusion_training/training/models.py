@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from diffusion_training.errors import explained
+from diffusion_training.training.lora import is_adapted, load_adapter, save_adapter
 
 
 def load_weights(kind, source, **options):
@@ -19,6 +20,17 @@ def load_weights(kind, source, **options):
     return model
 
 
+def call_unet(unet, noisy_images, timesteps, condition):
+    """The prediction of a U-Net, float32 [N, C, H, W]. condition: {name: tensor [N, ...]} that it is given besides.
+
+    What SDXL has besides embeddings goes in as one dict, as diffusers wants it.
+    """
+    added = {name: condition[name] for name in ("text_embeds", "time_ids") if name in condition}
+    others = {name: value for name, value in condition.items() if name not in added}
+    others |= {"added_cond_kwargs": added} if added else {}
+    return unet(noisy_images, timesteps, **others).sample.float()
+
+
 def try_shapes(unet, source, shape, **condition):
     """Call a U-Net's config with images of a shape [C, H, W], without numbers, and end the program if that fails.
 
@@ -26,9 +38,9 @@ def try_shapes(unet, source, shape, **condition):
     """
     with torch.device("meta"), torch.no_grad(), explained(f"the U-Net of {source} can't be trained here"):
         given = {name: torch.zeros(1, *of, dtype=None if of else torch.long) for name, of in condition.items()}
-        found = type(unet).from_config(unet.config)(torch.zeros(1, *shape), torch.zeros(1), **given).sample.shape[1:]
-        if list(found) != list(shape):
-            raise ValueError(f"it gives {list(found)} for {list(shape)}")
+        found = call_unet(type(unet).from_config(unet.config), torch.zeros(1, *shape), torch.zeros(1), given)
+        if list(found.shape[1:]) != list(shape):
+            raise ValueError(f"it gives {list(found.shape[1:])} for {list(shape)}")
 
 
 def put_on_device(model, device):
@@ -36,26 +48,37 @@ def put_on_device(model, device):
     return model.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format)
 
 
-def compile_model(model, backend):
-    """torch.compile in place, which keeps the names of the weights, with the options that `accelerate config` set."""
+def compile_model(model, backend, num_sizes=1):
+    """torch.compile in place, which keeps the names of the weights, with the options that `accelerate config` set.
+
+    Of several sizes each is compiled for itself: what would do for all is slower.
+    """
     options, dynamo = {}, TorchDynamoPlugin()
     if dynamo.backend != DynamoBackend.NO:  # else the launcher's dynamic=False is nobody's wish
         options = {"mode": dynamo.mode, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
+    if num_sizes > 1:
+        options["dynamic"] = False
+        torch._dynamo.config.recompile_limit = 8 * num_sizes  # beyond it, it would give up without a word
     with explained(f"torch.compile with {backend} is not possible"):
-        if options and dynamo.use_regional_compilation:
+        if dynamo.use_regional_compilation and dynamo.backend != DynamoBackend.NO:
             model.compile_repeated_blocks(backend=backend, **options)
         else:
             model.compile(backend=backend, **options)
 
 
 def list_parameters(models):
-    """The parameters of all of {name: model}, in order."""
-    return [parameter for model in models.values() for parameter in model.parameters()]
+    """The parameters that are trained of all of {name: model}, in order."""
+    return [parameter for model in models.values() for parameter in model.parameters() if parameter.requires_grad]
+
+
+def copy_trained(model):
+    """A copy that shares what is frozen, the gigabytes beside which a LoRA is trained."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters() if not weight.requires_grad})
 
 
 def start_average(models):
     """Copies of the models for `update_ema`, of which nothing is trained."""
-    return {name: copy.deepcopy(model).eval().requires_grad_(False) for name, model in models.items()}
+    return {name: copy_trained(model).eval().requires_grad_(False) for name, model in models.items()}
 
 
 def update_ema(averaged, models, step, args):
@@ -64,12 +87,16 @@ def update_ema(averaged, models, step, args):
     The decay warms up as in diffusers' EMAModel (after @crowsonkb); the first step copies.
     """
     decay = min(args.ema_max_decay, 1 - (1 + (step - 1) / args.ema_inv_gamma) ** -args.ema_power)
-    get_ema_multi_avg_fn(decay)(list_parameters(averaged), list_parameters(models), None)
+    pairs = [zip(averaged[name].parameters(), models[name].parameters(), strict=True) for name in models]
+    means, weights = zip(*(pair for each in pairs for pair in each if pair[1].requires_grad), strict=True)
+    get_ema_multi_avg_fn(decay)(means, weights, None)
 
 
 def save_weights(model, folder):
-    """Save a model as `from_pretrained` reads it, or any other module as its weights alone."""
-    if hasattr(model, "save_pretrained"):
+    """Save a model as `from_pretrained` reads it, of a LoRA what is trained, or any other module as its weights."""
+    if is_adapted(model):
+        save_adapter(model, folder)
+    elif hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)
     else:
         folder.mkdir(parents=True)
@@ -78,7 +105,9 @@ def save_weights(model, folder):
 
 def read_weights(model, folder):
     """Load what `save_weights` has written."""
-    if hasattr(model, "save_pretrained"):
+    if is_adapted(model) or (folder / "adapter_config.json").is_file():
+        load_adapter(model, folder)
+    elif hasattr(model, "save_pretrained"):
         model.load_state_dict(type(model).from_pretrained(folder).state_dict())
     else:
         model.load_state_dict(load_file(folder / "model.safetensors"))

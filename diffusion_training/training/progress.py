@@ -9,15 +9,18 @@ class Progress:
     """Where a run is: `global_step` counts optimizer steps, `data_step` also those that fp16 skipped, and
     `images_seen` is where the data goes on.
 
-    state: of `read_state`. num_images: of an epoch. images_per_micro_batch: on all processes together.
+    state: of `read_state`. num_images: of an epoch. images_per_micro_batch: on all processes together. order: the
+    `Order` of the images, None of a stream.
     """
 
-    def __init__(self, state, num_images, images_per_micro_batch, accumulation_steps):
+    def __init__(self, state, num_images, images_per_micro_batch, accumulation_steps, order=None):
         self.global_step, self.data_step = state["global_step"], state["data_step"]
         self.images_seen, self.num_images = state["images_seen"], num_images
         self.images_per_micro_batch = images_per_micro_batch
         self.images_per_step = images_per_micro_batch * accumulation_steps
-        self.stepped = True
+        self.stepped, self.order, self.arranged = True, order, (None, None)
+        # Of the run's start: they cut an order of several sizes, which other batches must not change
+        self.cuts = state.get("cuts") or (self.images_per_step, images_per_micro_batch)
 
     @property
     def epoch(self):
@@ -30,7 +33,12 @@ class Progress:
         This follows from `images_seen` alone, so that a resumed run agrees.
         """
         images = min(self.images_per_step, self.num_images - self.images_seen % self.num_images)
-        return images, math.ceil(images / self.images_per_micro_batch)
+        if self.order is None or self.order.num_sizes == 1:
+            return images, math.ceil(images / self.images_per_micro_batch)
+        if self.arranged[0] != self.epoch:
+            self.arranged = self.epoch, self.order.arrange(self.epoch, *self.cuts)
+        start = self.images_seen % self.num_images
+        return images, len(self.order.cut(self.arranged[1][start : start + images], self.images_per_micro_batch))
 
     def advance(self, images, stepped):
         """Take note of a step; not `stepped` is one that fp16 has skipped, because it overflowed."""
@@ -57,4 +65,5 @@ class Progress:
 
     def state(self):
         """What a checkpoint keeps."""
-        return {"global_step": self.global_step, "data_step": self.data_step, "images_seen": self.images_seen}
+        state = {"global_step": self.global_step, "data_step": self.data_step, "images_seen": self.images_seen}
+        return state | ({"cuts": self.cuts} if self.order and self.order.num_sizes > 1 else {})

@@ -22,10 +22,11 @@ from diffusion_training.training.signs import find_signs, read_metrics
 class Records:
     """Collects what a run tells.
 
-    `watch` and `add` only take notes; `update` alone waits for the device.
+    `watch`, `look` and `add` only take notes; `update` alone waits for the device. lora_b: of `list_lora_b`, if there
+    are any.
     """
 
-    def __init__(self, accelerator, global_step, num_left_out, checkpoint, args):
+    def __init__(self, accelerator, global_step, num_left_out, checkpoint, args, lora_b=()):
         self.accelerator, self.output_dir, self.args = accelerator, Path(args.output_dir), args
         kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []  # of the run that goes on
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
@@ -43,21 +44,29 @@ class Records:
         self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
         self.sums = torch.zeros(5, device=accelerator.device)  # since the record: `train_step`'s, clipped, steps
         self.images = torch.zeros(5, device=accelerator.device)  # of the first batches: what `measure_images` says
-        self.waits, self.num_images, self.start = [], 0, time.perf_counter()
+        self.waits, self.num_images, self.start, self.looked_at = [], 0, time.perf_counter(), 0
         self.skipped = {name: reason for record in kept for name, reason in record.get("skipped", {}).items()}
         self.num_told, self.new_skipped, self.num_left_out = len(self.skipped), {}, num_left_out
-        self.any_decoded = checkpoint is not None
+        self.any_decoded, self.lora_b = checkpoint is not None, lora_b
 
-    def watch(self, batches, prepare_batch):
-        """Pass batches on, note what could not be decoded and how long each was waited for, and look at the first."""
-        looked_at = 0
+    def watch(self, batches):
+        """Pass batches on, and note what could not be decoded and how long each was waited for."""
         for batch in batches:
             self.new_skipped.update(batch["skipped"])
             self.waits.append(batch["waited"])
-            if looked_at < 100:  # images of this process: enough to tell whether the model is given what it should be
-                looked_at += len(batch["weight"])
-                self.images += measure_images(prepare_batch(batch)[0], batch["weight"])
             yield batch
+
+    def look(self, prepare_batch):
+        """`prepare_batch`, with a look at the first images that it gives."""
+
+        def prepare(batch):
+            images, condition, loss_inputs = prepare_batch(batch)
+            if self.looked_at < 100:  # of this process: enough to tell whether the model is given what it should be
+                self.looked_at += len(images)
+                self.images += measure_images(images, batch["weight"])
+            return images, condition, loss_inputs
+
+        return prepare
 
     def add(self, sums, num_images, epoch, lr):
         """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
@@ -75,8 +84,10 @@ class Records:
 
     def update(self, step, log, last):
         """Wait for the device, check what has come since the last record and, if it is time to `log`, write one."""
-        sums = self.accelerator.reduce(torch.cat([self.sums, self.images])).tolist()
-        total_loss, total_weight, total_norm, clipped, steps, *images = sums
+        norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones_like(self.sums[0])]
+        learned = torch.stack(norms).sum()[None]
+        sums = self.accelerator.reduce(torch.cat([learned, self.sums, self.images])).tolist()
+        learned, total_loss, total_weight, total_norm, clipped, steps, *images = sums
         for name, reason in gather_object(sorted(self.new_skipped.items())):
             if name not in self.skipped and self.accelerator.is_main_process:
                 self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
@@ -113,7 +124,7 @@ class Records:
         if self.accelerator.is_main_process and (last or self.num_records.bit_count() == 1):
             # At records 1, 2, 4, 8 ...: soon, and yet seldom, because all are read.
             images = [total / images[-1] for total in images[:-1]] if images[-1] else None
-            signs = find_signs([*read_metrics(self.output_dir), record], images, self.args)
+            signs = find_signs([*read_metrics(self.output_dir), record], images, self.args, learned)
             signs = {kind: text for kind, text in signs.items() if kind not in self.signs}
             self.signs |= signs.keys()
         for text in signs.values():

@@ -26,12 +26,12 @@ def read_metrics(output_dir, last_step=math.inf):
     return records
 
 
-def find_signs(records, images, args):
+def find_signs(records, images, args, learned=1.0):
     """Signs that training goes wrong, as {kind: a sentence with the flag to turn}; a sane run has none.
 
     records: those of metrics.jsonl. images: means over the first images that the U-Net is given, of their lowest and
-    highest value, mean square and being of one colour; None if there were none. What takes time to judge waits for 100
-    steps after the warm-up.
+    highest value, mean square and being of one colour; None if there were none. learned: 0 while all that a LoRA adds
+    is 0. What takes time to judge waits for 100 steps after the warm-up.
     """
     records = [record for record in records if "loss" in record]  # others are of the images held out
     (low, high, mean_square, flat), last, latents = images or (-1, 1, 1, 0), records[-1], "latents_dir" in args
@@ -53,6 +53,7 @@ def find_signs(records, images, args):
         "clipped": (enough or ended and soon) and clipped > 0.5,
         "waiting": enough and waiting > 0.05 or soon and waiting > 0.25,
         "ema": enough and args.use_ema and rest * args.max_train_steps < 2.5,
+        "lora": last["step"] >= 100 and learned == 0,
         "lr": enough and ended and not args.use_ema and of_peak > 0.1,
     }
     sentences = {
@@ -63,6 +64,7 @@ def find_signs(records, images, args):
         "clipped": f"gradients are clipped in {clipped:.0%} of steps: try a lower --learning_rate or larger batches",
         "waiting": f"the device waits for data {waiting:.0%} of the time: try {turn}",
         "ema": f"the averaged weights lag behind {args.max_train_steps} steps: lower --ema_max_decay or --ema_power",
+        "lora": "the LoRA still changes nothing, all its B are 0: is --learning_rate 0, or a gradient cut off?",
         "lr": f"the learning rate ends at {of_peak:.0%} of its peak, so the weights keep the noise of the last steps: "
         "try --lr_scheduler cosine, or --use_ema",
     }

@@ -1,6 +1,5 @@
 """What suits a run: the batch size that fits, the learning rate that goes with it, or one by a range test."""
 
-import copy
 import gc
 import json
 import math
@@ -13,7 +12,8 @@ from tqdm.auto import tqdm
 
 from diffusion_training.errors import end_if_stopped, fail
 from diffusion_training.files import saving
-from diffusion_training.training.models import list_parameters, put_on_device
+from diffusion_training.training.models import copy_trained, put_on_device, start_average
+from diffusion_training.training.optimizers import make_optimizer
 
 
 def choose_batch_size(accelerator, models, take_step, dataset, rows, before, args):
@@ -24,7 +24,8 @@ def choose_batch_size(accelerator, models, take_step, dataset, rows, before, arg
     total, num_processes, auto = args.total_batch_size, accelerator.num_processes, args.train_batch_size == "auto"
     each, rest = divmod(total or (max(num_processes, len(rows)) if auto else 0), num_processes)
     if auto:
-        batch, size = dataset[[(0, int(rows[0]), 1.0)]], before.get("train_batch_size")
+        largest = 0 if dataset.sizes is None else np.argmax(dataset.sizes[rows].prod(axis=1))
+        batch, size = dataset[[(0, int(rows[largest]), 1.0)]], before.get("train_batch_size")
         size = size or largest_batch(accelerator, models, take_step, batch, each, args)
         args.train_batch_size = next(n for n in range(size, 0, -1) if not total or each % n == 0)
     if total and (rest or each % args.train_batch_size or args.gradient_accumulation_steps != 1):
@@ -47,15 +48,14 @@ def largest_batch(accelerator, models, take_step, batch, most, args):
     def fits(size):
         full, device = False, accelerator.device
         try:
-            trial = {name: put_on_device(copy.deepcopy(model), device).train() for name, model in models.items()}
+            trial = {name: put_on_device(copy_trained(model), device).train() for name, model in models.items()}
             if args.gradient_checkpointing:
                 trial["unet"].enable_gradient_checkpointing()
-            others = [copy.deepcopy(trial) for wanted in (args.use_ema, accelerator.num_processes > 1) if wanted]
-            optimizer = torch.optim.AdamW(list_parameters(trial), fused=accelerator.scaler is None)
-            optimizer = accelerator.prepare(optimizer)
+            others = [start_average(trial) for wanted in (args.use_ema, accelerator.num_processes > 1) if wanted]
+            optimizer = accelerator.prepare(make_optimizer(trial, accelerator.scaler, args))
             # Without DDP: a process whose memory is full would leave the others waiting.
             trial = {name: accelerator.prepare_model(model, evaluation_mode=True) for name, model in trial.items()}
-            many = {k: v.repeat_interleave(size, 0).to(device) for k, v in batch.items() if torch.is_tensor(v)}
+            many = {k: v.repeat_interleave(size, 0).to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
             for step in range(2):
                 take_step(trial, optimizer, iter([many]), 1, step)
         except RuntimeError as error:

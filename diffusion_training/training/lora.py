@@ -1,0 +1,129 @@
+"""LoRA: an adapter beside frozen layers, kept as it is trained, and given away as any program reads it."""
+
+import json
+
+from diffusers.utils.state_dict_utils import convert_state_dict_to_kohya
+from safetensors.torch import load_file, save, save_file
+
+from diffusion_training.errors import explained, fail
+from diffusion_training.files import find_differences
+
+# What --lora_layers has words for: how the names of modules end.
+LORA_LAYERS = {"attention": ["to_k", "to_q", "to_v", "to_out.0"]}
+LORA_LAYERS["all"] = [*LORA_LAYERS["attention"], "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"]
+LORA_LAYERS["all"] += ["conv1", "conv2", "conv_shortcut"]
+
+
+def add_lora(model, base, dtype, args):
+    """Freeze a model and put an adapter of --rank beside each of --lora_layers, which alone is trained, in float32.
+
+    The model comes in float32, and `base` is its hash: DoRA's magnitudes (arXiv:2402.09353) are those of the exact
+    weights, and a run that goes on in another precision still goes on from the same base. Then what is frozen is cast
+    to `dtype`. A is drawn from torch's generator, B begins as 0 (arXiv:2106.09685). Ends in a sentence if a layer is
+    not there, is of a kind that takes no adapter, or is smaller than one.
+    """
+    from peft import LoraConfig  # here and below, because it takes a second
+
+    names = [name.strip() for name in args.lora_layers.split(",")]
+    if args.lora_layers in LORA_LAYERS:  # of which a model need not have all
+        ends = [f".{name}" for name, _ in model.named_modules()]
+        names = [name for name in LORA_LAYERS[args.lora_layers] if any(end.endswith(f".{name}") for end in ends)]
+    config = {"r": args.rank, "lora_alpha": args.lora_alpha or args.rank, "use_dora": args.use_dora}
+    config |= {"target_modules": sorted(names), "lora_dropout": args.lora_dropout}
+    model.requires_grad_(False)
+    with explained(f"--lora_layers {args.lora_layers}: no adapter of rank {args.rank} goes there"):
+        model.add_adapter(LoraConfig(**config, init_lora_weights="gaussian"))
+        layers = {name: module.base_layer for name, module in model.named_modules() if hasattr(module, "base_layer")}
+        for name in names:
+            if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+                raise ValueError(f"the model has no {name}")
+        for name, layer in layers.items():
+            if args.rank > (most := min(layer.weight.flatten(1).shape)):
+                raise ValueError(f"{name} has a rank of {most} itself")
+    exact = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad and not any(part in exact for part in name.split(".")):
+            weight.data = weight.data.to(dtype)
+    model.adapter = {"peft_type": "LORA", **config, "base_sha256": base}  # what a checkpoint has to agree with
+
+
+def is_adapted(model):
+    """Whether `add_lora` was there."""
+    return hasattr(model, "adapter")
+
+
+def list_lora_b(models):
+    """The B of all adapters of {name: model}: 0 until something is learned."""
+    return [weight for model in models.values() for name, weight in model.named_parameters() if ".lora_B." in name]
+
+
+def list_adapter(model):
+    """{name: tensor} of an adapter, without the frozen weights, which `save_pretrained` would write."""
+    from peft import get_peft_model_state_dict
+
+    return {name: value.contiguous() for name, value in get_peft_model_state_dict(model).items()}
+
+
+def save_adapter(model, folder):
+    """Write an adapter as it is trained, in float32, and what it belongs to."""
+    folder.mkdir(parents=True)
+    save_file(list_adapter(model), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(model.adapter, indent=2))
+
+
+def load_adapter(model, folder):
+    """Load what `save_adapter` wrote, or end in a sentence: on another base, or of another form, it means nothing."""
+    from peft import set_peft_model_state_dict
+
+    turn = "keep base and flags as they were, or choose a new --output_dir"
+    if not (folder / "adapter_config.json").is_file():
+        fail(f"{folder} is a whole model, and --rank trains a LoRA: {turn}")
+    if not is_adapted(model):
+        fail(f"{folder} is a LoRA, and without --rank the whole model would be trained: {turn}")
+    before = json.loads((folder / "adapter_config.json").read_text())
+    before["lora_dropout"] = model.adapter["lora_dropout"]  # which may change
+    if found := find_differences(before, model.adapter):
+        found = ["other weights of the base" if "sha256" in difference else difference for difference in found]
+        fail(f"{folder} is of another LoRA ({', '.join(found)}): {turn}")
+    weights = load_file(folder / "adapter_model.safetensors")
+    if weights.keys() != list_adapter(model).keys():
+        raise ValueError("adapter_model.safetensors has other layers")
+    set_peft_model_state_dict(model, weights)
+
+
+def save_lora(models, folder, args):
+    """Write the adapters among {name: model}, averaged ones if there are, as files that any program reads.
+
+    Some programs look for alpha in the header, some beside each layer, and some take the rank for it. So B is stored
+    times alpha / rank, and all of them give the trained model at strength 1. float16, as such files are.
+    """
+    weights, about = {}, {"ss_network_module": "networks.lora"}
+    for name, model in models.items():
+        if is_adapted(model) and not name.endswith("_ema"):
+            rank, scale = str(model.adapter["r"]), model.adapter["lora_alpha"] / model.adapter["r"]
+            for key, value in list_adapter(models.get(f"{name}_ema", model)).items():
+                weights[f"{name}.{key}"] = (value * scale if ".lora_B." in key else value).half().cpu()
+            about |= {"ss_network_dim": rank, "ss_network_alpha": rank, "ss_base_model_version": name_base(model)}
+    if not all(value.isfinite().all() for value in weights.values()):
+        raise ValueError("the weights of the adapter are not finite in float16")
+    save_file(weights, folder / "pytorch_lora_weights.safetensors", {"format": "pt"})
+    if args.output_kohya_format:  # the keys that ComfyUI and A1111 know
+        data = save(convert_state_dict_to_kohya(weights), about)
+        (folder / "pytorch_lora_weights_kohya.safetensors").write_bytes(sort_header(data))
+
+
+def sort_header(data):
+    """A safetensors file with what is said about it in alphabetical order: the library's is another each time."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[start:]
+
+
+def name_base(model):
+    """What sd-scripts calls the family of a U-Net."""
+    if model.config.get("addition_embed_type") == "text_time":
+        return "sdxl_base_v1-0"
+    return "sd_v2" if model.config.get("cross_attention_dim") == 1024 else "sd_v1"
