@@ -60,6 +60,31 @@ def make_models(folder, size):
     return Path(folder)
 
 
+def make_sdxl(folder, size):
+    """The same with what SDXL has besides: a second encoder, and fewer levels, of which the inner ones are deeper."""
+    import torch
+    from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+    from transformers import CLIPTextModelWithProjection
+
+    sd, (width, _) = StableDiffusionPipeline.from_pretrained(make_models(folder, size)), SIZES[size]["text"]
+    first, *_, last = SIZES[size]["unet"]
+    torch.manual_seed(1)
+    sd.text_encoder.config.projection_dim = width
+    config = {**sd.unet.config, "block_out_channels": (first, 2 * first, last), "cross_attention_dim": 2 * width}
+    config |= {"attention_head_dim": [max(1, channels // 64) for channels in config["block_out_channels"]]}
+    config |= {"down_block_types": ["DownBlock2D"] + 2 * ["CrossAttnDownBlock2D"]}
+    config |= {
+        "up_block_types": 2 * ["CrossAttnUpBlock2D"] + ["UpBlock2D"],
+        "transformer_layers_per_block": [1, 2, 10],
+    }
+    config |= {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
+    config |= {"projection_class_embeddings_input_dim": width + 6 * 256}
+    second = CLIPTextModelWithProjection(sd.text_encoder.config)
+    models = (sd.vae, sd.text_encoder, second, sd.tokenizer, sd.tokenizer, UNet2DConditionModel.from_config(config))
+    StableDiffusionXLPipeline(*models, sd.scheduler, add_watermarker=False).save_pretrained(folder)
+    return Path(folder)
+
+
 def make_unet_config(path, widths, side, layers=1):
     """The config of a U-Net without attention, for the unconditional trainers."""
     config = {"_class_name": "UNet2DModel", "sample_size": side, "block_out_channels": widths}
@@ -104,7 +129,8 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
 
     import precompute_latents
     from diffusion_training.files import write_file
-    from diffusion_training.latents.cache import checksum_row, finish_cache, plan_cache, write_shard
+    from diffusion_training.latents.cache import finish_cache, plan_cache, write_shard
+    from diffusion_training.latents.columns import checksum_row
     from diffusion_training.latents.encoders import load_models
 
     folder = Path(folder)
@@ -117,6 +143,7 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
     empty_prompt, settings = precompute_latents.describe_encoders(*load_models(args, torch.float32), args)
     shards, _ = plan_cache(datasets.Dataset.from_dict({"row": range(rows)}), empty_prompt, settings, args)
     write_file(folder / "cache.json", json.dumps(settings))
+    tokens, _ = settings["prompt_embeds_shape"]
     rng, numbers = np.random.default_rng(0), math.prod(settings["latents_shape"])
 
     def encoded(start, end):
@@ -125,9 +152,14 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
             columns = {"latents": rng.random((count, numbers), np.float32).astype(np.float16)}
             columns["latents"][:, numbers // 2 :] *= 0.1  # the standard deviations
             if text_cache == "embeddings":
-                columns["prompt_embeds"] = rng.random((count, empty_prompt.size), np.float32).astype(np.float16)
+                texts = {name: (count, embeds.size) for name, embeds in empty_prompt.items()}
+                columns |= {name: rng.random(shape, np.float32).astype(np.float16) for name, shape in texts.items()}
             else:
-                columns["input_ids"] = rng.integers(0, 200, (count, len(empty_prompt)), np.int32)
+                texts = ["input_ids", "input_ids_2"][: len(empty_prompt)]
+                columns |= {name: rng.integers(0, 200, (count, tokens), np.int32) for name in texts}
+            if len(empty_prompt) > 1:  # SDXL
+                columns["original_size"] = np.full((count, 2), resolution, np.int32)
+                columns["crop_top_left"] = np.zeros((count, 2), np.int32)
             sums = [checksum_row({name: column[i] for name, column in columns.items()}) for i in range(count)]
             arrays = {n: pa.FixedSizeListArray.from_arrays(c.ravel(), c.shape[1]) for n, c in columns.items()}
             arrays["text"] = arrays["key"] = pa.array([str(first + i) for i in range(count)])

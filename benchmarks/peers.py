@@ -5,20 +5,26 @@
     python benchmarks/peers.py --diffusers path/to/diffusers --size sd2 --mixed_precision bf16 --batch_size 32 \\
         --resolution 512 --steps 40                                     # on a GPU
 
-Same model, weights, images, batch, precision, averaged weights; each is started as `python script flags`, in turns.
+Same model, weights, images, batch, precision, averaged weights (of the LoRA for SDXL none, which diffusers' script has
+not); each is started as `python script flags`, in turns.
 Models have random weights. "By operations alone" says how fast text to image would be if a step cost no more than its
 operations, which are counted first: what the cache saves.
 """
 
 import functools
 import itertools
-import statistics
 import tempfile
 from pathlib import Path
 
 import bench
 
-TRAINERS = ("train_text_to_image", "train_unconditional")
+# What is trained: the folder of diffusers' script, and its name.
+TRAINERS = {
+    "train_text_to_image": ("text_to_image", "train_text_to_image.py"),
+    "train_unconditional": ("unconditional_image_generation", "train_unconditional.py"),
+    "sdxl_lora": ("text_to_image", "train_text_to_image_lora_sdxl.py"),
+}
+NAMES = {"sdxl_lora": "a LoRA for SDXL"}
 
 
 def count_flops(models, resolution):
@@ -53,34 +59,39 @@ def make_flags(folder, cli):
     images = bench.make_images(folder / "images", 8 * cli.batch_size * cli.steps, bench.make_pictures(cli.resolution))
     widths = {"tenth": [32, 64, 128], "sd2": [128, 128, 256, 256, 512, 512]}.get(cli.size, [8, 16])
     unet = bench.make_unet_config(folder / "unet.json", widths, side, 2 if cli.size == "sd2" else 1)
-    common = [f"--mixed_precision={cli.mixed_precision}", "--use_ema", "--checkpointing_steps=1000000"]
+    common = [f"--mixed_precision={cli.mixed_precision}", "--checkpointing_steps=1000000"]
     data = [f"--train_data_dir={images}", f"--cache_dir={folder / 'data'}", "--dataloader_num_workers=1"]
-    text = [*common, f"--pretrained_model_name_or_path={models}", f"--train_batch_size={cli.batch_size}"]
-    text += [f"--max_train_steps={cli.steps}"]
-    pixels = [*text, *data, f"--resolution={cli.resolution}"]
     # A step of 8 times the images, for one epoch; one image sampled in one step at the end.
-    unconditional = [*common, *data, f"--model_config_name_or_path={unet}", f"--resolution={side}", "--num_epochs=1"]
-    unconditional += [f"--train_batch_size={8 * cli.batch_size}", "--save_images_epochs=2", "--eval_batch_size=1"]
-    unconditional += ["--ddpm_num_inference_steps=1"]
-    ways = {"train_text_to_image": {}, "train_unconditional": {"from images": unconditional}}
-    for way, kind in {"from a cache": "embeddings", "from a cache of ids": "ids"}.items():
-        if TRAINERS[0] in cli.trainers:
-            cache = bench.make_cache(folder / kind, models, cli.batch_size * cli.steps, cli.resolution, kind)
-            ways[TRAINERS[0]][way] = [*text, f"--latents_dir={cache}"]
-    ways[TRAINERS[0]]["from images"] = pixels
+    small = [*common, *data, f"--model_config_name_or_path={unet}", f"--resolution={side}", "--num_epochs=1"]
+    small += [f"--train_batch_size={8 * cli.batch_size}", "--save_images_epochs=2", "--eval_batch_size=1"]
+    small += ["--ddpm_num_inference_steps=1", "--use_ema"]
     found = {}
-    for name, place in zip(TRAINERS, ("text_to_image", "unconditional_image_generation"), strict=True):
-        ours = bench.ROOT / f"{name}.py"
-        found[name] = {way: (ours, [*flags, "--report_to=none"]) for way, flags in ways[name].items()}
+    for name in cli.trainers:
+        ours, ways, own = bench.ROOT / "train_text_to_image.py", {}, []  # own: flags that only ours has
+        if name == "train_unconditional":
+            ours, pixels = bench.ROOT / "train_unconditional.py", small
+        else:
+            text = [*common, f"--train_batch_size={cli.batch_size}", f"--max_train_steps={cli.steps}", "--use_ema"]
+            if name == "sdxl_lora":
+                models, own = bench.make_sdxl(folder / "sdxl", cli.size), ["--no-use_ema"]
+                text[-1] = "--rank=4"
+            text += [f"--pretrained_model_name_or_path={models}"]
+            for way, kind in {"from a cache": "embeddings", "from a cache of ids": "ids"}.items():
+                rows = cli.batch_size * cli.steps
+                cache = bench.make_cache(folder / f"{name}-{kind}", models, rows, cli.resolution, kind)
+                ways[way] = [*text, f"--latents_dir={cache}"]
+            pixels = [*text, *data, f"--resolution={cli.resolution}"]
+        ways["from images"] = pixels
+        found[name] = {way: (ours, [*flags, *own, "--report_to=none"]) for way, flags in ways.items()}
         if cli.diffusers:
-            found[name]["diffusers"] = Path(cli.diffusers, "examples", place, ours.name), ways[name]["from images"]
-    return {name: found[name] for name in cli.trainers}
+            found[name]["diffusers"] = Path(cli.diffusers, "examples", *TRAINERS[name]), pixels
+    return found
 
 
 def main(argv=None):
     parser = bench.make_parser(__doc__, batch_size=2)
     parser.add_argument("--resolution", type=int, default=256, help="of text to image; unconditional takes a quarter")
-    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS)
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=[*TRAINERS])
     parser.add_argument("--diffusers", help="a checkout of diffusers")
     cli = parser.parse_args(argv)
     print(bench.machine())
@@ -98,19 +109,19 @@ def main(argv=None):
         for name, ways in flags.items():
             runs = {way: functools.partial(time_it, *how) for way, how in ways.items()}
             results = bench.interleaved(runs, cli.rounds)
-            step = {way: statistics.median(one["step"] for one in found) for way, found in results.items()}
-            size = cli.batch_size * (8 if name == TRAINERS[1] else 1)
+            first, size = next(iter(results.values())), cli.batch_size * (8 if name == "train_unconditional" else 1)
             costs = {"from a cache": train, "from a cache of ids": train + text}
             for way, found in results.items():
-                ideal = f"{train / costs.get(way, train + vae + text):.2f}" if name == TRAINERS[0] else ""
+                ideal = f"{train / costs.get(way, train + vae + text):.2f}" if name == "train_text_to_image" else ""
+                turns = zip(first, found, strict=True)
                 rows.append([
-                    f"`{name}.py`", way, bench.spread([size / one["step"] for one in found]),
-                    f"{next(iter(step.values())) / step[way]:.2f}", ideal,
+                    NAMES.get(name, f"`{name}.py`"), way, bench.spread([size / one["step"] for one in found]),
+                    bench.spread([one["step"] / other["step"] for one, other in turns]), ideal,
                     bench.spread([one["first"] for one in found], "{:.1f}"),
                 ])  # fmt: skip
     title = f"{cli.size}, {cli.resolution} px, batch {cli.batch_size} (unconditional: {cli.resolution // 4} px, 8 x"
-    header = ["", "", "images/s", "of the first's speed", "by operations alone", "s to the end of step 1"]
-    bench.show(f"{title} as many), {cli.mixed_precision}, with EMA", header, rows)
+    header = ["", "", "images/s", "of the first's speed, by turns", "by operations alone", "s to the end of step 1"]
+    bench.show(f"{title} as many), {cli.mixed_precision}, with EMA but for the LoRA", header, rows)
 
 
 if __name__ == "__main__":

@@ -171,11 +171,11 @@ def measure(folder, rows, rounds, flags):
     """Images per second as {"decode": one core's, "encode": , "whole": , "running": }, each a list over the turns."""
     args = precompute_latents.parse_args(flags)
     accelerator, _ = make_accelerator(args)
-    *exact_models, tokenizer = load_models(args, torch.float32)
-    precompute_latents.describe_encoders(*exact_models, tokenizer, args)
+    *exact_models, tokenizers = load_models(args, torch.float32)
+    precompute_latents.describe_encoders(*exact_models, tokenizers, args)
     models = precompute_latents.place_encoders(exact_models, accelerator.device, args)
     images, column = load_rows(args, others=[args.caption_column])
-    dataset = precompute_latents.TransformedRows(images, tokenizer, column, 3, args)
+    dataset = precompute_latents.TransformedRows(images, tokenizers, column, 3, args)
     keys = [[(0, row) for row in range(i, min(rows, i + args.batch_size))] for i in range(0, rows, args.batch_size)]
     few, speeds = keys[: max(1, len(keys) // 4)], {name: [] for name in ("decode", "encode", "whole", "running")}
     batches = list(load_batches(dataset, keys, 0, accelerator.device))

@@ -40,7 +40,8 @@ def bare(name, *argv):
     if name == TRAINERS[0]:
         cache = json.loads(Path(args.latents_dir[0], "cache.json").read_text())
         tokens, width = cache["prompt_embeds_shape"]
-        unet = script.make_unet(SimpleNamespace(cache=cache, empty_prompt=torch.zeros(tokens, width)), args)
+        empty_prompt = {"prompt_embeds": torch.zeros(tokens, width)}
+        unet = script.make_unet(SimpleNamespace(cache=cache, empty_prompt=empty_prompt), args)
         size = cache["latents_shape"][1:]
         condition = {"encoder_hidden_states": torch.randn(args.train_batch_size, tokens, width, device=device)}
     else:

@@ -1,0 +1,113 @@
+"""What a training holds between steps and in one, counted on the shapes of published U-Nets, without their numbers.
+
+    python benchmarks/memory.py            # seconds, on any machine; no weights are read
+
+In GB of 1e9 bytes, for one process: weights, gradients, what the optimizer keeps, and averaged weights. What the
+forward pass keeps for the backward pass comes to it, and grows with images and their size; a GPU needs some more.
+The second table is of encoders: what tokens in place of embeddings (`--text_cache ids`) add to a step.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+SD2 = json.loads((CONFIGS / "stable_diffusion_v2_base_unet.json").read_text())
+SD1 = {**SD2, "attention_head_dim": 8, "cross_attention_dim": 768, "use_linear_projection": False}
+SDXL = json.loads((CONFIGS / "stable_diffusion_xl_base_unet.json").read_text())
+VIT_L = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+VIT_H = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 23, "num_attention_heads": 16}
+VIT_G = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20}
+VIT_G["projection_dim"] = 1280
+# Name: the U-Net, its text encoders and the resolutions that it is trained at.
+MODELS = {
+    "Stable Diffusion 1.5": (SD1, [(CLIPTextModel, VIT_L)], (256, 512)),
+    "Stable Diffusion 2": (SD2, [(CLIPTextModel, VIT_H)], (256, 512)),
+    "SDXL": (SDXL, [(CLIPTextModel, VIT_L), (CLIPTextModelWithProjection, VIT_G)], (512, 1024)),
+}
+WAYS = {  # flags: (the optimizer, whether weights are averaged, rank of an adapter)
+    "as it stands: AdamW, averaged weights": ("adamw", True, None),
+    "`--optimizer adamw8bit`": ("adamw8bit", True, None),
+    "`--no-use_ema`": ("adamw", False, None),
+    "`--optimizer adamw8bit --no-use_ema`": ("adamw8bit", False, None),
+    "`--rank 16 --mixed_precision bf16`": ("adamw", True, 16),
+}
+
+
+def make_unet(config, rank=None):
+    """A U-Net without numbers; with a rank everything is frozen but for adapters at its attention."""
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(config)
+        if rank:
+            from peft import LoraConfig
+
+            unet.requires_grad_(False)
+            unet.add_adapter(LoraConfig(r=rank, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
+    return unet
+
+
+def count_state(parameter, optimizer):
+    """Bytes that an optimizer keeps of a parameter, but for its count of steps."""
+    numbers = parameter.numel()
+    if optimizer == "adamw8bit" and numbers >= 4096:  # two moments, and a float32 for each 256 of their numbers
+        return 2 * numbers + 2 * 4 * math.ceil(numbers / 256)
+    return 2 * 4 * numbers
+
+
+def count_bytes(unet, optimizer, averaged):
+    """{what: bytes} of a training of what in a U-Net is not frozen, in float32; what is frozen is in 16 bits."""
+    trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
+    frozen = sum(parameter.numel() for parameter in unet.parameters() if not parameter.requires_grad)
+    numbers = sum(parameter.numel() for parameter in trained)
+    moments = sum(count_state(parameter, optimizer) for parameter in trained)
+    return {
+        "weights": 4 * numbers + 2 * frozen, "gradients": 4 * numbers, "moments": moments,
+        "averaged": 4 * numbers * averaged,
+    }  # fmt: skip
+
+
+def count_flops(function):
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def count_encoders(config, kinds, resolution):
+    """(bytes of the text encoders in 16 bits, their operations beside those of a U-Net's training step)."""
+    unet, side = make_unet(config), resolution // 8
+    with torch.device("meta"):
+        encoders = [kind(CLIPTextConfig(**shape)) for kind, shape in kinds]
+        given = [torch.zeros(1, 4, side, side), torch.zeros(1), torch.zeros(1, 77, unet.config.cross_attention_dim)]
+        added = {"text_embeds": torch.zeros(1, 1280), "time_ids": torch.zeros(1, 6)}
+    text = count_flops(lambda: [encoder(torch.ones(1, 77).long()) for encoder in encoders])
+    step = count_flops(lambda: unet(*given, added_cond_kwargs=added).sample.sum().backward())
+    return 2 * sum(p.numel() for encoder in encoders for p in encoder.parameters()), text / step
+
+
+def main(argv=None):
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    print(
+        "| U-Net | flags | weights | gradients | moments | averaged | in a step, GB |\n|---|---|---|---|---|---|---|"
+    )
+    for name, (config, _, _) in MODELS.items():
+        for way, (optimizer, averaged, rank) in WAYS.items():
+            counts = count_bytes(make_unet(config, rank), optimizer, averaged)
+            cells = [f"{count / 1e9:.2f}" for count in (*counts.values(), sum(counts.values()))]
+            print(f"| {name} | {way} | {' | '.join(cells)} |", flush=True)
+    print("\n| text encoders of | GB in 16 bits | operations, beside those of a step |\n|---|---|---|")
+    for name, (config, kinds, resolutions) in MODELS.items():
+        found = [count_encoders(config, kinds, resolution) for resolution in resolutions]
+        shares = ", ".join(
+            f"{100 * share:.1f} % at {side} px" for (_, share), side in zip(found, resolutions, strict=True)
+        )
+        print(f"| {name} | {found[0][0] / 1e9:.1f} | {shares} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
