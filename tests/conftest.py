@@ -26,6 +26,7 @@ import diffusers  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -113,6 +114,40 @@ def make_models(folder):
     return folder / "sd"
 
 
+def make_sdxl(folder, **index):
+    """A Stable Diffusion XL folder: two text encoders of 32 and 16 numbers, a U-Net of 40,000 weights with dropout."""
+    make_models(folder)
+    (folder / "sd").rename(folder / "sdxl")
+    folder = folder / "sdxl"
+    shutil.copytree(folder / "tokenizer", folder / "tokenizer_2")
+    config = transformers.CLIPTextConfig.from_pretrained(folder / "text_encoder")
+    torch.manual_seed(1)
+    config.update({"hidden_size": 16, "projection_dim": 24, "hidden_act": "gelu"})
+    transformers.CLIPTextModelWithProjection(config).save_pretrained(folder / "text_encoder_2")
+    unet = diffusers.UNet2DConditionModel.load_config(folder / "unet")
+    unet = {**unet, "cross_attention_dim": 48, "addition_embed_type": "text_time", "addition_time_embed_dim": 8}
+    unet["projection_class_embeddings_input_dim"] = 24 + 6 * 8
+    diffusers.UNet2DConditionModel.from_config(unet).save_pretrained(folder / "unet")
+    classes = {"vae": "AutoencoderKL", "unet": "UNet2DConditionModel", "scheduler": "DDIMScheduler"}
+    classes = {name: ["diffusers", kind] for name, kind in classes.items()}
+    for suffix, kind in {"": "CLIPTextModel", "_2": "CLIPTextModelWithProjection"}.items():
+        classes[f"text_encoder{suffix}"] = ["transformers", kind]
+        classes[f"tokenizer{suffix}"] = ["transformers", "CLIPTokenizer"]
+    classes |= {"_class_name": "StableDiffusionXLPipeline", "_diffusers_version": "0.36.0", **index}
+    (folder / "model_index.json").write_text(json.dumps(classes))
+    return folder
+
+
+def open_pipeline(folder):
+    """The pipeline of `make_models`, whose folder has no model_index.json."""
+    kinds = {"vae": diffusers.AutoencoderKL, "text_encoder": transformers.CLIPTextModel}
+    kinds |= {"tokenizer": transformers.CLIPTokenizer, "unet": diffusers.UNet2DConditionModel}
+    kinds["scheduler"] = diffusers.DDIMScheduler
+    parts = {name: kind.from_pretrained(folder, subfolder=name) for name, kind in kinds.items()}
+    parts |= {"safety_checker": None, "feature_extractor": None}
+    return diffusers.StableDiffusionPipeline(**parts, requires_safety_checker=False)
+
+
 def make_images(folder, count, size=(24, 20)):
     """`count` PNGs; the grey level of image i is 20 * i, plus a little noise to tell left from right."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,6 +164,22 @@ def make_captioned(folder, count, captions=None):
     captions = captions or [f"a digit {'zero one two'.split()[i % 3]}" for i in range(count)]
     lines = [json.dumps({"file_name": f"{i}.png", "text": caption}) for i, caption in enumerate(captions)]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
+
+
+SHAPES = [(20, 24), (40, 20), (18, 50), (30, 30)]  # height, width; at 16 px of 4 steps: square, tall, wide, square
+
+
+def make_masked(folder, count=12, masks=True):
+    """Noise in four sizes, with captions, and a mask for every third image."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for i in range(count):
+        height, width = SHAPES[i % 4]
+        Image.fromarray(rng.integers(0, 255, (height, width, 3), np.uint8)).save(folder / f"{i:02}.png")
+        (folder / f"{i:02}.txt").write_text(f"a digit {'zero one two'.split()[i % 3]}")
+        if masks and i % 3 == 0:
+            Image.fromarray(rng.integers(0, 255, (height, width), np.uint8)).save(folder / f"{i:02}.mask.png")
+    return folder
 
 
 def patch(monkeypatch, name, value):

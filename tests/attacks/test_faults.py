@@ -44,7 +44,9 @@ from conftest import (
     kill,
     make_captioned,
     make_images,
+    make_masked,
     make_models,
+    make_sdxl,
     make_unet_config,
     metrics,
     start,
@@ -55,6 +57,8 @@ from PIL import Image
 
 NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
 OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_data_dir"]
+ADAPTED = "train_text_to_image --rank"  # an adapter for SDXL, from images of several sizes with masks
+SIZES = "precompute_latents --bucket_step"  # its cache
 LONG = pytest.mark.long
 MOMENTS = ("images_per_second", "data_wait")  # of a record: what depends on the machine
 
@@ -141,11 +145,13 @@ class Target:
         self.name, self.folder, self.out, self.log = name.split()[0], folder, folder / "out", folder / "log"
         self.script, self.wholes = importlib.import_module(self.name), {}
         folder.mkdir()
-        make_captioned(folder / "images", 7)
+        several = name in (ADAPTED, SIZES)
+        make_masked(folder / "images", 7) if several else make_captioned(folder / "images", 7)
+        models = make_sdxl(folder) if several else MODELS if self.name == "precompute_latents" else make_models(folder)
         data = f"""--train_data_dir={folder}/images --cache_dir={folder}/datasets --resolution=16
             --dataloader_num_workers=1"""
-        cache = f"""--pretrained_model_name_or_path={MODELS} --random_flip --rows_per_shard=2 --batch_size=1
-            --latents=sample"""
+        cache = f"""--pretrained_model_name_or_path={models} --random_flip --rows_per_shard=2 --batch_size=1
+            --latents=sample {"--bucket_step=4" * several}"""
         training = f"""--output_dir={self.out} --train_batch_size=2 --num_train_epochs=2 --learning_rate=1e-3
             --lr_scheduler=cosine --lr_warmup_steps=2 --random_flip --noise_offset=0.1 --logging_steps=1
             --report_to=none --validation_steps=2 --checkpointing_steps=3 --checkpoints_total_limit=2
@@ -156,8 +162,10 @@ class Target:
             argv = f"""{data} {training} --model_config_name_or_path={make_unet_config(folder)} --eval_batch_size=2
                 --ddpm_num_inference_steps=2 --save_model_epochs=1 {"--cache_images" * (name in OTHERS)}"""
         else:
-            argv = f"""{training} --pretrained_model_name_or_path={make_models(folder)} --num_inference_steps=2
+            argv = f"""{training} --pretrained_model_name_or_path={models} --num_inference_steps=2
                 --num_validation_images=1 --validation_prompts=one"""
+            if name == ADAPTED:
+                argv += " --rank=2 --lora_dropout=0.1 --use_dora --optimizer=adafactor"
             argv += f" {data}" if name in OTHERS else f" --latents_dir={folder}/cache"
             made = importlib.import_module("precompute_latents")
             making = f"{data} {cache} --output_dir={folder}/cache".split()
@@ -322,14 +330,14 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 4}, [*NAMES, *OTHERS])
+@cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4}, [*NAMES, *OTHERS, ADAPTED, SIZES])
 def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, name, count):
     target = targets(name)
     attack(target, target.moments(count), die, lambda codes, *_: codes == [-signal.SIGKILL])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS, ADAPTED])
 def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, name):
     """Also in the middle of what is no event, such as a write."""
     target, rng, verdicts, begin = targets(name), random.Random(0), Verdicts(), time.time()
@@ -470,7 +478,7 @@ def damage(path, how, other):
         path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "flip": flipped}[how])
 
 
-@cases(10**9, {}, {NAMES[0]: 8, NAMES[1]: 8, "its cache": 8}, [*NAMES, "its cache"])
+@cases(10**9, {}, {NAMES[0]: 8, NAMES[1]: 8, "its cache": 8}, [*NAMES, "its cache", ADAPTED])
 def test_damaged_files_are_mended_or_refused(targets, name, count):
     """Each file cut, emptied, with a flipped bit, exchanged with the next, deleted, and as a folder: large ones first,
     as a rule."""

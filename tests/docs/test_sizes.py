@@ -8,9 +8,11 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import MODELS, ROOT
+from conftest import MODELS, ROOT, make_captioned, make_sdxl, reset
 from diffusers import AutoencoderKL, UNet2DModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+import precompute_latents
 import train_unconditional
 from diffusion_training.training.progress import Progress
 
@@ -123,6 +125,35 @@ def test_the_sizes_of_caches_are_arithmetic():
     assert table == expected
     said = f"{expected[0][3]} TB of cache in {math.ceil(2e9 / 2048):,} shards of 2,048 rows, {expected[1][3]} TB"
     assert f"2e9 images at 256 px are {said}" in cluster
+
+
+def test_the_sizes_of_sdxl_caches_are_what_a_dry_run_says(tmp_path, capsys):
+    """Of models that are as wide as the published ones, and else small."""
+    folder = make_sdxl(tmp_path)
+    widths = {"text_encoder": {"hidden_size": 768}, "text_encoder_2": {"hidden_size": 1280, "projection_dim": 1280}}
+    for suffix, kind in (("", CLIPTextModel), ("_2", CLIPTextModelWithProjection)):
+        config = CLIPTextConfig.from_pretrained(folder / f"text_encoder{suffix}")
+        config.update({**widths[f"text_encoder{suffix}"], "num_hidden_layers": 1, "max_position_embeddings": 77})
+        kind(config).save_pretrained(folder / f"text_encoder{suffix}")
+        tokenizer = CLIPTokenizer.from_pretrained(folder / f"tokenizer{suffix}", model_max_length=77)
+        tokenizer.save_pretrained(folder / f"tokenizer{suffix}")
+    vae = {**AutoencoderKL.load_config(folder / "vae"), "block_out_channels": [8, 8, 8, 8]}
+    vae |= {f"{name}_block_types": [f"{kind}coderBlock2D"] * 4 for name, kind in (("down", "DownEn"), ("up", "UpDe"))}
+    AutoencoderKL.from_config(vae).save_pretrained(folder / "vae")
+    make_captioned(tmp_path / "images", 2)
+    table = []
+    for kind in ("embeddings", "ids"):
+        rows = []
+        for side in (512, 1024):
+            precompute_latents.main(precompute_latents.parse_args([
+                f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={tmp_path / 'images'}",
+                f"--resolution={side}", f"--text_cache={kind}", f"--output_dir={tmp_path / 'cache'}", "--dry_run",
+            ]))  # fmt: skip
+            reset()
+            rows.append(float(re.search(r"rows of ([\d.]+)kB", capsys.readouterr().out)[1]))
+        table.append((kind, *(f"{row * 1000 / 1024:.0f}" for row in rows), f"{rows[1]:.0f}"))
+    page = (ROOT / "docs/latent-cache.md").read_text()
+    assert re.findall(r"^\| `(\w+)`[^|]*\| (\d+) KiB \| (\d+) KiB \| (\d+) GB ", page, re.M) == table
 
 
 def test_the_demos_vae_restores_digits_as_said():

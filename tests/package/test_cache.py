@@ -20,6 +20,7 @@ from filelock import FileLock
 import precompute_latents
 from diffusion_training import __version__
 from diffusion_training.latents import cache as module
+from diffusion_training.latents.columns import checksum_row
 
 LATENTS, PROMPT = [2, 3, 4], [5, 6]  # shapes
 NUM_ROWS, ROWS_PER_SHARD = 7, 3
@@ -28,7 +29,8 @@ SKIPPED = {4: "cannot identify image file"}
 
 def make_args(output_dir, *argv):
     flags = ["--train_data_dir=.", "--pretrained_model_name_or_path=sd", f"--rows_per_shard={ROWS_PER_SHARD}"]
-    return precompute_latents.parse_args([*flags, "--random_flip", f"--output_dir={output_dir}", *map(str, argv)])
+    flags += ["--resolution=512", "--random_flip"]
+    return precompute_latents.parse_args([*flags, f"--output_dir={output_dir}", *map(str, argv)])
 
 
 def make_settings(text_cache="embeddings"):
@@ -72,20 +74,21 @@ def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):
         }
         arrays["text"] = pa.array([f"caption {row}" for row in good], pa.string())
         arrays["key"] = pa.array([f"{row}.png" for row in good], pa.string())
-        checksums = [module.checksum_row({name: drawn[name][i] for name in drawn}) for i in range(len(good))]
+        checksums = [checksum_row({name: drawn[name][i] for name in drawn}) for i in range(len(good))]
         arrays["checksum"] = pa.array(checksums, pa.uint64())
         bad = [{"row": row, "key": f"{row}.png", "reason": skipped[row]} for row in rows if row in skipped]
         yield start, pa.RecordBatch.from_pydict(arrays), bad, {"encoded_again": 0, "captions_cut": 1}
 
 
 ACCELERATOR = argparse.Namespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
+EMPTY = {"prompt_embeds": np.zeros(PROMPT, np.float16)}
 ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_ROWS})()
 
 
 def open_cache(args, settings=None):
     """Plan and open a cache as the scripts do. Returns (names of its shards, its lock, cache.json, records)."""
     settings = settings or make_settings(args.text_cache)
-    shards, _ = module.plan_cache(ROWS, np.zeros(PROMPT, np.float16), settings, args)
+    shards, _ = module.plan_cache(ROWS, EMPTY, settings, args)
     return shards, *module.open_cache(ACCELERATOR, settings, args)
 
 
@@ -99,7 +102,7 @@ def make_cache(folder, *argv, seed=0):
             module.write_shard(folder / name, encode_rows(rows[0], rows[-1] + 1, seed, args.text_cache))
     empty_prompt = np.random.default_rng(seed).normal(size=PROMPT).astype(np.float16)
     try:
-        return module.finish_cache(folder, empty_prompt, 0.5)
+        return module.finish_cache(folder, {"prompt_embeds": empty_prompt}, 0.5)
     finally:
         lock.release(force=True)
         (folder / ".lock").unlink()
@@ -208,23 +211,22 @@ def test_every_damage_of_a_shard_is_seen(tmp_path):
 
 def test_a_checksum_sees_every_bit_and_no_order_of_the_columns():
     row = {"prompt_embeds": np.arange(6, dtype=np.float16), "latents": np.ones(4, np.float16)}
-    seen = {module.checksum_row(row)}
-    assert module.checksum_row(dict(reversed(row.items()))) in seen
+    seen = {checksum_row(row)}
+    assert checksum_row(dict(reversed(row.items()))) in seen
     for name, bit in [(name, bit) for name, numbers in row.items() for bit in range(16 * len(numbers))]:
         changed = row[name].copy()
         changed.view(np.uint8)[bit // 8] ^= 1 << bit % 8
-        seen.add(module.checksum_row({**row, name: changed}))
+        seen.add(checksum_row({**row, name: changed}))
     assert len(seen) == 1 + 16 * 10
 
 
 def test_too_many_skipped_rows_end_it():
-    skipped = [{"row": row, "key": f"{row}.png", "reason": "broken"} for row in range(6)]
+    skipped = [{"row": row, "key": f"{row}.png", "reason": f"broken {row}"} for row in range(6)]
     module.check_skipped(skipped[:5], 100, 0.05)
     module.check_skipped([], 100, 0)
-    with pytest.raises(
-        SystemExit, match=r"6 of 100 rows could not be used, .*_skipped 0.05 allows, such as 5.png \(bro"
-    ):
+    with pytest.raises(SystemExit, match=r"6 of 100 .*_skipped 0.05 allows, such as 5.png \(broken 5") as stop:
         module.check_skipped(skipped, 100, 0.05)
+    assert stop.value.alone  # whoever has made the last shard says it
 
 
 # ------------------------------------------------------------------- planned and opened
@@ -232,13 +234,13 @@ def test_too_many_skipped_rows_end_it():
 
 def test_a_cache_is_planned_in_shards_that_hold_every_row_once(tmp_path):
     settings, args = make_settings(), make_args(tmp_path)
-    shards, sentence = module.plan_cache(ROWS, np.zeros(PROMPT, np.float16), settings, args)
+    shards, sentence = module.plan_cache(ROWS, EMPTY, settings, args)
     assert shards == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
     assert [module.name_shard(row, settings) for row in range(7)] == [shards[i] for i in (0, 0, 0, 1, 1, 1, 2)]
     # latents of 24 numbers twice, embeddings of 30, two bytes each
     assert sentence.startswith("7 rows of 156B (60.0B of it the caption's) and the text: 1.09kB in 3 shards")
-    args = make_args(tmp_path, "--text_cache=ids", "--no-random_flip")
-    assert "7 rows of 68.0B (20.0B of" in module.plan_cache(ROWS, np.zeros(PROMPT, np.float16), settings, args)[1]
+    args, settings = make_args(tmp_path, "--text_cache=ids", "--no-random_flip"), settings | {"text_cache": "ids"}
+    assert "7 rows of 68.0B (20.0B of" in module.plan_cache(ROWS, EMPTY, settings, args)[1]
 
 
 def leaves(tree, path=()):
@@ -250,7 +252,7 @@ def test_whatever_decides_the_content_is_compared(tmp_path):
     """A cache that was made with one other setting is refused, and the sentence says which."""
     make_cache(tmp_path / "out")
     before, args, settings = contents(tmp_path / "out"), make_args(tmp_path / "out"), make_settings()
-    module.plan_cache(ROWS, np.zeros(PROMPT, np.float16), settings, args)
+    module.plan_cache(ROWS, EMPTY, settings, args)
     paths = list(leaves(settings))
     assert len(paths) == 24 and ("transform", "image_interpolation_mode") in paths
     for path in paths:
@@ -304,6 +306,27 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
     lock.release(force=True)
     assert "was begun with pillow 1.0; its JPEGs are decoded with" in capsys.readouterr().out
     assert make_cache(tmp_path / "old")["shards"] == cache["shards"]
+
+
+def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
+    settings, args = make_settings(), make_args(tmp_path / "out")
+    module.plan_cache(ROWS, EMPTY, settings, args)
+    (tmp_path / "copy").mkdir()
+    lock, _, _ = module.open_cache(ACCELERATOR, settings, args, tmp_path / "copy")
+    lock.release(force=True)
+    assert {".lock", "cache.json", "run.args"} == {*contents(tmp_path / "copy")} and not (tmp_path / "out").exists()
+
+
+def test_a_reader_of_plain_caches_is_kept_from_those_with_more(tmp_path):
+    pooled = {**EMPTY, "pooled_prompt_embeds": np.zeros(7, np.float16)}
+    for empty, flags, features in (
+        (EMPTY, [], None),
+        (pooled, [], ["sdxl"]),
+        (pooled, ["--bucket_step=64", "--mask_column=where"], ["sdxl", "ragged latents", "masks"]),
+    ):
+        settings = make_settings() | {"pooled_prompt_embeds_shape": [7]}
+        module.plan_cache(ROWS, empty, settings, make_args(tmp_path, *flags))
+        assert (settings["format_version"], settings.get("features")) == (3 if features else 2, features)
 
 
 def test_run_args_are_the_flags_again(tmp_path):
@@ -411,6 +434,21 @@ def test_datasets_opens_what_is_finished_and_finds_the_bits(tmp_path):
     ]
     assert np.load(tmp_path / "out/empty_prompt.npy").dtype == np.float16
     assert not (tmp_path / "out/unfinished").exists() and not list((tmp_path / "out").glob(".*"))
+
+
+def test_what_was_skipped_is_listed_in_order_and_too_much_of_it_leaves_a_cache_unfinished(tmp_path):
+    args = make_args(tmp_path)
+    shards, lock, _, _ = open_cache(args)
+    lock.release(force=True)
+    for i, name in reversed([*enumerate(shards)]):
+        skipped = {row: f"broken {row}" for row in (5, 1, 0)}
+        module.write_shard(tmp_path / name, encode_rows(3 * i, min(3 * i + 3, NUM_ROWS), skipped=skipped))
+    with pytest.raises(SystemExit, match=r"3 of 7 rows could not be used, .* such as 5.png \(broken 5\)"):
+        module.finish_cache(tmp_path, EMPTY, 0.4)
+    assert not (tmp_path / "state.json").exists() and (tmp_path / "unfinished").exists()
+    assert module.finish_cache(tmp_path, EMPTY, 0.5)["skipped"] == 3
+    listed = [json.loads(line)["row"] for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert listed == [0, 1, 5] and len(datasets.load_from_disk(str(tmp_path))) == 4
 
 
 def test_a_kill_at_any_moment_of_the_end_changes_nothing_and_state_json_comes_last(tmp_path, monkeypatch):

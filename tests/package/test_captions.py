@@ -1,5 +1,6 @@
 """Rows with captions: what becomes of one, why one is skipped, and what is said of captions."""
 
+import io
 import time
 
 import datasets
@@ -23,10 +24,10 @@ def row(tmp_path):
     """row(*flags, **changes) transforms image 3 of a folder, with the caption and the fields that are given."""
     folder = make_images(tmp_path / "images", 4)
 
-    def transform(*flags, number=3, epoch=0, **changes):
-        flags = [f"--train_data_dir={folder}", "--pretrained_model_name_or_path=sd", "--resolution=16", *flags]
+    def transform(*flags, number=3, epoch=0, target=None, source="train_data_dir", **changes):
+        flags = [f"--{source}={folder}", "--pretrained_model_name_or_path=sd", "--resolution=16", *flags]
         item = {"image": {"bytes": None, "path": f"{folder}/3.png"}, "text": "a digit", **changes}
-        return module.transform(number, epoch, item, "image", 3, precompute_latents.parse_args(flags))
+        return module.transform(number, epoch, item, "image", 3, precompute_latents.parse_args(flags), target)
 
     transform.folder = folder
     return transform
@@ -40,10 +41,50 @@ def test_a_row_is_cropped_where_its_key_says(row, tmp_path):
         assert torch.equal(made["pixel_values"], shrink(image, 16, (y, x)))
         assert {name: made[name] for name in made if name != "pixel_values"} == {
             "row": number, "key": "3.png", "text": "a digit", "skipped": None,
+            "original_size": (20, 24), "crop_top_left": (0, round(round(4 * x) * 16 / 20)),
         }  # fmt: skip
     assert torch.equal(row("--center_crop", "--seed=1")["pixel_values"], shrink(image, 16, (0.5, 0.5)))
     nearest = row("--center_crop", "--image_interpolation_mode=nearest-exact")["pixel_values"]
     assert torch.equal(nearest, shrink(image, 16, (0.5, 0.5), "nearest-exact"))
+
+
+def test_a_row_becomes_as_large_as_it_is_told_and_its_mask_with_it(row):
+    """Of 24 x 20 pixels the crop has 10 x 20."""
+    image = decode_image({"bytes": None, "path": f"{row.folder}/3.png"}, 3)
+    mask = Image.new("L", (24, 20))
+    mask.paste(255, (0, 0, 12, 20))
+    file = io.BytesIO()
+    mask.save(file, "PNG")
+    y, x = draw_choices(0, 0, 3)[:2]
+    made = row("--mask_column=where", target=(16, 8), where={"bytes": file.getvalue(), "path": None})
+    assert torch.equal(made["pixel_values"], shrink(image, (16, 8), (y, x)))
+    assert made["crop_top_left"] == (0, round(round(14 * x) * 8 / 10))
+    masks = decode_image({"bytes": file.getvalue(), "path": None}, 1)
+    assert torch.equal(made["mask"], shrink(masks, (16, 8), (y, x), "bilinear"))
+    made = row(target=(16, 40))  # a crop of 24 x 10
+    assert made["crop_top_left"] == (round(round(10 * y) * 16 / 10), 0) and round(10 * y) % 5
+    assert torch.equal(row("--center_crop", target=(16, 40))["pixel_values"], shrink(image, (16, 40), (0.5, 0.5)))
+    for nothing in (None, {"bytes": None, "path": None}):  # counts everywhere
+        mask = row("--mask_column=where", target=(16, 8), where=nothing)["mask"]
+        assert mask.shape == (1, 16, 8) and (mask == 255).all()
+    broken = row("--mask_column=where", target=(16, 8), text=None)
+    assert broken["skipped"] and broken["mask"].shape == (1, 16, 8)
+
+
+def test_a_mask_that_does_not_fit_is_the_rows_fault_and_memory_is_not(row, monkeypatch):
+    file = io.BytesIO()
+    Image.new("L", (7, 9)).save(file, "PNG")
+    for data, said in ((file.getvalue(), "its mask has 7 x 9 pixels, the image 24 x 20"), (b"x", "its mask: cannot")):
+        assert row("--mask_column=where", where={"bytes": data, "path": None})["skipped"].startswith(said)
+
+    def fail(source, channels, **options):
+        if channels == 1:
+            raise MemoryError
+        return decode_image(source, channels, **options)
+
+    monkeypatch.setattr(module, "decode_image", fail)
+    with pytest.raises(MemoryError):
+        row("--mask_column=where", where={"bytes": file.getvalue(), "path": None})
 
 
 def test_of_a_list_of_captions_one_is_drawn_by_key(row):
@@ -98,7 +139,7 @@ def test_a_row_that_is_gone_is_skipped_and_a_machine_that_fails_is_not(row, monk
 
 
 def test_keys_are_the_same_wherever_the_data_lies(row, tmp_path):
-    assert row()["key"] == "3.png"
+    assert row()["key"] == row(source="dataset_name")["key"] == "3.png"
     assert row(image={"bytes": b"", "path": f"{row.folder}/sub/9.png"})["key"] == "sub/9.png"
     assert row(image={"bytes": b"", "path": "hf://of/a/hub.png"})["key"] == "hf://of/a/hub.png"
     assert row(image={"bytes": b"", "path": None})["key"] == "row 3"
@@ -107,12 +148,12 @@ def test_keys_are_the_same_wherever_the_data_lies(row, tmp_path):
 
 def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
     texts = ["", "a digit", "a " * 50]
-    tokens = module.tokenize(TOKENIZER, texts)
+    tokens = module.tokenize([TOKENIZER], texts)["input_ids"]
     assert tokens.shape == (3, 8) and (tokens[:, 0] == TOKENIZER.bos_token_id).all()
     assert (tokens[0, 2:] == TOKENIZER.pad_token_id).all() and tokens[2, -1] == TOKENIZER.eos_token_id
-    assert module.are_cut(TOKENIZER, texts) == [False, False, True]
+    assert module.are_cut([TOKENIZER], texts) == [False, False, True]
     limit = "a " * 6  # a token each, and what stands before and after them
-    assert module.are_cut(TOKENIZER, [limit, limit + "a"]) == [False, True]
+    assert module.are_cut([TOKENIZER], [limit, limit + "a"]) == [False, True]
 
 
 def test_what_is_said_of_captions(capsys):
@@ -123,6 +164,7 @@ def test_what_is_said_of_captions(capsys):
     assert "say 'x?[2J': is it the right --caption_column?" in look(["x\x1b[2J"] * 3)
     assert look(["x"]) == look(["x", "y"]) == look([None, "x"]) == look([]) == ""
     assert "say 'x'" in look([["x", "y"], ["x", "z"], []])  # of each row the first
+    assert f"say '{'x' * 60}'" in look(["x" * 99] * 2)
     rows = datasets.Dataset.from_dict({"c": [str(i) for i in range(25_000)]})
     assert module.look_at_captions(rows, "c") == [str(i) for i in range(0, 25_000, 2)]
     module.say_cut(0, 10, 8)
@@ -135,6 +177,6 @@ def test_a_caption_of_megabytes_is_cut_before_the_tokenizer_sees_it():
     tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
     texts = ["a digit " * 10**6, "a digit " * 9, "a digit"]
     begin = time.process_time()
-    tokens = module.tokenize(tokenizer, texts)
-    assert module.are_cut(tokenizer, texts)[::2] == [True, False] and time.process_time() - begin < 2
-    assert torch.equal(tokens[0], module.tokenize(tokenizer, ["a digit " * 100])[0])
+    tokens = module.tokenize([tokenizer], texts)["input_ids"]
+    assert module.are_cut([tokenizer], texts)[::2] == [True, False] and time.process_time() - begin < 2
+    assert torch.equal(tokens[0], module.tokenize([tokenizer], ["a digit " * 100])["input_ids"][0])

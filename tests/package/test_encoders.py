@@ -33,19 +33,20 @@ def models(tmp_path):
 
 
 def test_images_become_moments_and_prompts_the_last_hidden_state():
-    vae, text_encoder, tokenizer = load()
+    vae, text_encoders, tokenizers = load()
+    ids = {"input_ids": torch.tensor([[1, 2, 3]])}
     pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         moments = module.encode_images(vae, pixels)
         posterior = vae.encode(pixels / 127.5 - 1).latent_dist
-        embeds = module.encode_prompts(text_encoder, torch.tensor([[1, 2, 3]]))
-        expected = text_encoder(torch.tensor([[1, 2, 3]])).last_hidden_state
+        embeds = module.encode_prompts(text_encoders, ids)["prompt_embeds"]
+        expected = text_encoders[0](ids["input_ids"]).last_hidden_state
     torch.testing.assert_close(moments, torch.cat([posterior.mean, posterior.std], dim=1))
     assert torch.equal(embeds, expected) and embeds.shape == (1, 3, 32)
     assert module.vae_scale_factor(vae) == 2 and moments.shape == (3, 8, 8, 8)
     low = load(dtype=torch.bfloat16)
     with torch.no_grad():
-        close, text = module.encode_images(low[0], pixels), module.encode_prompts(low[1], torch.tensor([[1, 2, 3]]))
+        close, text = module.encode_images(low[0], pixels), module.encode_prompts(low[1], ids)["prompt_embeds"]
     assert close.dtype == text.dtype == torch.float32 and 0 < (close - moments).abs().max() < 0.1
 
 
@@ -60,13 +61,13 @@ def make_tiny(folder, **config):
 def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
     made = make_tiny(tmp_path / "tiny")
     apart = [f"--vae_name_or_path={tmp_path / 'tiny'}", f"--text_encoder_name_or_path={MODELS / 'text_encoder'}"]
-    vae, text_encoder, tokenizer = load(*apart, f"--tokenizer_name_or_path={MODELS / 'tokenizer'}")
+    vae, text_encoders, tokenizers = load(*apart, f"--tokenizer_name_or_path={MODELS / 'tokenizer'}")
     assert isinstance(vae, AutoencoderTiny) and module.vae_scale_factor(vae) == 2 and not vae.training
-    module.try_models(vae, text_encoder)
+    module.try_models(vae, text_encoders)
     pixels = torch.randint(256, (2, 1, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
         torch.testing.assert_close(module.encode_images(vae, pixels), made.eval().encode(pixels / 127.5 - 1).latents)
-    described, whole = module.describe_models(vae, text_encoder, tokenizer), module.describe_models(*load())
+    described, whole = module.describe_models(vae, text_encoders, tokenizers), module.describe_models(*load())
     assert described["vae"]["class"] == "AutoencoderTiny"
     assert described["vae"]["scaling_factor"] == made.config.scaling_factor
     assert {k: v for k, v in described.items() if k != "vae"} == {k: v for k, v in whole.items() if k != "vae"}
@@ -76,7 +77,7 @@ def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
         f"{tmp_path / 'both'} does not hold the model of", argv=[f"--text_encoder_name_or_path={tmp_path / 'both'}"]
     )
     shutil.copytree(MODELS / "tokenizer", tmp_path / "both", dirs_exist_ok=True)
-    assert len(load(f"--text_encoder_name_or_path={tmp_path / 'both'}")[2]) == len(tokenizer)
+    assert len(load(f"--text_encoder_name_or_path={tmp_path / 'both'}")[2][0]) == len(tokenizers[0])
 
 
 def test_models_that_lack_weights_are_refused(models):
@@ -126,11 +127,11 @@ def test_an_old_tokenizer_cuts_where_the_text_encoder_ends(models):
     """One without tokenizer_config.json knows no end of its own."""
     path = models / "tokenizer/tokenizer_config.json"
     content = json.loads(path.read_text())
-    assert load()[2].model_max_length == 8
+    assert load()[2][0].model_max_length == 8
     path.write_text(json.dumps({**content, "model_max_length": 10**30}))
-    assert load(f"--pretrained_model_name_or_path={models}")[2].model_max_length == 8
+    assert load(f"--pretrained_model_name_or_path={models}")[2][0].model_max_length == 8
     path.write_text(json.dumps({**content, "model_max_length": 5}))
-    assert load(f"--pretrained_model_name_or_path={models}")[2].model_max_length == 5
+    assert load(f"--pretrained_model_name_or_path={models}")[2][0].model_max_length == 5
 
 
 def test_the_hash_sees_values_not_names(tmp_path):
@@ -153,19 +154,19 @@ def test_the_hash_sees_values_not_names(tmp_path):
 def test_every_difference_of_models_is_described():
     seen = []
     for change in ("nothing", "scaling_factor", "weight", "bias", "tokens", "limit", "nothing"):
-        vae, text_encoder, tokenizer = load()
+        vae, text_encoders, tokenizers = load()
         with torch.no_grad():
             if change == "scaling_factor":
                 vae.register_to_config(scaling_factor=0.18215)
             elif change == "weight":
                 vae.decoder.conv_out.weight.view(-1)[-1] += 1e-3
             elif change == "bias":
-                text_encoder.final_layer_norm.bias[0] += 1e-3
+                text_encoders[0].final_layer_norm.bias[0] += 1e-3
             elif change == "tokens":
-                tokenizer.add_tokens(["<another>"])
+                tokenizers[0].add_tokens(["<another>"])
             elif change == "limit":
-                tokenizer.model_max_length = 7
-        seen.append(module.describe_models(vae, text_encoder, tokenizer))
+                tokenizers[0].model_max_length = 7
+        seen.append(module.describe_models(vae, text_encoders, tokenizers))
     assert seen[0] == seen[-1] and len({json.dumps(described) for described in seen}) == 6
     where = [[name for name in seen[0] if described[name] != seen[0][name]] for described in seen[1:-1]]
     assert where == [["vae"], ["vae"], ["text_encoder"], ["tokenizer"], ["tokenizer"]]

@@ -51,6 +51,19 @@ def test_of_several_processes_one_speaks_or_the_one_that_knows(monkeypatch, caps
     assert stop.value.code == 1 and ("why" in capsys.readouterr().err) is said
 
 
+@pytest.mark.parametrize("flag, said", [
+    ("batch_size", "try a smaller --batch_size"), ("connections", "try a smaller --num_cpus or --connections"),
+])  # fmt: skip
+def test_too_little_memory_names_a_flag_that_the_script_has(capsys, flag, said):
+    with pytest.raises(SystemExit):
+        in_one_sentence(fail_for_memory)(argparse.Namespace(**{flag: 1}))
+    assert said in capsys.readouterr().err
+
+
+def fail_for_memory(args):
+    raise MemoryError
+
+
 @pytest.mark.parametrize("error, sentence", [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "there is not enough memory (CUDA out of memory"),
     (MemoryError(), "there is not enough memory (MemoryError): try a smaller --train_batch_size"),

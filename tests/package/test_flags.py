@@ -39,6 +39,17 @@ def test_bad_values_end_with_one_line(argv, sentence, capsys):
     assert stop.value.code == 2 and sentence in capsys.readouterr().err.strip().split("\n")[-1]
 
 
+def test_8_bits_have_two_names_and_need_bitsandbytes(monkeypatch, capsys):
+    assert parse().optimizer == "adamw" and parse("--optimizer=adafactor").optimizer == "adafactor"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else name)
+    for argv in (["--use_8bit_adam"], ["--optimizer=adamw8bit"]):
+        with pytest.raises(SystemExit):
+            parse(*argv)
+        assert "--optimizer adamw8bit: `pip install bitsandbytes` first" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert parse("--use_8bit_adam").optimizer == "adamw8bit"
+
+
 def test_good_values_are_taken():
     assert parse("--lr_scheduler=piecewise_constant", "--lr_step_rules=1:1000,0.1:2000,0.01").lr_step_rules
     assert parse("--train_batch_size=auto").train_batch_size == "auto"

@@ -1,16 +1,18 @@
 """Images: every kind decodes right, what can't be read says why, and crops lie where their key says."""
 
+import contextlib
 import io
 import struct
 import zlib
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
 
 from diffusion_training.data import images
-from diffusion_training.data.images import decode_image, describe_decoder, name_image, shrink
+from diffusion_training.data.images import decode_image, describe_decoder, make_time_ids, name_image, plan_crop, shrink
 
 
 def encoded(image, format, **options):
@@ -156,6 +158,36 @@ def test_what_is_no_image_says_why(tmp_path):
     assert decode_image({"bytes": whole, "path": None}, 3, min_size=8).shape == (3, 8, 12)
 
 
+def test_an_image_lies_wherever_fsspec_reads_and_one_that_is_gone_is_gone(tmp_path):
+    fsspec.filesystem("memory").pipe("/there.png", encoded(photo(), "PNG")["bytes"])
+    assert decode_image({"bytes": None, "path": "memory://there.png"}, 3).shape == (3, 8, 12)
+    with pytest.raises(FileNotFoundError):
+        decode_image({"bytes": None, "path": str(tmp_path / "gone.png")}, 3)
+
+
+def test_pixels_that_are_kept_decoded_are_taken_as_they_are():
+    pixels = decode_image(encoded(photo(), "PNG"), 3)
+    kept = {"bytes": pixels.numpy().tobytes(), "path": None, "size": (3, 8, 12)}
+    assert torch.equal(decode_image(kept, 3), pixels)
+
+
+def test_no_more_than_a_gigabyte_is_read(tmp_path, monkeypatch):
+    class Large(bytes):
+        def __len__(self):
+            return 2**30 + 1
+
+    class File:
+        def read(self, count):
+            assert count == 2**30 + 1
+            return Large()
+
+    monkeypatch.setattr(images.fsspec, "open", lambda path: contextlib.nullcontext(File()))
+    (tmp_path / "large.png").touch()
+    for source in ({"bytes": Large(), "path": None}, {"bytes": None, "path": str(tmp_path / "large.png")}):
+        with pytest.raises(ValueError, match="it has more than 1 GiB"):
+            decode_image(source, 3)
+
+
 def test_an_image_is_known_by_its_file_or_row():
     assert name_image(3, {"bytes": b"", "path": "a\x1b[31mb.png"}) == "a?[31mb.png"
     assert name_image(3, {"bytes": b"", "path": None}) == name_image(3, None) == "row 3"
@@ -171,6 +203,24 @@ def test_crops_are_square_and_in_their_place():
     assert shrink(sharp, 40, (0, 0)).aminmax() == (0, 1)  # bicubic swings beyond
     few = shrink(ramp, 3, (0, 0), "nearest-exact")
     assert set(few.flatten().tolist()) <= set(range(10))
+
+
+def test_a_crop_has_at_least_a_pixel():
+    assert plan_crop(1, 5, (256, 64), (0, 0)) == plan_crop(5, 1, (64, 256), (0, 0)) == (0, 0, 1, 1)
+
+
+def test_what_is_told_of_sizes_is_of_the_image_as_it_is_seen():
+    """20 x 30 pixels become 8 x 12, of which a crop of 8 x 8 begins at 1, or mirrored at 3; of a square at 0."""
+    sizes, corners = torch.tensor([[20, 30], [20, 30], [30, 30]]), torch.tensor([[0, 1], [0, 1], [0, 0]])
+    told = make_time_ids(sizes, corners, (8, 8), torch.tensor([False, True, True]))
+    assert told.tolist() == [[20, 30, 0, 1, 8, 8], [20, 30, 0, 3, 8, 8], [30, 30, 0, 0, 8, 8]]
+    (told,) = make_time_ids(torch.tensor([[30, 20]]), torch.tensor([[2, 0]]), (8, 16), torch.tensor([True]))
+    assert told.tolist() == [30, 20, 2, 0, 8, 16]
+    wide, strip = torch.tensor([[20, 40]]), torch.tensor([[1, 5]])
+    (told,) = make_time_ids(wide, torch.tensor([[0, 1]]), (8, 12), torch.tensor([True]))
+    assert told.tolist() == [20, 40, 0, 3, 8, 12]
+    (told,) = make_time_ids(strip, torch.tensor([[0, 0]]), (256, 64), torch.tensor([True]))
+    assert told.tolist() == [1, 5, 0, 256, 256, 64]  # the crop is a pixel
 
 
 def test_a_strip_of_pixels_does_not_fill_the_memory():

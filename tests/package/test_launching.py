@@ -116,5 +116,5 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(tmp_pa
         raise ConnectionError("no network")
 
     monkeypatch.setattr(launch, "upload_folder", offline)
-    with pytest.raises(SystemExit, match=r"upload to me/it failed; the pipeline is whole in .* \(no network\)"):
+    with pytest.raises(SystemExit, match=r"upload to me/it failed; all is whole in .* \(no network\)"):
         end_run(Accelerator(cpu=True), lock, "Done", [], args)

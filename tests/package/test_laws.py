@@ -5,6 +5,7 @@ import collections
 import io
 import ipaddress
 import itertools
+import json
 import math
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from PIL import Image, ImageOps
 from diffusion_training.arguments import SWITCH, format_args, make_parser, number
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.files import check_output_dir, find_differences
-from diffusion_training.order import draw_choices, step_batches
+from diffusion_training.order import Order, draw_choices, step_batches
 from diffusion_training.training.progress import Progress
 from diffusion_training.web.downloads import PrivateAddress, check_address
 
@@ -40,15 +41,21 @@ LAUNCH = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))  # b
 @law(150)
 @given(
     st.integers(1, 60), st.integers(0, 2**63 - 1), st.integers(1, 3),
-    st.lists(st.tuples(LAUNCH, st.integers(1, 15)), min_size=1, max_size=8),
+    st.lists(st.tuples(LAUNCH, st.integers(1, 15)), min_size=1, max_size=8), st.integers(0, 5),
 )  # fmt: skip
-def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(num_images, seed, num_epochs, parts):
-    """`parts`: launches one after the other, each killed after so many steps; the last one runs to the end."""
+@example(30, 0, 1, [((4, 2, 2), 1), ((3, 1, 1), 99)], 13)  # as good as all is left over
+def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
+    num_images, seed, num_epochs, parts, kinds
+):
+    """`parts`: launches one after the other, each killed after so many steps; the last one runs to the end. The images
+    have so many `kinds` of sizes, and those of a micro-batch one on all processes."""
     rows, end = [3 * i + 1 for i in range(num_images)], num_epochs * num_images
+    sizes = np.random.default_rng(seed).integers(0, kinds, (3 * num_images, 2)) if kinds else None
     state, seen = {"global_step": 0, "data_step": 0, "images_seen": 0}, []
     for (batch_size, accumulation, num_processes), steps in [*parts, (parts[-1][0], math.inf)]:
-        progress = Progress(dict(state), num_images, batch_size * num_processes, accumulation)
-        ranks = [step_batches(rows, progress, seed, rank, num_processes) for rank in range(num_processes)]
+        order = Order(rows, seed, sizes)
+        progress = Progress(json.loads(json.dumps(state)), num_images, batch_size * num_processes, accumulation, order)
+        ranks = [step_batches(order, progress, rank, num_processes) for rank in range(num_processes)]
         last_step = progress.last_step(num_epochs)
         while progress.images_seen < end and steps > 0:
             epoch, steps = progress.epoch, steps - 1
@@ -62,6 +69,8 @@ def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(num
             for batches in zip(*step, strict=True):  # all have about as many
                 counts = [sum(key[2] > 0 for key in batch) for batch in batches]
                 assert max(counts) - min(counts) <= 1
+                shapes = {tuple(sizes[row]) for keys in batches for _, row, _ in keys} if kinds else {0}
+                assert len(shapes) == 1
             seen += used
             progress.advance(images, stepped=True)
             assert len(seen) == progress.images_seen
@@ -77,7 +86,10 @@ def test_the_order_of_a_step_is_that_of_seed_and_epoch_whoever_takes_it(num_imag
     def take(batch_size, accumulation, num_processes, count=2 * num_images):
         state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
         progress = Progress(state, num_images, batch_size * num_processes, accumulation)
-        ranks = [step_batches(range(num_images), progress, seed, rank, num_processes) for rank in range(num_processes)]
+        ranks = [
+            step_batches(Order(range(num_images), seed), progress, rank, num_processes)
+            for rank in range(num_processes)
+        ]
         taken = []
         while len(taken) < count:
             images, micro_batches = progress.next_step()

@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 
-from diffusion_training.order import draw_choices, step_batches, step_seed, stream_batches
+from diffusion_training.order import Order, draw_choices, step_batches, step_seed, stream_batches
 from diffusion_training.training.progress import Progress
 
 START = {"global_step": 0, "data_step": 0, "images_seen": 0}
@@ -39,7 +39,7 @@ def test_resuming_with_another_batch_repeats_and_skips_no_image():
             batch_size, accumulation, num_processes = rng.randint(1, 7), rng.randint(1, 4), rng.randint(1, 4)
             reproduction = (trial, state, num_images, batch_size, accumulation, num_processes)
             progress = Progress(json.loads(json.dumps(state)), num_images, batch_size * num_processes, accumulation)
-            ranks = [step_batches(rows, progress, seed, rank, num_processes) for rank in range(num_processes)]
+            ranks = [step_batches(Order(rows, seed), progress, rank, num_processes) for rank in range(num_processes)]
             last_step, kill = progress.last_step(num_epochs), progress.global_step + rng.randint(1, 12)
             while progress.images_seen < num_epochs * num_images and progress.global_step < kill:
                 epoch = progress.epoch
@@ -63,7 +63,7 @@ def test_resuming_with_another_batch_repeats_and_skips_no_image():
 def test_micro_batches_are_as_large_as_said_and_shared_in_turns():
     """11 images in steps of 2 micro-batches of 2 on 2 processes: 8, and the other 3."""
     progress = progress_at(0, 11, 2, accumulation=2, num_processes=2)
-    ranks = [step_batches(range(11), progress, 0, rank, 2) for rank in range(2)]
+    ranks = [step_batches(Order(range(11), 0), progress, rank, 2) for rank in range(2)]
     first = [[next(batches) for _ in range(2)] for batches in ranks]
     assert [[len(batch) for batch in mine] for mine in first] == [[2, 2], [2, 2]]
     assert {key[2] for mine in first for batch in mine for key in batch} == {2 / 8}
@@ -74,7 +74,10 @@ def test_micro_batches_are_as_large_as_said_and_shared_in_turns():
     assert [row for pair in both for row in pair] == order[:8]
     # A process with nothing left gets an image of weight 0: all must take part.
     progress = progress_at(0, 1, 4, num_processes=2)
-    assert [next(step_batches(range(1), progress, 0, rank, 2)) for rank in range(2)] == [[(0, 0, 2.0)], [(0, 0, 0.0)]]
+    assert [next(step_batches(Order(range(1), 0), progress, rank, 2)) for rank in range(2)] == [
+        [(0, 0, 2.0)],
+        [(0, 0, 0.0)],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,10 @@ def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
     assert num_images < 5 or len({tuple(order) for order in orders.values()}) == 6
     for seed, seen in itertools.product(range(2), range(2 * num_images)):
         progress = progress_at(seen, num_images, batch_size, accumulation, num_processes)
-        ranks = [step_batches(range(num_images), progress, seed, rank, num_processes) for rank in range(num_processes)]
+        ranks = [
+            step_batches(Order(range(num_images), seed), progress, rank, num_processes)
+            for rank in range(num_processes)
+        ]
         while progress.images_seen < 3 * num_images:
             epoch, begin = divmod(progress.images_seen, num_images)
             images, step = take_step(ranks, progress)
@@ -101,14 +107,14 @@ def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
 
 def test_an_epoch_may_choose_its_rows():
     choose = lambda epoch: np.array([[3, 4], [5, 6], [7, 8]][epoch])  # noqa: E731
-    batches = step_batches(choose, progress_at(1, 2, 2), 0, 0, 1)
+    batches = step_batches(Order(choose, 0), progress_at(1, 2, 2), 0, 1)
     assert [sorted(key[:2] for key in next(batches)) for _ in range(3)][1:] == [[(1, 5), (1, 6)], [(2, 7), (2, 8)]]
 
 
 def test_the_order_of_many_rows_is_held_as_numbers():
     rows = np.arange(10**6)
     tracemalloc.start()
-    first = next(step_batches(rows, progress_at(0, len(rows), 4), 0, 0, 1))
+    first = next(step_batches(Order(rows, 0), progress_at(0, len(rows), 4), 0, 1))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(first) == 4 and most < 9 * len(rows)  # bytes; a list of them takes 40
@@ -122,7 +128,9 @@ def test_seeds_and_choices_follow_from_their_key_alone():
     assert len({step_seed(*key) for key in keys}) == len(keys)  # also of another length, or beyond 32 bits
     assert step_seed("step", np.int64(7), 1) == step_seed("step", 7, 1)
     assert draw_choices(0, 1, 2).tolist() == pytest.approx([0.7288652230, 0.6749360100, 0.2133681938, 0.9351100200])
-    assert next(step_batches(range(9), progress_at(4, 9, 4), 0, 0, 1)) == [(0, row, 0.25) for row in (8, 3, 5, 2)]
+    assert next(step_batches(Order(range(9), 0), progress_at(4, 9, 4), 0, 1)) == [
+        (0, row, 0.25) for row in (8, 3, 5, 2)
+    ]
     assert draw_choices(0, 1, 2).tolist() != draw_choices(0, 1, 3).tolist() != draw_choices(0, 2, 3).tolist()
     y, x, flip, caption = draw_choices(5, None, 7)  # held out: the centre, not mirrored, a cache's caption
     assert (y, x, flip, caption) == (0.5, 0.5, 1.0, draw_choices(5, 0, 7)[3])
@@ -137,7 +145,7 @@ def stream(count):
 
 def take(rows, images_seen, batch_size, count, rank=0, num_processes=1):
     progress = progress_at(images_seen, 10**9, batch_size, num_processes=num_processes)
-    batches = stream_batches(rows, progress, 0, rank, num_processes)
+    batches = stream_batches(Order(rows, 0), progress, rank, num_processes)
     return [key for _ in range(count) for key in next(batches)]
 
 
@@ -162,8 +170,9 @@ def test_processes_read_their_own_share_of_a_stream():
 
 
 def test_a_stream_with_nothing_for_a_process_is_told():
-    with pytest.raises(SystemExit, match="process 1 finds nothing in the stream"):
+    with pytest.raises(SystemExit, match="process 1 finds nothing in the stream") as stop:
         take(datasets.Dataset.from_dict({"number": [1]}).to_iterable_dataset(), 0, 1, 1, rank=1, num_processes=2)
+    assert stop.value.alone  # the other one, which has an image, says nothing
 
 
 def test_a_stream_of_the_first_images_is_the_same_every_pass():

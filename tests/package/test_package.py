@@ -25,10 +25,12 @@ SCRIPTS = [
 LAYERS = """
 __init__ errors pillow standalone
 arguments files order loading web.pictures
-training.signs cluster data.images training.flags training.objective training.progress web.downloads
-remote data.rows data.captions data.image_cache training.models training.launch report
-latents.encoders latents.cache latents.remote_rows training.checkpoints training.held_out training.tuning web.tables
-latents.reader latents.parts training.output training.records web.shards
+training.signs cluster data.images training.flags training.lora training.objective training.progress web.downloads
+remote data.rows data.buckets data.image_cache training.models training.launch report
+training.optimizers data.captions latents.columns latents.remote_rows training.held_out web.tables
+latents.encoders training.checkpoints training.tuning web.shards
+latents.cache training.output training.records
+latents.reader latents.parts
 """
 # What a worker of a download imports: torch would take 0.8 GB of each.
 LIGHT = "errors pillow arguments files remote cluster web.pictures web.downloads web.tables web.shards".split()
@@ -111,14 +113,14 @@ def test_nothing_but_the_loss_the_step_and_phases_of_main_is_written_twice():
 
 
 def test_scripts_are_read_in_one_sitting():
-    most = {"train_unconditional": 520, "train_text_to_image": 620, "precompute_latents": 350}
+    most = {"train_unconditional": 520, "train_text_to_image": 710, "precompute_latents": 420}
     most |= {"precompute_latents_ray": 460, "download_images": 320}
     for script, count in most.items():
         path = ROOT / f"{script}.py"
         assert len(path.read_text().splitlines()) <= count, script
         (main,) = (node for node in definitions(path) if node.name == "main")
         assert main.end_lineno - main.lineno < 140, script
-    assert sum(len(path.read_text().splitlines()) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]) <= 6205
+    assert sum(len(path.read_text().splitlines()) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]) <= 6985
 
 
 def test_downloads_import_no_torch():
@@ -130,6 +132,7 @@ def test_downloads_import_no_torch():
 
 def test_what_is_imported_is_required():
     named = set(re.findall(r"^([a-z_]+)", (ROOT / "requirements.txt").read_text(), re.M))
+    named |= {"bitsandbytes"}  # of one choice of --optimizer, which says so if it is not there
     ray = named | set(re.findall(r"^([a-z_]+)", (ROOT / "requirements-ray.txt").read_text(), re.M)) | {"ray", "yarl"}
     for name, path in [*MODULES.items(), *((script, ROOT / f"{script}.py") for script in SCRIPTS)]:
         imported = set()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from diffusion_training.order import Order
 from diffusion_training.training.progress import Progress
 
 
@@ -73,6 +74,10 @@ def test_overflows_at_the_start_are_how_the_scaler_finds_its_scale_and_more_end_
     with pytest.raises(SystemExit, match="fp16 steps overflowed"):
         for _ in range(9):
             progress.advance(1, stepped=False)
+    progress = progress_at(10048, 10048, skipped=151)
+    progress.advance(1, stepped=False)  # 152 of 10,200: as many as may be
+    with pytest.raises(SystemExit, match="153 of 10201 fp16 steps overflowed"):
+        progress.advance(1, stepped=False)
 
 
 def test_its_state_is_what_it_starts_from():
@@ -80,6 +85,14 @@ def test_its_state_is_what_it_starts_from():
     walk(progress, 4)
     again = Progress(progress.state(), 10, 2, 2)
     assert walk(progress, 7) == walk(again, 7) and progress.state() == again.state()
+
+
+def test_only_an_order_of_several_sizes_is_cut_as_at_the_start():
+    start = {"global_step": 0, "data_step": 0, "images_seen": 0}
+    squares, two = Order(range(9), 0), Order(range(9), 0, [(8, 8), (8, 16), (8, 8)] * 3)
+    assert Progress(start, 9, 2, 2, squares).state() == Progress(start, 9, 2, 2).state() == start
+    state = Progress(start, 9, 2, 2, two).state()
+    assert state == {**start, "cuts": (4, 2)} == Progress(state, 9, 3, 1, two).state()
 
 
 def test_what_comes_every_step_comes_after_the_first():

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 from conftest import MODELS
-from test_cache import NUM_ROWS, make_args, make_cache
+from test_cache import LATENTS, NUM_ROWS, make_args, make_cache
 
 from diffusion_training.latents import reader as module
 from diffusion_training.latents.encoders import describe_models, load_models
@@ -71,10 +71,14 @@ def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, text):
     columns = {name: np.stack(expected[name].to_pylist()) for name in ("latents", "latents_flipped", text)}
     keys = [(epoch, row, 0.5) for epoch in range(8) for row in (10, 0, 5, 3, 4, 6)]
     batch, flipped = data[keys], 0
-    assert set(batch) == {"latents", text, "weight", "skipped"} and batch["weight"].tolist() == [0.5] * len(keys)
+    assert batch["latents_shape"] == LATENTS
+    assert set(batch) == {"latents", text, "latents_shape", "flipped", "weight", "skipped"} and batch[
+        "weight"
+    ].tolist() == [0.5] * len(keys)
     assert batch["latents"].dtype == torch.float16 and batch["skipped"] == []
     for i, (epoch, row, _) in enumerate(keys):
         mirrored = module.draw_choices(0, epoch, row)[2] < 0.5
+        assert batch["flipped"][i].item() == mirrored
         assert np.array_equal(batch["latents"][i], columns["latents_flipped" if mirrored else "latents"][row])
         assert np.array_equal(batch[text][i], columns[text][row])
         flipped += mirrored
@@ -96,12 +100,27 @@ def test_other_seeds_mirror_other_rows(cache):
     assert torch.equal(one, again) and not torch.equal(one, other)
 
 
+def test_a_cache_with_mirrored_latents_may_stand_beside_one_without(tmp_path, cache):
+    make_cache(tmp_path / "plain", "--no-random_flip", seed=1)
+    data = open_caches(tmp_path / "plain", cache, random_flip=False)
+    batch = data[[(0, row, 1.0) for row in range(6, 12)]]
+    expected = datasets.load_from_disk(str(cache)).with_format("numpy")["latents"][:]
+    assert np.array_equal(batch["latents"], expected) and not batch["flipped"].any()
+
+
 def test_rows_that_come_again_in_an_epoch_are_mirrored_anew(tmp_path, cache):
     make_cache(tmp_path / "other", seed=1)
     data = open_caches(cache, tmp_path / "other")
     again = data[[(0, 7 + len(data) * k, 1.0) for k in range(8)]]
     assert len(again["latents"].unique(dim=0)) == 2 and len(again["prompt_embeds"].unique(dim=0)) == 1
     assert torch.equal(again["prompt_embeds"][7], data[[(0, 7, 1.0)]]["prompt_embeds"][0])
+
+
+def test_a_row_is_digested_by_its_content_wherever_it_stands(tmp_path, cache):
+    make_cache(tmp_path / "other", seed=1)
+    one, other, both = open_caches(cache), open_caches(tmp_path / "other"), open_caches(tmp_path / "other", cache)
+    digests = [data.digest(row) for data in (other, one) for row in range(6)]
+    assert [both.digest(row) for row in range(12)] == digests and len({*digests} - {"None"}) == 12
 
 
 def test_empty_record_batches_are_in_nobodys_way(cache):
@@ -156,6 +175,10 @@ def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
         assert all(np.array_equal(of_epoch, range(11)) for of_epoch in count_rows(3, weights)[1])
     with pytest.raises(SystemExit, match="--latents_weights takes 0.05 of the 5 rows of b: choose a larger one"):
         count_rows(1, [1, 0.01])
+
+
+def test_an_epoch_is_filled_up_by_the_largest_remainder():
+    assert module.deal([1.2, 5.8, 3.0], 1) == [1, 6, 3] and module.deal([1.2, 5.8, 3.0], 3) == [4, 17, 9]
 
 
 # ------------------------------------------------------------------- what is refused
@@ -286,9 +309,11 @@ def test_a_cache_that_says_what_it_does_not_hold_is_refused(cache):
 
 
 def test_a_cache_of_another_format_is_refused_and_not_misread(cache):
-    for version in (1, 3):
+    for version in (1, 4):
         rewrite(cache, lambda content, version=version: content.update(format_version=version))
-        refused(cache, f"{cache} is a cache of format {version}, and this version reads 2: make it anew")
+        refused(cache, f"{cache} is a cache of format {version}, this version reads 2 and 3: make it anew")
+    rewrite(cache, lambda content: content.update(format_version=3))
+    assert len(open_caches(cache)) == 6
 
 
 # ------------------------------------------------------------------- models and caches that fit
@@ -299,9 +324,9 @@ def load():
     return load_models(args, torch.float32)
 
 
-def describe(vae, text_encoder, tokenizer, **more):
+def describe(vae, text_encoders, tokenizers, **more):
     """A cache of these models, as far as it is compared."""
-    content = describe_models(vae, text_encoder, tokenizer) | module.describe_latents(vae, 16, "moments")
+    content = describe_models(vae, text_encoders, tokenizers) | module.describe_latents(vae, 16, "moments")
     content |= {"prompt_embeds_shape": [8, 32], "text_cache": "embeddings", "captions_cut": 0, "rows": 10}
     return {**content, "transform": {"resolution": 16, "random_flip": False}, **more}, None, None
 
@@ -327,18 +352,18 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
         "text": "text_encoder.sha256 ",
         "tokens": "tokenizer.sha256 ",
     }.items():
-        vae, text_encoder, tokenizer = load()
+        vae, text_encoders, tokenizers = load()
         with torch.no_grad():
             if change == "scaling_factor":
                 vae.register_to_config(scaling_factor=0.18215)
             elif change == "weight":
                 vae.encoder.conv_in.bias[0] += 1e-3
             elif change == "text":
-                text_encoder.final_layer_norm.bias[0] += 1e-3
+                text_encoders[0].final_layer_norm.bias[0] += 1e-3
             else:
-                tokenizer.add_tokens(["<another>"])
+                tokenizers[0].add_tokens(["<another>"])
         with pytest.raises(SystemExit) as stop:
-            check(describe(vae, text_encoder, tokenizer))
+            check(describe(vae, text_encoders, tokenizers))
         assert str(stop.value).startswith(f"a does not fit these models or the first cache ({said}"), stop.value
         assert str(stop.value).count(" -> ") == 1
     for second, said in {

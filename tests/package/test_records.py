@@ -48,8 +48,8 @@ NOISE = np.random.default_rng(0).uniform(-1, 1, (2, 3, 4, 4))
 
 def step(records, number, batch=None, loss=0.5, norm=0.1, log=True, last=False, epoch=0):
     batch = batch_of(NOISE) if batch is None else batch
-    for _ in records.watch([batch], prepare):
-        pass
+    for watched in records.watch([batch]):
+        records.look(prepare)(watched)
     weight = batch["weight"].sum().item()
     records.add(torch.tensor([loss * weight, weight, norm]), len(batch["weight"]), epoch, 1e-3)
     records.update(number, log, last)
@@ -168,16 +168,17 @@ def test_the_first_images_are_measured_and_a_sign_is_told_once(tmp_path, run, ca
     assert "Worth a look" not in capfd.readouterr().err
 
 
-def test_only_the_first_hundred_images_are_looked_at(run):
-    records, looked = run(), []
+def test_only_the_first_hundred_images_are_looked_at_and_each_is_prepared_once(run):
+    records, prepared = run(), []
 
     def counting(batch):
-        looked.append(len(batch["weight"]))
+        prepared.append(len(batch["weight"]))
         return prepare(batch)
 
-    for _ in records.watch([batch_of(np.zeros((30, 3, 1, 1)))] * 9, counting):
-        pass
-    assert looked == [30] * 4
+    look = records.look(counting)
+    given = [look(batch) for batch in records.watch([batch_of(np.ones((30, 3, 1, 1)))] * 9)]
+    assert prepared == [30] * 9 and records.looked_at == 120 and records.images[-1].item() == pytest.approx(4)
+    assert all(images.shape == (30, 3, 1, 1) and (condition, more) == ({}, {}) for images, condition, more in given)
 
 
 def test_images_are_measured_by_their_weight():
@@ -230,6 +231,14 @@ def test_what_waits_for_data_is_told_what_to_turn(tmp_path):
     for argv, words in (([], "try --cache_images, or more"), (["--cache_images"], "a faster disk, or more memory")):
         argv = [f"--train_data_dir={tmp_path}", "--max_train_steps=2000", *argv]
         assert words in find_signs([record], None, train_unconditional.parse_args(argv))["waiting"]
+
+
+def test_a_lora_that_has_learned_nothing_after_100_steps_is_told(tmp_path):
+    argv = [f"--train_data_dir={tmp_path}", "--max_train_steps=2000", "--no-use_ema", "--lr_warmup_steps=0"]
+    record, args = {"loss": 1, "lr": 1e-4, "data_wait": 0, "clipped": 0}, train_unconditional.parse_args(argv)
+    for step, learned, told in [(99, 0.0, False), (100, 0.0, True), (2000, 1e-9, False)]:
+        records = [{"step": 1, **record}, {"step": step, **record, "lr": 0}]
+        assert ("lora" in find_signs(records, None, args, learned)) == told
 
 
 def test_nothing_is_told_by_other_processes(tmp_path, run):

@@ -95,6 +95,10 @@ def test_what_can_not_be_decoded_or_is_not_finite_is_no_answer(tmp_path):
 # ------------------------------------------------------------------- a batch size
 
 
+ADAMW = {"optimizer": "adamw", "learning_rate": 1e-3, "adam_weight_decay": 0.01, "adam_epsilon": 1e-8}
+ADAMW |= {"adam_beta1": 0.9, "adam_beta2": 0.999}
+
+
 class Device:
     """Its memory is full at steps of more than `most` images."""
 
@@ -106,16 +110,17 @@ class Device:
     def take_step(self, models, optimizer, batches, micro_batches, data_step):
         (batch,) = batches
         self.tried.append(len(batch["weight"]))
-        assert models["unet"] is not self.model and micro_batches == 1 and "skipped" not in batch
+        assert models["unet"] is not self.model and micro_batches == 1
         if len(batch["weight"]) > self.most:
             raise self.error
         models["unet"](batch["pixel_values"]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        self.optimizer = type(optimizer.optimizer)
 
-    def search(self, limit):
+    def search(self, limit, **flags):
         batch = {"pixel_values": torch.ones(1, 3), "weight": torch.ones(1), "skipped": []}
-        args = argparse.Namespace(gradient_checkpointing=False, use_ema=True)
+        args = argparse.Namespace(gradient_checkpointing=False, use_ema=True, **(ADAMW | flags))
         return largest_batch(Accelerator(cpu=True), {"unet": self.model}, self.take_step, batch, limit, args)
 
 
@@ -135,6 +140,12 @@ def test_the_largest_is_found_by_doubling_and_bisection_and_nothing_is_trained(m
     assert all(parameter.grad is None for parameter in device.model.parameters())
 
 
+def test_it_is_tried_with_the_optimizer_of_the_run():
+    device = Device(1)
+    device.search(2, optimizer="adafactor")
+    assert device.optimizer is torch.optim.Adafactor
+
+
 def test_when_nothing_fits_it_is_said_and_another_error_passes():
     with pytest.raises(SystemExit, match="not even one image fits: try --gradient_checkpointing"):
         Device(0).search(12)
@@ -152,6 +163,8 @@ def test_processes_agree_on_the_batch_of_the_smallest_device(tmp_path):
 
 
 class Rows(torch.utils.data.Dataset):
+    sizes = None
+
     def __getitem__(self, keys):
         assert keys == [(0, 4, 1.0)]
         return {"pixel_values": torch.ones(1, 3), "weight": torch.ones(1), "skipped": []}
@@ -164,7 +177,7 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
         accelerator = argparse.Namespace(num_processes=num_processes, print=accelerator.print)
     args = argparse.Namespace(
         train_batch_size=train_batch_size, total_batch_size=total, gradient_accumulation_steps=accumulation,
-        gradient_checkpointing=False, use_ema=True,
+        gradient_checkpointing=False, use_ema=True, **ADAMW,
     )  # fmt: skip
     models, rows = {"unet": device.model}, np.arange(4, 16)
     choose_batch_size(accelerator, models, device.take_step, Rows(), rows, before or {}, args)

@@ -194,7 +194,13 @@ def test_datasets_and_the_other_scripts_open_the_shards(here, server, tmp_path):
         assert isinstance(rows.features["image"], datasets.Image) and len(rows) == 7
         assert [row["image"].size for row in rows] == [(row["width"], row["height"]) for row in rows]
     args = precompute_latents.parse_args(
-        ["--train_data_dir", str(tmp_path / "out"), *"--vae_name_or_path a --text_encoder_name_or_path b".split()]
+        [
+            "--train_data_dir",
+            str(tmp_path / "out"),
+            "--resolution=512",
+            "--vae_name_or_path=a",
+            "--text_encoder_name_or_path=b",
+        ]
     )
     rows, column = load_rows(args, others=["text"])
     items = [transform(i, 0, rows[i], column, 3, args) for i in range(7)]

@@ -207,8 +207,9 @@ def test_bf16_is_close_and_fp16_that_overflows_is_encoded_again(tmp_path, flags,
 
 
 def test_a_text_encoder_that_overflows_is_not_cached(tmp_path, flags, monkeypatch):
-    def overflow(text_encoder, input_ids):
-        return encode_prompts(text_encoder, input_ids) * (1 if text_encoder.dtype == torch.float32 else float("inf"))
+    def overflow(text_encoders, batch):
+        factor = 1 if text_encoders[0].dtype == torch.float32 else float("inf")
+        return {name: embeds * factor for name, embeds in encode_prompts(text_encoders, batch).items()}
 
     monkeypatch.setattr(script, "encode_prompts", overflow)
     precompute(*flags, "--mixed_precision=bf16")

@@ -5,6 +5,7 @@ import ast
 import contextlib
 import functools
 import io
+import json
 import os
 import pickle
 import random
@@ -21,7 +22,19 @@ import datasets
 import fsspec
 import pytest
 import torch
-from conftest import MODELS, ROOT, finish, free_port, make_captioned, reset, start, wait_until
+from conftest import (
+    MODELS,
+    ROOT,
+    finish,
+    free_port,
+    make_captioned,
+    make_images,
+    make_masked,
+    make_sdxl,
+    reset,
+    start,
+    wait_until,
+)
 from filelock import FileLock
 from test_precompute_latents import contents
 
@@ -171,6 +184,29 @@ def test_parts_in_any_order_by_any_encoders_make_the_bytes_of_one_process(tmp_pa
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
         assert contents(tmp_path / str(count)) == whole
     assert "3 encoders of 1 CPU threads" in said and "waiting for images" in said
+
+
+def test_images_of_several_sizes_and_masks_in_parts_are_the_bytes_of_one_process(tmp_path, flags, here):
+    make_masked(tmp_path / "data")
+    flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4"]
+    precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
+    code, said = here(*flags, "--num_encoders=2")
+    assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
+    described = json.loads((tmp_path / "out/cache.json").read_text())
+    assert described["features"] == ["ragged latents", "masks"]
+
+
+def test_caches_of_sdxl_have_the_same_bytes_too(tmp_path, flags, here):
+    """Random crops and images of two shapes; embeddings and tokens; float32's VAE beside bfloat16's text encoders."""
+    make_images(tmp_path / "images", 6, size=(20, 30))
+    for kind in ("embeddings", "ids"):
+        argv = [*flags, f"--pretrained_model_name_or_path={make_sdxl(tmp_path / kind)}", "--mixed_precision=bf16"]
+        argv += ["--latents=moments", f"--text_cache={kind}"]
+        precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
+        code, said = here(*argv, "--num_encoders=3", f"--output_dir={tmp_path / kind / 'ray'}")
+        assert code == 0 and "Done: 25 rows, 1 skipped" in said, said
+        assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
+        assert b'"sdxl"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
 @pytest.mark.ci
@@ -374,12 +410,12 @@ def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(tmp_path, flags,
 
 
 class Raises(script.Encoder):
-    def cut(self, batch):
-        if batch["row"][0] == 12:
+    def load(self, batches):
+        if batches[0]["row"][0] == 12:
             with marker(self.args, "tries").open("a") as file:
                 file.write("x")
             raise RuntimeError("CUDA error: too hot")
-        return super().cut(batch)
+        return super().load(batches)
 
 
 def raising_encoder():

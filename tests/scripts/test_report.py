@@ -12,7 +12,7 @@ import time
 from html import escape, unescape
 
 import pytest
-from conftest import ROOT, make_images, metrics, patch
+from conftest import MODELS, ROOT, make_images, metrics, patch
 from PIL import Image
 
 import train_text_to_image
@@ -77,7 +77,7 @@ def write_run(tmp_path, count):
     (tmp_path / "out/samples").mkdir()
     for step in range(12):
         Image.effect_noise((600, 450), 100).save(tmp_path / f"out/samples/step-{step:07d}.png")
-    argv = ["--pretrained_model_name_or_path=x", f"--latents_dir={tmp_path / 'cache'}", "--max_train_steps=90"]
+    argv = [f"--pretrained_model_name_or_path={MODELS}", f"--latents_dir={tmp_path / 'cache'}", "--max_train_steps=90"]
     argv += [f"--output_dir={tmp_path / 'out'}"]
     argv += [f"--validation_prompts=</pre><script>document.title=1</script>{HOSTILE}"]
     return train_text_to_image.parse_args(argv)

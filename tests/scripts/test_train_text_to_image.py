@@ -275,6 +275,21 @@ def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, sour
     assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(7 / (2 * num_processes))
 
 
+@pytest.mark.parametrize("optimizer, num_processes", [("adafactor", 1), ("adamw8bit", 2)])
+def test_with_any_optimizer_a_run_goes_on_to_the_bit(tmp_path, cached, optimizer, num_processes):
+    cached = [*cached, f"--optimizer={optimizer}", "--checkpointing_steps=2", "--train_batch_size=1", "--holdout=2"]
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
+    for argv in ([f"--output_dir={whole}", "--num_train_epochs=2"], [f"--output_dir={rest}", again]):
+        argv = [*argv, "--max_train_steps=4"]
+        pids = start(lambda argv=argv: train(*cached, *argv), num_processes, tmp_path / "log")
+        assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    for part in ("checkpoint-4/unet", "checkpoint-4/unet_ema", "unet"):
+        assert_same_weights(whole / part, rest / part)
+    moments = [(folder / "checkpoint-4/optimizer.bin").read_bytes() for folder in (whole, rest)]
+    assert moments[0] == moments[1]
+
+
 def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(tmp_path, cached, monkeypatch):
     cached = [*cached, "--checkpointing_steps=2", "--validation_steps=2", "--max_train_steps=4",
               "--validation_prompts", "a digit one"]  # fmt: skip
@@ -338,8 +353,8 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images,
     train(*flags, *flip, epochs, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'cache-out'}")
     one, other = metrics(tmp_path / "images-out"), metrics(tmp_path / "cache-out")
     assert len(one) == (18 if crop else 6)
-    assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in other], rel=2e-3)
-    assert [record["grad_norm"] for record in one] == pytest.approx([r["grad_norm"] for r in other], rel=1e-2)
+    assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in other], rel=2e-4)
+    assert [record["grad_norm"] for record in one] == pytest.approx([r["grad_norm"] for r in other], rel=1e-3)
     if not crop:
         argv = [f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'c'}", "--seed=1"]
         train(*flags, *flip, epochs, *argv)
@@ -421,9 +436,10 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     cache = {"latents": "moments", "latents_shape": [8, 2, 2], "prompt_embeds_shape": [3, 5]}
     cache["vae"] = {"scaling_factor": 0.5}
     batch = {"latents": torch.cat([mean, std], 1).flatten(1).half(), "prompt_embeds": torch.ones(1000, 15).half()}
+    batch["latents_shape"] = [8, 2, 2]
 
     def prepare(cache, caption_dropout):
-        frozen = SimpleNamespace(vae=None, text_encoder=None, empty_prompt=torch.zeros(3, 5), cache=cache)
+        frozen = SimpleNamespace(vae=None, empty_prompt={"prompt_embeds": torch.zeros(3, 5)}, cache=cache)
         latents, condition, loss_inputs = script.prepare_batch(batch, frozen, caption_dropout)
         assert loss_inputs == {}
         return latents, condition["encoder_hidden_states"]
@@ -435,8 +451,8 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     assert not torch.equal(latents, again)  # another draw
     assert embeds.shape == (1000, 3, 5) and set(embeds.mean((1, 2)).tolist()) == {0.0, 1.0}
     assert 0.2 < 1 - embeds.mean() < 0.3
-    sample = {**cache, "latents": "sample", "latents_shape": [4, 2, 2]}
-    batch["latents"] = mean.flatten(1).half()
+    sample = {**cache, "latents": "sample"}
+    batch |= {"latents": mean.flatten(1).half(), "latents_shape": [4, 2, 2]}
     fixed, embeds = prepare(sample, 0.0)
     torch.testing.assert_close(fixed, mean.half().float() * 0.5)
     assert embeds.min() == 1
@@ -445,22 +461,25 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
 def test_latents_are_the_same_whatever_the_layout_of_a_vaes_output(monkeypatch):
     moments = torch.cat([torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)], 1)
     cache = {"latents": "moments", "vae": {"scaling_factor": 1.0}}
-    frozen = SimpleNamespace(vae=None, text_encoder=None, empty_prompt=torch.zeros(8, 32), cache=cache)
-    patch(monkeypatch, "encode_prompts", lambda text_encoder, input_ids: torch.ones(2, 8, 32))
-    drawn = []
+    frozen = SimpleNamespace(
+        vae=None, text_encoders=None, empty_prompt={"prompt_embeds": torch.zeros(8, 32)}, cache=cache
+    )
+    patch(monkeypatch, "encode_prompts", lambda *given: {"prompt_embeds": torch.ones(2, 8, 32)})
+    drawn, layouts = [], []
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
         patch(monkeypatch, "encode_images", lambda vae, images, layout=layout: moments.to(memory_format=layout))
         drawn.append(script.prepare_batch({"pixel_values": None, "input_ids": None}, frozen, 0.0)[0])
-    assert drawn[0].stride() != drawn[1].stride() and torch.equal(*drawn)
+        layouts.append(moments.to(memory_format=layout).stride())
+    assert layouts[0] != layouts[1] and drawn[0].stride() == drawn[1].stride() and torch.equal(*drawn)
 
 
 def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
     make_captioned(tmp_path / "images", 6, ["one", "", "two " * 50, "four", "five", "six"])
     (tmp_path / "images/4.png").write_bytes(b"no image")
     args = script.parse_args([*images, "--random_flip", "--skip_empty_captions"])
-    tokenizer = load_models(args, torch.float32)[2]
-    data = script.CaptionedImages(*load_rows(args, others=["text"]), 3, tokenizer, args)
+    tokenizers = load_models(args, torch.float32)[2]
+    data = script.CaptionedImages(*load_rows(args, others=["text"]), 3, tokenizers, None, args)
     keys = [(1, row, row / 10) for row in (4, 0, 5, 2, 2, 1)]
     batch, alone = data[keys], [data[[key]] for key in keys]
     for name in ("pixel_values", "input_ids", "weight"):
@@ -468,7 +487,7 @@ def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
     assert batch["weight"].tolist() == pytest.approx([0, 0, 0.5, 0.2, 0.2, 0])
     assert batch["skipped"] == [("4.png", "cannot identify image file"), ("1.png", "the caption is empty")]
     left = [data[[(epoch, 0, 1.0)]]["pixel_values"] for epoch in range(20)]
-    plain = script.CaptionedImages(data.rows, data.column, 3, tokenizer, script.parse_args(images))
+    plain = script.CaptionedImages(data.rows, data.column, 3, tokenizers, None, script.parse_args(images))
     flipped = [not torch.equal(one, plain[[(i, 0, 1.0)]]["pixel_values"]) for i, one in enumerate(left)]
     assert 3 < sum(flipped) < 17
     (tmp_path / "images").rename(tmp_path / "away")
@@ -499,7 +518,9 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
 
 def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
     cache = {"latents": "moments", "latents_shape": [*latents_shape]}
-    return script.make_unet(SimpleNamespace(cache=cache, empty_prompt=torch.zeros(8, embed_dim)), args)
+    return script.make_unet(
+        SimpleNamespace(cache=cache, empty_prompt={"prompt_embeds": torch.zeros(8, embed_dim)}), args
+    )
 
 
 @pytest.mark.parametrize("new", [True, False])
@@ -565,6 +586,7 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
     (["--latents_dir=s3://b/c"], "copy the cache to a disk"),
     (["--latents_dir=a", "--train_data_dir=."], "--latents_dir excludes"),
     (["--latents_dir=a", "--latents_weights", "1", "2"], "2 for 1 --latents"),
+    (["--latents_dir", "a", "b", "./a", "--latents_weights", "1", "2", "3"], "--latents_dir names a cache twice"),
     (["--train_data_dir=.", "--latents_weights=1"], "1 for 0 --latents_dir"),
     (["--latents_dir=a", "--latents_weights=0"], "0 is not between 0.001 and"),
     (["--latents_dir=a", "--latents_weights=nan"], "nan is not between 0.001"),

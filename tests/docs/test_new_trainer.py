@@ -1,0 +1,114 @@
+"""docs/new-trainer.md: the trainer that the page builds up is one, with what it promises without a line of its own."""
+
+import importlib.util
+import json
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, assert_same_weights, checkpoints, finish, launch, metrics, patch, reset, start
+from diffusers import UNet2DModel
+from PIL import Image
+
+PAGE = (ROOT / "docs/new-trainer.md").read_text()
+CODE = "\n\n\n".join(block.strip("\n") for block in re.findall(r"```python\n(.*?)```", PAGE, re.S)) + "\n"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """The page's code as a module."""
+    path = tmp_path / "train_rectified_flow.py"
+    path.write_text(CODE)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def flags(tmp_path):
+    return [f"--train_data_dir={ROOT / 'demo/digits'}", f"--output_dir={tmp_path / 'out'}", "--report_to=none",
+            "--max_train_samples=40", "--train_batch_size=8", "--num_train_epochs=2", "--logging_steps=1",
+            "--lr_warmup_steps=2", "--num_inference_steps=2", "--resume_from_checkpoint=latest"]  # fmt: skip
+
+
+def test_it_is_short():
+    assert len(CODE.splitlines()) <= 180
+
+
+def test_it_learns_and_leaves_what_it_says(script, flags, tmp_path, monkeypatch):
+    patch(monkeypatch, "draw_curves", lambda *args, **options: None)
+    script.main(
+        script.parse_args([*flags, "--max_train_samples=400", "--num_train_epochs=6", "--train_batch_size=32"])
+    )
+    losses = [record["loss"] for record in metrics(tmp_path / "out")]
+    assert len(losses) == 6 * 13 and sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    unet = UNet2DModel.from_pretrained(tmp_path / "out/unet")
+    with torch.no_grad():
+        assert unet(torch.zeros(1, 1, 8, 8), 500, class_labels=torch.tensor([3])).sample.shape == (1, 1, 8, 8)
+    (samples,) = (tmp_path / "out/samples").glob("*.png")
+    assert Image.open(samples).height > 10 * 8 and (tmp_path / "out/report.html").exists()
+    assert "rectified-flow" in (tmp_path / "out/README.md").read_text()
+
+
+def test_the_line_leads_from_noise_to_the_image(script):
+    """A model that knows the image tells where the line leads, at any time, and draws it in any number of steps."""
+    image = torch.rand(1, 1, 8, 8) * 2 - 1
+
+    class Knows(torch.nn.Module):
+        def forward(self, x, timestep, class_labels):
+            t = (timestep / 1000).view(-1, 1, 1, 1)
+            return torch.nn.Module(), (x - image) / t
+
+    class Unet(Knows):
+        def forward(self, *given, **labels):
+            return type("Output", (), {"sample": super().forward(*given, **labels)[1]})
+
+    images, labels = image.expand(6, -1, -1, -1), {"class_labels": torch.zeros(6, dtype=torch.long)}
+    loss = script.compute_loss({"unet": Unet()}, images, labels, torch.full((6,), 1 / 6))
+    assert loss < 1e-6
+    args = script.parse_args(["--train_data_dir=.", "--num_inference_steps=3"])
+    drawn = torch.tensor(script.draw(Unet(), torch.device("cpu"), args)).float().permute(0, 1, 4, 2, 3) / 127.5 - 1
+    assert (drawn - image).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, num_processes):
+    flags += ["--gradient_accumulation_steps=2", "--checkpointing_steps=1", "--train_batch_size=4"]
+
+    def run(*more, dies_after=None):
+        def train():
+            reset()
+            if dies_after:
+                step = script.train_step
+
+                def dying(*given):
+                    if given[-1] == dies_after:
+                        raise KeyboardInterrupt
+                    return step(*given)
+
+                script.train_step = dying
+            script.main(script.parse_args([*flags, *more]))
+
+        pids = start(train, num_processes, log=tmp_path / "log")
+        codes = finish(pids)
+        assert (set(codes) == {0}) == (dies_after is None), (tmp_path / "log").read_text()
+
+    run(f"--output_dir={tmp_path / 'whole'}")
+    run(dies_after=3)
+    assert "checkpoint-3" in checkpoints(tmp_path / "out") and not (tmp_path / "out/unet").exists()
+    run()
+    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name[11:]))
+    for name in ("unet", "unet_ema"):
+        assert_same_weights(tmp_path / "whole" / last / name, tmp_path / "out" / last / name)
+    states = [json.loads((tmp_path / name / last / "trainer_state.json").read_text()) for name in ("whole", "out")]
+    assert states[0]["images_seen"] == states[1]["images_seen"] == 80
+
+
+@pytest.mark.ci
+def test_it_is_launched_on_two_processes(script, flags, tmp_path):
+    command = ["--multi_gpu", "--num_processes=2", "--main_process_port=0", tmp_path / "train_rectified_flow.py"]
+    done = launch(*command, *flags, env={"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and "Done: unet/, samples/ and report.html" in done.stdout, done.stderr

@@ -1,0 +1,25 @@
+"""The workflow and the hooks: what they run is there, in versions that CI passed with."""
+
+import re
+import subprocess
+import sys
+
+from conftest import ROOT
+
+
+def test_the_workflow_fits_its_schema_and_runs_what_is_there():
+    path = ROOT / ".github/workflows/test.yml"
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    text = path.read_text()
+    assert "run: .ci/run" in text and (ROOT / ".ci/run").exists()
+    for name in re.findall(r"-r (\S+)", text) + re.findall(r"pytest (tests\S+)", text):
+        assert (ROOT / name).exists(), name
+    named = re.search(r"Python (3\.\d+) or later", (ROOT / "README.md").read_text())[1]
+    assert f'python-version: "{named}"' in text  # the oldest that the README names
+
+
+def test_hooks_have_the_version_that_ci_has():
+    (version,) = re.findall(r"rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert f"ruff=={version}\n" in (ROOT / "constraints.txt").read_text()

@@ -1,0 +1,162 @@
+"""LoRA: what is trained, shared and refused, and files with which others get the trained model at strength 1."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from conftest import make_models, open_pipeline
+from diffusers import UNet2DConditionModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from diffusion_training.training.lora import add_lora, list_lora_b, load_adapter, save_adapter, save_lora
+from diffusion_training.training.models import copy_trained, list_parameters, start_average, update_ema
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("base"))
+
+
+def adapted(base, dtype=torch.float32, sha256="base", seed=0, **flags):
+    """A U-Net with an adapter whose B are as if it had been trained."""
+    flags = {"rank": 4, "lora_alpha": None, "lora_layers": "attention", "lora_dropout": 0.0, "use_dora": False} | flags
+    unet = UNet2DConditionModel.from_pretrained(base, subfolder="unet").eval()
+    torch.manual_seed(seed)
+    add_lora(unet, sha256, dtype, argparse.Namespace(**flags))
+    with torch.no_grad():
+        for weight in list_lora_b({"unet": unet}):
+            weight.normal_(std=0.3)
+    return unet
+
+
+def predict(unet):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return unet(torch.randn(2, 4, 8, 8), torch.tensor([5, 900]), torch.randn(2, 8, 32)).sample
+
+
+@pytest.mark.parametrize("layers", ["attention", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_adapter_is_trained_and_in_float32(base, layers, dtype):
+    unet = adapted(base, dtype, lora_layers=layers, use_dora=True)
+    for name, weight in unet.named_parameters():
+        assert weight.requires_grad == ("lora_" in name) and weight.dtype == (
+            torch.float32 if "lora_" in name else dtype
+        )
+    ends = {name.split(".lora_A")[0].split(".")[-1] for name, _ in unet.named_parameters() if "lora_A" in name}
+    assert ({"conv1", "proj_in", "2"} <= ends) == (layers == "all") and "to_q" in ends
+    assert sum(map(torch.Tensor.numel, list_parameters({"unet": unet}))) == sum(
+        weight.numel() for name, weight in unet.named_parameters() if "lora_" in name
+    )
+
+
+def test_magnitudes_are_those_of_the_exact_weights(base):
+    """So that a DoRA begins as its base, also where that is kept in bfloat16."""
+    exact, half = (adapted(base, dtype, use_dora=True) for dtype in (torch.float32, torch.bfloat16))
+    pairs = zip(exact.named_parameters(), half.named_parameters(), strict=True)
+    found = [torch.equal(one, other) for (name, one), (_, other) in pairs if "magnitude" in name]
+    assert len(found) > 4 and all(found)
+
+
+def test_averages_and_trial_copies_share_what_is_frozen(base):
+    models = {"unet": adapted(base)}
+    averaged = start_average(models)
+    for copied in (averaged["unet"], copy_trained(models["unet"])):
+        for one, other in zip(models["unet"].parameters(), copied.parameters(), strict=True):
+            assert (one is other) != one.requires_grad and (one is other) == (one.data_ptr() == other.data_ptr())
+    assert not any(weight.requires_grad for weight in averaged["unet"].parameters())
+    before = [weight.clone() for weight in models["unet"].parameters()]
+    with torch.no_grad():
+        for weight in list_parameters(models):
+            weight += 1
+    update_ema(averaged, models, 1, argparse.Namespace(ema_max_decay=0.9, ema_power=0.75, ema_inv_gamma=1.0))
+    for one, other, was in zip(averaged["unet"].parameters(), models["unet"].parameters(), before, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, was) != other.requires_grad  # the first step copies
+
+
+FORMS = [{"lora_alpha": 1}, {}, {"lora_alpha": 16}, {"rank": 3, "lora_alpha": 10, "lora_layers": "all"}]
+
+
+@pytest.mark.parametrize(
+    "flags, kohya", [*((form, kohya) for form in FORMS for kohya in (False, True)), ({"use_dora": True}, False)]
+)
+def test_every_reader_gets_the_trained_model_at_strength_1(tmp_path, base, flags, kohya, monkeypatch):
+    """Whatever alpha was, through diffusers' own reader; rounding to float16 is left out."""
+    unet = adapted(base, **flags)
+    monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
+    save_lora({"unet": unet}, tmp_path, argparse.Namespace(output_kohya_format=kohya))
+    name = "pytorch_lora_weights_kohya.safetensors" if kohya else "pytorch_lora_weights.safetensors"
+    pipeline = open_pipeline(base)
+    without = predict(pipeline.unet.eval())
+    pipeline.load_lora_weights(tmp_path, weight_name=name)
+    trained, found = predict(unet), predict(pipeline.unet)
+    effect = (trained - without).abs().max()
+    assert effect > 0.01 and (found - trained).abs().max() < 1e-5 * effect
+    if kohya:
+        weights = load_file(tmp_path / name)
+        with safe_open(tmp_path / name, "pt") as file:
+            about = file.metadata()
+        rank = str(flags.get("rank", 4))
+        assert {str(int(value)) for key, value in weights.items() if key.endswith(".alpha")} == {rank}
+        assert about == {
+            "ss_network_module": "networks.lora", "ss_network_dim": rank, "ss_network_alpha": rank,
+            "ss_base_model_version": "sd_v1",
+        }  # fmt: skip
+        assert "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight" in weights
+
+
+def test_the_averaged_adapter_is_what_is_given_away(tmp_path, base):
+    models = {"unet": adapted(base), "unet_ema": adapted(base, seed=1)}
+    args = argparse.Namespace(output_kohya_format=False)
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    save_lora(models, tmp_path / "one", args)
+    save_lora({"unet": models["unet_ema"]}, tmp_path / "other", args)
+    one, other = (load_file(tmp_path / name / "pytorch_lora_weights.safetensors") for name in ("one", "other"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    with torch.no_grad():
+        list_lora_b(models)[-1].fill_(70000.0)  # the average's; beyond float16
+    with pytest.raises(ValueError, match="the weights of the adapter are not finite in float16"):
+        save_lora(models, tmp_path, args)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_what_is_loaded_is_what_was_saved_and_no_base_weight_is_in_it(tmp_path, base, use_dora):
+    unet, other = (adapted(base, lora_layers="all", use_dora=use_dora, seed=seed) for seed in (0, 1))
+    save_adapter(unet.to(memory_format=torch.channels_last), tmp_path / "unet")  # as on CUDA
+    assert sum(value.numel() for value in load_file(tmp_path / "unet/adapter_model.safetensors").values()) == sum(
+        weight.numel() for weight in list_parameters({"unet": unet})
+    )
+    load_adapter(other, tmp_path / "unet")
+    assert all(torch.equal(*pair) for pair in zip(unet.parameters(), other.parameters(), strict=True))
+
+
+def test_another_base_or_form_is_refused_and_dropout_may_change(tmp_path, base):
+    save_adapter(adapted(base), tmp_path / "unet")
+    load_adapter(adapted(base, lora_dropout=0.5), tmp_path / "unet")
+    load_adapter(adapted(base, torch.bfloat16, lora_layers="to_v, to_q,to_k,to_out.0"), tmp_path / "unet")  # the same
+    for flags, said in [
+        ({"sha256": "x"}, "other weights of the base"), ({"rank": 2}, "r 4 -> 2, lora_alpha 4 -> 2"),
+        ({"lora_alpha": 8}, "lora_alpha 4 -> 8"), ({"use_dora": True}, "use_dora False -> True"),
+        ({"lora_layers": "to_q"}, r"target_modules \['to_k', .*\] -> \['to_q'\]"),
+    ]:  # fmt: skip
+        with pytest.raises(SystemExit, match=rf"unet is of another LoRA \({said}\): keep base and flags as they were"):
+            load_adapter(adapted(base, **flags), tmp_path / "unet")
+    config = json.loads((tmp_path / "unet/adapter_config.json").read_text())
+    assert config["r"] == 4 and config["base_sha256"] == "base" and config["lora_dropout"] == 0
+
+
+@pytest.mark.parametrize("flags, said", [
+    ({"lora_layers": "to_q,to_x"}, "the model has no to_x"),
+    ({"lora_layers": "nothing"}, "nothing"),
+    ({"lora_layers": ""}, "--lora_layers : no adapter"),
+    ({"lora_layers": "norm1"}, "norm1"),
+    ({"lora_layers": "attn1"}, "not supported"),
+    ({"rank": 9}, "has a rank of 8 itself"),
+])  # fmt: skip
+def test_layers_that_take_no_adapter_are_one_sentence(base, flags, said):
+    with pytest.raises(SystemExit, match="no adapter of rank .* goes there") as stop:
+        adapted(base, **flags)
+    assert said in str(stop.value) and len(str(stop.value)) < 600

@@ -1,0 +1,110 @@
+"""Optimizers: any goes on from a checkpoint with the same bits, and takes the rate of the run that goes on."""
+
+import argparse
+import io
+
+import pytest
+import torch
+
+from diffusion_training.training.optimizers import load_optimizer, make_optimizer
+
+KINDS = ["adamw", "adamw8bit", "adafactor"]
+
+
+def make(kind, seed=0, scaler=None, **flags):
+    """({name: model}, its optimizer); of a weight of 4,900 numbers bitsandbytes keeps 8 bits, of small ones all."""
+    torch.manual_seed(seed)
+    models = {"unet": torch.nn.Sequential(torch.nn.Conv2d(70, 70, 1), torch.nn.Linear(5, 3))}
+    models["unet"].append(torch.nn.Linear(9, 9).requires_grad_(False))
+    flags = {"learning_rate": 1e-2, "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-7} | flags
+    args = argparse.Namespace(optimizer=kind, adam_weight_decay=0.1, **flags)
+    return models, make_optimizer(models, scaler, args)
+
+
+def train(models, optimizer, steps):
+    for step in steps:
+        torch.manual_seed(step)
+        for parameter in models["unet"].parameters():
+            parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def go_on(optimizer, other):
+    """Into `other` by way of a file, from which nothing is unpickled."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    load_optimizer(other, torch.load(file, weights_only=True))
+
+
+def tensors(optimizer):
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_to_the_bit(kind):
+    models, optimizer = make(kind)
+    train(models, optimizer, range(3))
+    others, other = make(kind, seed=1)
+    others["unet"].load_state_dict(models["unet"].state_dict())
+    go_on(optimizer, other)
+    for one, copied in ((models, optimizer), (others, other)):
+        train(one, copied, range(3, 6))
+    pairs = zip(models["unet"].parameters(), others["unet"].parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert all(torch.equal(*pair) for pair in zip(tensors(optimizer), tensors(other), strict=True))
+    assert (torch.uint8 in {value.dtype for value in tensors(other)}) == (kind == "adamw8bit")
+    assert len(optimizer.state) == 4  # nothing of what is frozen
+    fresh = [weight for weight in make(kind)[0]["unet"].parameters() if weight.requires_grad]
+    assert not any(torch.equal(weight, moved) for weight, moved in zip(fresh, optimizer.state, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_flags_of_this_run_count_and_all_else_is_loaded_whole(kind):
+    models, optimizer = make(kind)
+    train(models, optimizer, range(1))
+    optimizer.param_groups[0]["d_of_prodigy"] = 0.7  # what an optimizer keeps for itself
+    flags = {"learning_rate": 3e-4, "adam_beta1": 0.5, "adam_epsilon": 1e-3}
+    _, other = make(kind, **flags)
+    go_on(optimizer, other)
+    (group,) = other.param_groups
+    assert group["lr"] == group["initial_lr"] == 3e-4 and group["weight_decay"] == 0.1
+    assert group["d_of_prodigy"] == 0.7
+    if kind != "adafactor":
+        assert tuple(group["betas"]) == (0.5, 0.99) and group["eps"] == 1e-3
+
+
+def test_with_a_scaler_nothing_is_fused_also_if_it_was():
+    models, optimizer = make("adamw")
+    train(models, optimizer, range(1))
+    _, other = make("adamw", scaler="one")
+    go_on(optimizer, other)
+    assert optimizer.param_groups[0]["fused"] and not other.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_get_the_layout_of_their_parameters(kind):
+    """Saved channels_last on CUDA; and bitsandbytes undoes it at its first step, so there it is from the start."""
+    models, _ = make(kind)
+    models["unet"][0] = torch.nn.Conv2d(70, 70, 3).to(memory_format=torch.channels_last)
+    flags = argparse.Namespace(optimizer=kind, adam_weight_decay=0.1, learning_rate=1e-2, adam_beta1=0.9)
+    flags.adam_beta2, flags.adam_epsilon = 0.99, 1e-7
+    optimizer, weight = make_optimizer(models, None, flags), models["unet"][0].weight
+    assert weight.is_contiguous() == (kind == "adamw8bit")
+    before = weight.stride()
+    train(models, optimizer, range(2))
+    assert weight.stride() == before
+    other = {"unet": torch.nn.Sequential(torch.nn.Conv2d(70, 70, 3), *models["unet"][1:])}
+    copied = make_optimizer(other, None, flags)
+    go_on(optimizer, copied)
+    for name, value in copied.state[other["unet"][0].weight].items():
+        if torch.is_tensor(value) and value.shape == weight.shape:
+            assert value.is_contiguous() and torch.equal(value, optimizer.state[weight][name])
+
+
+def test_another_model_is_an_error():
+    _, optimizer = make("adamw")
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError):
+        go_on(optimizer, other)

@@ -1,0 +1,327 @@
+"""Images of several sizes, and masks: from a cache and from images, killed and resumed, for SD and SDXL."""
+
+import json
+import os
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    SHAPES,
+    assert_same_weights,
+    checkpoints,
+    finish,
+    launch,
+    make_masked,
+    make_models,
+    make_sdxl,
+    metrics,
+    patch,
+    reset,
+    start,
+)
+from PIL import Image
+
+import precompute_latents
+import train_text_to_image as script
+
+pytestmark = pytest.mark.usefixtures("without_figures")
+
+
+@pytest.fixture
+def data(tmp_path):
+    return make_masked(tmp_path / "data")
+
+
+def transform_flags(tmp_path, *flags):
+    return [f"--train_data_dir={tmp_path / 'data'}", "--resolution=16", "--bucket_step=4", "--random_flip",
+            "--dataloader_num_workers=0", *flags]  # fmt: skip
+
+
+def precompute(*argv):
+    reset()
+    precompute_latents.main(precompute_latents.parse_args(list(map(str, argv))))
+    reset()
+
+
+def make_cache(tmp_path, models, *flags, name="cache"):
+    options = ["--batch_size=2", "--rows_per_shard=5", f"--output_dir={tmp_path / name}"]
+    precompute(*transform_flags(tmp_path), f"--pretrained_model_name_or_path={models}", *options, *flags)
+    return tmp_path / name
+
+
+def train_flags(tmp_path, models, out="out", *flags):
+    return [f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / out}", "--train_batch_size=2",
+            "--num_train_epochs=2", "--learning_rate=1e-3", "--lr_warmup_steps=0", "--logging_steps=1",
+            "--report_to=none", *flags]  # fmt: skip
+
+
+def train(*argv):
+    reset()
+    script.main(script.parse_args([str(arg) for arg in argv]))
+
+
+def refused(capfd, function, *argv):
+    with pytest.raises(SystemExit) as stop:
+        function(*argv)
+    error = capfd.readouterr().err
+    assert stop.value.code in (1, 2) and "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize("make", [make_models, make_sdxl])
+def test_training_from_the_cache_equals_training_on_the_images(tmp_path, data, make):
+    models = make(tmp_path)
+    cache = make_cache(tmp_path, models, "--center_crop")
+    holds = ["--holdout=2", "--random_flip"]
+    train(*train_flags(tmp_path, models, "one"), f"--latents_dir={cache}", *holds)
+    train(*train_flags(tmp_path, models, "two"), *transform_flags(tmp_path, "--center_crop"), *holds)
+    one, other = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for name in ("loss", "grad_norm", "held_out_loss"):
+        values = [[record[name] for record in records if name in record] for records in (one, other)]
+        assert len(values[0]) >= 1 and values[0] == pytest.approx(values[1], rel=1e-3), name
+
+
+def test_a_cache_holds_each_size_and_its_mask(tmp_path, data, monkeypatch):
+    models = make_models(tmp_path)
+    cache = make_cache(tmp_path, models, "--center_crop")
+    rows = datasets.load_from_disk(str(cache))
+    described = json.loads((cache / "cache.json").read_text())
+    assert described["format_version"] == 3 and described["features"] == ["ragged latents", "masks"]
+    assert described["latents_shape"] == [8, 8, 8] and described["transform"]["bucket_step"] == 4
+    assert rows["key"][:] == [f"{i:02}.png" for i in range(12)]
+    sizes = {(20, 24): [8, 8], (40, 20): [10, 6], (18, 50): [6, 10], (30, 30): [8, 8]}
+    for i, row in enumerate(rows):
+        height, width = row["size"]
+        assert row["size"] == sizes[SHAPES[i % 4]]
+        assert len(row["latents"]) == len(row["latents_flipped"]) == 8 * height * width
+        mask = np.array(row["mask"]).reshape(height, width)
+        assert (mask == 255).all() == (i % 3 > 0)
+    # A white half is a white half of the latents, and of the mirrored ones the other
+    half = np.zeros((30, 30), np.uint8)
+    half[:, :15] = 255
+    Image.fromarray(half).save(data / "03.mask.png")
+    again = make_cache(tmp_path, models, "--center_crop", name="again")
+    mask = np.array(datasets.load_from_disk(str(again))["mask"][3]).reshape(8, 8)
+    assert mask[:, :3].min() > 250 and mask[:, 5:].max() < 5
+    flags = [*train_flags(tmp_path, models), f"--latents_dir={again}", "--random_flip"]
+    dataset, frozen = script.load_data(*accelerate(script.parse_args(flags)))
+    for epoch in range(4):
+        batch = dataset[[(epoch, 3, 1.0)]]
+        mask = script.prepare_batch(batch, frozen, 0.0)[2]["mask"]
+        white = mask[..., 5:] if batch["flipped"] else mask[..., :3]
+        assert mask.shape == (1, 1, 8, 8) and white.min() > 0.98 and mask.mean() < 0.52
+
+
+def accelerate(args):
+    from accelerate import Accelerator
+
+    reset()
+    args.mixed_precision = "no"
+    return Accelerator(cpu=True), args
+
+
+def test_what_a_mask_hides_does_not_move_the_weights(tmp_path, data):
+    """With a black mask over the right half, whatever stands there, the loss is the same."""
+    models, losses = make_models(tmp_path), []
+    for name in os.listdir(data):
+        if name.endswith(".png"):
+            with Image.open(data / name) as image:
+                mask = np.zeros((image.height, image.width), np.uint8)
+            mask[:, : image.width // 2] = 255
+            Image.fromarray(mask).save(data / f"{name.split('.')[0]}.mask.png")
+    unet = script.make_unet
+    for masked in (True, False):
+        flags = [*train_flags(tmp_path, models, f"out-{masked}"), *transform_flags(tmp_path, "--max_train_steps=1")]
+        if not masked:
+            for path in data.glob("*.mask.png"):
+                path.unlink()
+        train(*flags)
+        losses.append(metrics(tmp_path / f"out-{masked}")[0]["loss"])
+    assert script.make_unet is unet and 0.3 < losses[0] / losses[1] < 0.7  # the mean is over all pixels
+
+
+@pytest.mark.parametrize("source", ["cache", "images"])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_stopped_and_resumed_is_bit_identical(tmp_path, data, source, num_processes):
+    models = make_models(tmp_path)
+    if source == "cache":
+        given = [f"--latents_dir={make_cache(tmp_path, models)}", "--random_flip"]
+    else:
+        given = transform_flags(tmp_path)
+    flags = [*train_flags(tmp_path, models), *given, "--checkpointing_steps=1", "--holdout=1"]
+
+    def run(*more):
+        pids = start(lambda: train(*flags, *more), num_processes, log=tmp_path / "log")
+        assert finish(pids) == [0] * num_processes, (tmp_path / "log").read_text()
+
+    run(f"--output_dir={tmp_path / 'whole'}")
+    run("--max_train_steps=3")
+    run("--resume_from_checkpoint=latest")
+    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name[11:]))
+    for name in ("unet", "unet_ema"):
+        assert_same_weights(tmp_path / "whole" / last / name, tmp_path / "out" / last / name)
+    losses = [[r["loss"] for r in metrics(tmp_path / name) if "loss" in r] for name in ("whole", "out")]
+    assert losses[0] == losses[1]
+
+
+def test_resuming_with_another_batch_repeats_and_skips_no_image(tmp_path, data, monkeypatch):
+    models, seen = make_models(tmp_path), []
+    cache = make_cache(tmp_path, models)
+    load = script.CachedLatents.__getitem__
+    real = script.train_step
+
+    def note(dataset, keys):
+        shapes = {tuple(dataset.sizes[row]) for _, row, _ in keys}
+        assert len(shapes) == 1
+        batch = load(dataset, keys)
+        return {**batch, "keys": keys}
+
+    def step(accelerator, scheduler, args, prepare, models, optimizer, batches, micro_batches, data_step):
+        taken = [next(batches) for _ in range(micro_batches)]
+        seen.extend(key for batch in taken for key in batch["keys"] if key[2])
+        return real(
+            accelerator, scheduler, args, prepare, models, optimizer, iter(taken), micro_batches, data_step
+        )  # fmt: skip
+
+    monkeypatch.setattr(script.CachedLatents, "__getitem__", note)
+    monkeypatch.setattr(script, "train_step", step)
+    flags = [*train_flags(tmp_path, models), f"--latents_dir={cache}", "--checkpointing_steps=1"]
+    train(*flags, "--max_train_steps=2")
+    train(*flags, "--resume_from_checkpoint=latest", "--train_batch_size=3", "--max_train_steps=4")
+    train(*flags, "--resume_from_checkpoint=latest", "--gradient_accumulation_steps=2", "--num_train_epochs=1")
+    assert sorted(row for _, row, _ in seen) == list(range(12)) and {epoch for epoch, _, _ in seen} == {0}
+
+
+@pytest.mark.ci
+def test_searches_compile_and_samples_work_with_buckets(tmp_path, data):
+    models = make_models(tmp_path)
+    cache = make_cache(tmp_path, models, "--text_cache=ids")
+    tried = []
+    real = script.train_step
+    given = [*train_flags(tmp_path, models), f"--latents_dir={cache}"]
+
+    def step(*args):
+        batches = list(args[6]) if not hasattr(args[6], "gi_frame") else args[6]
+        if isinstance(batches, list):  # of the search for a batch size: of the most pixels that there are
+            tried.append(batches[0]["latents_shape"][1:])
+            batches = iter(batches)
+        return real(*args[:6], batches, *args[7:])
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(script, "train_step", step)
+        train(*given, "--train_batch_size=auto", "--max_train_steps=1")
+    assert tried and all(size == [8, 8] for size in tried)
+    train(*given, "--find_lr", "--find_lr_steps=10", f"--output_dir={tmp_path / 'lr'}")
+    assert (tmp_path / "lr/find_lr.json").exists()
+    train(*given, "--compile=aot_eager", "--max_train_steps=4", f"--output_dir={tmp_path / 'compiled'}")
+    samples = ["--validation_prompts", "a digit", "--num_inference_steps=2"]
+    train(*given, *samples, "--max_train_steps=4", f"--output_dir={tmp_path / 'plain'}")
+    losses = [[r["loss"] for r in metrics(tmp_path / name)] for name in ("plain", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_masks_are_no_rows_and_those_that_do_not_fit_are_named(tmp_path, data, capfd):
+    models = make_models(tmp_path)
+    Image.new("L", (7, 7)).save(data / "00.mask.png")
+    (data / "03.mask.png").write_bytes(b"no image")
+    cache = make_cache(tmp_path, models, "--max_skipped=0.5")
+    rows = datasets.load_from_disk(str(cache))
+    skipped = [json.loads(line) for line in (cache / "skipped.jsonl").read_text().splitlines()]
+    assert [row["key"] for row in skipped] == ["00.png", "03.png"] and len(rows) == 10
+    assert skipped[0]["reason"] == "its mask has 7 x 7 pixels, the image 24 x 20"
+    assert skipped[1]["reason"] == "its mask: cannot identify image file"
+    assert "files are not used" not in capfd.readouterr().out  # captions and masks are
+    # The same command again finds it whole; another mask is another cache
+    before = (cache / "state.json").stat().st_mtime_ns
+    make_cache(tmp_path, models, "--max_skipped=0.5")
+    args = ["@" + str(cache / "run.args"), "--max_skipped=0.5", "--dataloader_num_workers=0"]
+    precompute(*args, f"--output_dir={cache}")
+    assert (cache / "state.json").stat().st_mtime_ns >= before
+    os.utime(data / "06.mask.png", (1, 1))
+    assert "source.fingerprint" in refused(capfd, make_cache, tmp_path, models, "--max_skipped=0.5")
+
+
+def test_masks_are_found_where_metadata_name_the_images(tmp_path, data):
+    """`datasets` leaves out what they do not name, and with it the masks."""
+    names = [f"{i:02}.png" for i in range(12)]
+    (data / "metadata.jsonl").write_text("\n".join(json.dumps({"file_name": name, "text": "a"}) for name in names))
+    cache = make_cache(tmp_path, make_models(tmp_path), "--center_crop")
+    rows = datasets.load_from_disk(str(cache))
+    assert rows["key"][:] == names and [len(set(mask)) > 1 for mask in rows["mask"][:]] == [True, False, False] * 4
+
+
+def test_masks_of_a_column(tmp_path):
+    make_masked(tmp_path / "data", masks=False)
+    mask = Image.new("L", (24, 20), "black")
+    image = Image.new("RGB", (24, 20), "red")
+    rows = {"image": [image] * 3, "text": ["a digit"] * 3, "where": [mask, None, mask]}
+    kinds = {"image": datasets.Image(), "text": datasets.Value("string"), "where": datasets.Image()}
+    (tmp_path / "rows").mkdir()
+    datasets.Dataset.from_dict(rows, datasets.Features(kinds)).to_parquet(str(tmp_path / "rows/train.parquet"))
+    models = make_models(tmp_path)
+    cache = make_cache(tmp_path, models, f"--train_data_dir={tmp_path / 'rows'}", "--mask_column=where")
+    found = datasets.load_from_disk(str(cache))["mask"][:]
+    assert [set(mask) for mask in found] == [{0}, {255}, {0}]
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--bucket_step=3"], "--bucket_step 3 does not suit: it must divide --resolution 16 and be a multiple of 2"),
+    (["--bucket_step=6"], "--bucket_step 6 does not suit"),
+    (["--mask_column=nothing"], "has no column 'nothing' but image, text: choose with --mask_column"),
+])  # fmt: skip
+def test_what_does_not_suit_is_refused(tmp_path, data, capfd, flags, said):
+    assert said in refused(capfd, make_cache, tmp_path, make_models(tmp_path), *flags)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_caches_with_other_buckets_and_a_mixture_are_refused(tmp_path, data, capfd):
+    models = make_models(tmp_path)
+    make_cache(tmp_path, models)
+    assert "transform.bucket_step 4 -> 8" in refused(capfd, make_cache, tmp_path, models, "--bucket_step=8")
+    for path in data.glob("*.mask.png"):
+        path.unlink()
+    make_cache(tmp_path, models, name="other")
+    both = ["--latents_dir", str(tmp_path / "cache"), str(tmp_path / "other")]
+    error = refused(capfd, train, *train_flags(tmp_path, models), *both)
+    assert "features ['ragged latents'] -> ['ragged latents', 'masks']" in error
+    both = ["--use_aspect_ratio_buckets", "--latents_dir", str(tmp_path / "cache")]
+    assert "--bucket_step does nothing with --latents_dir" in refused(
+        capfd, train, *train_flags(tmp_path, models), *both
+    )
+    args = precompute_latents.parse_args(["--train_data_dir=.", "--use_aspect_ratio_buckets", "--vae_name_or_path=a",
+                                          "--text_encoder_name_or_path=b"])  # fmt: skip
+    assert args.bucket_step == 64
+
+
+def test_batches_are_grouped_whatever_they_hold_and_bytes_do_not_depend_on_processes(tmp_path, data):
+    models = make_models(tmp_path)
+    one = make_cache(tmp_path, models)
+    flags = [*transform_flags(tmp_path), f"--pretrained_model_name_or_path={models}", "--batch_size=2"]
+    flags += ["--rows_per_shard=5", f"--output_dir={tmp_path / 'two'}"]
+    pids = start(lambda: precompute(*flags), 2, log=tmp_path / "log")
+    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+    for path in one.glob("data-*"):
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    sizes = []
+
+    def encode(vae, pixel_values, real=script.encode_images):
+        sizes.append(tuple(pixel_values.shape))
+        return real(vae, pixel_values)
+
+    with pytest.MonkeyPatch.context() as m:
+        patch(m, "encode_images", encode)
+        make_cache(tmp_path, models, name="three")
+    assert {size[2:] for size in sizes} >= {(16, 16), (20, 12), (12, 20)} and max(size[0] for size in sizes) == 2
+
+
+@pytest.mark.ci
+def test_a_real_launch_on_two_processes(tmp_path, data):
+    models = make_models(tmp_path)
+    cache = make_cache(tmp_path, models)
+    env = {"ACCELERATE_USE_CPU": "true"}
+    options = ["--multi_gpu", "--num_processes=2", "--main_process_port=0", "train_text_to_image.py"]
+    done = launch(*options, *train_flags(tmp_path, models), f"--latents_dir={cache}", env=env)
+    assert done.returncode == 0, done.stderr
+    assert all(torch.isfinite(torch.tensor(record["loss"])) for record in metrics(tmp_path / "out"))
