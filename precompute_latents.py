@@ -146,8 +146,8 @@ class TransformedRows(torch.utils.data.Dataset):
 
     {"row", "key", "text", "skipped", "cut": lists, "groups": lists of places in the batch, of images of one size,
     "pixel_values": of each group uint8 [n, C, H, W], "mask": uint8 [n, 1, H, W] where there are masks, "input_ids" and
-    of SDXL "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2]}; "cut" says which captions
-    have more tokens than that.
+    of SDXL "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2]}, all these in the order of
+    the groups; "cut" says which captions have more tokens than that.
     """
 
     def __init__(self, rows, tokenizers, column, channels, args):
@@ -166,10 +166,11 @@ class TransformedRows(torch.utils.data.Dataset):
         groups = [group[i : i + most] for group in groups for i in range(0, len(group), most)]
         for name in batch.keys() & {"pixel_values", "mask"}:
             batch[name] = [torch.stack([batch[name][i] for i in group]) for group in groups]
-        batch["groups"] = groups
-        batch |= {name: torch.tensor(batch[name], dtype=torch.int32) for name in ("original_size", "crop_top_left")}
-        batch["cut"] = are_cut(self.tokenizers, batch["text"])
-        return batch | tokenize(self.tokenizers, batch["text"])
+        batch["groups"], batch["cut"] = groups, are_cut(self.tokenizers, batch["text"])
+        order = sum(groups, [])
+        for name in ("original_size", "crop_top_left"):
+            batch[name] = torch.tensor([batch[name][i] for i in order], dtype=torch.int32)
+        return batch | tokenize(self.tokenizers, [batch["text"][i] for i in order])
 
 
 # ------------------------------------------------------------------------------------------------- stage 2: the models
@@ -224,8 +225,8 @@ def encode(batch, vae, text_encoders, args):
         texts = {name: embeds.half() for name, embeds in encode_prompts(text_encoders, batch).items()}
     if len(text_encoders) > 1:  # SDXL is told of them
         texts |= {name: batch[name] for name in ("original_size", "crop_top_left")}
-    groups = batch["groups"] if len(batch["groups"]) > 1 else [slice(None)]  # of one size: nothing to pick out
-    columns |= {name: [numbers[group] for group in groups] for name, numbers in texts.items()}
+    counts = [len(group) for group in batch["groups"]]
+    columns |= {name: numbers.split(counts) for name, numbers in texts.items()}
     if "mask" in batch:
         columns["mask"] = [shrink_masks(masks, vae_scale_factor(vae)) for masks in batch["mask"]]
     if args.bucket_step:

@@ -102,9 +102,8 @@ def stream_batches(order, progress, rank, num_processes):
     Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was,
     because a stream can't be entered in the middle.
     """
-    shuffled = order.rows(0).shuffle(
-        seed=order.seed, buffer_size=1000
-    )  # in a window: a stream has no order to draw from
+    # In a window, because a stream has no order to draw from
+    shuffled = order.rows(0).shuffle(seed=order.seed, buffer_size=1000)
     share = split_dataset_by_node(shuffled, rank, num_processes)
     weight, start = num_processes / progress.images_per_step, math.ceil(progress.images_seen / num_processes)
 

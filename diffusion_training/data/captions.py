@@ -19,7 +19,7 @@ def transform(row, epoch, item, column, channels, args, target=None):
     *target], if there is a column of masks, "skipped": why the row can't be used, else None}. Raises what is no fault
     of the row.
     """
-    key, reason, mask = name_image(row, item[column]), None, item.get(args.mask_column)
+    key, reason, mask = name_image(row, item[column]), None, None
     folder = args.train_data_dir or args.dataset_name
     if os.path.isabs(key) and os.path.isdir(folder):
         key = os.path.relpath(key, folder)  # the same wherever the data lies
@@ -39,7 +39,8 @@ def transform(row, epoch, item, column, channels, args, target=None):
         top, left, rows, columns = plan_crop(*original_size, target, place)
         crop = round(top * target[0] / rows), round(left * target[1] / columns)
         image = shrink(image, target, place, args.image_interpolation_mode)
-        mask = shrink(decode_mask(mask, original_size), target, place, "bilinear")
+        if args.mask_column:
+            mask = shrink(decode_mask(item[args.mask_column], original_size), target, place, "bilinear")
     except Exception as error:  # a placeholder keeps the batch in shape
         if is_machines_fault(error):  # or rows would be left out for good, and a run go on, on nothing
             raise

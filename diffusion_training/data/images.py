@@ -119,8 +119,8 @@ def make_time_ids(original_size, crop_top_left, target_size, flipped):
     columns = torch.minimum(width, (height * target_size[1] / target_size[0]).round().clamp(min=1))  # of the crop
     beyond = (width * target_size[1] / columns).round() - target_size[1] - crop_top_left[:, 1]
     left = torch.where(flipped, beyond.clamp(min=0), crop_top_left[:, 1])
-    target = torch.tensor(target_size, device=left.device).expand(len(left), 2)
-    return torch.cat([original_size, crop_top_left[:, :1], left[:, None], target], dim=1).float()
+    target = [torch.full_like(left, side) for side in target_size]  # filled there: a list would have to be sent
+    return torch.stack([height, width, crop_top_left[:, 0], left, *target], dim=1).float()
 
 
 def name_image(row, source):

@@ -91,8 +91,9 @@ def put_masks_beside(rows, args):
     paths = pc.struct_field(rows.data["image"], "path").to_pylist()
     if any(map(is_mask, paths)):  # none are where metadata name the images
         rows = rows.select([row for row, path in enumerate(paths) if not is_mask(path)])
-    masks = {os.path.abspath(path): path.stat() for path in Path(source).rglob("*.mask.png")}
-    if masks and getattr(args, "mask_column", "") in (None, "mask") and "mask" not in rows.features:
+    if getattr(args, "mask_column", "") not in (None, "mask") or "mask" in rows.features:
+        return rows
+    if masks := {os.path.abspath(path): path.stat() for path in Path(source).rglob("*.mask.png")}:
         beside = [os.path.splitext(os.path.abspath(path))[0] + ".mask.png" for path in paths if not is_mask(path)]
         content = [rows._fingerprint, *(f"{path} {stat.st_mtime_ns} {stat.st_size}" for path, stat in masks.items())]
         fingerprint = hashlib.sha256(json.dumps(sorted(content)).encode()).hexdigest()[:16]

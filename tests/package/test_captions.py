@@ -180,3 +180,10 @@ def test_a_caption_of_megabytes_is_cut_before_the_tokenizer_sees_it():
     tokens = module.tokenize([tokenizer], texts)["input_ids"]
     assert module.are_cut([tokenizer], texts)[::2] == [True, False] and time.process_time() - begin < 2
     assert torch.equal(tokens[0], module.tokenize([tokenizer], ["a digit " * 100])["input_ids"][0])
+
+
+def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(module, "shrink", lambda image, *how: sizes.append(len(image)) or shrink(image, *how))
+    assert "mask" not in row() and sizes == [3]
+    assert row("--mask_column=where", where=None)["mask"].unique().tolist() == [255] and sizes == [3, 3, 1]
