@@ -7,18 +7,22 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from diffusion_training.errors import end_if_stopped, explained
 
+Task = TypeVar("Task")
 
-def find_modules(*objects):
+
+def find_modules(*objects: Any) -> list[str]:
     """The files and folders that hold functions or classes: what a worker needs to import them on another machine."""
-    files = {Path(sys.modules[each.__module__.split(".")[0]].__file__).resolve() for each in objects}
+    files = {Path(sys.modules[each.__module__.split(".")[0]].__file__ or "").resolve() for each in objects}
     return sorted(str(file.parent if file.name == "__init__.py" else file) for file in files)
 
 
-def connect(address, modules, **options):
+def connect(address: str | None, modules: list[str], **options: Any) -> Callable[[], None]:
     """Find Ray at `address` or at RAY_ADDRESS, or start one; one that this process has already is taken.
 
     `modules`: of `find_modules`. Returns what ends it again, to be called; ends the program in a sentence if there is
@@ -33,7 +37,8 @@ def connect(address, modules, **options):
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         with explained(f"Ray can't be started{f' or found at {known}' if known else ''}"):
             if re.fullmatch(r"[^/]+:\d+", known):  # Ray itself would take minutes to find nobody there
-                socket.create_connection(known.rsplit(":", 1), timeout=10).close()
+                host, port = known.rsplit(":", 1)
+                socket.create_connection((host, int(port)), timeout=10).close()
             ray.init(
                 address, runtime_env={"py_modules": modules}, logging_level="error", log_to_driver=False, **options
             )
@@ -42,7 +47,9 @@ def connect(address, modules, **options):
     return (lambda: None) if was_there else ray.shutdown
 
 
-def work_off(items, submit, most, tries=4):
+def work_off(
+    items: Iterable[Task], submit: Callable[[Task], Any], most: Callable[[], float], tries: int = 4
+) -> Iterator[tuple[Task, Any, str | None]]:
     """Keep `most()` tasks at work; yields (item, what its task returned, None) or (item, None, why not) as they end.
 
     `submit(item)` starts a task, which Ray must not repeat: it is counted here how often a process or node died of it.

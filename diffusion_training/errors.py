@@ -1,5 +1,6 @@
 """Sentences in place of tracebacks: whatever ends a program says why, and what to do."""
 
+import argparse
 import contextlib
 import copy
 import errno
@@ -9,7 +10,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 # What the system says of one file or one name, whatever the machine; all else that it says is of the machine.
 OF_A_FILE = {
@@ -20,8 +24,8 @@ NO_MEMORY = (  # as torch, the system, oneDNN, C++ and Python's threads say it
     "can't allocate memory", "Cannot allocate memory", "could not create a primitive", "bad_alloc", "bad allocation",
     "can't start new thread",
 )  # fmt: skip
-UNDO = []  # what to call if `main` fails before there is anything to keep
-SIGNALS = []  # that have come since `main` began: the exception of one can be swallowed, this can't
+UNDO: list[Callable[[], None]] = []  # what to call if `main` fails before there is anything to keep
+SIGNALS: list[int] = []  # that have come since `main` began: the exception of one can be swallowed, this can't
 
 
 class Refused(SystemExit):
@@ -31,18 +35,18 @@ class Refused(SystemExit):
     to know.
     """
 
-    def __init__(self, sentence, alone=False):
+    def __init__(self, sentence: str, alone: bool = False) -> None:
         super().__init__(sentence)
         self.alone = alone
 
 
-def fail(sentence, alone=False):
+def fail(sentence: str, alone: bool = False) -> NoReturn:
     """End the program with status 1 and one sentence: what, where, and what to do."""
     raise Refused(sentence, alone)
 
 
 @contextlib.contextmanager
-def explained(sentence):
+def explained(sentence: str) -> Iterator[None]:
     """Ends the program with `sentence` and, in parentheses, the reason if what is done inside fails."""
     try:
         yield
@@ -50,7 +54,7 @@ def explained(sentence):
         fail(f"{sentence} ({explain(error)})")
 
 
-def explain(error):
+def explain(error: BaseException) -> str:
     """An error in one line: the cause where `datasets` or a loader's process wrapped it, and no buffers of Pillow."""
     if is_a(error, "DatasetGenerationError") and error.__cause__:
         error = error.__cause__
@@ -60,17 +64,17 @@ def explain(error):
     return text if len(text) < 400 else f"{text[:400]} ..."
 
 
-def is_a(error, *names):
+def is_a(error: BaseException, *names: str) -> bool:
     """isinstance by the names of classes: importing torch or datasets would cost a process of downloads 0.8 GB."""
     return any(kind.__name__ in names for kind in type(error).__mro__)
 
 
-def lacks_memory(error):
+def lacks_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory, or no thread, to be had."""
     return is_a(error, "OutOfMemoryError", "MemoryError") or any(words in str(error) for words in NO_MEMORY)
 
 
-def is_machines_fault(error):
+def is_machines_fault(error: BaseException) -> bool:
     """Whether memory, descriptors, disk or network failed, and not what a row holds or names.
 
     A row's fault is skipped and listed. The machine's ends the run, or the task, and the same command tries the row
@@ -81,7 +85,7 @@ def is_machines_fault(error):
     return isinstance(error, OSError) and error.errno is not None and error.errno not in OF_A_FILE
 
 
-def foresee(error, args):
+def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
     """A sentence on an error that can happen to any run, None on one that is not foreseen."""
     text = explain(error)
     if lacks_memory(error):
@@ -98,13 +102,13 @@ def foresee(error, args):
     return None
 
 
-def speaks():
+def speaks() -> bool:
     """Whether this process says what all processes of its machine have to say."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextlib.contextmanager
-def handling(handler):
+def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Ctrl-C and SIGTERM go to `handler` inside; in a thread, which Python gives no signals, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -117,19 +121,19 @@ def handling(handler):
             signal.signal(number, before)
 
 
-def end_at_once(number, frame):
+def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     """A signal's handler: what is whole stays, and what is half-made is deleted now or at the next start."""
     SIGNALS.append(number)
     raise SystemExit(128 + number)
 
 
-def end_if_stopped():
+def end_if_stopped() -> None:
     """End the program if a signal has come whose exception was swallowed, as in a destructor: between phases."""
     if SIGNALS:
         raise SystemExit(128 + SIGNALS[-1])
 
 
-def in_one_sentence(main):
+def in_one_sentence(main: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], None]:
     """Makes what can happen to any run end in a sentence, on whichever process; the unforeseen keeps its traceback.
 
     `main` is given a copy of its arguments, which it may change.
@@ -137,7 +141,7 @@ def in_one_sentence(main):
     script = Path(main.__code__.co_filename).name
 
     @functools.wraps(main)
-    def guarded(args):
+    def guarded(args: argparse.Namespace) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):  # printing a name that is not ASCII must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
         SIGNALS.clear()
@@ -173,6 +177,6 @@ def in_one_sentence(main):
     return guarded
 
 
-def printable(text):
+def printable(text: str) -> str:
     """Text from the data as it may be printed: a terminal must not be commanded by a file's name."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,20 +1,23 @@
 """Files that are whole or not there: saving, cleaning up after a kill, checksums."""
 
+import argparse
 import contextlib
 import hashlib
 import os
 import shutil
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import xxhash
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.errors import explain, explained, fail
 
 
 @contextlib.contextmanager
-def saving(folder, what):
+def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
     """Give an empty folder; what is written there then takes its place in `folder`, each item whole or not at all.
 
     If that fails, it ends with a sentence, and what stood there before stays.
@@ -42,13 +45,13 @@ def saving(folder, what):
         fail(f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True)
 
 
-def write_out(path):
+def write_out(path: Path) -> None:
     """See a file onto the disk, before it gets its name: or a power cut leaves empty files."""
     with open(path, "r+b") as file:  # Windows does it only for who may write
         os.fsync(file.fileno())
 
 
-def clean(output_dir):
+def clean(output_dir: Path) -> None:
     """Put back what a kill left half-moved by `saving`, and delete what it left half-written."""
     for old in output_dir.glob(".tmp-old-*"):
         path = output_dir / old.name.removeprefix(".tmp-old-")
@@ -58,7 +61,7 @@ def clean(output_dir):
         delete(leftover)
 
 
-def take_folder(folder, name, is_own, what):
+def take_folder(folder: Path, name: str | Path, is_own: Callable[[set[str]], object], what: str) -> BaseFileLock:
     """Make a folder, or take one that is empty or one of ours, and lock it against other processes. Returns the lock.
 
     name: what --output_dir calls it. is_own: tells by the names of its files whether it holds a `what` of ours.
@@ -77,14 +80,14 @@ def take_folder(folder, name, is_own, what):
     return lock
 
 
-def leave_nothing(folder):
+def leave_nothing(folder: Path) -> None:
     """Delete a folder in which a run that failed has not got beyond its flags."""
     with contextlib.suppress(OSError):
         if {path.name for path in folder.iterdir()} <= {".lock", "run.args"}:
             delete(folder)
 
 
-def delete(path):
+def delete(path: Path) -> None:
     """Delete a file, a folder or a link, if there is one; never what a link leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -92,7 +95,7 @@ def delete(path):
         path.unlink(missing_ok=True)
 
 
-def checksum_files(folder):
+def checksum_files(folder: Path) -> dict[str, str]:
     """{file: xxh3_128} of all files in a folder, but for the one that says them."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -105,7 +108,7 @@ def checksum_files(folder):
     return found
 
 
-def check_output_dir(args):
+def check_output_dir(args: argparse.Namespace) -> None:
     """Refuse an --output_dir that is no folder of its own: what is written must never become what is read."""
     if "://" in args.output_dir or "\0" in args.output_dir:
         fail(f"--output_dir {args.output_dir!r} is no path on a disk: write to one, and copy what comes out")
@@ -121,7 +124,7 @@ def check_output_dir(args):
                     fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
 
 
-def write_file(path, text):
+def write_file(path: Path, text: str | bytes) -> None:
     """Write a small file, of text in UTF-8 or of bytes, whole or not at all."""
     unfinished = name_unfinished(path)
     try:
@@ -132,12 +135,12 @@ def write_file(path, text):
         raise
 
 
-def name_unfinished(path):
+def name_unfinished(path: Path) -> Path:
     """A name for a file until it is whole; never the same twice: a run that is thought dead may still be writing."""
     return path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
 
 
-def digest_file(path):
+def digest_file(path: Path) -> str | None:
     """SHA-256 of a file, None if there is none."""
     try:
         with path.open("rb") as file:
@@ -146,7 +149,7 @@ def digest_file(path):
         return None
 
 
-def fits(value, form):
+def fits(value: Any, form: Any) -> bool:
     """Whether what was read from JSON has a form: a type, [the form of each], or {key: the form of its value}."""
     if isinstance(form, dict):
         return isinstance(value, dict) and all(key in value and fits(value[key], form[key]) for key in form)
@@ -155,7 +158,7 @@ def fits(value, form):
     return isinstance(value, form) and not isinstance(value, bool)
 
 
-def find_differences(before, now, prefix=""):
+def find_differences(before: dict, now: dict, prefix: str = "") -> list[str]:
     """What differs between two nested dicts, as ["vae.scaling_factor 0.18215 -> 0.13025"]."""
     found = []
     for key in {**before, **now}:

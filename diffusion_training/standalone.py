@@ -7,14 +7,17 @@ import ast
 import functools
 import importlib.util
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+Import = tuple[str | None, str, str | None]  # source, name there, alias
 
 
 class Chunk:
     """A top-level statement of a file, with its comments: the names that it binds, and those that it uses, ever and
-    as soon as it is run (of a function these are its decorators and defaults)."""
+    as soon as it is run (of a function these are its decorators, defaults and types)."""
 
-    def __init__(self, module, node, text):
+    def __init__(self, module: "Module", node: ast.stmt, text: str) -> None:
         self.module, self.text = module, text
         self.uses = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
         self.uses_at_once = {x.id for x in walk_outside(node) if isinstance(x, ast.Name)}
@@ -27,21 +30,23 @@ class Chunk:
                 self.bound.add(x.id)
 
 
-def walk_outside(node):
+def walk_outside(node: ast.AST) -> Iterator[ast.AST]:
     """The parts of a statement that are run with it."""
     yield node
-    function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    for part in [*node.decorator_list, node.args] if function else ast.iter_child_nodes(node):
+    parts = ast.iter_child_nodes(node)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        parts = iter([*node.decorator_list, node.args, *filter(None, [node.returns])])
+    for part in parts:
         yield from walk_outside(part)
 
 
 class Module:
     """A file: its chunks, where each name is bound, and what it imports: {name: {(source, its name there, alias)}}."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         source = path.read_text(encoding="utf-8")
         lines, tree, end = source.splitlines(), ast.parse(source), 0
-        self.path, self.doc, self.chunks, self.imports = path, ast.get_docstring(tree), [], {}
+        self.path, self.doc, self.chunks, self.imports = path, ast.get_docstring(tree) or "", [], {}
         for node in tree.body[1 if self.doc else 0 :]:
             first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))]) - 1
             while first > end and lines[first - 1].startswith("#"):
@@ -58,14 +63,14 @@ class Module:
 
 
 @functools.cache
-def open_module(name, folder):
+def open_module(name: str | None, folder: Path) -> Module | None:
     """The Module of a name if it is of this package, or a script beside the one that is written; else None."""
-    ours = name and name.split(".")[0] == __package__
-    path = Path(importlib.util.find_spec(name).origin) if ours else folder / f"{name}.py"
+    spec = importlib.util.find_spec(name) if name and name.split(".")[0] == __package__ else None
+    path = Path(spec.origin) if spec and spec.origin else folder / f"{name}.py"
     return Module(path) if path.is_file() else None
 
 
-def look_up(chunk, name, folder):
+def look_up(chunk: Chunk, name: str, folder: Path) -> tuple[Chunk | None, Iterable[Import]]:
     """What a name means in a chunk: (the chunk that binds it, or None; its imports from libraries)."""
     if name in chunk.module.home:
         return chunk.module.home[name], ()
@@ -78,7 +83,7 @@ def look_up(chunk, name, folder):
     return None, imports
 
 
-def reach(chunks, folder):
+def reach(chunks: Iterable[Chunk], folder: Path) -> tuple[set[Chunk], set[Import]]:
     """What some chunks use: (all chunks, they included; imports of libraries)."""
     found, libraries, meanings, waiting = set(), set(), {}, list(chunks)
     while waiting:
@@ -96,7 +101,7 @@ def reach(chunks, folder):
     return found, libraries
 
 
-def sort_modules(module, folder, order):
+def sort_modules(module: Module, folder: Path, order: list[Module]) -> list[Module]:
     """Put a module into a list, after those that it imports."""
     for source in sorted({source or "" for imports in module.imports.values() for source, _, _ in imports}):
         other = open_module(source, folder)
@@ -106,7 +111,7 @@ def sort_modules(module, folder, order):
     return order
 
 
-def write_imports(libraries):
+def write_imports(libraries: set[Import]) -> str:
     """The import statements: of Python's own libraries, then of others."""
     lines = set()
     for source, name, alias in libraries:
@@ -116,7 +121,7 @@ def write_imports(libraries):
     return "\n".join([*sorted(own), "", *sorted(lines - own)])
 
 
-def make_standalone(path):
+def make_standalone(path: str | Path) -> str:
     """The text of the one file: what the script needs while it is read, the script, and all else that it reaches."""
     script, folder = Module(Path(path)), Path(path).parent
     order, (chunks, _) = sort_modules(script, folder, []), reach(script.chunks, folder)
@@ -129,7 +134,7 @@ def make_standalone(path):
     early = reach([*filter(None, at_once), *deeds], folder)[0]
     parts = [f'"""{script.doc}\n"""', write_imports(libraries)]
 
-    def place(chunk):
+    def place(chunk: Chunk) -> int:
         """0: needed while the script is read, 1: the script, 2: the rest, 3: the call of main."""
         return 3 if chunk.is_main else 1 if chunk.module is script else 0 if chunk in early else 2
 

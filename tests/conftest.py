@@ -45,6 +45,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: max((last.index(name) + 1 for name in last if name in item.path.stem), default=0))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With -n: a file stays in one process, for what its tests share; files keep their order, so that Ray is last."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
     """Every test has its own caches and leaves no Accelerate state and no signal handler behind."""
@@ -135,6 +144,17 @@ def make_sdxl(folder, **index):
         classes[f"tokenizer{suffix}"] = ["transformers", "CLIPTokenizer"]
     classes |= {"_class_name": "StableDiffusionXLPipeline", "_diffusers_version": "0.36.0", **index}
     (folder / "model_index.json").write_text(json.dumps(classes))
+    return folder
+
+
+PRX = {"in_channels": 4, "patch_size": 2, "context_in_dim": 32, "hidden_size": 16, "num_heads": 2, "depth": 2,
+       "axes_dim": [4, 4]}  # fmt: skip
+
+
+def make_prx(folder, **changes):
+    """The config of a transformer of 10,000 weights, for what `make_models` encodes."""
+    with torch.device("meta"):
+        diffusers.PRXTransformer2DModel(**PRX | changes).save_config(folder)
     return folder
 
 

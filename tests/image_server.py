@@ -53,6 +53,11 @@ def make_image(number):
     return file.getvalue()
 
 
+@functools.cache  # or a loaded machine makes them until those who ask have gone
+def make_bomb():
+    return gzip.compress(bytes(20_000_000), 1)
+
+
 def make_pixel_bomb():
     """A PNG of some bytes that claims 60,000 x 60,000 pixels."""
     file = io.BytesIO()
@@ -208,7 +213,7 @@ class ImageServer:
             send(body=image, length=2_000_000_000)
             await asyncio.sleep(3600)
         if kind == "bomb":
-            return send(body=gzip.compress(bytes(20_000_000), 1), Content_Encoding="gzip")
+            return send(body=make_bomb(), Content_Encoding="gzip")
         if kind == "pixels":
             return send(body=make_pixel_bomb())
         if kind == "noai":

@@ -1,5 +1,6 @@
 """--cache_images: every image decoded and resized once, into a memory-mapped file."""
 
+import argparse
 import hashlib
 import json
 import sys
@@ -15,7 +16,15 @@ from diffusion_training.errors import explain, fail, is_machines_fault
 from diffusion_training.files import checksum_files, delete, saving
 
 
-def cache_batch(batch, indices, column, resolution, center_crop, channels, min_size):
+def cache_batch(
+    batch: dict[str, list],
+    indices: list[int],
+    column: str,
+    resolution: int,
+    center_crop: bool,
+    channels: int,
+    min_size: int,
+) -> dict[str, list]:
     """Decode and resize a batch of rows for `cache_images`; rows that can't be decoded are named and left out."""
     images, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)  # OpenMP does not survive the fork of `map`, and there is a process per core
@@ -33,7 +42,9 @@ def cache_batch(batch, indices, column, resolution, center_crop, channels, min_s
     return {column: images}
 
 
-def cache_images(rows, column, channels, num_workers, args):
+def cache_images(
+    rows: datasets.Dataset, column: str, channels: int, num_workers: int, args: argparse.Namespace
+) -> tuple[datasets.Dataset, int]:
     """Decode and resize every image once, into memory-mapped Arrow files; their folder's name is that of the data and
     of the transform, and a file beside it has their checksums.
 

@@ -4,6 +4,8 @@ import contextlib
 import importlib.metadata
 import io
 import os
+from collections.abc import Sequence
+from typing import IO, Any
 
 import fsspec
 import numpy as np
@@ -21,20 +23,22 @@ except (ImportError, OSError, RuntimeError):  # not installed, or not made for t
     decode_jpeg = None
 
 
-def describe_decoder():
+def describe_decoder() -> str:
     """What decodes JPEGs here, with its version."""
     name = "torchcodec" if decode_jpeg else "pillow"
     return f"{name} {importlib.metadata.version(name)}"
 
 
-def open_image(file):
+def open_image(file: IO[bytes]) -> Image.Image:
     """A Pillow image of a file, of which only the header is read; decompression bombs are refused."""
     Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
     formats = "JPEG PNG WEBP AVIF BMP GIF JPEG2000 PPM QOI TIFF TGA".split()  # as they are tried; TGA has no mark
     return Image.open(file, formats=[name for name in formats if name in Image.OPEN])
 
 
-def decode_image(source, channels, keep_precision=False, min_size=0):
+def decode_image(
+    source: dict[str, Any] | None, channels: int, keep_precision: bool = False, min_size: int = 0
+) -> torch.Tensor:
     """Decode an image to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
 
     `source` is the {"bytes", "path"} of an undecoded `datasets.Image`; a "size" beside them says that the bytes are
@@ -77,7 +81,7 @@ def decode_image(source, channels, keep_precision=False, min_size=0):
     return pixels.float() / 255 if keep_precision else pixels
 
 
-def plan_crop(height, width, target, place):
+def plan_crop(height: int, width: int, target: Sequence[int], place: tuple[float, float]) -> tuple[int, int, int, int]:
     """The largest part of an image that has the ratio of a `target` (height, width): (top, left, height, width).
 
     `place` is (y, x) of the crop in [0, 1], (0.5, 0.5) the centre.
@@ -87,28 +91,36 @@ def plan_crop(height, width, target, place):
     return round((height - rows) * place[0]), round((width - columns) * place[1]), rows, columns
 
 
-def shrink(image, target, place=None, interpolation="bicubic"):
+def shrink(
+    image: torch.Tensor,
+    target: int | Sequence[int],
+    place: tuple[float, float] | None = None,
+    interpolation: str = "bicubic",
+) -> torch.Tensor:
     """Crop [C, H, W] as `plan_crop` says and resize it to `target` (height, width): antialiased, in its own dtype.
 
     A number is the side of a square; without a `place` it is the short side, and only strips are cropped, to 4 : 1.
     Cropped first, because a long strip that is resized whole may not fit into memory.
     """
     height, width = image.shape[-2:]
-    target = [target] if place is None else [target, target] if isinstance(target, int) else list(target)
+    size = [target, target] if isinstance(target, int) else list(target)
     if place is None:
+        size = size[:1]
         image = TF.center_crop(image, [min(height, 4 * width), min(width, 4 * height)])
     else:
-        image = TF.crop(image, *plan_crop(height, width, target, place))
-    image = TF.resize(image, target, interpolation=TF.InterpolationMode(interpolation), antialias=True)
+        image = TF.crop(image, *plan_crop(height, width, size, place))
+    image = TF.resize(image, size, interpolation=TF.InterpolationMode(interpolation), antialias=True)
     return image.clamp(0, 1) if image.is_floating_point() else image
 
 
-def shrink_masks(masks, factor):
+def shrink_masks(masks: torch.Tensor, factor: int) -> torch.Tensor:
     """Masks uint8 [N, 1, H, W] of images -> of their latents: the mean of the pixels that a latent stands for."""
     return F.avg_pool2d(masks.float(), factor).round().byte()
 
 
-def make_time_ids(original_size, crop_top_left, target_size, flipped):
+def make_time_ids(
+    original_size: torch.Tensor, crop_top_left: torch.Tensor, target_size: Sequence[int], flipped: torch.Tensor
+) -> torch.Tensor:
     """What SDXL is told of sizes, float32 [N, 6]: the stored image's, the crop's corner, what it was resized to.
 
     original_size, crop_top_left: int [N, 2], the corner in pixels of the image as it is resized (arXiv:2307.01952,
@@ -123,6 +135,6 @@ def make_time_ids(original_size, crop_top_left, target_size, flipped):
     return torch.stack([height, width, crop_top_left[:, 0], left, *target], dim=1).float()
 
 
-def name_image(row, source):
+def name_image(row: int, source: dict[str, Any] | None) -> str:
     """What the reader knows an image by."""
     return printable((source and source["path"]) or f"row {row}")

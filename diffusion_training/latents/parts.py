@@ -1,10 +1,13 @@
 """A cache by many machines: parts of shards, whose names say which rows they hold."""
 
+import argparse
 import contextlib
 import json
 import socket
 import tempfile
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import fsspec
 import pyarrow as pa
@@ -18,20 +21,26 @@ from diffusion_training.remote import is_address, list_files, reading, remove, u
 PART_BYTES = 2**26  # of pixels in a part: enough to keep a GPU busy, and a node's memory holds many of them
 TRIES = 4  # of a part, if the process that makes it dies or raises
 
+Made = TypeVar("Made")
+Part = tuple[int, int]  # first row, row after the last
+Encoded = tuple[int, pa.RecordBatch, list[dict], dict]  # of `encode_all`
 
-def plan_parts(start, end, args):
+
+def plan_parts(start: int, end: int, args: argparse.Namespace) -> list[Part]:
     """Cut the rows of a shard into parts: [(first row, row after the last)]. Batches begin where they always do."""
     many = count_rows(args)
     step = many * max(1, PART_BYTES // (3 * args.resolution**2 * many))
     return [(first, min(first + step, end)) for first in range(start, end, step)]
 
 
-def name_part(first, end, args):
+def name_part(first: int, end: int, args: argparse.Namespace) -> str:
     """The file of a part. Its name holds all that may differ between two runs on one cache."""
     return f"rows-{first}-{end}-by-{args.batch_size}.part"
 
 
-def find_missing(shards, records, num_rows, there, args):
+def find_missing(
+    shards: list[str], records: Container[str], num_rows: int, there: Iterable[str], args: argparse.Namespace
+) -> tuple[dict[str, list[Part]], dict[str, int], list[Part]]:
     """What has to be made: ({shard: [its parts]}, {shard: number of its parts that have no file}, those parts).
 
     `there`: names of files, among them those of parts that are whole.
@@ -47,7 +56,7 @@ def find_missing(shards, records, num_rows, there, args):
     return missing, left, parts
 
 
-def attempt(work):
+def attempt(work: Callable[[], Made]) -> tuple[Made | None, str | None]:
     """Call `work` up to TRIES times. Returns (its result, None), or (None, why it failed the last time)."""
     for _ in range(TRIES):
         try:
@@ -61,7 +70,7 @@ def attempt(work):
     return None, f"{reason} (on {socket.gethostname()})"
 
 
-def write_part(path, encoded):
+def write_part(path: str | Path, encoded: Iterable[Encoded]) -> None:
     """Write what `encode_all` yields for a part, whole or not at all: record batches, and with each the rest of it."""
     with writing(path) as unfinished, contextlib.ExitStack() as stack:
         file, writer = stack.enter_context(unfinished.open("wb")), None
@@ -71,7 +80,7 @@ def write_part(path, encoded):
             writer.write_batch(rows, custom_metadata={"about": json.dumps(about)})
 
 
-def read_parts(paths, count):
+def read_parts(paths: Iterable[str], count: int) -> Iterator[Encoded]:
     """Yield what was written for a shard of `count` rows; a part that can't be read is deleted, to be made again."""
     for path in paths:
         try:
@@ -87,7 +96,7 @@ def read_parts(paths, count):
         raise ValueError(f"the parts hold {count} rows too few")
 
 
-def write_shard_to(path, encoded):
+def write_shard_to(path: str, encoded: Iterable[Encoded]) -> dict:
     """Write a shard to a folder, or for an address on this disk first, and then an upload each of both files."""
     if not is_address(path):
         return write_shard(Path(path), encoded)
@@ -100,7 +109,7 @@ def write_shard_to(path, encoded):
     return record
 
 
-def fetch_cache(url, folder):
+def fetch_cache(url: str, folder: str | Path) -> bool:
     """Copy what there is of a cache at an address, but for its shards and parts, into a folder on this disk.
 
     Returns whether there is one.
@@ -115,7 +124,7 @@ def fetch_cache(url, folder):
     return "cache.json" in names
 
 
-def begin_cache(folder, url):
+def begin_cache(folder: str | Path, url: str) -> None:
     """Send what `open_cache` has begun to an address, unless another run has just begun there."""
     with explained(f"--output_dir {url} can't be written to, or another run has just begun there"):
         fs, root = fsspec.url_to_fs(url)
@@ -123,7 +132,7 @@ def begin_cache(folder, url):
         upload(f"{folder}/run.args", f"{url}/run.args")
 
 
-def upload_finished(folder, url):
+def upload_finished(folder: str | Path, url: str) -> None:
     """Send what `finish_cache` has written to an address, in its order."""
     empty = sorted(path.name for path in Path(folder).glob("empty_*.npy"))
     for name in ("run.args", "skipped.jsonl", *empty, "cache.json", "dataset_info.json", "state.json"):

@@ -7,18 +7,22 @@ import re
 import signal
 import sys
 import time
+from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, InitProcessGroupKwargs, ProjectConfiguration, TorchDynamoPlugin
+from filelock import BaseFileLock
 from huggingface_hub import upload_folder
 
 from diffusion_training.errors import SIGNALS, explained, fail, handling
 
 
-def make_accelerator(args, timeout=timedelta(hours=2)):
+def make_accelerator(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> tuple[Accelerator, int]:
     """The Accelerator; what `accelerate config` and its launcher say goes into `args`, or is refused in a sentence.
 
     Returns (accelerator, number of cores for each process of this machine). `timeout`: how long processes wait for
@@ -36,7 +40,7 @@ def make_accelerator(args, timeout=timedelta(hours=2)):
     args.mixed_precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if args.mixed_precision not in ("no", "fp16", "bf16"):
         fail(f"mixed precision {args.mixed_precision} is not supported: choose no, fp16 or bf16")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with explained("the processes can't be set up as they were launched"):
         cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         num_launched = int(os.environ.get("WORLD_SIZE", 1))
@@ -75,7 +79,7 @@ def make_accelerator(args, timeout=timedelta(hours=2)):
     return accelerator, cores
 
 
-def threads_are_default():
+def threads_are_default() -> bool:
     """Whether one thread is the launcher's own idea, said neither in its environment nor in its command line."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
         return False
@@ -83,7 +87,7 @@ def threads_are_default():
     return b"OMP_NUM_THREADS=" not in environment and b"num_cpu_threads" not in flags
 
 
-def read_launcher():
+def read_launcher() -> tuple[bytes, bytes]:
     """(environment, flags before the script's name) of the launcher that started this process; nothing without one."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return b"", b""
@@ -95,7 +99,7 @@ def read_launcher():
         return b"", b""
 
 
-def keep_memory():
+def keep_memory() -> None:
     """Let glibc keep memory that is freed: activations come and go in every step, and to ask the system for new pages
     each time takes up to half of it (mallopt(3))."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
@@ -106,34 +110,34 @@ def keep_memory():
 class StopSignal:
     """Ctrl-C and SIGTERM, noted here, end the run after the step in work and on all processes alike."""
 
-    def __init__(self, num_processes):
+    def __init__(self, num_processes: int) -> None:
         self.handlers = contextlib.ExitStack()
         self.handlers.enter_context(handling(self.note))
         # The processes agree over gloo, so that no device has to wait.
         self.group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
 
     @property
-    def received(self):
+    def received(self) -> int:
         return SIGNALS[-1] if SIGNALS else 0  # also what came before, and was swallowed
 
-    def note(self, number, frame):
+    def note(self, number: int, frame: FrameType | None) -> None:
         SIGNALS.append(number)
         if len(SIGNALS) >= 3:  # torchrun passes each on a second time; who sends a third means it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def agree(self):
+    def agree(self) -> int:
         """The signal's number if any process has received one, else 0: the same on all, once a step."""
         number = torch.tensor(self.received)
         if self.group is not None:
             torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self.group)
         return int(number)
 
-    def close(self):
+    def close(self) -> None:
         self.handlers.close()
 
 
-def end_stopped(accelerator, stop, global_step, max_train_steps):
+def end_stopped(accelerator: Accelerator, stop: int, global_step: int, max_train_steps: int) -> NoReturn:
     """End the program after a signal, with the status that says so."""
     where = f"after step {global_step} of {max_train_steps}"
     turn = "the same command with --resume_from_checkpoint latest goes on from there"
@@ -143,7 +147,7 @@ def end_stopped(accelerator, stop, global_step, max_train_steps):
     sys.exit(128 + stop)
 
 
-def end_run(accelerator, lock, done, files, args):
+def end_run(accelerator: Accelerator, lock: BaseFileLock | None, done: str, files: list[str], args: Namespace) -> None:
     """Upload if asked for, say `done`, and let go of everything."""
     accelerator.wait_for_everyone()
     time.sleep(0.1)  # torch 2.11 can hang on the way out if gloo's thread has not yet let go of the last gather

@@ -2,7 +2,7 @@
 
 import asyncio
 import collections
-import email
+import email.utils
 import errno
 import functools
 import ipaddress
@@ -10,8 +10,11 @@ import random
 import socket
 import threading
 import time
+from argparse import Namespace
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from typing import IO, Any
 
 import aiohttp
 from yarl import URL
@@ -42,7 +45,7 @@ class PrivateAddress(OSError):
     """A connection to an address that is not on the public internet; an OSError, as aiohttp expects of a socket."""
 
 
-def check_address(address, allowed):
+def check_address(address: str, allowed: list[str] | None) -> None:
     """Raise PrivateAddress for an IP address, written as the socket library does, that is not to be connected to.
 
     `allowed`: None, networks that are to be reached though they are not public, or an empty list for all of them. An
@@ -57,14 +60,14 @@ def check_address(address, allowed):
         raise PrivateAddress("private address")  # the same text for all of a host's, or aiohttp would mix them
 
 
-def open_socket(address_info, allowed):
+def open_socket(address_info: tuple, allowed: list[str] | None) -> socket.socket:
     """The socket of a connection to what `getaddrinfo` said; nothing looks it up again. Raises PrivateAddress."""
     family, kind, protocol, _, address = address_info
     check_address(address[0], allowed)
     return socket.socket(family, kind, protocol)
 
 
-def read_retry_after(headers):
+def read_retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that a server asks to wait, None if it does not say."""
     value = headers.get("Retry-After", "").strip()
     if value.isdecimal():
@@ -75,7 +78,7 @@ def read_retry_after(headers):
         return None
 
 
-def find_opt_out(headers, user_agent, directives):
+def find_opt_out(headers: Any, user_agent: str, directives: Collection[str]) -> str | None:
     """The first of `directives` that an X-Robots-Tag asks of all, or of us by name; None if there is none."""
     me = user_agent.split("/")[0].strip().lower()
     for value in headers.getall("X-Robots-Tag", []):
@@ -96,16 +99,20 @@ def find_opt_out(headers, user_agent, directives):
 class Downloads:
     """The requests of one task, and the file that their images go to as they come."""
 
-    def __init__(self, session, spool, checker, args):
+    def __init__(
+        self, session: aiohttp.ClientSession, spool: IO[bytes], checker: ThreadPoolExecutor, args: Namespace
+    ) -> None:
         self.session, self.spool, self.checker, self.args = session, spool, checker, args
         self.hosts = collections.defaultdict(lambda: asyncio.Semaphore(args.per_host))
         self.connections = asyncio.Semaphore(args.connections)
         self.answered, self.unreached = False, set()  # did anybody; hosts that could not be connected to
         self.received, self.locks = 0, (threading.Lock(), threading.Lock())  # bytes, also of bodies that failed
 
-    async def download(self, url):
+    async def download(self, url: str) -> dict:
         """Returns an image, as `store_image` does, or a failure {"reason", "tries"}."""
-        for tries in range(1, self.args.retries + 2):
+        tries = 0
+        while True:
+            tries += 1
             try:
                 return await self.fetch(url)
             except Failure as failure:
@@ -114,7 +121,7 @@ class Downloads:
                 wait = max(failure.wait, min(60, 2 ** (tries - 2)) * random.uniform(0.5, 1.5))
             await asyncio.sleep(wait)  # nobody waits for us meanwhile
 
-    async def fetch(self, url):
+    async def fetch(self, url: Any) -> dict:
         """One try: follow redirects to the image and store it. Raises Failure, OSError if the machine is at fault."""
         left, location = self.args.timeout, url
         for hop in range(MAX_REDIRECTS + 1):
@@ -131,11 +138,11 @@ class Downloads:
                 location, body = await self.request(url, left)
                 left -= time.monotonic() - start
                 if body is not None:
-                    work = store_image, body, self.spool, self.args, *self.locks
-                    return await asyncio.get_running_loop().run_in_executor(self.checker, *work)
+                    work = functools.partial(store_image, body, self.spool, self.args, *self.locks)
+                    return await asyncio.get_running_loop().run_in_executor(self.checker, work)
         raise Failure("too many redirects")
 
-    async def request(self, url, seconds):
+    async def request(self, url: URL, seconds: float) -> tuple[str | None, bytearray | None]:
         """One request. Returns (where it is redirected to or None, body or None). Raises as `fetch` does."""
         try:
             async with asyncio.timeout(seconds), self.session.get(url, allow_redirects=False) as response:
@@ -174,7 +181,9 @@ class Downloads:
             raise Failure(reason.format(type(cause).__name__, cause)[:200], wait) from None
 
 
-async def fetch_rows(urls, spool, args):
+async def fetch_rows(
+    urls: dict[int, str], spool: IO[bytes], args: Namespace
+) -> tuple[dict[int, dict], dict[int, dict], int]:
     """Download `urls`, {row: URL}, each image into the file `spool` as it comes.
 
     Returns ({row: image}, {row: {"reason", "tries"}}, bytes received). Raises OSError if this machine is at fault.

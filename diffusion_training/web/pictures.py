@@ -4,6 +4,8 @@ import contextlib
 import hashlib
 import io
 import os
+from argparse import Namespace
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -14,18 +16,21 @@ from diffusion_training.pillow import check_scans, is_deep_grey, lay_on_white, r
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # no EPS: Pillow would start Ghostscript
 THREADS = min(4, os.cpu_count() or 1)  # that decode in a task
 LARGE = 2**24  # pixels: of larger images one is decoded at a time, or memory would be several times as much
-ANY = contextlib.nullcontext()
+Lock = contextlib.AbstractContextManager[Any]
+ANY: Lock = contextlib.nullcontext()
 
 
 class Failure(Exception):
     """Why a row has no image. `wait`: seconds after which a retry may help, None if it can't."""
 
-    def __init__(self, reason, wait=None):
+    def __init__(self, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
         self.wait = wait
 
 
-def store_image(data, spool, args, alone=ANY, writes=ANY):
+def store_image(
+    data: bytes | bytearray, spool: IO[bytes], args: Namespace, alone: Lock = ANY, writes: Lock = ANY
+) -> dict[str, Any]:
     """Check an image and add it to the file `spool`, maybe shrunk. `alone`, `writes`: locks, for several threads.
 
     Returns {"first", "last" byte (excluded) of it there, "width", "height" as it is displayed, "sha256" of the file as
@@ -39,7 +44,7 @@ def store_image(data, spool, args, alone=ANY, writes=ANY):
         return {"first": first, "last": spool.tell(), "width": width, "height": height, "sha256": sha256}
 
 
-def check_image(data, args, alone=ANY):
+def check_image(data: bytes | bytearray, args: Namespace, alone: Lock = ANY) -> tuple[bytes | bytearray, int, int]:
     """Decode a file to be sure of it. Returns (bytes to store, width, height). Raises Failure.
 
     It is decoded to the end, because a body that was cut off has a good header; of a JPEG at an eighth of its size.
@@ -73,7 +78,7 @@ def check_image(data, args, alone=ANY):
     return data, width, height
 
 
-def shrink_file(image, width, height, args):
+def shrink_file(image: Image.Image, width: int, height: int, args: Namespace) -> tuple[bytes | bytearray, int, int]:
     """Shrink an image that is displayed as width x height to args.resize_to: returns (a JPEG of it, width, height).
 
     Much as `decode_image` and `shrink` of the other scripts do, but by Pillow: torch would take 0.8 GB of each worker.

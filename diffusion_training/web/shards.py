@@ -6,12 +6,16 @@ import itertools
 import json
 import os
 import zlib
+from argparse import Namespace
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
 
 from diffusion_training.errors import fail
 from diffusion_training.files import digest_file, fits
@@ -23,8 +27,11 @@ PASSING = ("timed out", "connection", "broken off", "host not found", "HTTP 429"
 RECORD = {"images": int, "bytes": int, "sha256": str, "table": str,
           "failures": [{"row": int, "reason": str, "tries": int}]}  # fmt: skip
 
+Item = dict[str, Any]  # of `list_items`
+Images = dict[int, dict[str, Any]]  # {row: of `store_image`}
 
-def read_shard(path, item, spool):
+
+def read_shard(path: str | Path, item: Item, spool: IO[bytes]) -> Images | None:
     """Copy the images of a shard into `spool`. Returns {row: image}; None if it is damaged or not there."""
     first, count = item["first"], item["last"] - item["first"]
     try:
@@ -43,7 +50,9 @@ def read_shard(path, item, spool):
         return None
 
 
-def choose_urls(table, first, images, failures, args):
+def choose_urls(
+    table: pa.Table, first: int, images: Images, failures: dict[int, dict], args: Namespace
+) -> dict[int, str]:
     """{row: URL} of what is to be asked for; rows that can't be asked for join `failures`."""
     urls, invalid = {}, find_invalid(table, first)
     for row, url, text in zip(itertools.count(first), table["url"], table["text"], strict=False):
@@ -59,12 +68,14 @@ def choose_urls(table, first, images, failures, args):
     return urls
 
 
-def describe_shard(path):
+def describe_shard(path: str | Path) -> dict[str, Any]:
     """{"bytes", "sha256"} of a file, as its record has them."""
     return {"sha256": digest_file(Path(path)), "bytes": os.path.getsize(path)}
 
 
-def write_images(path, table, first, images, spool, schema):
+def write_images(
+    path: str | Path, table: pa.Table, first: int, images: Images, spool: IO[bytes], schema: pa.Schema
+) -> None:
     """Write a shard: the rows of `table`, the first of which is row `first`, that have an image in `spool`.
 
     Its footer says which rows these are, a bit for each of the table, so that it can do without its record.
@@ -91,12 +102,12 @@ def write_images(path, table, first, images, spool, schema):
         writer.add_key_value_metadata({"held": base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()})
 
 
-def name_record(folder, name):
+def name_record(folder: str, name: str) -> str:
     """The record of a shard."""
     return f"{folder}/__download__/records/{name.removesuffix('.parquet')}.json"
 
 
-def list_sizes(fs, folder):
+def list_sizes(fs: AbstractFileSystem, folder: str) -> dict[str, int]:
     """{name: bytes} of the files in a folder."""
     fs.invalidate_cache()
     try:
@@ -105,7 +116,7 @@ def list_sizes(fs, folder):
         return {}
 
 
-def read_json(fs, path):
+def read_json(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     """What a file of ours says, a dict; an empty one if it is damaged or not there."""
     try:
         data = json.loads(fs.cat_file(path))
@@ -114,13 +125,13 @@ def read_json(fs, path):
         return {}
 
 
-def read_record(fs, path):
+def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     """The record of a shard; nothing if it is damaged or not there."""
     record = read_json(fs, path)
     return record if fits(record, RECORD) else {}
 
 
-def read_records(fs, folder, items):
+def read_records(fs: AbstractFileSystem, folder: str, items: list[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
     """Yield (item, its record) in order, by many requests at a time: object storage is quick only so."""
     with ThreadPoolExecutor(32) as pool:
         for first in range(0, len(items), 1000):
@@ -130,7 +141,7 @@ def read_records(fs, folder, items):
             )
 
 
-def choose_items(fs, folder, items, retry_failed):
+def choose_items(fs: AbstractFileSystem, folder: str, items: list[Item], retry_failed: bool) -> list[Item]:
     """The pieces of work without a record or a shard, and with `retry_failed` those with failures that may pass."""
     records, shards = list_sizes(fs, f"{folder}/__download__/records"), list_sizes(fs, folder)
     done = [item for item in items if item["name"] in shards]
@@ -142,7 +153,7 @@ def choose_items(fs, folder, items, retry_failed):
     return [item for item in items if item["name"] not in done]
 
 
-def gather(fs, folder, items):
+def gather(fs: AbstractFileSystem, folder: str, items: list[Item]) -> dict[str, Any]:
     """Write failures.jsonl and summary.json from the records of all shards, unless nothing has changed since.
 
     Returns {"images", "bytes" of the shards, "failures": {reason: count}}. A shard of another size than its record

@@ -109,7 +109,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, 
     assert states[0]["images_seen"] == states[1]["images_seen"] == 80
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_it_is_launched_on_two_processes(script, flags, tmp_path):
     command = ["--multi_gpu", "--num_processes=2", "--main_process_port=0", tmp_path / "train_rectified_flow.py"]
     done = launch(*command, *flags, env={"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)})

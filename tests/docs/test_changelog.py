@@ -1,0 +1,22 @@
+"""CHANGELOG.md: its newest version is that of the package, and the formats that it names are those of the code."""
+
+import re
+
+from conftest import ROOT
+
+from diffusion_training import __version__
+from diffusion_training.latents.reader import FEATURES
+from diffusion_training.order import KEYS
+
+TEXT = (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_newest_version_is_that_of_the_package():
+    assert re.search(r"^## \[(.+?)\]", TEXT, re.M)[1] == __version__
+
+
+def test_formats_are_those_that_are_written():
+    rows = {row[0]: row for row in (line[2:-2].split(" | ") for line in TEXT.splitlines() if line.startswith("| "))}
+    assert all(f"`{feature}`" in rows["latent cache"][2] for feature in FEATURES)
+    for what in ("half-made cache", "checkpoint"):
+        assert rows[what][2] == str(KEYS) and rows[what][3].split(";")[0] == str(KEYS)
