@@ -4,7 +4,8 @@
     python download_images.py --input 's3://bucket/laion/*.parquet' --url_column URL --caption_column TEXT \\
         --resize_to 512 --rows_per_shard 10000 --output_dir s3://bucket/images --address auto
 
-Reads parquet, CSV, TSV or JSON lines: a file, a folder or a glob, on a disk or wherever fsspec reaches (s3://, gs://).
+Reads parquet, CSV, TSV or JSON lines: a file, a folder or a glob, on a disk or wherever fsspec reaches (s3://, gs://),
+or with --dataset_name those of a data set on the hub.
 Writes into --output_dir data-00000-of-00012.parquet and so on, which `datasets.load_dataset(output_dir)` and all
 scripts here open: columns image, text, url, width, height, sha256 and those of --keep_columns, rows in the order of
 the table. Beside them __download__/, which `datasets` overlooks: failures.jsonl, settings.json, a copy of the table
@@ -48,6 +49,7 @@ from diffusion_training.errors import explain, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, take_folder
 from diffusion_training.remote import open_folder, reading, remove, writing
 from diffusion_training.web.downloads import fetch_rows
+from diffusion_training.web.filters import find_columns
 from diffusion_training.web.pictures import THREADS
 from diffusion_training.web.shards import (
     choose_items,
@@ -61,7 +63,7 @@ from diffusion_training.web.shards import (
     read_shard,
     write_images,
 )
-from diffusion_training.web.tables import copy_table, digest_table, list_items, list_tables, make_schema, read_rows
+from diffusion_training.web.tables import copy_tables, digest_table, list_items, list_tables, make_schema, read_rows
 
 MAX_URL = 500  # characters of a URL in a record
 MAX_ERRORS = 3  # shards that can't be written, after which a full disk is more likely than a moment's trouble
@@ -72,9 +74,14 @@ def parse_args(argv=None):
     parser = make_parser(__file__, __doc__)
     add = parser.add_argument_group("table").add_argument
     add("--input", type=PATH, help="parquet, CSV, TSV or JSON lines: file, folder or glob")
+    add("--dataset_name", type=PATH, help="such tables of a data set on the hub, or a local one, in place of --input")
+    add("--dataset_config_name", help="configuration of the data set, if it has several")
+    add("--dataset_split", default="train", help="split to read")
     add("--url_column", default="url", help="column of URLs")
     add("--caption_column", default="text", help="column of captions; of a list one is drawn")
     add("--keep_columns", nargs="+", default=[], help="columns to copy into the shards")
+    add("--where", help="rows to take, such as 'similarity > 0.3 and width >= 512' (None: all)")
+    add("--limit", type=COUNT, help="take the first so many rows, for a trial (None: all)")
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", type=PATH, help="everything is written here")
     add(
@@ -101,8 +108,9 @@ def parse_args(argv=None):
     add("--num_cpus", type=number(1, 10_000, int), help="tasks at a time, if Ray is started here (None: cores)")
 
     args = parser.parse_args(argv)
-    if args.input is None or args.output_dir is None:
-        parser.error("--input and --output_dir are needed, such as --input urls.parquet --output_dir images")
+    if (args.input is None) == (args.dataset_name is None) or args.output_dir is None:
+        needed = "--output_dir and one of --input and --dataset_name are needed"
+        parser.error(f"{needed}, such as --input urls.parquet --output_dir images")
     if "/working_dir_files/" in os.path.abspath(args.output_dir):  # where Ray unpacks `ray job submit --working-dir`
         parser.error(f"Ray deletes {os.path.abspath(args.output_dir)} after the job: give --output_dir from the root")
     if args.num_cpus is not None and (args.address or os.environ.get("RAY_ADDRESS", "local")) != "local":
@@ -113,6 +121,10 @@ def parse_args(argv=None):
     for names in ([args.url_column, args.caption_column, *args.keep_columns], [*own, *args.keep_columns]):
         if twice := [name for name in names if names.count(name) > 1]:
             parser.error(f"--keep_columns would give two columns {twice[0]!r}: leave it out, or rename it")
+    try:
+        find_columns(args.where)
+    except ValueError as error:
+        parser.error(f"--where: {error}")
     try:
         args.allow_private_addresses = args.allow_private_addresses and [
             str(ipaddress.ip_network(network)) for network in args.allow_private_addresses
@@ -210,20 +222,21 @@ def main(args):
     # The table
     columns = [args.url_column, args.caption_column, *args.keep_columns]
     fixed = ["url_column", "caption_column", "keep_columns", "rows_per_shard", "min_size", "max_aspect_ratio"]
-    fixed += ["resize_to", "jpeg_quality", "max_bytes", "opt_out"]
+    fixed += ["resize_to", "jpeg_quality", "max_bytes", "opt_out", "where", "limit"]
     with ThreadPoolExecutor(16) as pool:
         digests = list(pool.map(functools.partial(digest_table, tables_fs), paths))
-        digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
-        settings = {"format_version": 2, **{name: getattr(args, name) for name in fixed}}
-        settings["input"] = {"tables": len(paths), "sha256": digest}
-        if fs.exists(settings_path) and (differences := find_differences(read_json(fs, settings_path), settings)):
-            fail(f"{args.output_dir} holds another download ({', '.join(differences)}): choose another --output_dir")
-        copy = functools.partial(copy_table, columns=columns, rows_per_group=args.rows_per_shard, folder=folder)
-        tables = pool.map(copy, map(tables_fs.unstrip_protocol, paths), digests)
-        tables = list(tqdm(tables, total=len(paths), desc="Tables", leave=False))
+    digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+    settings = {"format_version": 2, **{name: getattr(args, name) for name in fixed}}
+    settings["input"] = {"tables": len(paths), "sha256": digest}
+    if fs.exists(settings_path) and (differences := find_differences(read_json(fs, settings_path), settings)):
+        fail(f"{args.output_dir} holds another download ({', '.join(differences)}): choose another --output_dir")
+    options = {"columns": columns, "rows_per_group": args.rows_per_shard, "folder": folder, "where": args.where}
+    tables = copy_tables(zip(map(tables_fs.unstrip_protocol, paths), digests, strict=True), args.limit, **options)
+    tables = list(tqdm(tables, total=len(paths), desc="Tables", leave=False))
     num_rows = sum(table["rows"] for table in tables)
     if num_rows == 0:
-        fail(f"--input {args.input} holds no rows")
+        source = args.input or args.dataset_name
+        fail(f"{source} holds no rows{f' with --where {args.where}' if args.where else ''}")
     schema, items = make_schema(tables, args), list_items(tables, args.rows_per_shard)
     with writing(settings_path) as path:
         path.write_text(json.dumps(settings, indent=1))

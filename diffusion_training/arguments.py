@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -44,6 +45,20 @@ def number(low, high, kind=float, *words):
         return value
 
     parse.__name__, parse.bounds = kind.__name__, (low, high, kind)
+    return parse
+
+
+def size(low, high):
+    """An argparse type: a number of bytes, with or without a unit such as GB."""
+
+    def parse(text):
+        found = re.fullmatch(r"(\d+\.?\d*) ?([kKMGTP]?)B?", text)
+        count = found and round(float(found[1]) * 1000 ** " KMGTP".index(found[2].upper() or " "))
+        if not found or not low <= count <= high:
+            raise argparse.ArgumentTypeError(f"{text} is no number of bytes, such as 100GB")
+        return count
+
+    parse.bounds = (low, high, int)
     return parse
 
 

@@ -12,15 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 
-def load_batches(dataset, keys, num_workers, device):
+def load_batches(dataset, keys, num_workers, device, prefetch_factor=None):
     """Yield `dataset[key]` for each of `keys`, two ahead, with the tensors on their way to the device.
 
-    A thread reads ahead, so that also a data set without processes of its own is read while the device computes. Each
-    batch has "waited": two marks, before and after the wait for it, of which `seconds_between` makes seconds.
+    Each of `num_workers` processes reads `prefetch_factor` ahead of that, None: two. A thread reads ahead, so that a
+    data set without processes of its own is read while the device computes, too. Each batch has "waited": two marks,
+    before and after the wait for it, of which `seconds_between` makes seconds.
     """
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=None, sampler=keys, num_workers=num_workers, worker_init_fn=ignore_signals,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda", prefetch_factor=prefetch_factor if num_workers else None,
     )  # fmt: skip
     try:
         batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock

@@ -33,9 +33,9 @@ def draw_choices(seed, epoch, row):
 class Order:
     """The order in which an epoch takes its rows, and how those of a step are cut into micro-batches of one size.
 
-    `rows` are numbers, or a function of the epoch that gives always as many, or a stream; `sizes` (height, width) of
-    each row, None if all have the same. (seed, epoch) alone fixes the order, so a run can go on at any image, also
-    with another batch size or number of processes.
+    `rows` are numbers, or a function of the epoch that gives always as many, or a stream, or `Ranges`, which have an
+    order of their own; `sizes` (height, width) of each row, None if all have the same. (seed, epoch) alone fixes the
+    order, so a run can go on at any image, also with another batch size or number of processes.
     """
 
     def __init__(self, rows, seed, sizes=None):
@@ -51,8 +51,11 @@ class Order:
         size is still that of the run's start, as a checkpoint keeps it. What is left of each size comes last, `unit`
         by `unit`, since a step of all of it would have a micro-batch of each size.
         """
+        rows = self.rows(epoch)
+        if hasattr(rows, "arrange"):
+            return rows.arrange(epoch)
         rng = np.random.default_rng(step_seed("epoch", self.seed, epoch))
-        order = rng.permutation(self.rows(epoch))
+        order = rng.permutation(rows)
         if self.buckets is None:
             return order
         bucket_of, blocks, units = self.buckets[order % len(self.buckets)], [], []  # %: see `choose_rows`
@@ -96,14 +99,14 @@ def step_batches(order, progress, rank, num_processes):
     return keys(image)
 
 
-def stream_batches(order, progress, rank, num_processes):
+def stream_batches(order, progress, rank, num_processes, window=1000):
     """Like `step_batches` for a stream, with the item itself as fourth part of a key.
 
     Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was,
     because a stream can't be entered in the middle.
     """
-    # In a window, because a stream has no order to draw from
-    shuffled = order.rows(0).shuffle(seed=order.seed, buffer_size=1000)
+    # In a window of so many images, because a stream has no order to draw from
+    shuffled = order.rows(0).shuffle(seed=order.seed, buffer_size=window)
     share = split_dataset_by_node(shuffled, rank, num_processes)
     weight, start = num_processes / progress.images_per_step, math.ceil(progress.images_seen / num_processes)
 

@@ -2,12 +2,16 @@
 
 import contextlib
 import tempfile
+import time
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from diffusion_training.errors import explain, fail, is_a
 from diffusion_training.files import name_unfinished, write_out
+
+WAITS = (0.5, 1, 2, 4, 8, 16, 32)  # seconds between tries: a bucket that is out for a minute ends no run
 
 
 def is_address(path):
@@ -67,3 +71,33 @@ def open_folder(url):
     fs, path = fsspec.url_to_fs(str(url))
     path = path.rstrip("/")
     return fs, path, path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
+
+
+def read_bytes(path):
+    """What a small file holds, on a disk or at an address, which is tried again and again."""
+    if not is_address(path):
+        return Path(path).read_bytes()
+
+    def read(fs, there):
+        return fs.cat_file(there)
+
+    # What is not there, or not ours to read, is not so for a moment only: at the start it is said at once
+    return persist(path, read, ("FileNotFoundError", "PermissionError", "NoCredentialsError"))
+
+
+def persist(path, action, hopeless=()):
+    """Do `action(file system, path in it)` until it succeeds, for about a minute; then end with a sentence.
+
+    Each time with another connection and credentials read anew, since these may have expired. What is of a class that
+    `hopeless` names is not tried again; of these FileNotFoundError is raised.
+    """
+    for wait in (*WAITS, None):
+        try:
+            return action(*fsspec.url_to_fs(path, skip_instance_cache=wait != WAITS[0]))
+        except Exception as error:
+            if "FileNotFoundError" in hopeless and isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(None, "no such file", path) from error
+            if wait is None or is_a(error, "ImportError", "ModuleNotFoundError", *hopeless):
+                turn = "the same command goes on when it can be read"
+                fail(f"{path} can't be read ({explain(error)}): what was saved is whole, and {turn}", alone=True)
+            time.sleep(wait)

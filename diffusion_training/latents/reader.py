@@ -1,76 +1,63 @@
-"""Latent caches -> batches: rows are read where they lie, and checked when they are first read."""
+"""Latent caches -> batches: rows are read where they lie, or where they were fetched, and checked when first read."""
 
 import hashlib
 import io
 import json
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
-import xxhash
 
-from diffusion_training.data.captions import say_cut
 from diffusion_training.errors import fail
-from diffusion_training.files import find_differences
 from diffusion_training.latents.cache import fingerprint_cache
-from diffusion_training.latents.columns import EMPTY, FEATURES, checksum_row, describe_columns, view_rows
-from diffusion_training.latents.encoders import (
-    describe_latents,
-    describe_models,
-    describe_prompts,
-    encode_empty_prompt,
-    load_models,
-    try_models,
-)
+from diffusion_training.latents.columns import EMPTY, FEATURES, PROMPTS, describe_columns, pad_prompts
+from diffusion_training.latents.shards import Shards
 from diffusion_training.order import draw_choices, step_seed
+from diffusion_training.remote import is_address, read_bytes
+
+FEW = 1000  # shards that are opened at the start, and so are checked then
+MOST_OPEN = 50_000  # at a time: Linux lets a process map 65,530 files
 
 
 def load_cache(folder):
-    """Open a cache of precompute_latents.py without reading its rows, which are checked when they are first read.
+    """Open a cache of precompute_latents.py, on a disk or at an address, without reading its rows.
 
-    Returns (cache.json, {name: what stands for a caption that is left out}, [(shard, record batch)]).
+    Returns (cache.json, {name: what stands for a caption that is left out}, its `Shards`).
     """
-    folder, shard = Path(folder), ""
+    folder = str(folder)
     try:
-        cache = json.loads((folder / "cache.json").read_text())
-        if not (folder / "state.json").is_file():
+        cache = json.loads(read_bytes(f"{folder}/cache.json"))
+        try:
+            state = json.loads(read_bytes(f"{folder}/state.json"))
+        except FileNotFoundError:
             fail(f"{folder} is not finished: run the command that made it again")
-        if json.loads((folder / "state.json").read_text())["_fingerprint"] != fingerprint_cache(cache):
+        if state["_fingerprint"] != fingerprint_cache(cache):
             raise ValueError("cache.json is not as it was written")
         if cache["format_version"] not in (2, 3):
             fail(f"{folder} is a cache of format {cache['format_version']}, this version reads 2 and 3: make it anew")
         if unknown := set(cache.get("features", [])) - FEATURES:
             fail(f"{folder} holds {', '.join(sorted(unknown))}, which this version does not know: take a newer one")
-        kinds, empty_prompt, batches = describe_columns(cache), {}, []
+        empty_prompt = {}
         for column in [column for column in EMPTY if f"{column}_shape" in cache]:
-            content = (folder / f"{EMPTY[column]}.npy").read_bytes()
+            content = read_bytes(f"{folder}/{EMPTY[column]}.npy")
             if hashlib.sha256(content).hexdigest() != cache[f"{EMPTY[column]}_sha256"]:
                 raise ValueError(f"{EMPTY[column]}.npy is not as it was written")
             empty_prompt[column] = torch.from_numpy(np.load(io.BytesIO(content)))
-        for name, record in cache["shards"].items():
-            shard, digest = folder / Path(name).name, xxhash.xxh3_128()
-            read = [batch for batch in pa.ipc.open_stream(pa.memory_map(str(shard))) if len(batch)]
-            if sum(map(len, read)) != record["rows"]:
-                raise ValueError(f"{sum(map(len, read))} rows instead of {record['rows']}")
-            for batch in read:
-                for column, kind in kinds.items():
-                    if batch[column].type != kind or batch[column].flatten().null_count:
-                        raise ValueError(f"{column} is not {getattr(kind, 'list_size', 'some')} numbers in each row")
-                digest.update(batch["checksum"].to_numpy())
-            if digest.hexdigest() != record["checksums"]:
-                raise ValueError("it is not as it was written")
-            batches += [(shard, batch) for batch in read]
-        if not batches:
+        if "ragged embeddings" in cache.get("features", []):
+            length, width = cache["prompt_embeds_shape"]
+            padded, mask = pad_prompts([empty_prompt["prompt_embeds"].numpy().ravel()], length, width)
+            empty_prompt = {"prompt_embeds": torch.from_numpy(padded).view(length, width)}
+            empty_prompt["prompt_mask"] = torch.from_numpy(mask)[0]
+        shards = Shards(folder, cache)
+        if not shards.rows.sum():
             raise ValueError("it holds no rows")
-        return cache, empty_prompt, batches
     except FileNotFoundError as error:
-        fail(f"{error.filename or shard} is missing: make the cache with precompute_latents.py")
+        fail(f"{error.filename or error} is missing: make the cache with precompute_latents.py")
     except Exception as error:
-        if "Memory mapping file failed" in str(error):
-            turn = "raise `ulimit -v` or vm.max_map_count, or make caches with more --rows_per_shard"
-            fail(f"{shard} can't be mapped into memory: {turn}")
-        fail(f"{shard or folder} is damaged ({error}): run the command that made the cache again, it mends it")
+        fail(f"{folder} is damaged ({error}): run the command that made the cache again, it mends it")
+    if len(shards) <= FEW and not is_address(folder):
+        for number in range(len(shards)):
+            shards.open(number)
+    return cache, empty_prompt, shards
 
 
 class CachedLatents(torch.utils.data.Dataset):
@@ -79,63 +66,89 @@ class CachedLatents(torch.utils.data.Dataset):
     {"latents", "prompt_embeds": float16 [N, numbers per row], or in place of these "input_ids": int32 [N, tokens],
     "latents_shape": [channels, height, width], "flipped": bool [N], "weight": [N], "skipped": []}, and what else
     `describe_columns` says; the rows must be of one size. The columns are views of the memory-mapped files, and a row
-    is copied once, into its batch. A row is checked when it is first read. A number beyond the rows is one of them
-    once more, as `choose_rows` counts, which is mirrored by a draw of its own. caches: {folder: what `load_cache`
-    returns}.
+    is copied once, into its batch. A shard is opened when it is first needed, a row checked when it is first read. A
+    number beyond the rows is one of them once more, as `choose_rows` counts, which is mirrored by a draw of its own.
+    caches: {folder: what `load_cache` returns}. fetcher: a `Fetcher`, if some of them lie at an address.
     """
 
+    fetcher = None
+
     def __init__(self, caches, seed, random_flip):
-        self.seed, self.random_flip, self.folders = seed, random_flip, list(caches)
-        self.batches = [batch for _, _, batches in caches.values() for batch in batches]
-        self.ends = np.cumsum([len(batch) for _, batch in self.batches])
+        self.seed, self.random_flip, self.folders, self.opened = seed, random_flip, list(caches), {}
+        self.parts = [shards for _, _, shards in caches.values()]
+        self.firsts = np.cumsum([0, *map(len, self.parts)])  # numbers of the caches' first shards
+        self.lengths = np.concatenate([shards.rows for shards in self.parts])
+        self.ends = self.lengths.cumsum()
         self.cache_ends = np.cumsum([cache["rows"] for cache, _, _ in caches.values()])
         content = json.dumps([cache["shards"] for cache, _, _ in caches.values()])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         first, _, _ = next(iter(caches.values()))  # others have the same columns, which `check_caches` checks
         kinds = describe_columns(first)
-        self.views = [
-            {name: view_rows(batch[name]) for name in batch.schema.names if name in kinds or name == "latents_flipped"}
-            for _, batch in self.batches
-        ]
         self.columns = [name for name in kinds if name not in ("latents_flipped", "size")]
         self.shape = first["latents_shape"]
-        self.sizes = np.concatenate([view["size"] for view in self.views]) if "size" in kinds else None
-        self.checksums = [batch["checksum"].to_numpy() for _, batch in self.batches]
-        self.unchecked = np.ones(len(self), bool)
+        self.padded = {}  # column that is as long as the caption: (tokens, numbers of each) with padding
+        if "ragged embeddings" in first.get("features", []):
+            length, width = first["prompt_embeds_shape"]
+            self.padded = {
+                name: (length, width if name == "prompt_embeds" else 1) for name in kinds if name in PROMPTS
+            }
+        self.ragged, self.size_of_row = "size" in kinds, None
 
     def __len__(self):
         return int(self.ends[-1])
 
+    @property
+    def sizes(self):
+        """(height, width) of each row's latents, None if all have the same."""
+        if self.ragged and self.size_of_row is None:
+            views = (view for shard in range(len(self.lengths)) for view in self.open(shard).views)
+            self.size_of_row = np.concatenate([view["size"] for view in views])
+        return self.size_of_row
+
+    def find_shard(self, shard):
+        """(the `Shards` of its cache, its number among them) of a shard among all."""
+        part = int(np.searchsorted(self.firsts, shard, side="right")) - 1
+        return self.parts[part], shard - int(self.firsts[part])
+
+    def open(self, shard):
+        """A shard, opened if it is not yet."""
+        if (opened := self.opened.get(shard)) is None:
+            shards, number = self.find_shard(shard)
+            if len(self.opened) >= MOST_OPEN:
+                self.opened.pop(next(iter(self.opened)))
+            path = self.fetcher.path(shard) if is_address(shards.folder) else None
+            opened = self.opened[shard] = shards.open(number, path, alone=True)
+        return opened
+
     def digest(self, row):
-        chunk = int(np.searchsorted(self.ends, row, side="right"))
-        return str(self.checksums[chunk][row - self.ends[chunk]])  # counted from the chunk's end
+        shard = int(np.searchsorted(self.ends, row, side="right"))
+        opened = self.open(shard)
+        chunk, place = opened.find(row - int(self.ends[shard] - self.lengths[shard]))
+        return str(opened.checksums[chunk][place])
 
-    def names(self):
-        for _, batch in self.batches:
-            yield from batch["key"].to_pylist()  # as `transform` named them
-
-    def check(self, row, chunk, i):
-        """Refuse a row that is not as it was written: as OSError, because the disk failed, or who wrote to it."""
-        if self.checksums[chunk][i] != checksum_row({name: view[i] for name, view in self.views[chunk].items()}):
-            shard, _ = self.batches[chunk]
-            raise OSError(f"{shard} is damaged: the command that made the cache mends it when it is run again")
-        self.unchecked[row] = False
+    def names(self, shards=None):
+        for shard in range(len(self.lengths)) if shards is None else shards:
+            for batch in self.open(shard).batches:
+                yield from batch["key"].to_pylist()  # as `transform` named them
 
     def __getitem__(self, keys):
         rows = np.array([row for _, row, _ in keys]) % len(self)
-        chunks = np.searchsorted(self.ends, rows, side="right")
-        places = (rows - self.ends[chunks]).tolist()  # counted from the chunk's end
+        shards = np.searchsorted(self.ends, rows, side="right")
+        places = rows - self.ends[shards] + self.lengths[shards]
         columns, flipped = {name: [] for name in self.columns}, []
-        for (epoch, number, _), row, chunk, place in zip(keys, rows.tolist(), chunks.tolist(), places, strict=True):
-            if self.unchecked[row]:
-                self.check(row, chunk, place)
+        for (epoch, number, _), shard, place in zip(keys, shards.tolist(), places.tolist(), strict=True):
+            views, place = self.open(shard).view(place)
             flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
             flipped.append(flip)
             for name, found in columns.items():
-                found.append(self.views[chunk]["latents_flipped" if flip and name == "latents" else name][place])
+                found.append(views["latents_flipped" if flip and name == "latents" else name][place])
+        masks, lengths = {}, {}
+        for name, shape in self.padded.items():
+            *columns[name], masks["prompt_mask"] = pad_prompts(columns[name], *shape)
+            lengths["prompt_lengths"] = masks["prompt_mask"].sum(axis=1).tolist()
         # Each column in one copy, for which this thread lets go of Python's lock once and not once a row
-        batch = {name: np.concatenate(found).reshape(len(keys), -1) for name, found in columns.items()}
-        batch = {name: torch.from_numpy(numbers) for name, numbers in batch.items()}
+        batch = masks | {name: np.concatenate(found).reshape(len(keys), -1) for name, found in columns.items()}
+        batch = {name: torch.from_numpy(numbers) for name, numbers in batch.items()} | lengths
         weights = torch.tensor([weight for _, _, weight in keys])
         shape = [self.shape[0], *(self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist())]
         return {**batch, "latents_shape": shape, "flipped": torch.tensor(flipped), "weight": weights, "skipped": []}
@@ -170,22 +183,3 @@ def deal(shares, epochs):
     counts = np.floor(quotas).astype(int)
     counts[np.argsort(counts - quotas, kind="stable")[: total - counts.sum()]] += 1
     return counts.tolist()
-
-
-def check_caches(caches, args):
-    """Refuse caches that other models than those of the flags have made, or that lack what the flags ask for."""
-    first, _, _ = next(iter(caches.values()))
-    vae, text_encoders, tokenizers = load_models(args, torch.float32)  # to be compared, and let go
-    try_models(vae, text_encoders)
-    description = describe_models(vae, text_encoders, tokenizers)
-    description |= describe_latents(vae, first["transform"]["resolution"], first["latents"])
-    description |= describe_prompts(encode_empty_prompt(text_encoders, tokenizers, args), args)
-    description |= {"text_cache": first["text_cache"], "features": first.get("features")}
-    for folder, (cache, _, _) in caches.items():
-        if differences := find_differences({name: cache.get(name) for name in description}, description):
-            fail(f"{folder} does not fit these models or the first cache ({', '.join(differences)}): choose others")
-        say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0], f"{folder}: ")
-        if args.random_flip and not cache["transform"]["random_flip"]:
-            fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
-        if args.resolution not in (None, cache["transform"]["resolution"]):
-            fail(f"--resolution {args.resolution}: {folder} holds {cache['transform']['resolution']} px")

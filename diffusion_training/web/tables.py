@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 
 import datasets
@@ -14,13 +15,17 @@ import pyarrow.parquet as pq
 
 from diffusion_training.errors import explained, fail
 from diffusion_training.remote import open_folder, writing
+from diffusion_training.web.filters import find_columns, make_filter
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 
 
 def list_tables(args):
-    """The tables that --input names. Returns (file system, their paths in order); none in --output_dir."""
+    """The tables that --input or --dataset_name names. Returns (file system, their paths in order); none in
+    --output_dir."""
     suffixes = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES[1:]))
+    if args.input is None:
+        return list_split(args, suffixes)
     try:
         fs, path = fsspec.url_to_fs(args.input)
         paths = fs.find(path) if fs.isdir(path) else [path] if fs.exists(path) else fs.glob(path)
@@ -34,6 +39,19 @@ def list_tables(args):
     return fs, paths
 
 
+def list_split(args, suffixes):
+    """`list_tables` of --dataset_split of a hub data set or a folder, as `datasets` lists them; nothing is loaded."""
+    with explained(f"--dataset_name {args.dataset_name} can't be read"):
+        files = datasets.load_dataset_builder(args.dataset_name, args.dataset_config_name).config.data_files or {}
+        if args.dataset_split not in files:
+            raise ValueError(f"it has no split {args.dataset_split!r}, but {', '.join(map(str, files)) or 'none'}")
+        urls = list(map(str, files[args.dataset_split]))
+        if others := [url for url in urls if not url.endswith(suffixes)]:
+            raise ValueError(f"{others[0]} is no table of URLs: that ends in {', '.join(suffixes)}")
+        fs = fsspec.url_to_fs(urls[0])[0]
+        return fs, [fs._strip_protocol(url) for url in urls]
+
+
 def digest_table(fs, path):
     """SHA-256 of a table; of parquet that of its footer, with sizes and statistics of all that the file holds."""
     with explained(f"{path} can't be used"), fs.open(path) as file:
@@ -45,18 +63,36 @@ def digest_table(fs, path):
         return hashlib.sha256(file.read(length)).hexdigest()
 
 
-def copy_table(source, digest, columns, rows_per_group, folder):
+def copy_tables(tables, rows, **options):
+    """Yield what `copy_table` gives for each (source, digest), several at a time; of `rows` in all, one by one."""
+    if rows is None:
+        with ThreadPoolExecutor(16) as pool:
+            yield from pool.map(lambda table: copy_table(*table, **options), tables)
+        return
+    for table in tables:
+        if rows > 0:
+            yield (copied := copy_table(*table, **options, most=rows))
+            rows -= copied["rows"]
+
+
+def copy_table(source, digest, columns, rows_per_group, folder, where=None, most=None):
     """Copy `columns` of a table to parquet, unless that was done; a row group there is a piece of work.
+
+    where: an expression that a row must fulfil. most: so many rows at most, the first ones.
 
     Returns {"source", "copy", "rows", "schema"}. Ends the program if the table can't be used.
     """
-    name = hashlib.sha256(repr((source, digest, columns, rows_per_group)).encode()).hexdigest()[:24]
+    described = (source, digest, columns, rows_per_group, *((where, most) if where or most else ()))
+    name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
     fs, _, copy = open_folder(f"{folder}/__download__/tables/{name}.parquet")
     with explained(f"{source} can't be used: see --url_column, --caption_column and --keep_columns"):
         if not fs.exists(copy):
-            with open_table(source, columns) as (schema, batches), writing(copy) as file:
+            more = [name for name in find_columns(where) if name not in columns]
+            with open_table(source, [*columns, *more]) as (schema, batches), writing(copy) as file:
+                chosen = choose(batches, where and make_filter(where, schema), columns, most)
+                schema = pa.schema([schema.field(name) for name in columns])
                 with pq.ParquetWriter(file, schema, write_statistics=False) as writer:
-                    for group in cut_groups(batches, rows_per_group):
+                    for group in cut_groups(chosen, rows_per_group):
                         writer.write_table(group, len(group))
         with fs.open(copy) as file:
             parquet = pq.ParquetFile(file)
@@ -91,6 +127,19 @@ def open_table(url, columns):
                 raise ValueError(f"{many} {name!r} but {', '.join(schema.names)}")
         schema = pa.schema([schema.field(name).remove_metadata() for name in columns])
         yield schema, (batch.select(columns) for batch in batches)
+
+
+def choose(batches, expression, columns, most):
+    """Of record batches `columns` of the rows that fulfil an expression, if there is one, and at most so many rows."""
+    if expression is None and most is None:
+        yield from batches
+        return
+    for batch in batches:
+        table = pa.Table.from_batches([batch])
+        table = (table if expression is None else table.filter(expression)).select(columns)
+        yield from table.to_batches() if most is None else table[:most].to_batches()
+        if most is not None and (most := most - len(table)) <= 0:
+            return
 
 
 def cut_groups(batches, size):

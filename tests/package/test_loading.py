@@ -83,6 +83,18 @@ def test_batches_come_ahead_with_the_wait_for_them_and_errors_pass():
         next(broken)
 
 
+@pytest.mark.parametrize("given, most", [(None, 2 + 2), (6, 6 + 2)])
+def test_a_process_reads_so_many_ahead(given, most):
+    """And the thread two more; what is taken counts too."""
+    taken = []
+    batches = load_batches(Items(), (taken.append(i) or 0.0 for i in range(99)), 1, CPU, given)
+    next(batches)
+    wait_until(lambda: len(taken) >= most + 1, 10)
+    time.sleep(0.1)
+    assert len(taken) == most + 1
+    batches.close()
+
+
 def test_errors_of_a_loaders_process_keep_their_traceback(tmp_path):
     codes, said = guarded(tmp_path, [0.0, bug], 1)
     assert codes == [1] and "DataLoader worker process 0" in said and ", in bug\n" in said and "a bug of mine" in said

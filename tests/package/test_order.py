@@ -178,3 +178,13 @@ def test_a_stream_with_nothing_for_a_process_is_told():
 def test_a_stream_of_the_first_images_is_the_same_every_pass():
     numbers = [key[3]["number"] for key in take(stream(20).take(3), 0, 3, 4)]
     assert {tuple(sorted(numbers[start : start + 3])) for start in range(0, 12, 3)} == {(0, 1, 2)}
+
+
+def test_a_stream_is_shuffled_within_its_window_only():
+    progress, rows = progress_at(0, 10**9, 1), datasets.Dataset.from_dict({"number": range(50)}).to_iterable_dataset()
+    for window in (1, 5, 50):
+        batches = stream_batches(Order(rows, 0), progress, 0, 1, window)
+        numbers = [next(batches)[0][3]["number"] for _ in range(50)]
+        early = max(i - number for number, i in zip(numbers, range(50), strict=True))
+        late = max(number - i for number, i in zip(numbers, range(50), strict=True))
+        assert sorted(numbers) == list(range(50)) and late < window and (early > 0) == (window > 1)

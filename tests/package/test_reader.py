@@ -13,7 +13,9 @@ from conftest import MODELS
 from test_cache import LATENTS, NUM_ROWS, make_args, make_cache
 
 from diffusion_training.latents import reader as module
-from diffusion_training.latents.encoders import describe_models, load_models
+from diffusion_training.latents import shards
+from diffusion_training.latents.encoders import describe_latents, describe_models, load_models
+from diffusion_training.latents.source import check_caches
 
 KEYS = [4, 0, 5, 2, 2, 1]  # rows in no order, one of them twice
 
@@ -202,7 +204,7 @@ def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cach
 
 
 def test_more_shards_than_a_process_can_map_are_no_damage(cache, monkeypatch):
-    paths, memory_map = [], module.pa.memory_map
+    paths, memory_map = [], pa.memory_map
 
     def refuse(path):  # as pyarrow does beyond vm.max_map_count
         paths.append(path)
@@ -210,12 +212,13 @@ def test_more_shards_than_a_process_can_map_are_no_damage(cache, monkeypatch):
             raise OSError("Memory mapping file failed: Cannot allocate memory")
         return memory_map(path)
 
-    monkeypatch.setattr(module.pa, "memory_map", refuse)
+    monkeypatch.setattr(pa, "memory_map", refuse)
     with pytest.raises(SystemExit) as stop:
         module.load_cache(cache)
     assert paths[1] in str(stop.value) and "vm.max_map_count" in str(stop.value) and "damaged" not in str(stop.value)
 
 
+@pytest.mark.filterwarnings("ignore:The 'generic' unit")  # of numpy 2.5, where a bit makes a duration of a number
 @pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
 def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_cache):
     cache, rng, caught = tmp_path / "cache", np.random.default_rng(0), 0
@@ -242,19 +245,19 @@ def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_c
     # Each bit of the numbers themselves, of one row
     path = cache / "data-00001-of-00003.arrow"
     for column in ("latents", "latents_flipped", text):
-        numbers = module.load_cache(cache)[2][1][1][column][0].values.to_numpy().tobytes()
+        numbers = list(module.load_cache(cache)[2])[1][1][column][0].values.to_numpy().tobytes()
         place = whole[path].index(numbers)
         for bit in range(0, 8 * len(numbers), 11):
             changed = bytearray(whole[path])
             changed[place + bit // 8] ^= 1 << bit % 8
             path.write_bytes(changed)
-            with pytest.raises(OSError, match=f"{path} is damaged: the command that made the cache mends it"):
+            with pytest.raises(OSError, match=f"{path} is damaged: run the command that made the cache again"):
                 open_caches(cache)[[(0, 3, 1.0)]]
 
 
 def test_a_row_is_checked_when_it_is_first_read_and_only_then(cache, monkeypatch):
-    checked, checksum_row = [], module.checksum_row
-    monkeypatch.setattr(module, "checksum_row", lambda row: checked.append(sorted(row)) or checksum_row(row))
+    checked, checksum_row = [], shards.checksum_row
+    monkeypatch.setattr(shards, "checksum_row", lambda row: checked.append(sorted(row)) or checksum_row(row))
     data = open_caches(cache, random_flip=False)
     assert not checked  # a cache of any size opens at once
     for _ in range(3):
@@ -326,7 +329,7 @@ def load():
 
 def describe(vae, text_encoders, tokenizers, **more):
     """A cache of these models, as far as it is compared."""
-    content = describe_models(vae, text_encoders, tokenizers) | module.describe_latents(vae, 16, "moments")
+    content = describe_models(vae, text_encoders, tokenizers) | describe_latents(vae, 16, "moments")
     content |= {"prompt_embeds_shape": [8, 32], "text_cache": "embeddings", "captions_cut": 0, "rows": 10}
     return {**content, "transform": {"resolution": 16, "random_flip": False}, **more}, None, None
 
@@ -335,12 +338,12 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
     def check(*found, argv=()):
         args = make_args("out", f"--pretrained_model_name_or_path={MODELS}", "--no-random_flip", *argv)
         args.resolution = args.resolution if argv else None
-        module.check_caches(dict(zip("ab", found, strict=False)), args)
+        check_caches(dict(zip("ab", found, strict=False)), args)
 
     models = load()
     good = describe(*models)
     assert good[0]["latents_shape"] == [8, 8, 8]
-    assert module.describe_latents(models[0], 32, "sample")["latents_shape"] == [4, 16, 16]
+    assert describe_latents(models[0], 32, "sample")["latents_shape"] == [4, 16, 16]
     check(good, good)
     assert capsys.readouterr().out == ""
     check(describe(*models, captions_cut=3))

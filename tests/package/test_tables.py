@@ -132,6 +132,41 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
     assert [path.split("/")[-1] for path in module.list_tables(args)[1]] == ["a[1].csv", "b.parquet"]
 
 
+def of_dataset(name, split="train", config=None):
+    args = argparse.Namespace(input=None, dataset_name=str(name), dataset_config_name=config, dataset_split=split)
+    return module.list_tables(args)
+
+
+def test_the_tables_of_a_data_set_are_those_of_its_split_and_configuration(tmp_path):
+    for name in ("data/train-0.parquet", "data/train-1.parquet", "data/test-0.parquet", "more/train.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        make_table(tmp_path / name)
+    (tmp_path / "more/train.csv").write_text("url,text\n")
+    paths = lambda *more: [path.removeprefix(f"{tmp_path}/") for path in of_dataset(*more)[1]]  # noqa: E731
+    assert paths(tmp_path / "data") == ["data/train-0.parquet", "data/train-1.parquet"]
+    assert paths(tmp_path / "data", "test") == ["data/test-0.parquet"]
+    configs = "configs:\n- {config_name: one, data_files: data/test-*}\n- {config_name: two, data_files: more/*}\n"
+    (tmp_path / "README.md").write_text(f"---\n{configs}---\n")
+    assert paths(tmp_path, "train", "two") == ["more/train.csv"]
+    with pytest.raises(SystemExit, match="--dataset_name .* can't be read .it has no split 'dev', but train, test"):
+        of_dataset(tmp_path / "data", "dev")
+    with pytest.raises(SystemExit, match="can't be read .*Config name is missing"):
+        of_dataset(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("no table")
+    with pytest.raises(SystemExit, match="a.txt is no table of URLs: that ends in .parquet, .csv"):
+        of_dataset(tmp_path / "text")
+
+
+def test_a_data_set_of_the_hub_is_read_where_it_lies_at_one_commit(monkeypatch):
+    """Through its listing: which names the commit, and which workers open without the data set."""
+    urls = [f"hf://datasets/a/b@0123abc/data/{i}.parquet" for i in range(2)]
+    said = argparse.Namespace(config=argparse.Namespace(data_files={"train": urls}))
+    monkeypatch.setattr(module.datasets, "load_dataset_builder", lambda name, config: said)
+    fs, paths = of_dataset("a/b")
+    assert [fs.unstrip_protocol(path) for path in paths] == urls and type(fs).__name__ == "HfFileSystem"
+
+
 @pytest.mark.parametrize("name, content, said", [
     ("a.parquet", b"no parquet at all", "a.parquet can't be used"),
     ("a.csv", b"url,text,id\nhttp://a\nhttp://b,c,d\n", "a.csv can't be used"),
@@ -140,7 +175,7 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
     ("a.csv", b"URL,text,id\na,b,1\n", "no column 'url' but URL, text, id"),
     ("a.jsonl", b'{"url": "a", "text": "b"}\n', "no column 'id' but url, text"),
     ("a.csv", b"", "a.csv can't be used"),
-    ("a.csv.gz", gzip.compress(b"url,text,id\n" + bytes(range(256)) * 99)[:-9], "a.csv.gz can't be used"),
+    ("a.csv.gz", gzip.compress(b"url,text,id\n" + bytes(range(256)) * 99, mtime=0)[:-9], "a.csv.gz can't be used"),
     ("a.csv", b"url,text,id,text\na,b,1,c\n", "two columns 'text' but url, text, id, text"),
 ])  # fmt: skip
 def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):

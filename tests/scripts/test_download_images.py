@@ -239,6 +239,30 @@ def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
     assert found[3] == found[4] and read_rows(tmp_path / "out3") == read_rows(tmp_path / "out0")
 
 
+def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tmp_path, capsys):
+    """Of several tables, and columns that the shards do not keep; the same rows from CSV, whose columns are text."""
+    urls, widths = good_urls(server, 30), [100 * (i % 3) for i in range(30)]
+    make_table(tmp_path / "all.parquet", urls, width_of_original=widths)
+    table = pq.read_table(tmp_path / "all.parquet")
+    (tmp_path / "tables").mkdir()
+    for i, rows in enumerate((table.slice(0, 12), table.slice(12, 9), table.slice(21))):
+        pq.write_table(rows, tmp_path / f"tables/{i}.parquet")
+    pa.csv.write_csv(table, tmp_path / "all.csv")
+    where = ["--where", "width_of_original >= 100 and text != 'x'", "--keep_columns", "id"]
+    for source, limit in (("tables", 9), ("all.parquet", 9), ("all.csv", 9), ("all.parquet", 1000), ("tables", None)):
+        out = tmp_path / f"{source}-{limit}"
+        run(tmp_path / source, out, *where, *(["--limit", limit] if limit else []), "--rows_per_shard", 4)
+        expected = [i for i in range(30) if i % 3][:limit]
+        assert [int(row["id"]) for row in read_rows(out)] == expected
+        assert [row["url"] for row in read_rows(out)] == [urls[i] for i in expected]
+    assert "limit 9 -> None" in refused(
+        capsys, tmp_path / "tables", tmp_path / "tables-9", *where, "--rows_per_shard=4"
+    )
+    none = refused(capsys, tmp_path / "tables", tmp_path / "none", "--where", "id > 100")
+    assert "holds no rows with --where id > 100" in none
+    assert "no column 'wide' but url" in refused(capsys, tmp_path / "tables", tmp_path / "no", "--where", "wide > 1")
+
+
 # ------------------------------------------------------------------------------------------------- refusals
 
 
@@ -246,11 +270,13 @@ GIVEN = ["--input", "x", "--output_dir", "y"]
 
 
 @pytest.mark.parametrize("flags, message", [
-    ([], "--input and --output_dir are needed"),
+    ([], "--output_dir and one of --input and --dataset_name are needed"),
+    (["--input=a", "--dataset_name=b", "--output_dir=c"], "--output_dir and one of --input and --dataset_name are"),
     ([*GIVEN, "--connections", "0"], "--connections: 0 is not between 1 and"),
     ([*GIVEN, "--timeout", "0"], "--timeout: 0 is not between 0.001 and"),
     ([*GIVEN, "--timeout", "nan"], "--timeout: nan is not between 0.001 and"),
     ([*GIVEN, "--max_aspect_ratio", "0.5"], "--max_aspect_ratio: 0.5 is not between 1 and"),
+    ([*GIVEN, "--where", "width = 3"], "--where: 'width = 3' is no expression"),
     ([*GIVEN, "--jpeg_quality", "101"], "--jpeg_quality: 101 is not between 1 and 100"),
     ([*GIVEN, "--keep_columns", "width"], "two columns 'width'"),
     ([*GIVEN, "--keep_columns", "id", "id"], "two columns 'id'"),

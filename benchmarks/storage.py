@@ -1,0 +1,112 @@
+"""How fast are the rows of a latent cache read from a disk, through a bounded folder, and from a bucket? A table.
+
+    python benchmarks/storage.py                                # 2 GB of disk; the S3 server is moto's, if installed
+    python benchmarks/storage.py --bucket s3://bucket/scratch   # a real one, which the cache is copied to
+
+Makes a cache of random numbers in the shapes of Stable Diffusion 2, and reads an epoch of it as a trainer does, in
+turns: from a disk in the orders `full` and `ranges`, and in `ranges` through a folder that holds little more than the
+windows need (half of the cache), from a folder beside it and from the bucket. Prints rows and bytes a second from the
+first batch on, as medians, and the seconds to the first batch.
+"""
+
+import functools
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import bench
+import fsspec
+import torch
+
+from diffusion_training.latents import stream
+from diffusion_training.latents.reader import load_cache
+from diffusion_training.loading import load_batches
+from diffusion_training.order import Order, step_batches
+from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.progress import Progress
+
+
+def read_epoch(cache, ranges, folder, size, batch_size):
+    """(rows a second, seconds to the first batch) of one epoch, with no device that computes meanwhile."""
+    begin, most = time.perf_counter(), stream.MOST_PERMUTED
+    stream.MOST_PERMUTED = 0 if ranges else most
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, local_process_index=0)
+    args = SimpleNamespace(seed=0, random_flip=False, latents_weights=None, shuffle_shards=1)
+    args.shards_dir, args.shards_size = folder, size
+    dataset = stream.open_latents(accelerator, {cache: load_cache(cache)}, None, args)
+    stream.MOST_PERMUTED = most
+    rows, _ = hold_out(accelerator, dataset, 0, 0)
+    progress = Progress({"global_step": 0, "data_step": 0, "images_seen": 0}, len(rows), batch_size, 1)
+    batches = load_batches(dataset, step_batches(Order(rows, 0), progress, 0, 1), 0, torch.device("cpu"))
+    count = len(next(batches)["weight"])
+    first = time.perf_counter()
+    read = 0
+    while read + count < len(rows):
+        read += len(next(batches)["weight"])
+    seconds = time.perf_counter() - first
+    batches.close()
+    return read / seconds, first - begin
+
+
+def start_server():
+    """An S3 server of moto's as a process, and its address for botocore."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    names = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+    os.environ.update({f"AWS_{name}": value for name, value in names.items()}, AWS_DEFAULT_REGION="us-east-1")
+    while socket.socket().connect_ex(("127.0.0.1", port)):
+        time.sleep(0.1)
+    fsspec.filesystem("s3").mkdir("bucket")
+    return server
+
+
+def main(argv=None):
+    parser = bench.make_parser(__doc__, size="small", mixed_precision=None, batch_size=64, steps=None, rounds=3)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--rows_per_shard", type=int, default=16)
+    parser.add_argument("--resolution", type=int, default=256)
+    parser.add_argument("--bucket", help="an address to copy the cache to (None: a server of moto's)")
+    parser.add_argument("--dir", help="where the files lie for a while (None: in the system's temporary folder)")
+    cli = parser.parse_args(argv)
+    server = None
+    if cli.bucket is None and importlib.util.find_spec("moto"):
+        server, cli.bucket = start_server(), "s3://bucket/scratch"
+    with tempfile.TemporaryDirectory(dir=cli.dir, ignore_cleanup_errors=True) as place:
+        models, cache = bench.make_models(Path(place, "models"), cli.size), Path(place, "cache")
+        bench.make_cache(cache, models, cli.rows, cli.resolution, rows_per_shard=cli.rows_per_shard)
+        sizes = [path.stat().st_size for path in cache.glob("*.arrow")]
+        need = min(sum(sizes), round(2.3 * stream.LEAST_RANGES * max(sizes)))
+        places = {"a disk, `full`": (cache, False), "a disk, `ranges`": (cache, True)}
+        places["a bounded folder, from a disk"] = f"file://{cache}", True
+        if cli.bucket:
+            fs, there = fsspec.url_to_fs(f"{cli.bucket}/cache")
+            fs.put(f"{cache}/", f"{there}/", recursive=True)
+            places[f"a bounded folder, from {'moto' if server else cli.bucket}"] = f"{cli.bucket}/cache", True
+        options = {"folder": f"{place}/shards", "size": need, "batch_size": cli.batch_size}
+        runs = {name: functools.partial(read_epoch, *where, **options) for name, where in places.items()}
+        found = bench.interleaved(runs, cli.rounds)
+        row_bytes = sum(sizes) / cli.rows
+        rows = (
+            [name, bench.spread([speed for speed, _ in of], "{:.0f}"),
+             f"{sorted(speed for speed, _ in of)[len(of) // 2] * row_bytes / 1e6:.0f}",
+             bench.spread([first for _, first in of])]
+            for name, of in found.items()
+        )  # fmt: skip
+        bench.show(f"{bench.machine()}; {cli.rows:,} rows of {row_bytes / 1e3:.0f} kB, folder of {need / 1e6:.0f} MB",
+                   ["rows come from", "rows a second", "MB/s", "first batch after, s"], rows)  # fmt: skip
+    if server:
+        server.kill()
+        server.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Shards from an address: fetched ahead by threads into a bounded folder of this machine, and verified."""
+
+import atexit
+import collections
+import contextlib
+import shutil
+import threading
+import uuid
+from concurrent.futures import Future
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from diffusion_training.files import digest_file, name_unfinished
+from diffusion_training.remote import persist
+
+THREADS = 8  # a connection each, of a process
+
+
+class Fetcher:
+    """Copies of shards on this machine: those of the windows that are open, and ahead of them what `most` holds.
+
+    describe(shard): (address, SHA-256, about how many bytes), the address None for what lies on a disk. A shard that
+    is asked for and in no window is fetched as well, and goes with the next step. One that stays away, or comes with
+    other bytes, is tried again for about a minute; then whoever asks for it ends the program with a sentence.
+    """
+
+    def __init__(self, describe, folder, most):
+        self.describe, self.folder, self.most = describe, folder, most
+        self.jobs, self.files, self.bytes = collections.deque(), {}, {}  # of each shard: a Future of its path; bytes
+        self.windows, self.held, self.plan, self.next = [], collections.Counter(), iter(()), None
+        self.changed = threading.Condition()
+        for _ in range(THREADS if folder else 0):
+            threading.Thread(target=self.work, daemon=True).start()  # daemons, or who ends would wait for the network
+
+    def work(self):
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.jobs)
+                shard, future = self.jobs.popleft()
+            try:
+                path, error = self.fetch(shard), None
+            except BaseException as reason:
+                path, error = None, reason
+            with self.changed:
+                kept = self.files.get(shard) is future
+                if path and kept:
+                    self.bytes[shard] = path.stat().st_size
+                elif path and shard not in self.files:  # its window has passed meanwhile
+                    path.unlink()
+            future.set_exception(error) if error else future.set_result(path)
+
+    def fetch(self, shard):
+        """Copy a shard, whole or not at all, if no other process of this machine has."""
+        address, digest, _ = self.describe(shard)
+        path = self.folder / f"{shard}-{digest[:16]}.arrow"
+
+        def copy(fs, there):
+            unfinished = name_unfinished(path)
+            try:
+                fs.get_file(there, str(unfinished))
+                if digest_file(unfinished) != digest:
+                    raise ValueError("it is not what cache.json says")
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+        with FileLock(self.folder / f".{shard}.lock"):
+            if not path.exists():
+                persist(address, copy)
+        return path
+
+    def want(self, shard, now=False):
+        """See to it that a shard is here, or comes; `now`: before all that is fetched ahead."""
+        with self.changed:
+            if shard not in self.files:
+                self.files[shard], self.bytes[shard] = Future(), self.describe(shard)[2]
+                self.jobs.append((shard, self.files[shard]))
+                self.changed.notify()
+            job = shard, self.files[shard]
+            if now and job in self.jobs:
+                self.jobs.remove(job)
+                self.jobs.appendleft(job)
+            return self.files[shard]
+
+    def path(self, shard):
+        """Where the copy of a shard lies; waits until it is there."""
+        return self.want(shard, now=True).result()
+
+    def follow(self, plan):
+        """Take up the windows of a `Ranges.plan`, in place of those before."""
+        for window in self.windows:
+            self.held.subtract(window[2])
+        self.windows, self.plan, self.next = [], plan, None
+
+    def reach(self, place):
+        """Delete the copies that no window needs from `place` on, and fetch ahead. Returns the shards that passed."""
+        passed = [shard for window in self.windows if window[1] <= place for shard in window[2]]
+        self.windows = [window for window in self.windows if window[1] > place]
+        self.held.subtract(passed)
+        gone = {shard for shard in {*passed, *self.files} if self.held[shard] <= 0}
+        for shard in gone:
+            self.forget(shard)
+        while window := self.next or next(self.plan, None):
+            self.next, (begin, end, shards) = window, window
+            more = {shard: size for shard in shards if (size := self.measure(shard))}
+            if begin > place and (not more or sum(self.bytes.values()) + sum(more.values()) > self.most):
+                break
+            self.next = None
+            if end > place:
+                self.windows.append(window)
+                self.held.update(shards)
+                for shard in more:
+                    self.want(shard)
+        return gone
+
+    def measure(self, shard):
+        """About how many bytes it takes to have a shard here: none of one that is, or that lies on a disk."""
+        address, _, size = self.describe(shard)
+        return size if address and shard not in self.files else 0
+
+    def forget(self, shard):
+        """Delete the copy of a shard, or leave it out if it has not come yet."""
+        with self.changed:
+            future, _ = self.files.pop(shard, None), self.bytes.pop(shard, None)
+            self.held.pop(shard, None)
+            if future and (shard, future) in self.jobs:
+                self.jobs.remove((shard, future))
+            elif future and future.done() and not future.exception():
+                future.result().unlink(missing_ok=True)
+
+
+def take_folder_of_run(folder):
+    """A new folder in `folder` for what a process fetches; those of processes that were killed are deleted."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("run-*"):
+        with contextlib.suppress(Timeout, OSError), FileLock(f"{old}.lock", timeout=0):
+            shutil.rmtree(old)
+    mine = folder / f"run-{uuid.uuid4().hex[:12]}"
+    lock = FileLock(f"{mine}.lock")  # taken before the folder is there, so that none takes it for a dead one's
+    lock.acquire()
+    mine.mkdir()
+
+    def leave():
+        shutil.rmtree(mine, ignore_errors=True)
+        lock.release()
+        Path(f"{mine}.lock").unlink(missing_ok=True)
+
+    atexit.register(leave)
+    return mine

@@ -1,0 +1,97 @@
+"""The shards of a latent cache: opened when they are first needed, and checked then."""
+
+import bisect
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from diffusion_training.errors import fail
+from diffusion_training.latents.columns import checksum_row, describe_columns, view_rows
+
+
+class Shards:
+    """The shards of one cache, in about 200 bytes each: name, rows, and what they are known by. None is opened.
+
+    Iterated, they are all opened, and give (path, record batch).
+    """
+
+    def __init__(self, folder, cache):
+        records = cache["shards"].values()
+        self.folder, self.kinds = str(folder), describe_columns(cache)
+        self.names = np.array([Path(name).name for name in cache["shards"]], "S")
+        self.rows = np.array([record["rows"] for record in records], np.int64)
+        self.checksums = np.array([record["checksums"] for record in records], "S32")
+        self.sha256 = np.array([record["sha256"] for record in records], "S64")
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        for number in range(len(self)):
+            opened = self.open(number)
+            for batch in opened.batches:
+                yield opened.path, batch
+
+    def locate(self, number):
+        """Where a shard lies: a path, or an address."""
+        return f"{self.folder.rstrip('/')}/{self.names[number].decode()}"
+
+    def open(self, number, path=None, alone=False):
+        """Map a shard, or its copy at `path`, without reading its rows, which are checked when they are first read."""
+        mend = (
+            "delete it, and it is fetched again" if path else "run the command that made the cache again, it mends it"
+        )
+        path, digest = Path(path or self.locate(number)), xxhash.xxh3_128()
+        try:
+            batches = [batch for batch in pa.ipc.open_stream(pa.memory_map(str(path))) if len(batch)]
+            if (rows := sum(map(len, batches))) != self.rows[number]:
+                raise ValueError(f"{rows} rows instead of {self.rows[number]}")
+            for batch in batches:
+                for column, kind in self.kinds.items():
+                    if batch[column].type != kind or batch[column].flatten().null_count:
+                        raise ValueError(f"{column} is not {getattr(kind, 'list_size', 'some')} numbers in each row")
+                digest.update(batch["checksum"].to_numpy())
+            if digest.hexdigest() != self.checksums[number].decode():
+                raise ValueError("it is not as it was written")
+            return OpenShard(path, batches, self.kinds, mend)
+        except FileNotFoundError:
+            fail(f"{path} is missing: make the cache with precompute_latents.py", alone)
+        except Exception as error:
+            if "Memory mapping file failed" in str(error):
+                turn = "raise `ulimit -v` or vm.max_map_count, or make caches with more --rows_per_shard"
+                fail(f"{path} can't be mapped into memory: {turn}", alone)
+            fail(f"{path} is damaged ({error}): {mend}", alone)
+
+
+class OpenShard:
+    """A shard whose columns are views of the memory-mapped file, and what of it has been checked."""
+
+    def __init__(self, path, batches, kinds, mend):
+        self.path, self.batches, self.mend = path, batches, mend
+        self.ends = np.cumsum([len(batch) for batch in batches]).tolist()
+        self.views = [
+            {name: view_rows(batch[name]) for name in batch.schema.names if name in kinds or name == "latents_flipped"}
+            for batch in batches
+        ]
+        self.checksums = [batch["checksum"].to_numpy() for batch in batches]
+        self.unchecked = np.ones(sum(map(len, batches)), bool)
+
+    def find(self, row):
+        """(record batch, place in it, counted from its end) of a row of the shard."""
+        chunk = bisect.bisect_right(self.ends, row)
+        return chunk, row - self.ends[chunk]
+
+    def view(self, row):
+        """({column: what gives the numbers of a row by its place}, the place). A row is checked when first read."""
+        chunk, place = self.find(row)
+        if self.unchecked[row]:
+            self.check(row, chunk, place)
+        return self.views[chunk], place
+
+    def check(self, row, chunk, i):
+        """Refuse a row that is not as it was written: as OSError, because the disk failed, or who wrote to it."""
+        if self.checksums[chunk][i] != checksum_row({name: view[i] for name, view in self.views[chunk].items()}):
+            raise OSError(f"{self.path} is damaged: {self.mend}")
+        self.unchecked[row] = False

@@ -1,0 +1,150 @@
+"""Latent caches of any size, on a disk or at an address: in which order they are read, and what of them is here."""
+
+import hashlib
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from tqdm.auto import tqdm
+
+from diffusion_training.data.ranges import Ranges
+from diffusion_training.errors import fail
+from diffusion_training.latents.fetch import Fetcher, take_folder_of_run
+from diffusion_training.latents.reader import CachedLatents
+from diffusion_training.remote import is_address, persist
+from diffusion_training.training.checkpoints import read_state
+
+MOST_PERMUTED = 16_000_000  # rows of which each process holds a permutation, 128 MB
+LEAST_RANGES = 64  # so that neighbours come from shards far apart, also of one process
+
+
+def open_latents(accelerator, caches, checkpoint, args):
+    """The data set of some caches, {folder: what `load_cache` returns}.
+
+    Its order is the `full` permutation where they have at most 16 M rows and lie on a disk or fit --shards_size, else
+    that of `Ranges`, which is written down in args.order. What the checkpoint was begun with wins.
+    """
+    dataset = StoredLatents(caches, args.seed, args.random_flip)
+    for cache, _, _ in caches.values():
+        del cache["shards"]  # of a million shards half a gigabyte; `Shards` has what is needed
+    bytes_of = dataset.lengths * np.repeat([weigh_rows(shards) for shards in dataset.parts], np.diff(dataset.firsts))
+    total, fits = int(bytes_of.sum()), len(dataset) <= MOST_PERMUTED and bytes_of.sum() <= args.shards_size
+    kept = read_state(checkpoint, 0)["settings"].get("order") if checkpoint else None
+    dataset.process = accelerator.process_index, accelerator.num_processes
+    if not kept and (checkpoint or fits):
+        if total > args.shards_size:
+            fail(f"{checkpoint} was begun with all shards at hand: it goes on with --shards_size {show(total)}")
+        if total:
+            folder = Path(args.shards_dir, f"whole-{dataset.fingerprint}")
+            folder.mkdir(parents=True, exist_ok=True)
+            dataset.fetcher = Fetcher(dataset.describe(bytes_of), folder, math.inf)
+            remote = np.flatnonzero(bytes_of)
+            for shard in np.roll(remote, -len(remote) * accelerator.local_process_index // count_local()).tolist():
+                dataset.fetcher.want(shard)  # by each process of this machine from another one on
+        return dataset
+
+    for unfit, what in (args.latents_weights, "--latents_weights"), (dataset.ragged, "images of several sizes"):
+        if unfit:
+            fail(f"{what} need all rows at hand: at most {MOST_PERMUTED:,}, and --shards_size {show(total)}")
+    args.order = dataset.order = choose_ranges(dataset, kept, checkpoint, args)
+    args.shuffle_shards = args.order["shuffle_shards"]
+    dataset.bytes_of, dataset.most = bytes_of, args.shards_size
+    dataset.check_size()
+    folder = take_folder_of_run(args.shards_dir) if total else None
+    dataset.fetcher = Fetcher(dataset.describe(bytes_of), folder, args.shards_size / count_local())
+    return dataset
+
+
+def choose_ranges(dataset, kept, checkpoint, args):
+    """What a checkpoint keeps of the order `ranges`: that which is `kept`, if the shards are still the same."""
+    shards = hashlib.sha256(dataset.lengths.tobytes()).hexdigest()[:16]
+    if kept and kept["rows"] == len(dataset) and kept["shards"] != shards:
+        fail(f"{checkpoint} is in the midst of other shards of as many rows: go on with the caches as they were")
+    _, num_processes = dataset.process
+    num_ranges = num_processes * math.ceil(LEAST_RANGES / num_processes)
+    chosen = {"kind": "ranges", "num_ranges": num_ranges, "shuffle_shards": args.shuffle_shards, **(kept or {})}
+    return {**chosen, "rows": len(dataset), "shards": shards}
+
+
+def count_local():
+    """How many processes this machine has, which share its disk."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def show(size):
+    """Bytes as --shards_size reads them, rounded up."""
+    return tqdm.format_sizeof(size * 1.01, divisor=1000) + "B"
+
+
+def weigh_rows(shards):
+    """About how many bytes of a shard each of its rows takes: 0 of a cache that lies on a disk."""
+    if not is_address(shards.folder):
+        return 0.0
+    number = int(shards.rows.argmax())
+    size = persist(shards.locate(number), lambda fs, path: fs.info(path)["size"])
+    return 1.05 * size / int(shards.rows[number])  # captions differ in length
+
+
+class StoredLatents(CachedLatents):
+    """`CachedLatents` whose shards may lie at an address, and with the order `ranges` come and go with its windows."""
+
+    order = following = None
+
+    def describe(self, bytes_of):
+        """What a `Fetcher` needs to know of a shard, as a function of its number; `bytes_of` each, about."""
+
+        def describe(shard):
+            shards, number = self.find_shard(shard)
+            address = shards.locate(number) if is_address(shards.folder) else None
+            return address, shards.sha256[number].decode(), int(bytes_of[shard])
+
+        return describe
+
+    def check_size(self, stay=()):
+        """Refuse a folder that does not hold, of each range, the window that is open and the next, and what stays."""
+        num_ranges, shuffle_shards = self.order["num_ranges"], self.order["shuffle_shards"]
+        mine = num_ranges // math.gcd(self.process[1], num_ranges)
+        need = 2 * shuffle_shards * mine * self.bytes_of.max() + sum(self.bytes_of[shard] for shard in stay)
+        need = min(need, self.bytes_of.sum()) * count_local()
+        if need > self.most:
+            windows = f"{mine * count_local()} ranges with windows of {shuffle_shards} shards"
+            windows += f" and {len(stay)} of --holdout" if stay else ""
+            turn = f"give --shards_size {show(need)}, or fewer --shuffle_shards"
+            fail(f"--shards_size {self.most:,} is too small for {windows}: {turn}")
+
+    def hold_out(self, accelerator, holdout, seed):
+        """(the `Ranges` of the rows to train on, {number: hash} of those for the held-out loss), as `hold_out` gives.
+
+        These are of the few shards whose names have the lowest hashes, which stay here, so that no others are read:
+        all rows of them, and of the last those of the lowest hashes.
+        """
+        count, held_out = int(holdout) if holdout >= 1 else round(holdout * len(self)), {}
+        if holdout and not 0 < count < len(self):
+            fail(f"--holdout {holdout:g} sets {count} of {len(self)} images aside: choose another share or number")
+        names = (name.decode() for shards in self.parts for name in shards.names.tolist())
+        hashes = [xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in names] if count else []
+        for shard in np.argsort(hashes, kind="stable").tolist():
+            if len(held_out) == count:
+                break
+            found = [xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in self.names([shard])]
+            first = int(self.ends[shard] - self.lengths[shard])
+            lowest = np.argsort(np.array(found, np.uint64), kind="stable")[: count - len(held_out)].tolist()
+            held_out |= {first + place: found[place] for place in lowest}
+            self.fetcher.held[shard] += 1
+        if count:
+            self.check_size(self.fetcher.held)
+            accelerator.print(f"Held out: {count} of {len(self)} images")
+        size = self.order["num_ranges"], self.order["shuffle_shards"]
+        ranges = Ranges(self.lengths, seed, *size, sorted(held_out))
+        ranges.reach = lambda epoch, place: self.reach(ranges, epoch, place)
+        return ranges, held_out
+
+    def reach(self, ranges, epoch, place):
+        """Let go of what has passed, and fetch ahead: called by who takes the rows of a step, before they are read."""
+        if self.following is not ranges:
+            self.fetcher.follow(ranges.plan(epoch, place, *self.process))
+            self.following = ranges
+        for shard in self.fetcher.reach(epoch * len(ranges) + place):
+            self.opened.pop(shard, None)

@@ -1,0 +1,69 @@
+"""Which rows of a table are taken: expressions over its columns, read without running anything."""
+
+import ast
+import functools
+import operator
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+COMPARE = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
+
+
+def find_columns(where):
+    """Names of the columns in an expression such as "similarity > 0.3 and width >= 512", none of None.
+
+    Raises ValueError if it is not one: comparisons of columns, numbers and texts, `in [...]`, and, or, not.
+    """
+    if where is None:
+        return []
+    make_filter(where, None)
+    return sorted({node.id for node in ast.walk(ast.parse(where, mode="eval")) if isinstance(node, ast.Name)})
+
+
+def make_filter(where, schema):
+    """An expression as pyarrow's, for tables of a schema: a column of text is a number where it is compared with one.
+
+    schema: None to see only whether it is an expression.
+    """
+    try:
+        return build(ast.parse(where.strip(), mode="eval").body, schema)
+    except SyntaxError as error:
+        raise ValueError(f"{where!r} is no expression ({error.msg})") from None
+
+
+def build(node, schema):
+    """What an expression's part stands for."""
+    match node:
+        case ast.BoolOp(ast.And() | ast.Or() as kind, parts):
+            join = operator.and_ if isinstance(kind, ast.And) else operator.or_
+            return functools.reduce(join, [build(part, schema) for part in parts])
+        case ast.UnaryOp(ast.Not(), part):
+            return ~build(part, schema)
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
+            return pc.scalar(-number)
+        case ast.Name(name):
+            return pc.field(name)
+        case ast.Constant(bool() | int() | float() | str() as value):
+            return pc.scalar(value)
+        case ast.Compare(left, [ast.In() | ast.NotIn() as kind], [ast.List(items) | ast.Tuple(items)]):
+            found = functools.reduce(operator.or_, [compare(ast.Eq(), left, item, schema) for item in items])
+            return found if isinstance(kind, ast.In) else ~found
+        case ast.Compare(left, kinds, rights) if all(type(kind) in COMPARE for kind in kinds):
+            pairs = zip(kinds, [left, *rights], rights, strict=False)
+            return functools.reduce(operator.and_, [compare(*pair, schema) for pair in pairs])
+    raise ValueError(f"{ast.unparse(node)!r} is no comparison of columns, numbers and texts, such as width >= 512")
+
+
+def compare(kind, left, right, schema):
+    """Two parts compared; where a column of text, such as any of CSV, is compared with a number, as numbers."""
+    sides = [build(side, schema) for side in (left, right)]
+    others = (right, left)
+    for i, side in enumerate((left, right)):
+        number = isinstance(others[i], ast.UnaryOp) or isinstance(getattr(others[i], "value", None), int | float)
+        if schema and number and isinstance(side, ast.Name) and pa.types.is_string(schema.field(side.id).type):
+            sides[i] = sides[i].cast(pa.float64())
+    return COMPARE[type(kind)](*sides)

@@ -1,0 +1,171 @@
+"""The order of many shards: every row once an epoch, the same for all, and few shards open at a time."""
+
+import collections
+import itertools
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_laws import LAUNCH, law
+
+from diffusion_training.data.ranges import Ranges
+from diffusion_training.order import Order, step_batches
+from diffusion_training.training.progress import Progress
+
+SHARDS = st.lists(st.integers(0, 9), min_size=1, max_size=30).filter(sum)
+ORDER = st.tuples(st.integers(0, 2**63 - 1), st.integers(1, 20), st.integers(1, 5))  # seed, ranges, shuffle_shards
+
+
+def lay_out(ranges, epoch):
+    return ranges.arrange(epoch)[: len(ranges)].tolist()
+
+
+def plan_until(end, ranges, *where):
+    return list(itertools.takewhile(lambda window: window[0] < end, ranges.plan(*where)))
+
+
+@law(150)
+@given(SHARDS, ORDER, st.data(), st.lists(st.tuples(LAUNCH, st.integers(1, 15)), min_size=1, max_size=6))
+@example([3], (0, 8, 1), None, [((4, 2, 2), 1), ((3, 1, 1), 99)])  # fewer rows than ranges
+def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(shards, order, data, parts):
+    """`parts`: launches one after the other, each killed after so many steps, with other batches and processes."""
+    total = sum(shards)
+    held_out = data.draw(st.sets(st.integers(0, total - 1), max_size=total - 1)) if data else set()
+    state, seen, num_epochs = {"global_step": 0, "data_step": 0, "images_seen": 0}, [], 2
+    for (batch_size, accumulation, num_processes), steps in [*parts, (parts[-1][0], math.inf)]:
+        ranges = Ranges(shards, *order, sorted(held_out))
+        rows, num_images = Order(ranges, order[0]), len(ranges)
+        progress = Progress(json.loads(json.dumps(state)), num_images, batch_size * num_processes, accumulation, rows)
+        ranks = [step_batches(rows, progress, rank, num_processes) for rank in range(num_processes)]
+        while progress.images_seen < num_epochs * num_images and steps > 0:
+            steps -= 1
+            images, micro_batches = progress.next_step()
+            keys = [key for batches in ranks for _ in range(micro_batches) for key in next(batches)]
+            seen += [key[:2] for key in keys if key[2]]
+            assert math.isclose(sum(key[2] for key in keys), num_processes, rel_tol=1e-9)
+            progress.advance(images, stepped=True)
+            assert len(seen) == progress.images_seen
+        state = progress.state()
+    rows = [row for row in range(total) if row not in held_out]
+    assert collections.Counter(seen) == collections.Counter(itertools.product(range(num_epochs), rows))
+
+
+@law(100)
+@given(SHARDS, ORDER, st.integers(0, 200), LAUNCH, LAUNCH)
+def test_the_order_is_that_of_seed_and_epoch_whoever_takes_it(shards, order, images_seen, one, other):
+    def take(batch_size, accumulation, num_processes):
+        ranges = Ranges(shards, *order)
+        state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
+        rows, count, taken = Order(ranges, order[0]), 2 * len(ranges), []
+        progress = Progress(state, len(ranges), batch_size * num_processes, accumulation, rows)
+        ranks = [step_batches(rows, progress, rank, num_processes) for rank in range(num_processes)]
+        while len(taken) < count:
+            images, micro_batches = progress.next_step()
+            for _ in range(micro_batches):
+                turns = itertools.zip_longest(*[next(batches) for batches in ranks])
+                taken += [key[:2] for keys in turns for key in keys if key and key[2]]
+            progress.advance(images, stepped=True)
+        return taken[:count]
+
+    assert take(*one) == take(*other)
+
+
+@law(100)
+@given(SHARDS, ORDER, st.integers(0, 3))
+def test_a_place_is_the_row_of_a_range_and_windows_are_shuffled_pieces(shards, order, epoch):
+    """The order once more, from its description: place p is row p // G of range p % G."""
+    seed, num_ranges, window = order
+    ranges = Ranges(shards, *order)
+    rows, all_rows = lay_out(ranges, epoch), lay_out(ranges, epoch + 1)
+    shard_of = np.repeat(np.arange(len(shards)), shards)
+    laid = [rows[number::num_ranges] for number in range(num_ranges)]
+    assert max(map(len, laid)) - min(map(len, laid)) <= 1 and sorted(map(len, laid), reverse=True) == [*map(len, laid)]
+    for number, mine in enumerate(laid):
+        assert sorted(mine) == sorted(all_rows[number::num_ranges])  # a range keeps its rows
+        pieces, bounds, ends = ranges.cut_windows(epoch, number)
+        assert np.array_equal(np.diff(bounds)[1:-1], [window] * (len(bounds) - 3)) if len(bounds) > 3 else True
+        for i in range(len(bounds) - 1):
+            of_window = mine[ends[i] : ends[i + 1]]
+            assert {*shard_of[of_window]} == {*ranges.shards[pieces[bounds[i] : bounds[i + 1]]].tolist()}
+
+
+@law(60)
+@given(SHARDS, ORDER, st.integers(0, 60), LAUNCH, st.integers(1, 5))
+def test_what_a_process_meets_is_what_its_plan_says(shards, order, images_seen, launch, num_processes):
+    """A row is of a shard of a window that has begun when the row's step ends, and has not ended when it begins."""
+    batch_size, accumulation, _ = launch
+    shard_of = np.repeat(np.arange(len(shards)), shards)
+    for rank in range(num_processes):
+        ranges = Ranges(shards, *order)
+        rows, at = Order(ranges, order[0]), divmod(images_seen, len(ranges))
+        state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
+        progress = Progress(state, len(ranges), batch_size * num_processes, accumulation, rows)
+        reached, batches = [], step_batches(rows, progress, rank, num_processes)
+        ranges.reach = lambda epoch, place, reached=reached: reached.append((epoch, place))
+        end = images_seen + 2 * len(ranges)
+        windows = plan_until(end + len(ranges), ranges, *at, rank, num_processes)
+        assert [window[0] for window in windows] == sorted(window[0] for window in windows)
+        met = collections.defaultdict(set)
+        while progress.images_seen < end:
+            first = progress.images_seen
+            images, micro_batches = progress.next_step()
+            for batch in [next(batches) for _ in range(micro_batches)]:
+                for _, row, weight in batch:
+                    if weight:  # a placeholder may be another's
+                        met[first, first + images].add(shard_of[row])
+            assert reached[-1] == divmod(first, len(ranges))
+            progress.advance(images, stepped=True)
+        for (begin, stop), shards_met in met.items():
+            open_shards = {
+                shard for window in windows if window[0] < stop and window[1] > begin for shard in window[2]
+            }
+            assert shards_met <= open_shards
+        if math.gcd(num_processes, order[1]) == num_processes:  # its own ranges only
+            counts = collections.Counter(number % num_processes for number in range(order[1]))
+            assert len({*counts.values()}) == 1
+
+
+def test_shards_are_opened_about_once_an_epoch():
+    """Of 1,000 shards on 8 processes, whose 64 ranges cut some in two."""
+    ranges = Ranges([50] * 1000, 0, 64, 2)
+    end = len(ranges)
+    plans = [plan_until(end, ranges, 0, 0, rank, 8) for rank in range(8)]
+    opened = [shard for plan in plans for _, _, shards in plan for shard in shards]
+    assert {*opened} == set(range(1000)) and len(opened) <= 1070
+
+
+@pytest.mark.parametrize("num_processes", [1, 64])
+def test_a_position_among_a_million_shards_is_found_at_once(num_processes):
+    shards = np.full(10**6, 2000)
+    ranges = Ranges(shards, 0, 64, 2)
+    assert len(ranges) == 2 * 10**9
+    start = time.process_time()
+    seen = 3 * len(ranges) + 1_234_567_890
+    progress = Progress({"global_step": 0, "data_step": 0, "images_seen": seen}, len(ranges), 256, 1)
+    batch = next(step_batches(Order(ranges, 0), progress, 0, num_processes))
+    next(ranges.plan(*divmod(seen, len(ranges)), 0, num_processes))
+    assert time.process_time() - start < 1
+    assert len({row for _, row, _ in batch}) == 256 // num_processes and {key[0] for key in batch} == {3}
+
+
+def test_neighbours_come_from_shards_far_apart():
+    """What a data set sorted by class would do to a step: batches hold all classes, as of the full order."""
+    ranges = Ranges([100] * 640, 0, 64, 2)
+    labels = np.arange(len(ranges)) * 10 // len(ranges)  # ten classes, one after the other
+    batches = labels[lay_out(ranges, 0)].reshape(-1, 64)
+    counts = np.stack([np.bincount(batch, minlength=10) for batch in batches])
+    spread = counts.std() / math.sqrt(64 * 0.1 * 0.9)  # 1 of rows that are drawn
+    assert 0.5 < spread < 1.5
+    drawn = labels[lay_out(ranges, 0)]
+    assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.05
+
+
+def test_the_order_stays_what_it_is():
+    """Who goes on with another version must go on in the same order."""
+    ranges = Ranges([3, 4, 5], 7, 3, 2, held_out=[4])
+    expected = [5, 1, 10, 3, 2, 9, 6, 7, 11, 0, 8]
+    assert lay_out(ranges, 0) == expected and ranges[5] == expected[5]

@@ -1,0 +1,261 @@
+"""Caches of any size: which order they have, what of them is opened, fetched and kept, and for how long."""
+
+import hashlib
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from conftest import wait_until
+from fsspec.implementations.memory import MemoryFileSystem
+from test_cache import make_cache
+
+from diffusion_training import remote
+from diffusion_training.arguments import size
+from diffusion_training.latents import fetch, reader, stream
+from diffusion_training.latents.reader import CachedLatents, load_cache
+from diffusion_training.order import Order, step_batches
+from diffusion_training.training.progress import Progress
+
+NUM_ROWS = 6  # of `make_cache`, in shards of 3, 2 and 1
+
+
+@pytest.fixture
+def cache(tmp_path):
+    make_cache(tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def address(cache):
+    """The cache at an address, in memory: no server, no thread of fsspec's."""
+    MemoryFileSystem.store.clear()
+    for path in cache.iterdir():
+        if path.is_file():
+            MemoryFileSystem().pipe(f"/bucket/cache/{path.name}", path.read_bytes())
+    return "memory://bucket/cache"
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch):
+    monkeypatch.setattr(fetch, "THREADS", 2)
+    monkeypatch.setattr(remote, "WAITS", (0.01, 0.01))
+
+
+def accelerator(rank=0, num_processes=1):
+    told = []
+    return SimpleNamespace(
+        process_index=rank, num_processes=num_processes, local_process_index=rank, print=told.append, told=told
+    )
+
+
+def open_caches(*folders, state=None, monkeypatch=None, processes=(0, 1), **flags):
+    """(the data set, args) of `open_latents`; `state`: a checkpoint's settings."""
+    args = {"seed": 0, "random_flip": False, "shards_dir": None, "shards_size": 10**11, "shuffle_shards": 1}
+    args = SimpleNamespace(**{**args, "latents_weights": None, **flags})
+    if state is not None:
+        monkeypatch.setattr(stream, "read_state", lambda checkpoint, num_images: {"settings": state})
+    caches = {folder: load_cache(folder) for folder in folders}
+    return stream.open_latents(accelerator(*processes), caches, None if state is None else "checkpoint-2", args), args
+
+
+def in_ranges(monkeypatch, ranges=2):
+    monkeypatch.setattr(stream, "MOST_PERMUTED", 0)
+    monkeypatch.setattr(stream, "LEAST_RANGES", ranges)
+
+
+def read(dataset, rows):
+    return dataset[[(0, row, 1.0) for row in rows]]["latents"]
+
+
+def take_epochs(dataset, rows, epochs=2):
+    """All rows of some epochs as a run takes them, one a step."""
+    progress = Progress({"global_step": 0, "data_step": 0, "images_seen": 0}, len(rows), 1, 1)
+    batches = step_batches(Order(rows, 0), progress, 0, 1)
+    for _ in range(epochs * len(rows)):
+        keys = next(batches)
+        yield keys[0][1], dataset[keys]
+
+
+# ------------------------------------------------------------------- which order
+
+
+def test_few_rows_on_a_disk_are_permuted_and_many_come_in_ranges(cache, monkeypatch):
+    dataset, args = open_caches(cache)
+    assert dataset.order is None and not hasattr(args, "order")
+    monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS - 1)
+    dataset, args = open_caches(cache, processes=(0, 3))
+    kept = {"kind": "ranges", "num_ranges": 66, "shuffle_shards": 1, "rows": 6, "shards": dataset.order["shards"]}
+    assert dataset.order == args.order == kept
+    dataset, args = open_caches(cache, state={"order": kept}, monkeypatch=monkeypatch, shuffle_shards=7)
+    assert args.order == kept and args.shuffle_shards == 1  # the checkpoint's, whatever flags and processes say
+    monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS)
+    assert open_caches(cache, state={"order": kept}, monkeypatch=monkeypatch)[0].order == kept
+    monkeypatch.setattr(stream, "MOST_PERMUTED", 0)
+    assert open_caches(cache, state={}, monkeypatch=monkeypatch)[0].order is None  # of before there were two
+
+
+def test_other_shards_of_as_many_rows_are_refused_in_an_epoch(cache, monkeypatch):
+    in_ranges(monkeypatch)
+    kept = open_caches(cache)[1].order
+    changed = {"order": {**kept, "shards": "0" * 16}}
+    with pytest.raises(SystemExit, match="is in the midst of other shards of as many rows: go on with the caches"):
+        open_caches(cache, state=changed, monkeypatch=monkeypatch)
+    changed["order"]["rows"] += 1  # then `read_state` begins the epoch again
+    assert open_caches(cache, state=changed, monkeypatch=monkeypatch)[1].order == kept
+
+
+def test_a_folder_that_is_too_small_is_refused_with_what_it_takes(tmp_path, address, monkeypatch):
+    flags = {"shards_dir": tmp_path / "shards"}
+    assert open_caches(address, **flags)[0].order is None  # all of it fits
+    total = sum(MemoryFileSystem().size(path) for path in MemoryFileSystem().glob("/bucket/cache/*.arrow"))
+    with pytest.raises(SystemExit) as stop:
+        open_caches(address, **flags, shards_size=total // 2)
+    said = str(stop.value)
+    assert "is too small for 64 ranges with windows of 1 shards: give --shards_size" in said
+    needed = size(1, 10**18)(said.split("give --shards_size ")[1].split(",")[0])
+    assert open_caches(address, **flags, shards_size=needed)[0].order is None
+    with pytest.raises(SystemExit, match="was begun with all shards at hand: it goes on with --shards_size"):
+        open_caches(address, **flags, shards_size=total // 2, state={}, monkeypatch=monkeypatch)
+
+
+# ------------------------------------------------------------------- what is opened
+
+
+def test_shards_are_opened_when_they_are_needed_and_a_damaged_one_is_found_then(cache, monkeypatch):
+    monkeypatch.setattr(reader, "FEW", 2)
+    (cache / "data-00002-of-00003.arrow").write_bytes(b"0" * 1000)
+    dataset = CachedLatents({cache: load_cache(cache)}, 0, False)
+    assert not dataset.opened
+    assert len(read(dataset, [0, 4])) == 2 and set(dataset.opened) == {0, 1}
+    with pytest.raises(SystemExit, match="data-00002-of-00003.arrow is damaged") as stop:
+        read(dataset, [5])
+    assert stop.value.alone
+
+
+def test_a_copy_that_was_damaged_on_this_machine_is_named_and_deleted_is_fetched_again(tmp_path, address):
+    expected = read(open_caches(address, shards_dir=tmp_path)[0], range(6))
+    (copy,) = tmp_path.glob("whole-*/0-*.arrow")
+    whole = copy.read_bytes()
+    numbers = expected[0].numpy().tobytes()
+    copy.write_bytes(whole.replace(numbers, bytes(len(numbers))))
+    with pytest.raises(OSError, match=f"{copy} is damaged: delete it, and it is fetched again"):
+        read(open_caches(address, shards_dir=tmp_path)[0], range(6))
+    copy.write_bytes(whole[:-500])
+    with pytest.raises(SystemExit, match="is damaged .*: delete it, and it is fetched again"):
+        read(open_caches(address, shards_dir=tmp_path)[0], range(6))
+    copy.unlink()
+    assert torch.equal(read(open_caches(address, shards_dir=tmp_path)[0], range(6)), expected)
+
+
+def test_no_more_shards_are_open_than_the_system_maps(cache, monkeypatch):
+    expected = read(CachedLatents({cache: load_cache(cache)}, 0, False), range(6))
+    monkeypatch.setattr(reader, "MOST_OPEN", 1)
+    dataset = CachedLatents({cache: load_cache(cache)}, 0, False)
+    for row in (0, 5, 3, 1, 4, 2):
+        assert torch.equal(read(dataset, [row])[0], expected[row]) and len(dataset.opened) == 1
+
+
+@pytest.mark.parametrize("where", ["disk", "address"])
+def test_in_ranges_a_shard_is_open_while_its_window_is(tmp_path, cache, address, monkeypatch, where):
+    in_ranges(monkeypatch)
+    expected = read(CachedLatents({cache: load_cache(cache)}, 0, False), range(6))
+    folder = cache if where == "disk" else address
+    dataset, _ = open_caches(folder, shards_dir=tmp_path / "shards")
+    rows, held_out = dataset.hold_out(accelerator(), 0, 0)
+    assert len(rows) == 6 and not held_out
+    for row, batch in take_epochs(dataset, rows):
+        assert torch.equal(batch["latents"][0], expected[row])
+        held = dataset.fetcher.held
+        assert {*dataset.opened} <= {shard for shard in held if held[shard] > 0} | {*dataset.fetcher.files}
+        assert len(dataset.opened) <= 3
+
+
+def test_held_out_rows_are_of_the_shards_of_lowest_hash_and_no_other_is_opened(tmp_path, cache, address, monkeypatch):
+    in_ranges(monkeypatch)
+    found = {}
+    for folder in (cache, address):
+        dataset, _ = open_caches(folder, shards_dir=tmp_path / "shards", shards_size=10**9)
+        told = accelerator()
+        rows, found[folder] = dataset.hold_out(told, 2, 7)
+        assert told.told == ["Held out: 2 of 6 images"] and len(rows) == 4
+        opened = {*dataset.opened}
+        trained = {row for row, _ in take_epochs(dataset, rows)}
+        assert trained == set(range(6)) - found[folder].keys()
+        assert opened <= {*dataset.opened}  # they stay
+        hashes = [xxhash.xxh3_64_intdigest(f"7 data-0000{i}-of-00003.arrow".encode()) for i in range(3)]
+        assert opened <= {*np.argsort(hashes)[:2].tolist()}
+    assert found[cache] == found[address]
+    monkeypatch.setattr(dataset, "most", 10)
+    with pytest.raises(SystemExit, match=r"2 ranges with windows of 1 shards and \d of --holdout: give"):
+        dataset.hold_out(accelerator(), 1, 7)
+    for count in (6, 1e-9):
+        with pytest.raises(SystemExit, match="images aside: choose another share or number"):
+            dataset.hold_out(accelerator(), count, 7)
+
+
+# ------------------------------------------------------------------- what is fetched
+
+
+class Bucket:
+    """Shards of 100 bytes at an address, and a fetcher of them."""
+
+    def __init__(self, folder, count, most):
+        MemoryFileSystem.store.clear()
+        folder.mkdir()
+        self.data = [bytes([i]) * 100 for i in range(count)]
+        for i, data in enumerate(self.data):
+            MemoryFileSystem().pipe(f"/bucket/{i}", data)
+        digests = [hashlib.sha256(data).hexdigest() for data in self.data]
+        describe = lambda shard: (f"memory://bucket/{shard}", digests[shard], 100)  # noqa: E731
+        self.fetcher, self.folder = fetch.Fetcher(describe, folder, most), folder
+
+    def here(self):
+        return {int(path.name.split("-")[0]) for path in self.folder.glob("*.arrow")}
+
+
+def test_shards_come_ahead_as_far_as_the_folder_holds_and_go_with_their_windows(tmp_path):
+    bucket = Bucket(tmp_path / "shards", 12, 450)
+    fetcher = bucket.fetcher
+    fetcher.follow(iter([(2 * i, 2 * i + 4, (i,)) for i in range(10)]))
+    assert fetcher.reach(0) == set()
+    wait_until(lambda: bucket.here() == {0, 1, 2, 3})
+    assert fetcher.path(0).read_bytes() == bucket.data[0]
+    assert fetcher.path(11).read_bytes() == bucket.data[11]  # of no window
+    assert fetcher.reach(3) == {11}
+    assert fetcher.reach(4) == {0}
+    wait_until(lambda: bucket.here() == {1, 2, 3, 4})
+    assert fetcher.reach(40) == {1, 2, 3, 4}
+    assert fetcher.path(9).read_bytes() == bucket.data[9] and bucket.here() == {9}
+
+
+def test_what_is_needed_now_comes_first_and_what_has_passed_not_at_all(tmp_path, monkeypatch):
+    bucket, gate, order = Bucket(tmp_path / "shards", 8, 10**6), threading.Event(), []
+    whole = fetch.persist
+
+    def wait(address, copy):
+        order.append(int(address[-1]))
+        gate.wait(10)
+        return whole(address, copy)
+
+    monkeypatch.setattr(fetch, "persist", wait)
+    bucket.fetcher.follow(iter([(i, i + 1, (i,)) for i in range(6)]))
+    bucket.fetcher.reach(0)
+    wait_until(lambda: len(order) == 2)  # two threads; the others wait
+    needed = bucket.fetcher.want(7, now=True)
+    assert bucket.fetcher.reach(4) == {0, 1, 2, 3, 7}
+    gate.set()
+    assert bucket.fetcher.path(5).read_bytes() == bucket.data[5]
+    wait_until(lambda: bucket.here() == {4, 5})  # 0 and 1, which were on their way, are deleted
+    assert order[2:] in ([5, 4], [4, 5]) and not needed.done()
+
+
+def test_folders_of_killed_runs_are_deleted_and_those_of_others_are_not(tmp_path):
+    (tmp_path / "run-dead").mkdir()
+    (tmp_path / "run-dead/0.arrow").write_bytes(b"0")
+    (tmp_path / "photos").mkdir()
+    mine = fetch.take_folder_of_run(tmp_path)
+    other = fetch.take_folder_of_run(tmp_path)
+    assert mine.is_dir() and other.is_dir() and (tmp_path / "photos").is_dir() and not (tmp_path / "run-dead").exists()

@@ -1,0 +1,95 @@
+"""Several machines: two launches on loopback, as Slurm starts them, with folders of their own and one for output."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import (
+    ROOT,
+    assert_same_weights,
+    checkpoints,
+    launch,
+    make_captioned,
+    make_unet_config,
+    metrics,
+    wait_until,
+)
+
+# Slurm's commands, of two nodes that are this machine: the first that fails ends the other one.
+SRUN = """#!/bin/bash
+shift  # --kill-on-bad-exit=1
+for node in 0 1; do
+    SLURM_NODEID=$node HF_HOME=$NODES/$node TMPDIR=$NODES/$node "$@" > $NODES/$node.log 2>&1 &
+done
+wait -n; status=$?
+[ $status = 0 ] || sleep 0.1
+wait -n; other=$?
+exit $((status > other ? status : other))
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """The environment of a job on two nodes, and folders of theirs."""
+    (tmp_path / "bin").mkdir()
+    for node in "01":
+        (tmp_path / "nodes" / node).mkdir(parents=True)
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1\n"}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    while True:
+        job = random.randrange(10_000)
+        with socket.socket() as listener:
+            if listener.connect_ex(("127.0.0.1", 20_000 + job)):
+                break
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    slurm = {"SLURM_NNODES": 2, "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "a,b", "SLURM_GPUS_ON_NODE": 1}
+    return {**os.environ, "PATH": path, "NODES": str(tmp_path / "nodes"), "ACCELERATE_USE_CPU": "true",
+            **{name: str(value) for name, value in slurm.items()}}  # fmt: skip
+
+
+def kill_node(nodes, node):
+    """End all processes of a node, also those that have a session of their own, as a lost machine would."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"HF_HOME={nodes['NODES']}/{node}".encode() in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_ends_all(tmp_path, nodes):
+    make_captioned(tmp_path / "images", 7)
+    flags = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--train_batch_size=1", "--report_to=none",
+             f"--model_config_name_or_path={make_unet_config(tmp_path)}", "--eval_batch_size=1", "--logging_steps=1",
+             "--ddpm_num_inference_steps=1", "--dataloader_num_workers=0", "--lr_warmup_steps=0", "--use_ema",
+             "--checkpointing_steps=2", "--mixed_precision=no", "--lr_scheduler=constant"]  # fmt: skip
+    out, many = tmp_path / "two machines", "--max_train_steps=2000"
+    job = [ROOT / "accelerate_configs/slurm.sh", "train_unconditional.py", *flags, f"--output_dir={out}"]
+    logs = lambda: [(tmp_path / f"nodes/{node}.log").read_text() for node in "01"]  # noqa: E731
+    run = subprocess.Popen([*job, many], cwd=ROOT, env=nodes)
+    try:
+        wait_until(lambda: out.exists() and checkpoints(out), 120)
+        kill_node(nodes, 1)
+        killed = time.time()
+        assert run.wait(60) != 0, logs()
+    finally:
+        for node in "01":
+            kill_node(nodes, node)
+        run.wait()
+    assert time.time() - killed < 60 and "another process has ended" in logs()[0], logs()
+    last = max(int(name.split("-")[1]) for name in checkpoints(out)) + 3
+    whole = tmp_path / "one machine"
+    subprocess.run([*job, f"--max_train_steps={last}"], cwd=ROOT, env=nodes, check=True)
+    one = ["--multi_gpu", "--num_processes", 2, "--main_process_port", 0, "train_unconditional.py", *flags]
+    said = launch(*one, f"--output_dir={whole}", f"--max_train_steps={last}", env={"ACCELERATE_USE_CPU": "true"})
+    assert said.returncode == 0, said.stderr
+    for part in ("unet", f"checkpoint-{last}/unet_ema"):
+        assert_same_weights(out / part, whole / part)
+    assert [record["loss"] for record in metrics(out)] == [record["loss"] for record in metrics(whole)]
