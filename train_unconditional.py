@@ -50,6 +50,7 @@ from diffusion_training.loading import load_batches
 from diffusion_training.order import Order, draw_choices, step_batches, step_seed, stream_batches
 from diffusion_training.report import save_model_card, save_report
 from diffusion_training.training.checkpoints import load_checkpoint, prune_checkpoints, read_state, save_checkpoint
+from diffusion_training.training.costs import Costs
 from diffusion_training.training.flags import (
     add_device_flags,
     add_logging_flags,
@@ -70,9 +71,9 @@ from diffusion_training.training.models import (
     try_shapes,
     update_ema,
 )
-from diffusion_training.training.objective import check_objective, min_snr_weight, objective_flags
+from diffusion_training.training.objective import check_objective, measure_epsilon, min_snr_weight, objective_flags
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
-from diffusion_training.training.output import open_output_dir, samples_path, save_pipeline, save_samples
+from diffusion_training.training.output import keep_best, open_output_dir, samples_path, save_pipeline, save_samples
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
 from diffusion_training.training.tuning import choose_batch_size, find_learning_rate, plan_steps, scale_learning_rate
@@ -99,6 +100,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add)
     add("--streaming", **SWITCH, help="read while training; needs --max_train_steps")
+    add("--shuffle_buffer", type=COUNT, default=1000, help="images that a stream is shuffled among")
     add("--cache_images", **SWITCH, help="decode and resize once, into --output_dir")
     add("--resolution", type=number(2, 16384, int), default=64, help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
@@ -107,6 +109,7 @@ def parse_args(argv=None):
     add("--holdout", type=number(0, 10**9), default=0.0, help="share or number of images for the held-out loss")
     add("--preserve_input_precision", **SWITCH, help="keep 16 and 32 bit grey images in float32")
     add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
+    add("--prefetch_factor", type=COUNT, help="batches that each of these reads ahead (None: 2)")
 
     add = parser.add_argument_group("model").add_argument
     add("--model_config_name_or_path", type=PATH, help="U-Net config: hub id, folder or JSON file")
@@ -315,7 +318,7 @@ def train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, b
 
 @torch.no_grad()
 def log_validation(accelerator, pipeline, step, stop_signal, args):
-    """Draw --eval_batch_size images, a share on each process, into samples/step-N.png and the trackers.
+    """Draw --eval_batch_size images, a share on each process, into samples/step-N.png and the trackers; returns them.
 
     What is drawn is what the pipeline draws, here with its loop in the open: a U-Net that is given more than noise and
     timestep (class labels, say) is given it here. Image i starts from its own seed, however many processes there are.
@@ -346,6 +349,7 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
         scale = max(1, 512 // grid.width)  # so that digits of 8 px can be looked at
         grid = grid.resize((grid.width * scale, grid.height * scale), Image.NEAREST)
         save_samples(accelerator, grid, args.output_dir, step)
+        return images
 
 
 def describe_model(step, loss, args):
@@ -411,6 +415,7 @@ def main(args):
     if checkpoint:  # before `prepare`, which wraps what is loaded here
         load_checkpoint(accelerator, checkpoint, saved, optimizer, state, settings)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
+    costs = Costs(accelerator, models, averaged, call_unet, args)
     if args.compile:
         compile_model(unet, args.compile)
     *prepared, optimizer = accelerator.prepare(*models.values(), optimizer)
@@ -422,13 +427,13 @@ def main(args):
     pipeline = kind(averaged.get("unet", unet), noise_scheduler)
 
     # Batches come without end, across epochs, so the device never waits for one to begin.
-    order, ordered_batches = Order(train_rows, args.seed), stream_batches if args.streaming else step_batches
-    keys = ordered_batches(order, progress, rank, num_processes)
-    loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
+    position = Order(train_rows, args.seed), progress, rank, num_processes
+    keys = stream_batches(*position, args.shuffle_buffer) if args.streaming else step_batches(*position)
+    loaded = load_batches(dataset, keys, args.dataloader_num_workers, device, args.prefetch_factor)
     if args.find_lr:  # and end: nothing that it trains is kept
         found = find_learning_rate(accelerator, prepared, optimizer, take_step, loaded, progress, args)
         return end_run(accelerator, lock, found, [], args)
-    records = Records(accelerator, progress.global_step, num_left_out, checkpoint, args)
+    records = Records(accelerator, progress.global_step, num_left_out, checkpoint, args, costs=costs)
     batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
     take_step = partial(train_step, accelerator, noise_scheduler, args, records.look(prepare_batch))
     stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
@@ -437,10 +442,12 @@ def main(args):
     def show():
         """Held-out loss, samples and report. Returns the signal that has broken them off, 0 for none."""
         log_held_out_loss(
-            accelerator, records, dataset, held_out, measured, noise_scheduler, prepare_batch, stop_signal,
-            progress.global_step,
+            accelerator, records, dataset, held_out, measured, measure_epsilon(noise_scheduler), prepare_batch,
+            stop_signal, progress.global_step,
         )  # fmt: skip
-        log_validation(accelerator, pipeline, progress.global_step, stop_signal, args)
+        keep_best(accelerator, records.held_out, progress.global_step, partial(save_pipeline, pipeline), args)
+        samples = log_validation(accelerator, pipeline, progress.global_step, stop_signal, args)
+        records.judge(samples, progress.global_step)
         if accelerator.is_main_process:
             save_report(progress.global_step, __file__, describe_model, args)
         return stop_signal.agree()

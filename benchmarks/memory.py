@@ -4,18 +4,23 @@
 
 In GB of 1e9 bytes, for one process: weights, gradients, what the optimizer keeps, and averaged weights. What the
 forward pass keeps for the backward pass comes to it, and grows with images and their size; a GPU needs some more.
-The second table is of encoders: what tokens in place of embeddings (`--text_cache ids`) add to a step.
+The second table is of encoders: what tokens in place of embeddings (`--text_cache ids`) add to a step. The third says
+how many operations a step takes for an image.
 """
 
 import argparse
 import json
-import math
+import sys
 from pathlib import Path
 
 import torch
 from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from diffusion_training.training.costs import count_flops, count_moments
+from diffusion_training.training.models import call_unet
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SD2 = json.loads((CONFIGS / "stable_diffusion_v2_base_unet.json").read_text())
@@ -52,42 +57,35 @@ def make_unet(config, rank=None):
     return unet
 
 
-def count_state(parameter, optimizer):
-    """Bytes that an optimizer keeps of a parameter, but for its count of steps."""
-    numbers = parameter.numel()
-    if optimizer == "adamw8bit" and numbers >= 4096:  # two moments, and a float32 for each 256 of their numbers
-        return 2 * numbers + 2 * 4 * math.ceil(numbers / 256)
-    return 2 * 4 * numbers
-
-
 def count_bytes(unet, optimizer, averaged):
     """{what: bytes} of a training of what in a U-Net is not frozen, in float32; what is frozen is in 16 bits."""
     trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
     frozen = sum(parameter.numel() for parameter in unet.parameters() if not parameter.requires_grad)
     numbers = sum(parameter.numel() for parameter in trained)
-    moments = sum(count_state(parameter, optimizer) for parameter in trained)
+    moments = sum(count_moments(parameter, optimizer) for parameter in trained)
     return {
         "weights": 4 * numbers + 2 * frozen, "gradients": 4 * numbers, "moments": moments,
         "averaged": 4 * numbers * averaged,
     }  # fmt: skip
 
 
-def count_flops(function):
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        function()
-    return counter.get_total_flops()
+def count_step(config, resolution):
+    """Operations of a forward and a backward pass on one image, as the trainers count them."""
+    condition = {"encoder_hidden_states": torch.zeros(1, 77, config["cross_attention_dim"])}
+    if config.get("addition_embed_type"):
+        condition |= {"text_embeds": torch.zeros(1, 1280), "time_ids": torch.zeros(1, 6)}
+    images = torch.zeros(1, 4, resolution // 8, resolution // 8)
+    return count_flops({"unet": make_unet(config)}, call_unet, images, condition)
 
 
 def count_encoders(config, kinds, resolution):
     """(bytes of the text encoders in 16 bits, their operations beside those of a U-Net's training step)."""
-    unet, side = make_unet(config), resolution // 8
-    with torch.device("meta"):
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
         encoders = [kind(CLIPTextConfig(**shape)) for kind, shape in kinds]
-        given = [torch.zeros(1, 4, side, side), torch.zeros(1), torch.zeros(1, 77, unet.config.cross_attention_dim)]
-        added = {"text_embeds": torch.zeros(1, 1280), "time_ids": torch.zeros(1, 6)}
-    text = count_flops(lambda: [encoder(torch.ones(1, 77).long()) for encoder in encoders])
-    step = count_flops(lambda: unet(*given, added_cond_kwargs=added).sample.sum().backward())
-    return 2 * sum(p.numel() for encoder in encoders for p in encoder.parameters()), text / step
+        for encoder in encoders:
+            encoder(torch.ones(1, 77).long())
+    share = counter.get_total_flops() / count_step(config, resolution)
+    return 2 * sum(p.numel() for encoder in encoders for p in encoder.parameters()), share
 
 
 def main(argv=None):
@@ -96,8 +94,9 @@ def main(argv=None):
         "| U-Net | flags | weights | gradients | moments | averaged | in a step, GB |\n|---|---|---|---|---|---|---|"
     )
     for name, (config, _, _) in MODELS.items():
+        unets = {rank: make_unet(config, rank) for rank in {rank for _, _, rank in WAYS.values()}}
         for way, (optimizer, averaged, rank) in WAYS.items():
-            counts = count_bytes(make_unet(config, rank), optimizer, averaged)
+            counts = count_bytes(unets[rank], optimizer, averaged)
             cells = [f"{count / 1e9:.2f}" for count in (*counts.values(), sum(counts.values()))]
             print(f"| {name} | {way} | {' | '.join(cells)} |", flush=True)
     print("\n| text encoders of | GB in 16 bits | operations, beside those of a step |\n|---|---|---|")
@@ -107,6 +106,10 @@ def main(argv=None):
             f"{100 * share:.1f} % at {side} px" for (_, share), side in zip(found, resolutions, strict=True)
         )
         print(f"| {name} | {found[0][0] / 1e9:.1f} | {shares} |", flush=True)
+    print("\n| U-Net | px | TFLOP an image |\n|---|---|---|")
+    for name, (config, _, resolutions) in MODELS.items():
+        for side in resolutions:
+            print(f"| {name} | {side} | {count_step(config, side) / 1e12:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import functools
 import hashlib
 import json
 import os
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import datasets
 import fsspec
@@ -14,18 +17,22 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
-from PIL import Image
 
+from diffusion_training.data.folders import add_captions, has_caption_files, take_folders
 from diffusion_training.data.images import name_image
 from diffusion_training.errors import explained, fail, printable
 
+Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
-def load_rows(args, streaming=False, others=()):
+
+def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = ()) -> tuple[Rows, str]:
     """Open the data set. Returns (its rows, with images left undecoded as {"bytes", "path"}; the column of images).
 
     `others`: further columns that are wanted. The rest, which may be images too, is not read for nothing.
     """
     source = args.dataset_name or args.train_data_dir
+    if getattr(args, "bucket_no_upscale", False) and not args.bucket_step:
+        fail("--bucket_no_upscale is for images of several sizes: give --bucket_step as well")
     extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
     captions = has_caption_files(source, extension)
     with explained(f"{source} can't be loaded as a data set"):
@@ -43,6 +50,8 @@ def load_rows(args, streaming=False, others=()):
     caption_column = getattr(args, "caption_column", None)
     if captions and caption_column in others and caption_column not in rows.features:
         rows = add_captions(rows, caption_column, extension)
+    if caption_column in others:
+        rows = take_folders(rows, caption_column, args)
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
@@ -76,7 +85,7 @@ def load_rows(args, streaming=False, others=()):
     return rows, column
 
 
-def put_masks_beside(rows, args):
+def put_masks_beside(rows: Rows, args: Namespace) -> Rows:
     """Take masks (photo.mask.png beside photo.jpg) out of the rows of a folder, and add them as a column "mask".
 
     Then args.mask_column says so, for scripts that have such a flag and were given none; they enter the fingerprint.
@@ -103,7 +112,7 @@ def put_masks_beside(rows, args):
 
 
 @contextlib.contextmanager
-def listed_once():
+def listed_once() -> Iterator[None]:
     """Lists a local folder once: `datasets` would do so for each of the 66 patterns that a split's files may match."""
     find = LocalFileSystem.find
     LocalFileSystem.find = functools.cache(find)
@@ -113,7 +122,7 @@ def listed_once():
         LocalFileSystem.find = find
 
 
-def say_unused(folder, builder, rows, split):
+def say_unused(folder: str, builder: datasets.DatasetBuilder, rows: Rows, split: str) -> None:
     """Say which files of a folder are no part of the data set: `datasets` leaves them out without a word."""
     used, images = [], getattr(builder, "EXTENSIONS", ())  # only a builder of image folders has some
     images = () if isinstance(rows, datasets.IterableDataset) else images  # a stream does not know its rows
@@ -135,29 +144,7 @@ def say_unused(folder, builder, rows, split):
         print(printable(f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), such as {named}"))
 
 
-def has_caption_files(folder, extension):
-    """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
-    paths = list(Path(folder).rglob("*")) if os.path.isdir(folder) else []
-    named = {path.with_suffix("") for path in paths if path.suffix == extension}
-    images = Image.registered_extensions()
-    return any(path.suffix.lower() in images and path.with_suffix("") in named for path in paths)
-
-
-def add_captions(rows, column, extension):
-    """Add the captions that lie beside a folder's images, None where there is none; they enter the fingerprint."""
-
-    def read(path):
-        path = Path(path).with_suffix(extension)
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None  # a pipe has no end
-
-    images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
-    captions = [read(image["path"]) for image in images]
-    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions]).encode()).hexdigest()[:16]
-    return rows.add_column(column, captions, new_fingerprint=fingerprint)
-
-
-def read_items(rows, keys):
+def read_items(rows: Rows, keys: list[tuple]) -> list[dict]:
     """The rows that keys (epoch, row, ...) name, as dicts. At once: single rows cost more than a small image."""
     if len(keys[0]) == 4:  # streamed: the key has it with it
         return [item for _, _, _, item in keys]
@@ -168,14 +155,14 @@ def read_items(rows, keys):
 class RowDataset(torch.utils.data.Dataset):
     """What is known of the rows of `load_rows`; a script's own class says what a batch of them is."""
 
-    def __init__(self, rows, column, args):
+    def __init__(self, rows: Rows, column: str, args: Namespace) -> None:
         self.rows, self.column, self.args, self.sizes = rows, column, args, None
         self.fingerprint = getattr(rows, "_fingerprint", "a stream")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.rows)
 
-    def names(self):
+    def names(self) -> list[str]:
         """What each row is known by, as in a cache: its file in the folder, or its number. Reads no image."""
         paths = pc.struct_field(self.rows.data[self.column], "path").to_pylist()
         if self.rows._indices is not None:  # --max_train_samples has drawn them
@@ -184,7 +171,7 @@ class RowDataset(torch.utils.data.Dataset):
         folder = self.args.train_data_dir or self.args.dataset_name
         return [os.path.relpath(name, folder) if os.path.isabs(name) else name for name in names]
 
-    def digest(self, row):
+    def digest(self, row: int) -> str:
         """A hash of what a row contains: the bytes of its images' files, which may lie beside it, and its text."""
         digest = xxhash.xxh3_128()
         for value in self.rows[row].values():

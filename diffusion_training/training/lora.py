@@ -2,7 +2,8 @@
 
 import json
 
-from diffusers.utils.state_dict_utils import convert_state_dict_to_kohya
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers.utils.state_dict_utils import convert_state_dict_to_kohya, convert_unet_state_dict_to_peft
 from safetensors.torch import load_file, save, save_file
 
 from diffusion_training.errors import explained, fail
@@ -45,6 +46,37 @@ def add_lora(model, base, dtype, args):
         if not weight.requires_grad and not any(part in exact for part in name.split(".")):
             weight.data = weight.data.to(dtype)
     model.adapter = {"peft_type": "LORA", **config, "base_sha256": base}  # what a checkpoint has to agree with
+
+
+def load_network_weights(model, path, name="unet"):
+    """Let the adapter of `add_lora` begin as that of a file, of diffusers, kohya's or ours, with the same effect.
+
+    name: what the file calls the model. Ends in a sentence where the file is of other layers or another rank. What it
+    has for text encoders is left out.
+    """
+    kind = StableDiffusionXLPipeline if name_base(model).startswith("sdxl") else StableDiffusionPipeline
+    own = {name: layer for name, layer in model.named_modules() if getattr(layer, "lora_A", None)}
+    with explained(f"--network_weights {path} does not fit; choose --rank and --lora_layers as it was trained"):
+        given = kind.lora_state_dict(str(path), unet_config=model.config, return_lora_metadata=True)
+        weights, alphas, about = ({**(part or {})} for part in given)
+        weights, alphas, about = (
+            {key.removeprefix(f"{name}."): value for key, value in part.items() if key.startswith(f"{name}.")}
+            for part in (weights, alphas, about)
+        )
+        if not any(".lora_A." in key for key in weights):  # kohya's, whose alphas lie beside them
+            weights, alphas = map(convert_unet_state_dict_to_peft, (weights, alphas))
+        alphas = {key.split(".lora_A.")[0].removesuffix(".alpha"): alpha for key, alpha in alphas.items()}
+        found = {key.removesuffix(".lora_A.weight"): a for key, a in weights.items() if key.endswith(".lora_A.weight")}
+        for layer in sorted(found.keys() ^ own.keys()):
+            raise ValueError(f"it has {'an' if layer in found else 'no'} adapter at {layer}")
+        for layer, a in found.items():
+            mine, scale = own[layer].lora_A["default"].weight, about.get("lora_alpha", len(a)) / about.get("r", len(a))
+            if a.shape != mine.shape:
+                raise ValueError(f"its rank is {len(a)}")
+            scale = alphas[layer] / len(a) if layer in alphas else scale
+            mine.data.copy_(a)
+            b = weights[f"{layer}.lora_B.weight"].float() * (float(scale) / own[layer].scaling["default"])
+            own[layer].lora_B["default"].weight.data.copy_(b)
 
 
 def is_adapted(model):

@@ -23,10 +23,10 @@ class Records:
     """Collects what a run tells.
 
     `watch`, `look` and `add` only take notes; `update` alone waits for the device. lora_b: of `list_lora_b`, if there
-    are any.
+    are any. costs: `Costs`, if they are to be recorded.
     """
 
-    def __init__(self, accelerator, global_step, num_left_out, checkpoint, args, lora_b=()):
+    def __init__(self, accelerator, global_step, num_left_out, checkpoint, args, lora_b=(), costs=None):
         self.accelerator, self.output_dir, self.args = accelerator, Path(args.output_dir), args
         kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []  # of the run that goes on
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
@@ -43,11 +43,13 @@ class Records:
         main = accelerator.is_main_process
         self.bar = tqdm(total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main)
         self.sums = torch.zeros(5, device=accelerator.device)  # since the record: `train_step`'s, clipped, steps
-        self.images = torch.zeros(5, device=accelerator.device)  # of the first batches: what `measure_images` says
+        self.images = torch.zeros(6, device=accelerator.device)  # of the first batches: what `measure_images` says
         self.waits, self.num_images, self.start, self.looked_at = [], 0, time.perf_counter(), 0
         self.skipped = {name: reason for record in kept for name, reason in record.get("skipped", {}).items()}
         self.num_told, self.new_skipped, self.num_left_out = len(self.skipped), {}, num_left_out
-        self.any_decoded, self.lora_b = checkpoint is not None, lora_b
+        self.epochs, self.epoch = [], None  # sums of each epoch that is not recorded, times images
+        self.sampled = None  # see `judge`
+        self.any_decoded, self.lora_b, self.costs, self.told = checkpoint is not None, lora_b, costs, False
 
     def watch(self, batches):
         """Pass batches on, and note what could not be decoded and how long each was waited for."""
@@ -64,14 +66,27 @@ class Records:
             if self.looked_at < 100:  # of this process: enough to tell whether the model is given what it should be
                 self.looked_at += len(images)
                 self.images += measure_images(images, batch["weight"])
+                if self.costs and self.accelerator.is_main_process:
+                    with self.paused():
+                        self.costs.look(images, condition)
             return images, condition, loss_inputs
 
         return prepare
+
+    def judge(self, samples, step):
+        """Take note of how rough samples [N, C, H, W] are, for `find_signs`; None: there are none here."""
+        if samples is not None:
+            self.sampled = step, measure_images(samples, torch.ones(len(samples)) / len(samples))[4].item()
 
     def add(self, sums, num_images, epoch, lr):
         """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
         one, clipped = torch.ones_like(sums[:1]), sums[2:3] > (self.args.max_grad_norm or math.inf)
         self.sums += torch.cat([sums, clipped, one])
+        resumed = self.epoch is None and self.any_decoded  # in an epoch that is no whole one here
+        if epoch != self.epoch and not resumed:
+            self.epochs.append(torch.zeros_like(sums[:2]))
+        if self.epochs:
+            self.epochs[-1] += sums[:2] * num_images
         self.num_images, self.epoch, self.lr = self.num_images + num_images, epoch, lr
         self.bar.update(1)  # counts, and shows nothing that would have to be waited for
 
@@ -80,20 +95,28 @@ class Records:
         """Saving and sampling are no part of the rate."""
         begin = time.perf_counter()
         yield
-        self.start += time.perf_counter() - begin
+        pause = time.perf_counter() - begin
+        self.start += pause
+        if not self.bar.disable:  # and no part of what it thinks that a step takes
+            self.bar.start_t += pause
+            self.bar.last_print_t += pause
 
     def update(self, step, log, last):
         """Wait for the device, check what has come since the last record and, if it is time to `log`, write one."""
         norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones_like(self.sums[0])]
         learned = torch.stack(norms).sum()[None]
-        sums = self.accelerator.reduce(torch.cat([learned, self.sums, self.images])).tolist()
+        ended = self.epochs[-1:] if last else self.epochs[-2:-1]  # the epoch that has come to an end, if any
+        sums = self.accelerator.reduce(torch.cat([learned, self.sums, self.images, *ended])).tolist()
         learned, total_loss, total_weight, total_norm, clipped, steps, *images = sums
+        images, ended = images[:6], images[6:]
         for name, reason in gather_object(sorted(self.new_skipped.items())):
             if name not in self.skipped and self.accelerator.is_main_process:
                 self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
             self.skipped[name] = reason
         self.new_skipped = {}
         self.any_decoded = self.any_decoded or total_weight > 0
+        if self.costs and self.accelerator.is_main_process and not self.told:
+            self.told = self.bar.write(self.costs.describe()) is None
         if total_weight == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
             fail(f"none of the last {self.num_images} images could be decoded")
         if not math.isfinite(total_loss + total_norm):  # before anything is saved
@@ -115,16 +138,23 @@ class Records:
             "data_wait": sum(seconds_between(*wait) for wait in self.waits) / duration,  # share of the time
             "skipped_images": len(self.skipped) + self.num_left_out,
         }
+        if ended and ended[1]:  # the mean over its images, of the last one that has come to an end
+            record["epoch_loss"], self.epochs = ended[0] / ended[1], self.epochs[-1:]
+        if self.costs and self.accelerator.is_main_process:
+            record |= self.costs.measure(record["images_per_second"])
         self.bar.set_postfix_str(
             f"loss={record['loss']:.4f}, lr={self.lr:.1e}, {record['images_per_second']:.1f} img/s, "
             f"{record['data_wait']:.1%} waiting for data"
+            + (f", {record['mfu']:.0%} of the peak" if "mfu" in record else "")
             + (f", held out {self.held_out['held_out_loss']:.4f}" if self.held_out else "")
         )
         signs, self.num_records = {}, self.num_records + 1
         if self.accelerator.is_main_process and (last or self.num_records.bit_count() == 1):
             # At records 1, 2, 4, 8 ...: soon, and yet seldom, because all are read.
             images = [total / images[-1] for total in images[:-1]] if images[-1] else None
-            signs = find_signs([*read_metrics(self.output_dir), record], images, self.args, learned)
+            signs = find_signs(
+                [*read_metrics(self.output_dir), record], images, self.args, learned, self.costs, self.sampled
+            )
             signs = {kind: text for kind, text in signs.items() if kind not in self.signs}
             self.signs |= signs.keys()
         for text in signs.values():
@@ -146,8 +176,14 @@ class Records:
 
 @torch.no_grad()
 def measure_images(images, weight):
-    """Sums over images [N, C, H, W] of weight [N] times: lowest, highest, mean square, 1 if of one colour, 1."""
+    """Sums over images [N, C, H, W] of weight [N] times: lowest, highest, mean square, 1 if flat, roughness, 1.
+
+    Flat: of one colour. Roughness: the square of the difference of neighbours, over twice the variance; 1 of white
+    noise, near 0 of what is smooth. It is the power at high frequencies, by the theorem of Wiener and Khinchin.
+    """
     values = images.flatten(1)
     low, high = values.aminmax(dim=1)
-    found = [low, high, values.square().mean(dim=1), (low == high).float(), torch.ones_like(low)]
+    found = [low, high, values.square().mean(dim=1), (low == high).float()]
+    rough = images.diff(dim=-1).square().mean(dim=(1, 2, 3)) / (2 * values.var(dim=1, unbiased=False))
+    found += [rough.nan_to_num(0, 0, 0), torch.ones_like(low)]
     return weight @ torch.stack(found, dim=1)

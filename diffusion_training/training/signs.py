@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from diffusion_training.files import fits
+from diffusion_training.remote import is_address
 
 NUMBERS = ("epoch", "loss", "lr", "grad_norm", "clipped", "images_per_second", "data_wait", "skipped_images")
 TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # what a record of training has
@@ -26,15 +27,23 @@ def read_metrics(output_dir, last_step=math.inf):
     return records
 
 
-def find_signs(records, images, args, learned=1.0):
+def read_best(folder):
+    """{"step", "held_out_loss"} of what `keep_best` has written; nothing where it has not."""
+    path = Path(folder) / "held_out.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def find_signs(records, images, args, learned=1.0, costs=None, sampled=None):
     """Signs that training goes wrong, as {kind: a sentence with the flag to turn}; a sane run has none.
 
     records: those of metrics.jsonl. images: means over the first images that the U-Net is given, of their lowest and
-    highest value, mean square and being of one colour; None if there were none. learned: 0 while all that a LoRA adds
-    is 0. What takes time to judge waits for 100 steps after the warm-up.
+    highest value, mean square, being of one colour and roughness; None if there were none. learned: 0 while all that
+    a LoRA adds is 0. costs: `Costs`, of a device that says how much memory it has. sampled: (step, roughness) of the
+    last samples. What takes time to judge waits for 100 steps after the warm-up.
     """
     records = [record for record in records if "loss" in record]  # others are of the images held out
-    (low, high, mean_square, flat), last, latents = images or (-1, 1, 1, 0), records[-1], "latents_dir" in args
+    (low, high, mean_square, flat, rough), last = images or (-1, 1, 1, 0, 1), records[-1]
+    latents, (sampled_at, sampled_rough) = "latents_dir" in args, sampled or (0, 0)
     judged = [record for record in records[1:] if record["step"] > args.lr_warmup_steps] or records  # 1: a cold start
     enough, ended = last["step"] >= args.lr_warmup_steps + 100, last["step"] >= args.max_train_steps
     soon = len(records) > 1 and last["step"] >= 30  # what is plain by then
@@ -46,10 +55,18 @@ def find_signs(records, images, args, learned=1.0):
     turn = f"{turn}, or more --dataloader_num_workers than {args.dataloader_num_workers}"
     if getattr(args, "latents_dir", None) or getattr(args, "cache_images", False):
         turn = "a faster disk, or more memory, which the system keeps files in"
+        if any(map(is_address, getattr(args, "latents_dir", None) or [])):
+            turn = "a larger --shards_size, of which more is fetched ahead, or a faster network"
+    total, held = (costs.total_gb or 0, costs.held) if costs else (0, 0)  # 0: it is not known, as of a CPU
+    most = last.get("memory_gb", 0)
+    would_fit = int((0.9 * total - held) / max(most - held, 1e-9) * args.train_batch_size)
     signs = {
+        "idle": soon and 0 < most < 2 / 3 * total and would_fit > args.train_batch_size,
+        "full": total and soon and most > 0.92 * total,
         "latents": latents and not 0.25 < mean_square < 4,
         "range": not latents and (low < -1.01 or high > 1.01 or low > -0.01),
         "colour": not latents and flat > 0.1,
+        "noise": 2 * sampled_at >= args.max_train_steps and rough < 0.8 and sampled_rough > (1 + rough) / 2,
         "clipped": (enough or ended and soon) and clipped > 0.5,
         "waiting": enough and waiting > 0.05 or soon and waiting > 0.25,
         "ema": enough and args.use_ema and rest * args.max_train_steps < 2.5,
@@ -57,10 +74,16 @@ def find_signs(records, images, args, learned=1.0):
         "lr": enough and ended and not args.use_ema and of_peak > 0.1,
     }
     sentences = {
+        "idle": f"at most {most:.3g} of {total:.3g} GB are in use: --train_batch_size {would_fit} would fit, or no "
+        "--gradient_checkpointing",
+        "full": f"up to {most:.3g} of {total:.3g} GB are in use: try a lower --train_batch_size, or "
+        "--gradient_checkpointing",
         "latents": f"the latents have a root mean square of {mean_square**0.5:.2g}, not of about 1: does the VAE's "
         "scaling_factor fit?",
         "range": f"images go from {low:.2g} to {high:.2g}, where black is -1 and white 1: see prepare_batch",
         "colour": f"{flat:.0%} of the images are of one colour: look at the data, and at --image_column",
+        "noise": f"the samples of step {sampled_at} are nearly as rough as noise ({sampled_rough:.2f}; the images "
+        f"{rough:.2f}, noise 1): try a lower --learning_rate",
         "clipped": f"gradients are clipped in {clipped:.0%} of steps: try a lower --learning_rate or larger batches",
         "waiting": f"the device waits for data {waiting:.0%} of the time: try {turn}",
         "ema": f"the averaged weights lag behind {args.max_train_steps} steps: lower --ema_max_decay or --ema_power",

@@ -3,6 +3,8 @@
 import gc
 import json
 import math
+import sys
+import time
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from tqdm.auto import tqdm
 
 from diffusion_training.errors import end_if_stopped, fail
 from diffusion_training.files import saving
+from diffusion_training.training.costs import measure_memory
 from diffusion_training.training.models import copy_trained, put_on_device, start_average
 from diffusion_training.training.optimizers import make_optimizer
 
@@ -43,6 +46,7 @@ def largest_batch(accelerator, models, take_step, batch, most, args):
 
     Doubled until the memory is full, then bisected. A trial is two steps of a copy, with optimizer, averaged weights
     and what DDP takes for gradients; a tenth of a GPU stays free. A CPU never says that it is full: 64 is the end.
+    What is tried is printed: images, memory of the first device, images a second of its second step.
     """
 
     def fits(size):
@@ -50,26 +54,36 @@ def largest_batch(accelerator, models, take_step, batch, most, args):
         try:
             trial = {name: put_on_device(copy_trained(model), device).train() for name, model in models.items()}
             if args.gradient_checkpointing:
-                trial["unet"].enable_gradient_checkpointing()
+                for model in trial.values():
+                    model.enable_gradient_checkpointing()
             others = [start_average(trial) for wanted in (args.use_ema, accelerator.num_processes > 1) if wanted]
             optimizer = accelerator.prepare(make_optimizer(trial, accelerator.scaler, args))
             # Without DDP: a process whose memory is full would leave the others waiting.
             trial = {name: accelerator.prepare_model(model, evaluation_mode=True) for name, model in trial.items()}
             many = {k: v.repeat_interleave(size, 0).to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(device)
             for step in range(2):
+                begin = time.perf_counter()
                 take_step(trial, optimizer, iter([many]), 1, step)
+                if cuda:
+                    torch.cuda.synchronize(device)
+            found = f"{measure_memory(device)[0] / 1e9:12.3g}{size / (time.perf_counter() - begin):10.1f}"
         except RuntimeError as error:
             if not (full := should_reduce_batch_size(error)):
                 raise
         trial = others = optimizer = many = None  # noqa: F841
         accelerator.free_memory()
-        return not any(gather_object([full]))
+        full = any(gather_object([full]))
+        accelerator.print(f"{size:8}{'too many' if full else found:>12}")
+        return not full
 
     scaler = accelerator.scaler and accelerator.scaler.state_dict()
     if cuda := accelerator.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.9)
     most = min(most, 64) if accelerator.device.type == "cpu" else most
     gc.freeze()  # so that collecting what a trial leaves behind does not look through all else
+    accelerator.print(f"{'images':>8}{'memory, GB':>12}{'images/s':>10}")
     low, high = 0, most + 1  # so many fit, so many do not
     while high - low > 1:
         end_if_stopped()
@@ -107,6 +121,11 @@ def plan_steps(accelerator, progress, args):
     if progress.global_step > steps and not args.find_lr:
         accelerator.print(f"The checkpoint is beyond step {steps}: there is nothing left to train")
         return False
+    if progress.num_images < sys.maxsize:  # a stream has no epochs
+        each = math.ceil(progress.num_images / progress.images_per_step)
+        accelerator.print(
+            f"Epoch: {progress.num_images} images, {each} steps; {steps} steps are {steps / each:.4g} epochs"
+        )
     if args.lr_scheduler == "polynomial" and args.learning_rate <= 1e-7:
         fail(f"--lr_scheduler polynomial ends at a rate of 1e-7: begin above it, not at {args.learning_rate:g}")
     if args.lr_warmup_steps > steps / 10 and args.lr_scheduler not in ("constant", "piecewise_constant"):

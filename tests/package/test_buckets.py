@@ -43,6 +43,18 @@ def test_an_image_gets_the_nearest_ratio(size, bucket):
     assert module.choose_size(*size, settings(step=None)) == (512, 512)
 
 
+@pytest.mark.parametrize("size, bucket", [
+    ((1080, 1920), (384, 640)), ((512, 512), (512, 512)),  # large enough: as without
+    ((500, 520), (448, 512)), ((100, 700), (64, 640)), ((300, 4000), (256, 640)), ((40, 30), (64, 64)),
+])  # fmt: skip
+def test_no_side_is_longer_than_the_images_if_that_is_wanted(size, bucket):
+    args = settings()
+    args.bucket_no_upscale = True
+    assert module.choose_size(*size, args) == bucket
+    args.bucket_step = None
+    assert module.choose_size(*size, args) == (512, 512)
+
+
 def test_of_two_that_are_as_near_it_is_the_larger(monkeypatch):
     monkeypatch.setattr(module, "list_buckets", lambda *settings: [(8, 4), (16, 8), (8, 16), (4, 8)])
     assert module.choose_size(200, 100, settings()) == (16, 8) and module.choose_size(1, 2, settings()) == (8, 16)

@@ -6,11 +6,20 @@ import json
 import pytest
 import torch
 from conftest import make_models, open_pipeline
-from diffusers import UNet2DConditionModel
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.training_utils import _collate_lora_metadata
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from diffusion_training.training.lora import add_lora, list_lora_b, load_adapter, save_adapter, save_lora
+from diffusion_training.training.lora import (
+    add_lora,
+    list_adapter,
+    list_lora_b,
+    load_adapter,
+    load_network_weights,
+    save_adapter,
+    save_lora,
+)
 from diffusion_training.training.models import copy_trained, list_parameters, start_average, update_ema
 
 
@@ -131,6 +140,44 @@ def test_what_is_loaded_is_what_was_saved_and_no_base_weight_is_in_it(tmp_path, 
     )
     load_adapter(other, tmp_path / "unet")
     assert all(torch.equal(*pair) for pair in zip(unet.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("flags", [{}, {"lora_alpha": 16}, {"lora_alpha": 3, "lora_layers": "all"}])
+@pytest.mark.parametrize("form", ["ours", "kohya", "diffusers"])
+def test_an_adapters_file_goes_on_with_the_same_effect_whatever_alpha(tmp_path, base, flags, form, monkeypatch):
+    one = adapted(base, **flags)
+    monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
+    path = tmp_path / f"pytorch_lora_weights{'_kohya' * (form == 'kohya')}.safetensors"
+    if form == "diffusers":  # its scripts write alpha into the header
+        about = _collate_lora_metadata({"unet": one})
+        StableDiffusionPipeline.save_lora_weights(tmp_path, unet_lora_layers=list_adapter(one), **about)
+    else:
+        save_lora({"unet": one}, tmp_path, argparse.Namespace(output_kohya_format=form == "kohya"))
+    for more in ({}, {"lora_alpha": 2}):
+        other = adapted(base, seed=1, **{**flags, **more})
+        assert (predict(other) - predict(one)).abs().max() > 0.01
+        load_network_weights(other, path)
+        assert (predict(other) - predict(one)).abs().max() < 1e-6
+        assert {weight.dtype for weight in list_parameters({"unet": other})} == {torch.float32}
+    half = adapted(base, torch.bfloat16, seed=1, **flags)
+    load_network_weights(half, path)  # beside a base of another precision
+    pairs = zip(list_lora_b({"unet": half}), list_lora_b({"unet": one}), strict=True)
+    assert all(torch.allclose(*pair, rtol=1e-6) for pair in pairs)
+
+
+def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
+    save_lora({"unet": adapted(base)}, tmp_path, argparse.Namespace(output_kohya_format=False))
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    for flags, said in [
+        ({"rank": 2}, "its rank is 4"), ({"lora_layers": "to_q,to_k"}, "it has an adapter at .*to_"),
+        ({"lora_layers": "all"}, "it has no adapter at "),
+    ]:  # fmt: skip
+        with pytest.raises(SystemExit, match=rf"does not fit; choose --rank and --lora_layers .* \({said}"):
+            load_network_weights(adapted(base, **flags), path)
+    for name in ("nothing.safetensors", "test.safetensors"):
+        (tmp_path / "test.safetensors").write_bytes(b"no weights")
+        with pytest.raises(SystemExit, match="--network_weights .* does not fit"):
+            load_network_weights(adapted(base), tmp_path / name)
 
 
 def test_another_base_or_form_is_refused_and_dropout_may_change(tmp_path, base):

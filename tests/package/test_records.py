@@ -184,7 +184,78 @@ def test_only_the_first_hundred_images_are_looked_at_and_each_is_prepared_once(r
 def test_images_are_measured_by_their_weight():
     images = torch.tensor([[-1.0, 1.0], [0.5, 0.5], [9.0, -9.0]]).view(3, 1, 1, 2)
     found = measure_images(images, torch.tensor([0.5, 0.25, 0.0]))
-    assert found.tolist() == pytest.approx([-0.5 + 0.125, 0.5 + 0.125, 0.5 + 0.0625, 0.25, 0.75])
+    assert found.tolist() == pytest.approx([-0.5 + 0.125, 0.5 + 0.125, 0.5 + 0.0625, 0.25, 0.5 * 2, 0.75])
+
+
+def test_roughness_is_1_of_noise_and_little_of_what_is_smooth():
+    """Of a wave of `cycles` in 32 pixels it is 1 - cos(2 pi cycles / 32), whatever its height."""
+    x, one = torch.arange(32) / 32, torch.ones(1)
+    for cycles in (1, 4, 8):
+        wave = (7 * torch.sin(2 * torch.pi * cycles * x)).expand(1, 3, 32, 32)
+        assert measure_images(wave, one)[4] == pytest.approx(1 - math.cos(2 * math.pi * cycles / 32), abs=0.04)
+    assert measure_images(torch.randn(1, 3, 64, 64), one)[4] == pytest.approx(1, abs=0.05)
+
+
+def test_samples_that_are_still_noise_late_in_a_run_are_told(tmp_path, run, monkeypatch):
+    """Half of the way: at step 4 of 8; judged at records 1, 2, 4 and the last."""
+    smooth = torch.linspace(-1, 1, 16).expand(2, 3, 16, 16)
+    for at, samples, told in (
+        (4, torch.randn(4, 3, 16, 16), 8),
+        (3, torch.randn(4, 3, 16, 16), None),
+        (4, smooth, None),
+    ):
+        records = run()
+        for number in range(1, 9):
+            step(records, number, batch_of(smooth), last=number == 8)
+            if number == at:
+                records.judge(samples, number)
+                records.judge(None, number)  # as other processes do
+        signs = {
+            record["step"]: record["signs"]["noise"]
+            for record in metrics(tmp_path)
+            if "noise" in record.get("signs", {})
+        }
+        assert list(signs) == ([told] if told else [])
+        assert (
+            not told
+            or signs[8].startswith("the samples of step 4 are nearly as rough as noise (")
+            and len(signs[8]) < 160
+        )
+
+
+def test_an_epoch_has_the_mean_over_its_images_in_the_record_after_it(tmp_path, run):
+    records = run()
+    step(records, 1, loss=1.0, log=False)
+    step(records, 2, batch_of(NOISE[:1]), loss=4.0, log=False)  # a short step, of one image
+    step(records, 3, loss=9.0, epoch=1)
+    step(records, 4, loss=7.0, epoch=1, log=False)
+    step(records, 5, loss=5.0, epoch=2, last=True)
+    assert [record.get("epoch_loss") for record in metrics(tmp_path)] == [2.0, 5.0]
+    assert read_metrics(tmp_path / "out")[0]["epoch_loss"] == 2.0
+    (tmp_path / "out/checkpoint-3").mkdir()
+    records = run(3)
+    for number, epoch in ((4, 1), (5, 2), (6, 3)):
+        step(records, number, loss=float(number), epoch=epoch)
+    assert [record.get("epoch_loss") for record in metrics(tmp_path)] == [
+        2.0,
+        None,
+        None,
+        5.0,
+    ]  # it begins with no whole one
+
+
+def test_what_is_left_is_estimated_without_pauses(run, monkeypatch):
+    records = run()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    now, bar = [0.0], records.bar
+    bar._time = lambda: now[0]
+    bar.start_t = bar.last_print_t = 0.0
+    for number in range(1, 5):
+        now[0] += 1
+        step(records, number, log=False)
+        with records.paused():
+            now[0] += 100
+    assert bar.format_dict["elapsed"] == pytest.approx(4) and bar.format_dict["rate"] in (None, pytest.approx(1))
 
 
 @pytest.mark.parametrize("argv, images, record, found", [
@@ -208,7 +279,7 @@ def test_signs_are_told_apart_and_a_sane_run_has_none(tmp_path, argv, images, re
     start = {"loss": 1, "lr": args.learning_rate, "data_wait": 0.01, "clipped": 0.1}
     records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]  # before the warm-up ends all is allowed
     records += [{"step": int(step), **start, **record} for step in steps]
-    images = {"low": -0.9, "high": 0.8, "square": 0.3, "flat": 0.01, **images}
+    images = {"low": -0.9, "high": 0.8, "square": 0.3, "flat": 0.01, "rough": 0.1, **images}
     signs = find_signs(records, list(images.values()), args)
     assert signs.keys() == found
     assert all("\n" not in text and len(text) < 160 for text in signs.values())
@@ -219,11 +290,14 @@ def test_of_latents_the_size_is_looked_at_and_no_range_or_colour(tmp_path):
     args = train_text_to_image.parse_args(argv)
     record = {"step": 1, "loss": 1, "lr": 1e-4, "data_wait": 0, "clipped": 0}
     for mean_square, wrong in ((0.18**2, "0.18"), (1.0, None), (5.5**2, "5.5")):
-        signs = find_signs([record], [-9.0, 9.0, mean_square, 1.0], args)
+        signs = find_signs([record], [-9.0, 9.0, mean_square, 1.0, 0.5], args)
         assert signs.keys() == ({"latents"} if wrong else set())
         assert f"root mean square of {wrong}, not of about 1" in signs.get("latents", "") or not wrong
     turn = find_signs([{**record, "step": 1000, "data_wait": 0.5}], None, args)["waiting"]
     assert "a faster disk, or more memory" in turn
+    args.latents_dir += ["s3://bucket/latents"]
+    turn = find_signs([{**record, "step": 1000, "data_wait": 0.5}], None, args)["waiting"]
+    assert "try a larger --shards_size, of which more is fetched ahead" in turn
 
 
 def test_what_waits_for_data_is_told_what_to_turn(tmp_path):
@@ -239,6 +313,24 @@ def test_a_lora_that_has_learned_nothing_after_100_steps_is_told(tmp_path):
     for step, learned, told in [(99, 0.0, False), (100, 0.0, True), (2000, 1e-9, False)]:
         records = [{"step": 1, **record}, {"step": step, **record, "lr": 0}]
         assert ("lora" in find_signs(records, None, args, learned)) == told
+
+
+@pytest.mark.parametrize("most, batch, total, kind, said", [
+    (40.0, 16, 80.0, "idle", "at most 40 of 80 GB are in use: --train_batch_size 32 would fit, or"),
+    (75.0, 16, 80.0, "full", "up to 75 of 80 GB are in use: try a lower"),
+    (60.0, 16, 80.0, None, None),
+    (47.0, 1, 80.0, None, None),  # a second image would not fit
+    (40.0, 16, None, None, None),  # a CPU
+])  # fmt: skip
+def test_a_gpu_that_lies_idle_or_is_nearly_full_is_told(tmp_path, most, batch, total, kind, said):
+    argv = [f"--train_data_dir={tmp_path}", "--max_train_steps=2000", f"--train_batch_size={batch}"]
+    args = train_unconditional.parse_args(argv)
+    costs = argparse.Namespace(total_gb=total, held=8.0 if batch > 1 else 2.0)
+    record = {"loss": 1, "lr": 1e-4, "data_wait": 0, "clipped": 0, "memory_gb": most}
+    signs = find_signs([{"step": 1, **record}, {"step": 30, **record}], None, args, 1.0, costs)
+    assert signs.keys() == ({kind} if kind else set()) and (not kind or said in signs[kind])
+    assert all(len(text) < 160 for text in signs.values())
+    assert find_signs([{"step": 1, **record}], None, args, 1.0, costs) == {}  # one record is no judgement
 
 
 def test_nothing_is_told_by_other_processes(tmp_path, run):

@@ -20,7 +20,7 @@ import train_unconditional as script
 from diffusion_training.report import draw_curves, save_report
 
 HOSTILE = "<img src=x onerror=document.title=1>&amp;"
-NAMES = ("loss", "lr", "grad_norm", "images_per_second", "data_wait")
+NAMES = ("loss", "lr", "grad_norm", "images_per_second", "data_wait", "tflops", "memory_gb")
 
 
 def curves(page):
@@ -56,7 +56,8 @@ def test_it_shows_the_run_and_what_was_left_out_at_every_validation(tmp_path, un
     shown += ["accelerate launch train_unconditional.py @run.args"]
     assert not [words for words in shown if words not in text]
     last = metrics(tmp_path / HOSTILE)[-1]
-    assert curves(page) == [f"{name} {last[name]:.4g}" for name in NAMES]
+    shown = [f"{name} {last[name]:.4g}" for name in NAMES]
+    assert curves(page) == [f"{shown[0]}, epoch_loss {last['epoch_loss']:.4g}", *shown[1:]]
     for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page):
         assert b"<svg" in base64.b64decode(data) and b"<script" not in base64.b64decode(data)
     pictures = [base64.b64decode(data) for data in re.findall(r"data:image/png;base64,([^\"]+)", page)]

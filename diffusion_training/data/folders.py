@@ -1,0 +1,61 @@
+"""Captions of a folder of images: files beside them, what a folder's name says, or one for all."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import datasets
+import numpy as np
+from PIL import Image
+
+from diffusion_training.errors import fail
+
+
+def has_caption_files(folder, extension):
+    """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
+    paths = list(Path(folder).rglob("*")) if os.path.isdir(folder) else []
+    named = {path.with_suffix("") for path in paths if path.suffix == extension}
+    images = Image.registered_extensions()
+    return any(path.suffix.lower() in images and path.with_suffix("") in named for path in paths)
+
+
+def add_captions(rows, column, extension):
+    """Add the captions that lie beside a folder's images, None where there is none; they enter the fingerprint."""
+
+    def read(path):
+        path = Path(path).with_suffix(extension)
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None  # a pipe has no end
+
+    images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
+    captions = [read(image["path"]) for image in images]
+    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions]).encode()).hexdigest()[:16]
+    return rows.add_column(column, captions, new_fingerprint=fingerprint)
+
+
+def take_folders(rows, column, args):
+    """With --folder_repeats images in a folder `10_name` come 10 times, and `name` is the caption of those that have
+    none; --instance_prompt is that of all others. Both enter the fingerprint.
+    """
+    prompt, source = getattr(args, "instance_prompt", None), args.dataset_name or args.train_data_dir
+    repeats, names = [1] * len(rows), [prompt] * len(rows)
+    if getattr(args, "folder_repeats", False):
+        if not os.path.isdir(source) or "image" not in rows.features:
+            fail(f"--folder_repeats goes by the names of a local folder's folders, and {source} is none of images")
+        paths = [x["path"] for x in rows.cast_column("image", datasets.Image(decode=False))["image"][:]]
+        folders = [re.fullmatch(r"(\d+)_(.+)", os.path.relpath(path, source).split(os.sep)[0]) for path in paths]
+        if not any(folders):
+            fail(f"--folder_repeats: {source} has no folder that is named like 10_name")
+        repeats = [int(folder[1]) if folder else 1 for folder in folders]
+        names = [folder[2] if folder else prompt for folder in folders]
+    elif prompt is None:
+        return rows
+    captions = rows[column][:] if column in rows.features else [None] * len(rows)
+    captions = [name if caption is None else caption for name, caption in zip(names, captions, strict=True)]
+    rows = rows.remove_columns([column] if column in rows.features else [])
+    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions, repeats]).encode()).hexdigest()[:16]
+    rows = rows.add_column(column, captions, new_fingerprint=fingerprint)
+    return rows.select(np.repeat(np.arange(len(rows)), repeats), new_fingerprint=fingerprint)

@@ -1,0 +1,64 @@
+"""Captions of a folder: what its folders' names say, one for all, and what is refused."""
+
+import argparse
+
+import numpy as np
+import pytest
+from conftest import make_images
+from PIL import Image
+
+from diffusion_training.data.rows import load_rows
+
+
+def load(folder, **flags):
+    """(names and captions of the rows, their fingerprint)."""
+    flags = {"caption_column": "text", "caption_extension": ".txt", "instance_prompt": None, **flags}
+    flags = {"folder_repeats": False, "dataset_name": None, "train_data_dir": str(folder), **flags}
+    flags |= {"dataset_config_name": None, "dataset_split": "train", "cache_dir": str(folder.parent / "kept")}
+    args = argparse.Namespace(**flags, image_column=None, max_train_samples=None, mask_column=None)
+    rows, column = load_rows(args, others=["text"])
+    assert rows[column][:] == [rows[i][column] for i in range(len(rows))]
+    names = [image["path"].removeprefix(f"{folder}/") for image in rows[column][:]]
+    return list(zip(names, rows["text"][:], strict=True)), rows._fingerprint
+
+
+def picture(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
+
+
+def test_one_caption_is_that_of_all_that_have_none(tmp_path):
+    folder = tmp_path / "images"
+    make_images(folder, 3)
+    with pytest.raises(SystemExit, match="no column 'text'"):
+        load(folder)
+    found, one = load(folder, instance_prompt="a sks dog")
+    assert found == [(f"{i}.png", "a sks dog") for i in range(3)]
+    assert load(folder, instance_prompt="a sks dog")[1] == one != load(folder, instance_prompt="a cat")[1]
+    (folder / "1.txt").write_text("my own")
+    (folder / "2.txt").write_text("")
+    assert [text for _, text in load(folder, instance_prompt="a sks dog")[0]] == ["a sks dog", "my own", ""]
+    assert [text for _, text in load(folder)[0]] == [None, "my own", ""]
+
+
+def test_folders_say_how_often_and_what(tmp_path):
+    folder = tmp_path / "images"
+    for name in ("3_sks dog/a.png", "3_sks dog/deep/b.png", "1_cat/c.png", "plain/d.png"):
+        picture(folder / name)
+    (folder / "3_sks dog/a.txt").write_text("a dog runs")
+    dogs = [("3_sks dog/a.png", "a dog runs")] * 3 + [("3_sks dog/deep/b.png", "sks dog")] * 3
+    found, one = load(folder, folder_repeats=True)
+    assert sorted(found[:-1]) == sorted([*dogs, ("1_cat/c.png", "cat")]) and found[-1] == ("plain/d.png", None)
+    other, two = load(folder, folder_repeats=True, instance_prompt="a photo")
+    assert other[:-1] == found[:-1] and other[-1] == ("plain/d.png", "a photo") and one != two
+    assert load(folder, folder_repeats=True) == (found, one)
+    assert len(load(folder)[0]) == 4  # without the flag it is a folder's name like any
+    (folder / "3_sks dog").rename(folder / "2_sks dog")
+    again, three = load(folder, folder_repeats=True)
+    assert len(again) == 6 and three != one
+
+
+def test_what_has_no_such_folders_is_refused(tmp_path):
+    make_images(tmp_path / "images", 2)
+    with pytest.raises(SystemExit, match="images has no folder that is named like 10_name"):
+        load(tmp_path / "images", folder_repeats=True)

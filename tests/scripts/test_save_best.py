@@ -1,0 +1,130 @@
+"""--save_best: best/ is what the run gives away, of the step with the lowest held-out loss, whole after any kill."""
+
+import json
+import os
+
+import diffusers
+import pytest
+from conftest import assert_same_weights, finish, make_captioned, make_images, make_models, patch, reset, start
+
+import train_text_to_image
+import train_unconditional as script
+from diffusion_training.training.output import save_pipeline
+from diffusion_training.training.signs import read_best
+
+pytestmark = pytest.mark.usefixtures("without_figures")
+LOSSES = [0.9, 0.4, 0.3, 0.6, 0.35, 0.7]  # of the steps 1 to 6
+
+
+@pytest.fixture
+def flags(tmp_path, unet_config):
+    """6 steps, each of which is measured; every second has a checkpoint."""
+    make_images(tmp_path / "images", 12)
+    return [
+        f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}", "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2", "--max_train_steps=6", "--learning_rate=1e-3",
+        "--ddpm_num_inference_steps=2", "--eval_batch_size=1", "--lr_warmup_steps=2", "--logging_steps=1",
+        "--report_to=none", "--dataloader_num_workers=0", "--holdout=4", "--validation_steps=1", "--save_best",
+        "--checkpointing_steps=2", "--resume_from_checkpoint=latest",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """What is measured is as the list says: losses that we choose, of the averaged weights."""
+
+    def measure(accelerator, records, *rest):
+        if records.held_out.get("step") != rest[-1]:
+            records.held_out = {"step": rest[-1], "held_out_loss": 1.0, "held_out_loss_ema": said[rest[-1] - 1]}
+            records.write(records.held_out)
+
+    said = [*LOSSES]
+    patch(monkeypatch, "log_held_out_loss", measure)
+    return said
+
+
+def train(*argv, script=script):
+    reset()
+    script.main(script.parse_args([str(arg) for arg in argv]))
+
+
+def killed(flags, monkeypatch, name, at):
+    """The steps that best/ and best-before/ are of, after a kill in the function `name` at step `at`."""
+    real = getattr(script, name, None) or save_pipeline
+
+    def die(*args):
+        values = [arg for arg in args if isinstance(arg, int)]
+        if (values and values[0] == at) or (not values and read_best(args[1]) == {} and "best" in str(args[1])):
+            os._exit(9)
+        return real(*args)
+
+    with monkeypatch.context() as m:
+        patch(m, name, die)
+        assert finish(start(lambda: train(*flags))) == [9]
+
+
+def steps(folder):
+    return [read_best(folder / name).get("step") for name in ("best", "best-before")]
+
+
+def test_it_is_the_average_of_the_lowest_step_and_named_in_card_and_report(tmp_path, flags, losses):
+    losses[:] = [0.9, 0.4, 0.5, 0.6, 0.45, float("nan")]
+    train(*flags, "--checkpoints_total_limit=9")
+    out = tmp_path / "out"
+    assert json.loads((out / "best/held_out.json").read_text()) == {"step": 2, "held_out_loss": 0.4}
+    assert_same_weights(out / "best/unet", out / "checkpoint-2/unet_ema")
+    assert not (out / "best-before").exists()
+    names = {path.name for path in (out / "best").iterdir()}
+    assert names == {"unet", "scheduler", "model_index.json", "held_out.json"}
+    assert isinstance(diffusers.DiffusionPipeline.from_pretrained(out / "best"), diffusers.DDPMPipeline)
+    assert "`best/` holds step 2, whose held-out loss of 0.4 is the lowest." in (out / "README.md").read_text()
+    assert "best/ holds step 2, whose held-out loss of 0.4 is the lowest." in (out / "report.html").read_text()
+
+
+def test_who_resumes_at_an_earlier_checkpoint_gets_its_best_back(tmp_path, flags, losses, monkeypatch):
+    killed(flags, monkeypatch, "log_validation", 3)
+    assert steps(tmp_path / "out") == [3, 2]  # which the checkpoint at step 2 does not know
+    losses[2:] = [0.5] * 4  # the same steps go another way, as with other flags
+    train(*flags)
+    assert steps(tmp_path / "out") == [2, None]
+    assert_same_weights(tmp_path / "out/best/unet", tmp_path / "out/checkpoint-2/unet_ema")
+
+
+@pytest.mark.parametrize("name, at", [("log_validation", 3), ("save_pipeline", None), ("keep_best", 2)])
+def test_after_a_kill_it_ends_as_without_one(tmp_path, flags, losses, monkeypatch, name, at):
+    train(*flags, f"--output_dir={tmp_path / 'whole'}")
+    killed(flags, monkeypatch, name, at)
+    train(*flags)
+    assert steps(tmp_path / "out") == steps(tmp_path / "whole") == [3, None]
+    assert_same_weights(tmp_path / "out/best/unet", tmp_path / "whole/best/unet")
+    assert not list((tmp_path / "out").glob(".tmp-*"))
+
+
+def test_a_run_that_begins_anew_knows_no_best(tmp_path, flags, losses, monkeypatch):
+    killed([*flags, "--checkpointing_steps=99"], monkeypatch, "log_validation", 3)
+    assert steps(tmp_path / "out") == [3, None]
+    losses[:] = [0.95] * 6
+    train(*flags, "--max_train_steps=1")
+    assert steps(tmp_path / "out") == [1, None]
+
+
+def test_of_a_lora_it_is_the_adapters_file(tmp_path, losses):
+    make_models(tmp_path)
+    make_captioned(tmp_path / "images", 6)
+    train(
+        f"--pretrained_model_name_or_path={tmp_path / 'sd'}", f"--train_data_dir={tmp_path / 'images'}", "--rank=2",
+        "--resolution=16", "--train_batch_size=2", "--max_train_steps=4", "--validation_steps=1", "--holdout=2",
+        "--checkpointing_steps=1", "--report_to=none", "--dataloader_num_workers=0", "--learning_rate=1e-2",
+        f"--output_dir={tmp_path / 'out'}", "--save_best", script=train_text_to_image,
+    )  # fmt: skip
+    file = "pytorch_lora_weights.safetensors"
+    names = {path.name for path in (tmp_path / "out/best").iterdir()}
+    assert steps(tmp_path / "out") == [3, None] and names == {file, "held_out.json"}
+    files = [(tmp_path / "out" / name / file).read_bytes() for name in ("best", "checkpoint-3", "checkpoint-4")]
+    assert files[0] == files[1] != files[2]
+
+
+def test_without_images_held_out_it_is_refused(flags, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args([*flags, "--holdout=0"])
+    assert "--save_best goes by the held-out loss: say with --holdout how many images" in capsys.readouterr().err
