@@ -32,7 +32,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 import transformers
-from diffusers import AutoencoderTiny
 from tqdm.auto import tqdm
 
 from diffusion_training import check_version
@@ -40,7 +39,16 @@ from diffusion_training import check_version
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
-from diffusion_training.data.captions import are_cut, look_at_captions, say_cut, say_equal, tokenize, transform
+from diffusion_training.data.captions import (
+    are_cut,
+    count_tokens,
+    look_at_captions,
+    say_cut,
+    say_emptied,
+    say_equal,
+    tokenize,
+    transform,
+)
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
@@ -52,27 +60,26 @@ from diffusion_training.latents.cache import (
     plan_cache,
     write_shard,
 )
-from diffusion_training.latents.columns import RAGGED, checksum_row, count_rows, make_column
+from diffusion_training.latents.columns import LATENTS, PROMPTS, checksum_row, count_rows, make_column
 from diffusion_training.latents.encoders import (
     DTYPES,
     describe_latents,
     describe_models,
-    describe_prompts,
-    encode_empty_prompt,
     encode_images,
-    encode_prompts,
-    is_sdxl,
+    has_moments,
     load_models,
     place_encoders,
     try_models,
     vae_scale_factor,
 )
+from diffusion_training.latents.text_encoders import describe_prompts, encode_empty_prompt, encode_prompts, is_sdxl
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.order import KEYS, step_seed
 from diffusion_training.training.flags import (
     add_bucket_flags,
     add_device_flags,
     add_encoder_flags,
+    add_family_flags,
     add_source_flags,
     add_transform_flags,
 )
@@ -103,6 +110,7 @@ def add_flags(parser):
     add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
     add("--revision", help="branch, tag or commit of the models on the hub")
     add("--variant", help="of the weight files, such as fp16")
+    add_family_flags(add)
     add_encoder_flags(add)
     add_device_flags(add, trains=False)
 
@@ -125,6 +133,8 @@ def check_args(parser, args):
         for name in ("vae_name_or_path", "text_encoder_name_or_path"):
             if getattr(args, name) is None:
                 parser.error(f"--pretrained_model_name_or_path is needed, or --{name} as well")
+    if args.max_sequence_length and args.model_family in ("sd", "sdxl"):
+        parser.error(f"--max_sequence_length does nothing for --model_family {args.model_family}")
 
 
 def parse_args(argv=None):
@@ -133,7 +143,8 @@ def parse_args(argv=None):
     add_flags(parser)
     args = parser.parse_args(argv)
     if args.dataset_name is None and args.train_data_dir is None:
-        args = parse_demo(parser, DEMO, argv)
+        flow = " --output_dir latents-digits-flow" * (args.model_family == "prx")  # not where the U-Net's is
+        args = parse_demo(parser, DEMO + flow, argv)
     check_args(parser, args)
     return args
 
@@ -183,18 +194,20 @@ def describe_encoders(vae, text_encoders, tokenizers, args):
     this has to be the same in two runs, or their shards do not fit together).
     """
     try_models(vae, text_encoders)
-    has_moments = not isinstance(vae, AutoencoderTiny)
-    if args.latents == "moments" and not has_moments:
-        fail("an AutoencoderTiny has no moments: leave --latents out")
-    args.latents = args.latents or ("moments" if has_moments else "sample")
+    if args.latents == "moments" and not has_moments(vae):
+        fail(f"an {type(vae).__name__} has no moments: leave --latents out")
+    args.latents = args.latents or ("moments" if has_moments(vae) else "sample")
     empty_prompt = encode_empty_prompt(text_encoders, tokenizers, args)
+    prompts = describe_prompts(empty_prompt, args)
+    if "prompt_mask" in empty_prompt:  # as in the rows: without padding
+        empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][empty_prompt.pop("prompt_mask")]
     empty_prompt = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
     settings = {
         "format_version": 2,  # 1 had no checksums of rows
         "keys": KEYS,
         **describe_models(vae, text_encoders, tokenizers),
         **describe_latents(vae, args.resolution, args.latents),
-        **describe_prompts(empty_prompt, args),
+        **prompts,
         "text_cache": args.text_cache,
         "dtype": DTYPES[args.mixed_precision],
     }
@@ -215,14 +228,16 @@ def encode(batch, vae, text_encoders, args):
         columns[name] = []
         for pixel_values in batch["pixel_values"]:
             latents = encode_images(vae, pixel_values.flip(-1) if name == "latents_flipped" else pixel_values)
-            if args.latents == "sample" and not isinstance(vae, AutoencoderTiny):
+            if args.latents == "sample" and has_moments(vae):
                 mean, std = latents.chunk(2, dim=1)
                 latents = mean + std * torch.randn(mean.shape, generator=generator, device=device)
             columns[name].append(latents.half())
     if args.text_cache == "ids":
-        texts = {name: batch[name].int() for name in ("input_ids", "input_ids_2") if name in batch}
+        texts = {name: batch[name] for name in ("input_ids", "input_ids_2", "prompt_mask") if name in batch}
+        texts = {name: ids if name == "prompt_mask" else ids.int() for name, ids in texts.items()}
     else:
-        texts = {name: embeds.half() for name, embeds in encode_prompts(text_encoders, batch).items()}
+        texts = encode_prompts(text_encoders, batch)
+        texts = {name: x if name == "prompt_mask" else x.half() for name, x in texts.items()}
     if len(text_encoders) > 1:  # SDXL is told of them
         texts |= {name: batch[name] for name in ("original_size", "crop_top_left")}
     counts = [len(group) for group in batch["groups"]]
@@ -248,6 +263,11 @@ def collect(groups, columns, event):
     parts = zip(*columns.values(), strict=True)  # all columns of a group
     finite = [torch.stack([part.isfinite().all(dim=1) for part in group]).all(dim=0) for group in parts]
     rows = {name: [row for part in parts for row in part.numpy()] for name, parts in columns.items()}
+    if "prompt_mask" in rows:  # padding is left out
+        masks = rows.pop("prompt_mask")
+        for name in rows.keys() & set(PROMPTS):
+            pairs = zip(rows[name], masks, strict=True)
+            rows[name] = [row.reshape(len(mask), -1)[mask].ravel() for row, mask in pairs]
     return {name: [found[i] for i in order] for name, found in rows.items()}, torch.cat(finite)[order].tolist()
 
 
@@ -276,7 +296,7 @@ def encode_all(batches, models, exact_models, args):
             skipped += [] if reason is None else [{"row": row, "key": key, "reason": reason}]
         counts["captions_cut"] = sum(batch["cut"][i] for i in good)
         rows = [checksum_row({name: numbers[i] for name, numbers in columns.items()}) for i in good]
-        ragged = RAGGED if args.bucket_step else ()
+        ragged = (LATENTS if args.bucket_step else ()) + (PROMPTS if "prompt_mask" in batch else ())
         arrays = {name: make_column(numbers, good, name in ragged) for name, numbers in columns.items()}
         for name in ("text", "key"):
             arrays[name] = pa.array([batch[name][i] for i in good], pa.string())
@@ -312,11 +332,12 @@ def main(args):
     empty_prompt, settings = describe_encoders(*exact_models, tokenizers, args)
     models = place_encoders(exact_models, device, args)
     rows, column = load_rows(args, others=[args.caption_column])
-    if accelerator.is_main_process:
-        say_equal(look_at_captions(rows, args.caption_column))
+    texts = look_at_captions(rows, args.caption_column) if accelerator.is_main_process else []
+    say_equal(texts)
+    say_emptied(tokenizers, texts)
 
     # What decides the content, and with it whether a cache that is there can be gone on with.
-    shards, sentence = plan_cache(rows, empty_prompt, settings, args)
+    shards, sentence = plan_cache(rows, settings, count_tokens(tokenizers, texts), args)
     accelerator.print(sentence)
     if args.dry_run:
         return

@@ -48,7 +48,7 @@ check_version("0.1.0", Path(__file__).name)  # before more of it is imported, wh
 
 from diffusion_training.arguments import make_parser, number, parse_demo
 from diffusion_training.cluster import connect, find_modules, work_off
-from diffusion_training.data.captions import look_at_captions, say_cut, say_equal
+from diffusion_training.data.captions import count_tokens, look_at_captions, say_cut, say_emptied, say_equal
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import Refused, end_if_stopped, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences
@@ -61,7 +61,7 @@ from diffusion_training.latents.cache import (
     plan_cache,
 )
 from diffusion_training.latents.columns import count_rows
-from diffusion_training.latents.encoders import describe_models, is_sdxl, load_models, place_encoders
+from diffusion_training.latents.encoders import describe_models, load_models, place_encoders
 from diffusion_training.latents.parts import (
     PART_BYTES,
     TRIES,
@@ -76,6 +76,7 @@ from diffusion_training.latents.parts import (
     write_shard_to,
 )
 from diffusion_training.latents.remote_rows import RemoteRows
+from diffusion_training.latents.text_encoders import is_sdxl
 from diffusion_training.remote import is_address, list_files, reading, remove
 from diffusion_training.training.launch import keep_memory
 from precompute_latents import DEMO, TransformedRows, add_flags, check_args, describe_encoders, encode_all
@@ -379,12 +380,14 @@ def main(args):
     weight_bytes = sum(4 * weight.numel() for model in exact_models for weight in model.parameters())
     del exact_models
     if is_address(args.train_data_dir):
-        rows = RemoteRows(args)
+        rows, texts = RemoteRows(args), []
         column = rows.columns[0]
     else:
         rows, column = load_rows(args, others=[args.caption_column])
-        say_equal(look_at_captions(rows, args.caption_column))
-    shards, sentence = plan_cache(rows, empty_prompt, settings, args)
+        texts = look_at_captions(rows, args.caption_column)
+    say_equal(texts)
+    say_emptied(tokenizers, texts)
+    shards, sentence = plan_cache(rows, settings, count_tokens(tokenizers, texts), args)
     print(sentence)
     if args.dry_run:
         return

@@ -13,7 +13,6 @@ samples/, metrics.jsonl, loss.png, report.html, logs, run.args (this command aga
 
 What stands where:
     parse_args                       the flags, one a line; bad values end here, before anything is loaded or written
-    CaptionedImages, load_data       keys -> a batch of images and captions, or of a cache's latents and embeddings
     make_unet, make_schedulers       the model, how its latents are noised, and how the pipeline samples
     prepare_batch, compute_loss      a batch -> what the U-Net is given, and the loss
     train_step                       one optimizer step, with what Accelerate does in the open
@@ -24,22 +23,17 @@ python -m diffusion_training.standalone train_text_to_image.py > mine.py
 """
 
 import contextlib
-import json
 import math
 import os
 import shlex
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import diffusers
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from accelerate.utils import gather_object
 from diffusers import (
-    AutoencoderTiny,
     DDIMScheduler,
     DDPMScheduler,
     StableDiffusionPipeline,
@@ -52,29 +46,19 @@ from diffusion_training import check_version
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
-from diffusion_training.data.buckets import size_rows
-from diffusion_training.data.captions import are_cut, look_at_captions, say_cut, say_equal, tokenize, transform
-from diffusion_training.data.images import make_time_ids, shrink_masks
-from diffusion_training.data.rows import RowDataset, load_rows, read_items
+from diffusion_training.data.images import make_time_ids
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.files import saving
-from diffusion_training.latents.encoders import (
-    DTYPES,
-    describe_latents,
-    encode_empty_prompt,
-    encode_images,
-    encode_prompts,
-    hash_weights,
-    is_sdxl,
-    load_models,
-    read_pipeline,
-    try_models,
-)
-from diffusion_training.latents.reader import CachedLatents, check_caches, choose_rows, load_cache
+from diffusion_training.latents.encoders import DTYPES, hash_weights, load_models
+from diffusion_training.latents.reader import choose_rows
+from diffusion_training.latents.single_file import open_base
+from diffusion_training.latents.source import encode_batch, load_data
+from diffusion_training.latents.text_encoders import is_sdxl, read_pipeline
 from diffusion_training.loading import load_batches
-from diffusion_training.order import Order, draw_choices, step_batches, step_seed
-from diffusion_training.report import save_model_card, save_report
+from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.report import name_run, save_model_card, save_report
 from diffusion_training.training.checkpoints import load_checkpoint, prune_checkpoints, read_state, save_checkpoint
+from diffusion_training.training.costs import Costs
 from diffusion_training.training.flags import (
     add_bucket_flags,
     add_device_flags,
@@ -84,12 +68,14 @@ from diffusion_training.training.flags import (
     add_optimization_flags,
     add_saving_flags,
     add_source_flags,
+    add_storage_flags,
     add_transform_flags,
+    check_data_args,
     check_training_args,
 )
 from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
 from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
-from diffusion_training.training.lora import add_lora, list_lora_b, save_lora
+from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights, save_lora
 from diffusion_training.training.models import (
     call_unet,
     compile_model,
@@ -100,9 +86,9 @@ from diffusion_training.training.models import (
     try_shapes,
     update_ema,
 )
-from diffusion_training.training.objective import check_objective, min_snr_weight, objective_flags
+from diffusion_training.training.objective import check_objective, measure_epsilon, min_snr_weight, objective_flags
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
-from diffusion_training.training.output import draw_grid, open_output_dir, samples_path, save_pipeline, save_samples
+from diffusion_training.training.output import draw_prompts, keep_best, open_output_dir, samples_path, save_pipeline
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
 from diffusion_training.training.tuning import choose_batch_size, find_learning_rate, plan_steps, scale_learning_rate
@@ -138,12 +124,14 @@ def parse_args(argv=None):
     add = parser.add_argument_group("data: a cache").add_argument
     add("--latents_dir", type=PATH, nargs="+", help="caches of precompute_latents.py")
     add("--latents_weights", nargs="+", type=number(1e-3, 1e3), help="how often an epoch takes each cache's rows")
+    add_storage_flags(add)
 
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add_source_flags(add, captions=True)
     add("--resolution", type=number(2, 16384, int), help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add_transform_flags(add)
+    add("--prefetch_factor", type=COUNT, help="batches that each of these reads ahead (None: 2)")
     add_bucket_flags(add)
 
     add = parser.add_argument_group("data: both").add_argument
@@ -192,103 +180,9 @@ def parse_args(argv=None):
         parser.error("--pretrained_model_name_or_path is needed: a Stable Diffusion pipeline")
     if args.rank and args.unet_config_name_or_path:
         parser.error("--rank trains a LoRA for a U-Net that is trained: leave --unet_config_name_or_path out")
-    if args.latents_dir and (args.dataset_name or args.train_data_dir):
-        parser.error("--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data")
-    if args.latents_dir is None and args.dataset_name is None and not Path(args.train_data_dir).is_dir():
-        parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
-    for folder in args.latents_dir or []:
-        if "://" in folder:
-            parser.error(f"--latents_dir {folder} is an address: copy the cache to a disk")
-    if len({*map(os.path.realpath, args.latents_dir or [])}) < len(args.latents_dir or []):
-        parser.error("--latents_dir names a cache twice: --latents_weights says how often an epoch takes its rows")
-    if args.latents_weights and len(args.latents_weights) != len(args.latents_dir or []):
-        parser.error(f"--latents_weights: {len(args.latents_weights)} for {len(args.latents_dir or [])} --latents_dir")
-    images_only = ["dataset_config_name", "dataset_split", "image_column", "caption_column", "max_train_samples"]
-    images_only += ["caption_extension", "center_crop", "image_interpolation_mode", "min_size", "skip_empty_captions"]
-    images_only += ["dataloader_num_workers", "bucket_step", "bucket_max_ratio", "mask_column"]
-    for name in images_only if args.latents_dir else []:
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name} does nothing with --latents_dir: the cache was made without or with it")
+    check_data_args(parser, args)
     check_training_args(parser, args)
     return args
-
-
-# ------------------------------------------------------------------------------------------------- the data
-
-
-class CaptionedImages(RowDataset):
-    """Turns the keys (epoch, row, weight) of `step_batches` into a batch of images and captions: `dataset[keys]`.
-
-    {"pixel_values": uint8 [N, C, H, W], "mask": uint8 [N, 1, H, W] where there are masks, "input_ids" and of SDXL
-    "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2], "flipped": bool [N], "weight": [N],
-    "skipped": [(name, reason)]}; a row that can't be used has weight 0. sizes: of `size_rows`.
-    """
-
-    def __init__(self, rows, column, channels, tokenizers, sizes, args):
-        super().__init__(rows, column, args)
-        self.channels, self.tokenizers, self.sizes = channels, tokenizers, sizes
-
-    def __getitem__(self, keys):
-        targets = self.sizes[[row for _, row, _ in keys]].tolist() if self.sizes is not None else [None] * len(keys)
-        items = [
-            transform(row, epoch, item, self.column, self.channels, self.args, target)
-            for (epoch, row, _), item, target in zip(keys, read_items(self.rows, keys), targets, strict=True)
-        ]
-        flips = [self.args.random_flip and draw_choices(self.args.seed, epoch, row)[2] < 0.5 for epoch, row, _ in keys]
-        for flip, item in zip(flips, items, strict=True):
-            item["pixel_values"] = item["pixel_values"].flip(-1) if flip else item["pixel_values"]
-        weights = [0.0 if item["skipped"] else weight for (_, _, weight), item in zip(keys, items, strict=True)]
-        names = items[0].keys() & {"pixel_values", "mask"}
-        return {
-            **{name: torch.stack([item[name] for item in items]) for name in names},
-            **tokenize(self.tokenizers, [item["text"] for item in items]),
-            **{name: torch.tensor([item[name] for item in items]) for name in ("original_size", "crop_top_left")},
-            "flipped": torch.tensor(flips),
-            "weight": torch.tensor(weights),
-            "skipped": [(item["key"], item["skipped"]) for item in items if item["skipped"]],
-        }
-
-
-def load_data(accelerator, args):
-    """The data of the caches, or images with the models that encode them in the step.
-
-    Returns (dataset, frozen). `frozen` is what `prepare_batch` needs: vae and text_encoders, None where a cache has
-    what they gave; empty_prompt {name: embedding}, for captions left out; cache, what cache.json says, or would say.
-    """
-    dtype = getattr(torch, DTYPES[args.mixed_precision])
-    vae = text_encoders = None
-    if args.latents_dir:
-        caches = {folder: load_cache(folder) for folder in args.latents_dir}
-        cache, empty_prompt, _ = caches[args.latents_dir[0]]
-        if accelerator.is_main_process:
-            check_caches(caches, args)
-        accelerator.wait_for_everyone()
-        args.resolution = args.resolution or cache["transform"]["resolution"]
-        args.dataloader_num_workers = 0  # a thread reads faster than processes, which would have to pass it on
-        dataset = CachedLatents(caches, args.seed, args.random_flip)
-        empty_prompt = {name: embeds.float().to(accelerator.device) for name, embeds in empty_prompt.items()}
-        if cache["text_cache"] == "ids":
-            text_encoders = load_models(args, dtype)[1].requires_grad_(False).to(accelerator.device)
-    else:
-        args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
-        rows, column = load_rows(args, others=[args.caption_column])
-        vae, text_encoders, tokenizers = load_models(args, dtype)
-        put_on_device(vae.requires_grad_(False), accelerator.device)
-        text_encoders.requires_grad_(False).to(accelerator.device)
-        try_models(vae, text_encoders)
-        empty_prompt = encode_empty_prompt(text_encoders, tokenizers, args)
-        kind = "sample" if isinstance(vae, AutoencoderTiny) else "moments"
-        cache = {"vae": {"scaling_factor": vae.config.scaling_factor}, **describe_latents(vae, args.resolution, kind)}
-        if accelerator.is_main_process:
-            texts = look_at_captions(rows, args.caption_column)
-            say_equal(texts)
-            cut = are_cut(tokenizers, texts or [""])
-            say_cut(sum(cut), len(cut), tokenizers[0].model_max_length)
-        sizes = size_rows(accelerator, rows, column, args)
-        dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizers, sizes, args)
-    frozen = SimpleNamespace(vae=vae, text_encoders=text_encoders, empty_prompt=empty_prompt, cache=cache)
-    frozen.pixels = args.resolution // cache["latents_shape"][-1]  # a side of what is one latent
-    return dataset, frozen
 
 
 # ------------------------------------------------------------------------------------------------- the model
@@ -300,7 +194,7 @@ def make_unet(frozen, args):
     latents_shape = [channels // 2 if frozen.cache["latents"] == "moments" else channels, *size]
     embed_dim = frozen.empty_prompt["prompt_embeds"].shape[-1]
     condition = {"encoder_hidden_states": (1, embed_dim)}
-    source = args.unet_config_name_or_path or args.pretrained_model_name_or_path
+    source = args.unet_config_name_or_path or open_base(args)
     options = {"cache_dir": args.cache_dir}
     with explained(f"{source} holds no UNet2DConditionModel"):
         if args.unet_config_name_or_path:
@@ -324,7 +218,7 @@ def make_unet(frozen, args):
 
 def make_schedulers(args):
     """(the scheduler that noises in training, the sampler of the pipeline), both of the trained objective."""
-    source, flags = args.pretrained_model_name_or_path, objective_flags(args)
+    source, flags = open_base(args), objective_flags(args)
     options = {"subfolder": "scheduler", "cache_dir": args.cache_dir, "revision": args.revision}
     with explained(f"{source} holds no scheduler"):
         noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
@@ -352,35 +246,12 @@ def prepare_batch(batch, frozen, caption_dropout):
 
     A fresh draw of the latents each time, and the empty prompt in place of a share `caption_dropout` of the captions.
     """
-    cache, loss_inputs = frozen.cache, {}
-    if "latents" in batch:  # of a cache
-        latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
-    else:
-        latents = encode_images(frozen.vae, batch["pixel_values"])
-    if "prompt_embeds" in batch:
-        prompts = {name: batch[name].float().unflatten(1, cache[f"{name}_shape"]) for name in frozen.empty_prompt}
-    else:
-        prompts = encode_prompts(frozen.text_encoders, batch)
-    if cache["latents"] == "moments":
-        mean, std = latents.chunk(2, dim=1)
-        # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
-        latents = mean + std * torch.randn(mean.shape, device=mean.device)
-    # As a cache has them: a VAE's layout must not decide how the U-Net computes, or where its dropout falls.
-    latents = (latents * cache["vae"]["scaling_factor"]).contiguous()
-    # Without dropped captions, guidance would have no unconditional model to lean on (arXiv:2207.12598).
-    dropped = torch.rand(len(latents), device=latents.device) < caption_dropout
-    for name, empty in frozen.empty_prompt.items():
-        prompts[name] = torch.where(dropped.view(-1, *[1] * empty.dim()), empty, prompts[name])
+    latents, prompts, loss_inputs = encode_batch(batch, frozen, caption_dropout)
     condition = {"encoder_hidden_states": prompts["prompt_embeds"]}
     if "pooled_prompt_embeds" in prompts:  # SDXL, which is told of sizes as well
         size = [frozen.pixels * side for side in latents.shape[-2:]]
         sizes = make_time_ids(batch["original_size"], batch["crop_top_left"], size, batch["flipped"])
         condition |= {"text_embeds": prompts["pooled_prompt_embeds"], "time_ids": sizes}
-    if "mask" in batch:
-        mask, size = batch["mask"], (1, *latents.shape[-2:])
-        mask = mask.unflatten(1, size) if "latents" in batch else shrink_masks(mask, frozen.pixels)
-        mask = torch.where(batch["flipped"].view(-1, 1, 1, 1), mask.flip(-1), mask)
-        loss_inputs["mask"] = mask / 255
     return latents, condition, loss_inputs
 
 
@@ -454,54 +325,24 @@ def make_pipeline(unet, sampler, args):
 
 
 def log_validation(accelerator, pipeline, step, stop_signal, args):
-    """Draw --num_validation_images of each prompt, a share on each process, into samples/step-N.png and the trackers.
-
-    An image starts from its own seed, whatever the number of processes. A signal breaks off: who sends it does not
-    wait for pictures, and a run that is resumed draws what is missing.
-    """
-    if not args.validation_prompts:
-        return
+    """Draw --num_validation_images of each of --validation_prompts into samples/step-N.png and the trackers."""
 
     def watch(pipeline, index, timestep, tensors):
         pipeline._interrupt = bool(stop_signal.received)  # diffusers' way to leave the remaining steps out
         return tensors
 
-    device, unet = accelerator.device, pipeline.unet
-    pipeline.vae.to(device).enable_slicing()  # one image at a time: a batch may need more memory than training
-    for text_encoder in (pipeline.text_encoder, getattr(pipeline, "text_encoder_2", None)):
-        text_encoder and text_encoder.to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    training = unet.training
-    unet.eval()  # without dropout
-    prompts = [prompt for prompt in args.validation_prompts for _ in range(args.num_validation_images)]
-    mine, images = range(accelerator.process_index, len(prompts), accelerator.num_processes), []
-    for start in range(0, len(mine), args.train_batch_size):
-        batch = mine[start : start + args.train_batch_size]
-        generators = [torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in batch]
-        drawn = pipeline(
-            [prompts[i] for i in batch], height=args.resolution, width=args.resolution, output_type="np",
+    def draw(prompts, generators):
+        return pipeline(
+            prompts, height=args.resolution, width=args.resolution, output_type="np", callback_on_step_end=watch,
             num_inference_steps=args.num_inference_steps, guidance_scale=args.guidance_scale, generator=generators,
-            callback_on_step_end=watch,
-        )  # fmt: skip
-        images.extend(drawn.images)
-        if stop_signal.received:
-            break
-    unet.train(training)
-    images = gather_object([] if stop_signal.received else list(zip(mine, images, strict=True)))
-    if accelerator.is_main_process and len(images) == len(prompts):
-        images = np.stack([image for _, image in sorted(images, key=lambda pair: pair[0])])
-        images = (images * 255).round().astype(np.uint8)
-        grid = draw_grid(images.reshape(len(args.validation_prompts), -1, *images.shape[1:]), args.validation_prompts)
-        save_samples(accelerator, grid, args.output_dir, step)
+        ).images  # fmt: skip
+
+    draw_prompts(accelerator, pipeline, draw, args.train_batch_size, step, stop_signal, args)
 
 
 def describe_model(step, loss, args):
     """For card and report: (the hub's tags, what was trained on what, how to use it)."""
-    name, base = args.hub_model_id or Path(args.output_dir).resolve().name, args.pretrained_model_name_or_path
-    data = args.latents_dir or [args.dataset_name or args.train_data_dir]
-    data = ", ".join(Path(path).name for path in data)
-    prompt = json.dumps((args.validation_prompts or ["a photograph"])[0])
-    base = base if not Path(base).exists() else Path(base).resolve().name
+    name, base, data, prompt = name_run(args)
     steps = f"{step} steps{f', to a loss of {loss:.4g}' if loss else ''}"
     trained = "trained from scratch" if args.unet_config_name_or_path else "fine-tuned"
     kind = "Stable Diffusion XL" if is_sdxl(args) else "Stable Diffusion"
@@ -514,9 +355,12 @@ for {steps}; the other models are those of
         source, more = base, f'\npipeline.load_lora_weights("{name}")'
         if objective := objective_flags(args):  # which the scheduler of the base does not know
             more += f"\npipeline.scheduler = DDIMScheduler.from_config({{**pipeline.scheduler.config, **{objective}}})"
-    usage = f"""from diffusers import {"DDIMScheduler, " * ("DDIM" in more)}DiffusionPipeline
+    opener, way = "DiffusionPipeline", "from_pretrained"
+    if source.endswith(".safetensors"):
+        opener, way = f"{kind.replace(' ', '')}Pipeline", "from_single_file"
+    usage = f"""from diffusers import {"DDIMScheduler, " * ("DDIM" in more)}{opener}
 
-pipeline = DiffusionPipeline.from_pretrained("{source}"){more}
+pipeline = {opener}.{way}("{source}"){more}
 image = pipeline({prompt}, height={args.resolution}, width={args.resolution}).images[0]"""
     tags = ["text-to-image", kind.lower().replace(" ", "-"), "diffusers-training"]
     return tags + ["lora"] * bool(args.rank), what, usage
@@ -538,7 +382,7 @@ def main(args):
     noise_scheduler, sampler = make_schedulers(args)
     if args.dataloader_num_workers is None:
         args.dataloader_num_workers = min(8, cores - 1)
-    dataset, frozen = load_data(accelerator, args)
+    dataset, frozen = load_data(accelerator, ("sd", "sdxl"), args, checkpoint)
     train_rows, held_out = hold_out(accelerator, dataset, args.holdout, args.seed)
     epoch_rows = partial(choose_rows, train_rows, dataset, args.latents_weights)
     num_images = len(epoch_rows(0))  # of an epoch
@@ -546,6 +390,8 @@ def main(args):
     unet = make_unet(frozen, args)
     if args.rank:  # the U-Net is frozen and not saved: what is trained, averaged and saved of it is the LoRA
         add_lora(unet, hash_weights(unet), getattr(torch, DTYPES[args.mixed_precision]), args)
+        if args.network_weights:
+            load_network_weights(unet, args.network_weights)
     models = {"unet": unet}  # what is trained, averaged and saved, each in a folder of its name
 
     # Where the run is. What sets a step's size comes before, because a checkpoint's position is counted in images.
@@ -572,6 +418,7 @@ def main(args):
     if checkpoint:  # before `prepare`, which wraps what is loaded here
         load_checkpoint(accelerator, checkpoint, saved, optimizer, state, settings)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
+    costs = Costs(accelerator, models, averaged, call_unet, args, [frozen.vae, frozen.text_encoders])
     if args.compile:
         compile_model(unet, args.compile, order.num_sizes)
     *prepared, optimizer = accelerator.prepare(*models.values(), optimizer)
@@ -582,11 +429,11 @@ def main(args):
 
     # Batches come without end, across epochs, so the device never waits for one to begin.
     keys = step_batches(order, progress, rank, num_processes)
-    loaded = load_batches(dataset, keys, args.dataloader_num_workers, device)
+    loaded = load_batches(dataset, keys, args.dataloader_num_workers, device, args.prefetch_factor)
     if args.find_lr:  # and end: nothing that it trains is kept
         found = find_learning_rate(accelerator, prepared, optimizer, take_step, loaded, progress, args)
         return end_run(accelerator, lock, found, [], args)
-    records = Records(accelerator, progress.global_step, 0, checkpoint, args, list_lora_b(models))
+    records = Records(accelerator, progress.global_step, 0, checkpoint, args, list_lora_b(models), costs)
     batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
     take_step = partial(train_step, accelerator, noise_scheduler, args, records.look(prepare))
     stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
@@ -595,9 +442,11 @@ def main(args):
     def show(pipeline):
         """Held-out loss, samples and report. Returns the signal that has broken them off, 0 for none."""
         log_held_out_loss(
-            accelerator, records, dataset, held_out, measured, noise_scheduler, partial(prepare, caption_dropout=0.0),
-            stop_signal, progress.global_step,
+            accelerator, records, dataset, held_out, measured, measure_epsilon(noise_scheduler),
+            partial(prepare, caption_dropout=0.0), stop_signal, progress.global_step,
         )  # fmt: skip
+        save = partial(save_lora, saved, args=args) if args.rank else partial(save_pipeline, pipeline)
+        keep_best(accelerator, records.held_out, progress.global_step, save, args)
         log_validation(accelerator, pipeline, progress.global_step, stop_signal, args)
         if accelerator.is_main_process:
             save_report(progress.global_step, __file__, describe_model, args)
@@ -606,9 +455,8 @@ def main(args):
     samples_every = args.validation_steps, args.validation_epochs
     shown = samples_path(args.output_dir, progress.global_step).exists()
     if checkpoint and progress.is_due(*samples_every) and not shown and not stop:
-        stop = show(
-            make_pipeline(sampled, sampler, args)
-        )  # a kill came between the two; broken off, before a step leads past it
+        # A kill came between the two; broken off, before a step leads past it
+        stop = show(make_pipeline(sampled, sampler, args))
 
     for model in models.values():
         model.train()

@@ -141,7 +141,7 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
     ])  # fmt: skip
     args.mixed_precision = "no"
     empty_prompt, settings = precompute_latents.describe_encoders(*load_models(args, torch.float32), args)
-    shards, _ = plan_cache(datasets.Dataset.from_dict({"row": range(rows)}), empty_prompt, settings, args)
+    shards, _ = plan_cache(datasets.Dataset.from_dict({"row": range(rows)}), settings, None, args)
     write_file(folder / "cache.json", json.dumps(settings))
     tokens, _ = settings["prompt_embeds_shape"]
     rng, numbers = np.random.default_rng(0), math.prod(settings["latents_shape"])

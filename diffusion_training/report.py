@@ -18,7 +18,7 @@ from PIL import Image
 
 from diffusion_training.errors import explain
 from diffusion_training.files import saving, write_file
-from diffusion_training.training.signs import read_metrics
+from diffusion_training.training.signs import read_best, read_metrics
 
 STYLE = """:root { color-scheme: light dark } figure { margin: 0 } pre { background: #8882; padding: 1rem }
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem; overflow-wrap: anywhere }
@@ -72,6 +72,22 @@ def save_loss(output_dir):
     return next((record["loss"] for record in reversed(records) if "loss" in record), None)
 
 
+def name_run(args):
+    """What a card calls a text-to-image run: (its name, that of the base or None, its data, a prompt in quotes)."""
+    name, base = args.hub_model_id or Path(args.output_dir).resolve().name, args.pretrained_model_name_or_path
+    data = args.latents_dir or [args.dataset_name or args.train_data_dir]
+    prompt = json.dumps((args.validation_prompts or ["a photograph"])[0])
+    base = Path(base).resolve().name if base and Path(base).exists() else base
+    return name, base, ", ".join(Path(path).name for path in data), prompt
+
+
+def name_best(output_dir):
+    """A sentence on best/, which --save_best keeps; none without it."""
+    found = read_best(Path(output_dir) / "best")
+    said = "`best/` holds step {step}, whose held-out loss of {held_out_loss:.4g} is the lowest."
+    return said.format(**found) if found else ""
+
+
 def save_model_card(step, describe_model, args):
     """Write README.md as the hub shows it: data, samples, loss curve and settings."""
     output_dir = Path(args.output_dir)
@@ -100,6 +116,8 @@ tags: [diffusers, {", ".join(tags)}]
 
 {picture}
 ![loss](loss.png)
+
+{name_best(output_dir)}
 
 | setting | value |
 |---|---|
@@ -134,9 +152,9 @@ def make_report(output_dir):
     curves = strip = ""
     held_out = sorted({name for record in records if "held_out_loss" in record for name in record} - {"step"})
     for names, log in [
-        (["loss"], True), ([name for name in held_out if not name[-1].isdigit()], True),
+        (["loss", "epoch_loss"], True), ([name for name in held_out if not name[-1].isdigit()], True),
         ([name for name in held_out if name[-1].isdigit()], True), (["lr"], False), (["grad_norm"], True),
-        (["images_per_second"], False), (["data_wait"], False),
+        (["images_per_second"], False), (["data_wait", "mfu"], False), (["tflops"], False), (["memory_gb"], False),
     ]:  # fmt: skip
         if drawn := draw_curves(records, names, log):
             buffer = io.BytesIO()
@@ -161,7 +179,8 @@ def make_report(output_dir):
     step, name = max([about["step"], *(record["step"] for record in records)]), e(about["name"])
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>
 <meta name="viewport" content="width=device-width"><h1>{name}</h1><p>{e(about["what"].replace("`", ""))}</p>
-<p>Step {step} of {about["max_train_steps"]}, {time.strftime("%Y-%m-%d %H:%M")}.</p>{"".join(signs)}
+<p>Step {step} of {about["max_train_steps"]}, {time.strftime("%Y-%m-%d %H:%M")}.
+{e(name_best(output_dir).replace("`", ""))}</p>{"".join(signs)}
 <h2>Curves</h2><div class="curves">{curves}</div>
 <h2>Samples, newest first</h2><div class="strip">{strip or "None were drawn."}</div>
 <h2>Use it</h2><pre>{e(about["usage"])}</pre>

@@ -5,6 +5,7 @@ import os
 import torch
 
 from diffusion_training.data.buckets import choose_size
+from diffusion_training.data.families import FAMILIES
 from diffusion_training.data.images import decode_image, name_image, plan_crop, shrink
 from diffusion_training.errors import explain, is_machines_fault, printable
 from diffusion_training.order import draw_choices
@@ -69,16 +70,23 @@ def decode_mask(source, size):
     return mask
 
 
-def shorten(tokenizer, texts):
-    """Captions without what can't become tokens anyway: a tokenizer takes minutes and gigabytes for megabytes."""
-    return [text[: 128 * tokenizer.model_max_length] for text in texts]
+def prepare(tokenizers, texts):
+    """Captions as they are tokenized: as the family has it, without what can't become tokens anyway, since a tokenizer
+    takes minutes and gigabytes for megabytes."""
+    tokenizer, family = tokenizers[0], FAMILIES[tokenizers.family]
+    texts = [text[: 128 * tokenizer.model_max_length] for text in texts]
+    return [family.prepare(tokenizer, text) for text in texts] if family.prepare else texts
 
 
 def tokenize(tokenizers, texts):
-    """Captions -> {"input_ids": tokens [N, model_max_length], filled up or cut off; "input_ids_2": of a second}."""
-    texts, options = shorten(tokenizers[0], texts), {"padding": "max_length", "truncation": True}
-    found = [tokenizer(texts, **options, return_tensors="pt").input_ids for tokenizer in tokenizers]
-    return dict(zip(("input_ids", "input_ids_2"), found, strict=False))
+    """Captions -> {"input_ids": tokens [N, model_max_length], filled up or cut off; "input_ids_2": of a second; of a
+    family that leaves padding out "prompt_mask": bool [N, model_max_length], where there are tokens}."""
+    texts, options = prepare(tokenizers, texts), {"padding": "max_length", "truncation": True}
+    found = [tokenizer(texts, **options, return_tensors="pt") for tokenizer in tokenizers]
+    batch = dict(zip(("input_ids", "input_ids_2"), (tokens.input_ids for tokens in found), strict=False))
+    if FAMILIES[tokenizers.family].masked:
+        batch["prompt_mask"] = found[0].attention_mask.bool()
+    return batch
 
 
 def look_at_captions(rows, column):
@@ -100,7 +108,24 @@ def say_cut(count, total, limit, where=""):
         print(f"{where}{count:,} of {total:,} captions have more than {limit} tokens, and lose what is beyond")
 
 
+def say_emptied(tokenizers, texts):
+    """Say how many captions have words, and none once they are prepared for the tokenizer."""
+    emptied = [text for text, left in zip(texts, prepare(tokenizers, texts), strict=True) if text.strip() and not left]
+    if emptied:
+        such = f"such as {printable(emptied[0][:60])!r}"
+        print(f"{len(emptied):,} of {len(texts):,} captions are left without a word, {such}: see docs/from-scratch.md")
+
+
+def count_tokens(tokenizers, texts):
+    """How many tokens captions have on average, as far as the text encoder takes them; None where padding is kept."""
+    if not texts or not FAMILIES[tokenizers.family].masked:
+        return None
+    lengths = [len(ids) for ids in tokenizers[0](prepare(tokenizers, texts), truncation=True).input_ids]
+    return sum(lengths) / len(lengths)
+
+
 def are_cut(tokenizers, texts):
     """For each caption whether it has more tokens than the text encoders take, and so loses its end."""
-    tokenizer = tokenizers[0]  # a second one takes as many, and knows the same words
-    return [bool(encoding.overflowing) for encoding in tokenizer(shorten(tokenizer, texts), truncation=True).encodings]
+    # A second tokenizer takes as many, and knows the same words.
+    encodings = tokenizers[0](prepare(tokenizers, texts), truncation=True).encodings
+    return [bool(encoding.overflowing) for encoding in encodings]

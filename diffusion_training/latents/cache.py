@@ -1,7 +1,6 @@
 """The files of a latent cache: planned, opened, written, checked, finished."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -12,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import xxhash
-from tqdm.auto import tqdm
 
 from diffusion_training import __version__
 from diffusion_training.arguments import format_args
@@ -29,7 +27,7 @@ from diffusion_training.files import (
     write_file,
     write_out,
 )
-from diffusion_training.latents.columns import EMPTY, count_bytes
+from diffusion_training.latents.columns import EMPTY, describe_size
 
 BATCH_BYTES = 2**26  # of a record batch: a trainer opens every one of a cache, and this script holds one
 RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
@@ -122,22 +120,23 @@ def check_skipped(skipped, num_rows, max_skipped):
         fail(f"{many}, {such}; the same command goes on from here with a larger --max_skipped", alone=True)
 
 
-def plan_cache(rows, empty_prompt, settings, args):
-    """Complete `settings`, and say how big the cache will be. Returns (names of its shards, that sentence)."""
+def plan_cache(rows, settings, tokens, args):
+    """Complete `settings`, and say how big the cache will be. Returns (names of its shards, that sentence).
+
+    tokens: of a caption, on average, where padding is left out; None if that is not known, or padding is kept.
+    """
     flags = "resolution center_crop image_interpolation_mode random_flip seed min_size skip_empty_captions".split()
     flags += ["bucket_step", "bucket_max_ratio"] if args.bucket_step else []  # absent from others, as from old ones
+    flags += ["bucket_no_upscale"] if getattr(args, "bucket_no_upscale", False) else []
     settings["transform"] = {name: getattr(args, name) for name in flags}
-    features = {"sdxl": len(empty_prompt) > 1, "ragged latents": args.bucket_step, "masks": args.mask_column}
+    features = {"sdxl": "text_encoder_2" in settings, "ragged latents": args.bucket_step, "masks": args.mask_column}
+    features["ragged embeddings"] = "model_family" in settings
     if features := [name for name, there in features.items() if there]:
         settings |= {"format_version": 3, "features": features}  # which a reader of 2 must not overlook
     settings["source"] = {"fingerprint": rows._fingerprint, "rows": len(rows)}
     settings["rows_per_shard"] = args.rows_per_shard
     shards = [name_shard(row, settings) for row in range(0, len(rows), args.rows_per_shard)]
-    row_bytes, text_bytes = count_bytes(settings)
-    show = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
-    most = "up to " if args.bucket_step else ""  # no size has more pixels than the square
-    each = f"{len(rows):,} rows of {most}{show(row_bytes)} ({show(text_bytes)} of it the caption's) and the text"
-    return shards, f"{each}: {most}{show(len(rows) * row_bytes)} in {len(shards):,} shards"
+    return shards, describe_size(len(rows), len(shards), settings, tokens, args)
 
 
 def open_cache(accelerator, settings, args, folder=None):

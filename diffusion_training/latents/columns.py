@@ -1,14 +1,18 @@
 """What stands in the rows of a latent cache."""
 
+import functools
 import math
 
 import numpy as np
 import pyarrow as pa
 import xxhash
+from tqdm.auto import tqdm
 
-FEATURES = {"sdxl", "ragged latents", "masks"}  # beyond Stable Diffusion's; a cache that says of more is refused
+# Beyond what Stable Diffusion has: a cache that says of more is refused.
+FEATURES = {"sdxl", "ragged latents", "ragged embeddings", "masks"}
 EMPTY = {"prompt_embeds": "empty_prompt", "pooled_prompt_embeds": "empty_pooled"}  # files of a caption left out
-RAGGED = ("latents", "latents_flipped", "mask")  # columns that are of any length where there are several sizes
+LATENTS = ("latents", "latents_flipped", "mask")  # columns that are of any length where there are several sizes
+PROMPTS = ("prompt_embeds", "input_ids")  # and those that are where padding is left out
 
 
 def count_rows(args):
@@ -28,10 +32,11 @@ def make_column(numbers, good, ragged):
 def describe_columns(cache):
     """The columns of numbers in a cache, and their Arrow types."""
     features = cache.get("features", [])
-    sdxl, ragged = "sdxl" in features, "ragged latents" in features
-    kinds = {name: pa.list_(pa.float16(), math.prod(cache[f"{name}_shape"])) for name in [*EMPTY][: 1 + sdxl]}
+    sdxl, ragged, masked = (name in features for name in ("sdxl", "ragged latents", "ragged embeddings"))
+    lengths = {name: [] if masked else [math.prod(cache[f"{name}_shape"])] for name in [*EMPTY][: 1 + sdxl]}
+    kinds = {name: pa.list_(pa.float16(), *length) for name, length in lengths.items()}
     if cache["text_cache"] == "ids":
-        tokens = pa.list_(pa.int32(), cache["prompt_embeds_shape"][0])
+        tokens = pa.list_(pa.int32(), *[] if masked else [cache["prompt_embeds_shape"][0]])
         kinds = dict.fromkeys(["input_ids", "input_ids_2"][: 1 + sdxl], tokens)
     if sdxl:
         kinds |= dict.fromkeys(["original_size", "crop_top_left"], pa.list_(pa.int32(), 2))
@@ -45,15 +50,51 @@ def describe_columns(cache):
     return kinds
 
 
-def count_bytes(cache):
-    """(bytes of the numbers in a row, those of the caption's among them), where sizes differ of a square."""
+def count_bytes(cache, tokens=None):
+    """(bytes of the numbers in a row, those of the caption's among them), where sizes differ of a square; tokens: of a
+    caption, on average, where padding is left out."""
     numbers = {"latents": math.prod(cache["latents_shape"]), "mask": math.prod(cache["latents_shape"][1:])}
+    if tokens is not None:
+        numbers |= {"prompt_embeds": tokens * cache["prompt_embeds_shape"][1], "input_ids": tokens}
     found = {
         name: (numbers[name.removesuffix("_flipped")] if pa.types.is_list(kind) else kind.list_size)
         * kind.value_type.bit_width // 8
         for name, kind in describe_columns(cache).items()
     }  # fmt: skip
+    found = {name: round(size) for name, size in found.items()}
     return sum(found.values()), sum(size for name, size in found.items() if "prompt" in name or "ids" in name)
+
+
+def compare_captions(cache, tokens):
+    """{what --text_cache may be: bytes of a caption}, whatever the cache has."""
+    plain = {**cache, "features": [name for name in cache.get("features", []) if name != "ragged embeddings"]}
+    kinds = {"ids": (cache, "ids", tokens), "embeddings": (cache, "embeddings", tokens)}
+    if tokens is not None:
+        kinds["embeddings with padding"] = plain, "embeddings", None
+    return {name: count_bytes({**of, "text_cache": kind}, n)[1] for name, (of, kind, n) in kinds.items()}
+
+
+def describe_size(rows, shards, cache, tokens, args):
+    """A sentence that says how big a cache of so many rows and shards will be."""
+    most = "up to " if args.bucket_step else ""  # no size has more pixels than the square
+    if "ragged embeddings" in cache.get("features", []):
+        most, tokens = "about ", tokens or cache["prompt_embeds_shape"][0]
+    row_bytes, text_bytes = count_bytes(cache, tokens)
+    show = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
+    each = f"{rows:,} rows of {most}{show(row_bytes)} ({show(text_bytes)} of it the caption's) and the text"
+    sentence = f"{each}: {most}{show(rows * row_bytes)} in {shards:,} shards"
+    if args.dry_run:
+        sizes = [f"{show(rows * size)} as {kind}" for kind, size in compare_captions(cache, tokens).items()]
+        sentence += f"; captions take {', '.join(sizes)}"
+    return sentence
+
+
+def pad_prompts(rows, length, width):
+    """Rows of numbers [tokens * width] -> (an array [N, length * width], filled up with zeros, bool [N, length])."""
+    padded = np.zeros((len(rows), length * width), rows[0].dtype)
+    for row, found in zip(padded, rows, strict=True):
+        row[: len(found)] = found
+    return padded, np.arange(length) < np.array([[len(row) // width] for row in rows])
 
 
 class Ragged:

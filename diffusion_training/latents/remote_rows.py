@@ -1,12 +1,15 @@
 """Parquet files at an address as a data set: who wants rows reads their row groups."""
 
+import argparse
 import bisect
 import contextlib
 import functools
 import hashlib
 import itertools
 import json
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import datasets
 import fsspec
@@ -21,7 +24,7 @@ class RemoteRows:
     Like what `load_rows` returns for a copy on a disk, but holds only names and counts, and reads rows when asked for.
     """
 
-    def __init__(self, args):
+    def __init__(self, args: argparse.Namespace) -> None:
         url, schema, self.starts = args.train_data_dir.rstrip("/"), None, [0]
         with explained(f"--train_data_dir {url} can't be read"):
             fs, root = fsspec.url_to_fs(url)
@@ -44,6 +47,9 @@ class RemoteRows:
         features = datasets.Features.from_arrow_schema(schema)
         images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         column = args.image_column or ("image" if "image" in features or len(images) != 1 else images[0])
+        for name in ("instance_prompt", "folder_repeats"):
+            if getattr(args, name, None):
+                fail(f"--{name} is for images on a disk, and {url} is an address: write captions into a column")
         self.columns = (column, args.caption_column, *[args.mask_column] * (args.mask_column is not None))
         if missing := [name for name in self.columns if name not in features]:
             choose = "choose with --image_column, --caption_column and --mask_column"
@@ -51,10 +57,10 @@ class RemoteRows:
         if not len(self):
             fail(f"{url} holds no images")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.starts[-1]
 
-    def __getitem__(self, rows):
+    def __getitem__(self, rows: Iterable[int]) -> dict[str, list]:
         """{column: its values} of a list of rows."""
         values = {name: [] for name in self.columns}
         for row in rows:
@@ -67,13 +73,13 @@ class RemoteRows:
         return values
 
 
-def describe_object(info):
+def describe_object(info: dict) -> tuple[str, ...]:
     """What tells an object from another of its name, without reading it."""
     return tuple(str(info.get(name)) for name in ("size", "ETag", "etag", "mtime"))
 
 
 @contextlib.contextmanager
-def named(url):
+def named(url: str) -> Iterator[None]:
     """What fails inside says where."""
     try:
         yield
@@ -82,7 +88,7 @@ def named(url):
 
 
 @functools.lru_cache(2)
-def open_parquet(url, described):
+def open_parquet(url: str, described: tuple[str, ...]) -> tuple[pq.ParquetFile, list[int]]:
     """(parquet file, the first rows of its groups and the number of rows), if it is still what was described."""
     with named(url):
         fs, path = fsspec.url_to_fs(url)
@@ -94,7 +100,7 @@ def open_parquet(url, described):
 
 
 @functools.lru_cache(2)  # the rows of one part, and of the next, lie side by side
-def read_group(url, described, group, columns):
+def read_group(url: str, described: tuple[str, ...], group: int, columns: tuple[str, ...]) -> dict[str, Any]:
     """{column: array} of a row group; of `columns` the second are captions, and the others undecoded images."""
     with named(url):
         table = open_parquet(url, described)[0].read_row_group(group, columns).combine_chunks()

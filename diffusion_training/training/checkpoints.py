@@ -82,7 +82,10 @@ def prune_checkpoints(saved, args):
 
 
 def read_state(checkpoint, num_images):
-    """Where a checkpoint is in the training and in the data, and its settings; zeros without one."""
+    """Where a checkpoint is in the training and in the data, and its settings; zeros without one.
+
+    num_images: of an epoch; None if its place in the data is of no interest.
+    """
     if checkpoint is None:
         return {"global_step": 0, "data_step": 0, "images_seen": 0, "settings": {}}
     with explained(f"{checkpoint} is damaged; resume from another or choose a new --output_dir"):
@@ -93,11 +96,53 @@ def read_state(checkpoint, num_images):
         if state.get("keys") != KEYS:
             fail(f"{checkpoint} is of a version that drew other noise and another order: go on with that version")
         before = state["settings"]["num_images"]
-        if before != num_images:  # other images: the epoch that was begun begins again
+        if num_images not in (before, None):  # other images: the epoch that was begun begins again
             if sys.maxsize in (before, num_images):
                 fail(f"{checkpoint} counts images, and a stream can't: keep --streaming as it was")
             state["images_seen"] = state["images_seen"] // before * num_images
     return state
+
+
+def load_models_from(path, models, state):
+    """Load the weights of a checkpoint, all of whose files must be as `state` says that they were written."""
+    written, found = state["checksums"], checksum_files(path)
+    for name in {**written, **found}:
+        if written.get(name) != found.get(name):
+            raise ValueError(f"{name} is not as it was written")
+    for name, model in models.items():
+        folder = path / name if (path / name).is_dir() else path / name.removesuffix("_ema")  # --use_ema from here
+        read_weights(model, folder)
+
+
+def find_start(init_from):
+    """The checkpoint that --init_from means: a run's last one, or one itself; None without."""
+    if init_from is None:
+        return None
+    path = Path(init_from)
+    if not (path / "trainer_state.json").is_file():
+        path = (find_checkpoints(init_from) or [None])[-1]
+    if path is None:
+        fail(f"--init_from {init_from} holds no whole checkpoint, and is none")
+    return path
+
+
+def read_start(start, args):
+    """Where a run begins that takes weights and step from a checkpoint of another: its data begins anew."""
+    state = read_state(start, None)
+    before = state.pop("settings")
+    held_out = {name: before.get(name) for name in ("holdout", "seed")}
+    if before.get("held_out") and held_out != {name: getattr(args, name) for name in held_out}:
+        flags = "--holdout {holdout:g} --seed {seed}".format(**held_out)
+        fail(f"{start} held images out, and these would be trained on: give {flags}, and images of the same names")
+    state.pop("cuts", None)
+    return state | {"images_seen": 0, "settings": {}}
+
+
+def load_start(accelerator, start, models, state):
+    """Load the weights of --init_from, of which the averaged ones come from the averaged ones."""
+    with explained(f"{start} is damaged or from another model"):
+        load_models_from(start, models, state)
+    accelerator.print(f"Going on from the weights of {start}, at step {state['global_step']}")
 
 
 def load_checkpoint(accelerator, path, models, optimizer, state, settings):
@@ -109,13 +154,7 @@ def load_checkpoint(accelerator, path, models, optimizer, state, settings):
     if kind != own:
         fail(f"{path} was trained with --optimizer {kind}, not {own}: go on with it, or choose a new --output_dir")
     try:
-        written, found = state["checksums"], checksum_files(path)
-        for name in {**written, **found}:
-            if written.get(name) != found.get(name):
-                raise ValueError(f"{name} is not as it was written")
-        for name, model in models.items():
-            folder = path / name if (path / name).is_dir() else path / name.removesuffix("_ema")  # --use_ema from here
-            read_weights(model, folder)
+        load_models_from(path, models, state)
         load_optimizer(optimizer, torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True))
         if accelerator.scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
             accelerator.scaler.load_state_dict(saved)

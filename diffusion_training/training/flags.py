@@ -3,11 +3,14 @@
 import argparse
 import importlib.util
 import math
+import os
+from pathlib import Path
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, number
+from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size
+from diffusion_training.remote import is_address
 
 
 def add_source_flags(add, captions=False):
@@ -19,6 +22,8 @@ def add_source_flags(add, captions=False):
     add("--image_column", help="column of images (None: `image`, or the only one)")
     if captions:
         add("--caption_column", default="text", help="column of captions; of a list one is drawn")
+        add("--instance_prompt", help="caption of images that have none")
+        add("--folder_repeats", **SWITCH, help="images in a folder 10_name come 10 times, as `name` if they have none")
         add("--caption_extension", default=".txt", help="of files beside the images, if there is no such column")
     add("--max_train_samples", type=COUNT, help="drawn at random; of a stream the first")
     add("--cache_dir", type=PATH, help="where downloads and data sets are kept")
@@ -39,7 +44,15 @@ def add_bucket_flags(add):
     keep = {"dest": "bucket_step", "action": "store_const", "const": 64}
     add("--use_aspect_ratio_buckets", **keep, help="--bucket_step 64, under diffusers' name")
     add("--bucket_max_ratio", type=number(1, 16), default=2.0, help="of the longer side to the shorter one")
+    add("--bucket_no_upscale", **SWITCH, help="enlarge no image: smaller ones have sizes of their own")
     add("--mask_column", help="masks, white where the loss counts (None: photo.mask.png beside photo.jpg)")
+
+
+def add_storage_flags(add):
+    """Caches at an address, or of more rows than are permuted: what `open_latents` reads."""
+    add("--shards_dir", type=PATH, help="folder of this machine for shards of --latents_dir s3://..., fetched ahead")
+    add("--shards_size", type=size(1, 10**18), default=10**11, help="bytes that it may hold, such as 100GB")
+    add("--shuffle_shards", type=number(1, 10**4, int), default=2, help="of a range, whose rows are shuffled together")
 
 
 def add_device_flags(add, trains=True):
@@ -53,11 +66,19 @@ def add_device_flags(add, trains=True):
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
 
 
+def add_family_flags(add, default=None):
+    """Which family the models are of, and how much of a caption it reads: what `load_models` reads."""
+    families = ["sd", "sdxl", "prx", "z-image"]
+    add("--model_family", choices=families, default=default, help="whose prompts (None: the pipeline's, or sd)")
+    add("--max_sequence_length", type=COUNT, help="tokens of a caption, of prx and z-image (None: 256 or 512)")
+
+
 def add_encoder_flags(add):
     """Encoders that are not those of the pipeline: what `load_models` reads."""
     names = ["--vae_name_or_path", "--pretrained_vae_model_name_or_path"]  # the second is that of diffusers' scripts
-    add(*names, type=PATH, help="AutoencoderKL or AutoencoderTiny instead")
-    add("--text_encoder_name_or_path", type=PATH, help="CLIP text model instead, with its tokenizer")
+    add(*names, type=PATH, help="AutoencoderKL, AutoencoderTiny or, of prx, AutoencoderDC")
+    add("--text_encoder_name_or_path", type=PATH, help="text encoder instead, with its tokenizer")
+    add("--single_file_config", type=PATH, help="configs of a base in one file (None: those of its family)")
     add("--tokenizer_name_or_path", type=PATH, help="tokenizer, if not beside the text encoder")
 
 
@@ -79,8 +100,8 @@ def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
     add("--find_lr_min", type=number(1e-30, 1e3), default=1e-7, help="rate that the test begins with")
     add("--find_lr_max", type=number(1e-30, 1e3), default=1.0, help="rate that it ends with, if it gets there")
     add("--find_lr_steps", type=number(10, 10**6, int), default=200, help="optimizer steps between the two")
-    kinds = ["adamw", "adamw8bit", "adafactor"]
-    add("--optimizer", choices=kinds, default="adamw", help="the others take less memory; resuming keeps it")
+    kinds = ["adamw", "adamw8bit", "adafactor", "muon"]
+    add("--optimizer", choices=kinds, default="adamw", help="8 bits, adafactor: less memory; muon: for transformers")
     eight = {"dest": "optimizer", "action": "store_const", "const": "adamw8bit", "default": "adamw"}
     add("--use_8bit_adam", **eight, help="short for --optimizer adamw8bit")
     schedules = [schedule.value for schedule in SchedulerType]
@@ -101,12 +122,13 @@ def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
 
 
 def add_lora_flags(add):
-    """What `add_lora` and `save_lora` read."""
+    """What `add_lora`, `load_network_weights` and `save_lora` read."""
     add("--rank", "--lora_rank", type=number(1, 4096, int), help="of a LoRA, trained instead (None: the whole model)")
     add("--lora_alpha", type=number(1e-3, 1e6), help="its effect is times alpha / rank (None: the rank)")
     add("--lora_layers", default="attention", help="attention, all, or ends of modules' names: to_q,to_v,ff.net.2")
     add("--lora_dropout", type=number(0, 0.999), default=0.0, help="share of its inputs that are left out")
     add("--use_dora", **SWITCH, help="train magnitudes as well, slower (arXiv:2402.09353)")
+    add("--network_weights", type=PATH, help="file of a LoRA that goes on being trained")
     add("--output_kohya_format", **SWITCH, help="write the LoRA for ComfyUI and A1111 as well")
 
 
@@ -123,10 +145,33 @@ def add_saving_flags(add):
     """Checkpoints and the hub."""
     add("--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints")
     add("--checkpoints_total_limit", type=COUNT, help="checkpoints to keep (None: all)")
+    add("--save_best", **SWITCH, help="keep the weights of the lowest held-out loss in best/; needs --holdout")
     add("--resume_from_checkpoint", type=PATH, help="a checkpoint's path, or `latest`")
     add("--push_to_hub", **SWITCH, help="upload the result, as the logged-in user")
     add("--hub_model_id", help="repository (None: named like --output_dir)")
     add("--hub_private_repo", **SWITCH, help="create it private")
+
+
+def check_data_args(parser, args):
+    """What text-to-image trainers refuse in the flags of their data: a cache, or images with captions."""
+    if args.latents_dir and (args.dataset_name or args.train_data_dir):
+        parser.error("--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data")
+    if args.latents_dir is None and args.dataset_name is None and not Path(args.train_data_dir).is_dir():
+        parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+    if len({*map(os.path.realpath, args.latents_dir or [])}) < len(args.latents_dir or []):
+        parser.error("--latents_dir names a cache twice: --latents_weights says how often an epoch takes its rows")
+    if args.latents_weights and len(args.latents_weights) != len(args.latents_dir or []):
+        parser.error(f"--latents_weights: {len(args.latents_weights)} for {len(args.latents_dir or [])} --latents_dir")
+    images_only = ["dataset_config_name", "dataset_split", "image_column", "caption_column", "max_train_samples"]
+    images_only += ["caption_extension", "center_crop", "image_interpolation_mode", "min_size", "skip_empty_captions"]
+    images_only += ["dataloader_num_workers", "bucket_step", "bucket_max_ratio", "mask_column", "bucket_no_upscale"]
+    images_only += ["prefetch_factor", "instance_prompt", "folder_repeats"]
+    found = [folder for folder in args.latents_dir or [] if is_address(folder)]
+    if found and not args.shards_dir:
+        parser.error(f"--latents_dir {found[0]} is an address: --shards_dir says where its shards lie for a while")
+    for name in images_only if args.latents_dir else []:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} does nothing with --latents_dir: the cache was made without or with it")
 
 
 def check_training_args(parser, args):
@@ -143,12 +188,15 @@ def check_training_args(parser, args):
         parser.error(f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}")
     if args.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         parser.error("--optimizer adamw8bit: `pip install bitsandbytes` first, or choose another")
-    names = ["lora_alpha", "lora_layers", "lora_dropout", "use_dora", "output_kohya_format"]
+    names = ["lora_alpha", "lora_layers", "lora_dropout", "use_dora", "output_kohya_format", "network_weights"]
     for name in names if "rank" in args and args.rank is None else ():
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} does nothing without --rank")
-    if "rank" in args and args.use_dora and args.output_kohya_format:
-        parser.error("--output_kohya_format has no form for --use_dora: leave one of them out")
+    for name in ("output_kohya_format", "network_weights") if "rank" in args and args.use_dora else ():
+        if getattr(args, name):
+            parser.error(f"--{name} has no form for --use_dora: leave one of them out")
+    if args.save_best and not getattr(args, "holdout", 0):
+        parser.error("--save_best goes by the held-out loss: say with --holdout how many images it is measured on")
     args.push_to_hub &= not args.find_lr  # there is nothing to upload
     for tracker in {*LOGGER_TYPE_TO_CLASS} & {args.report_to}:
         if importlib.util.find_spec(tracker) is None:

@@ -2,23 +2,22 @@
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import xxhash
 from accelerate.utils import gather_object
 
 from diffusion_training.errors import fail
 from diffusion_training.loading import load_batches
 from diffusion_training.order import step_seed
-from diffusion_training.training.models import call_unet
-from diffusion_training.training.objective import to_epsilon
 
 
 def hold_out(accelerator, dataset, holdout, seed):
     """Split a data set: (numbers of the rows to train on, {number: hash} of those for the held-out loss).
 
     A row's hash, of seed and name, alone decides, so that images that come or go move no others: it lies below the
-    share `holdout`, or is one of so many lowest.
+    share `holdout`, or is one of so many lowest. Of the order `ranges`, shards are chosen.
     """
+    if getattr(dataset, "order", None):
+        return dataset.hold_out(accelerator, holdout, seed)
     if not holdout:
         return np.arange(len(dataset)), {}
     hashes = (xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in dataset.names())
@@ -43,14 +42,15 @@ def digest_held_out(accelerator, dataset, held_out):
 
 
 @torch.no_grad()
-def log_held_out_loss(accelerator, records, dataset, held_out, models, noise_scheduler, prepare, stop_signal, step):
-    """Record the held-out loss at a step: the mean squared error of epsilon, whatever the objective and its weights.
+def log_held_out_loss(accelerator, records, dataset, held_out, models, objective, prepare, stop_signal, step):
+    """Record the held-out loss at a step: a mean squared error that is the same for every run, whatever its weights.
 
-    It is the mean over the images that `hold_out` chose and over nine timesteps, .1 to .9 of all: at random ones it
+    It is the mean over the images that `hold_out` chose and over nine levels of noise, .1 to .9: at random ones it
     would drown in their differences. All that is drawn is keyed by seed, image and timestep, and a batch is an image
     at its nine, so that runs can be compared, whatever their batch size, processes and kills. A signal breaks off.
 
     models: {"held_out_loss": the U-Net, "held_out_loss_ema": its average, if there is one}.
+    objective: (add_noise, measure), as `measure_epsilon` gives them; both get the levels as tenths, int [9].
     prepare: the script's prepare_batch, without what is only for training, such as captions left out.
     """
     if not held_out or records.held_out.get("step") == step:
@@ -58,7 +58,7 @@ def log_held_out_loss(accelerator, records, dataset, held_out, models, noise_sch
     device, training = accelerator.device, [model.training for model in models.values()]
     for model in models.values():
         model.eval()  # without dropout
-    timesteps = torch.arange(1, 10, device=device) * noise_scheduler.config.num_train_timesteps // 10
+    (add_noise, measure), tenths = objective, torch.arange(1, 10, device=device)
     rows = sorted(held_out)[accelerator.process_index :: accelerator.num_processes]
     sums = torch.zeros(9 * len(models) + 2, device=device)  # nine losses for each model, images, images tried
     for row, batch in zip(rows, load_batches(dataset, [[(None, row, 1.0)] for row in rows], 0, device), strict=False):
@@ -69,11 +69,9 @@ def log_held_out_loss(accelerator, records, dataset, held_out, models, noise_sch
         condition = {name: value.repeat_interleave(9, dim=0) for name, value in condition.items()}
         generators = [torch.Generator().manual_seed(step_seed("held out", held_out[row], level)) for level in range(9)]
         noise = torch.cat([torch.randn(images.shape, generator=generator) for generator in generators]).to(device)
-        noisy_images, losses = noise_scheduler.add_noise(images.expand_as(noise), noise, timesteps), []
-        for model in models.values():
-            prediction = call_unet(model, noisy_images, timesteps, condition)
-            prediction = to_epsilon(prediction, noisy_images, noise_scheduler, timesteps)
-            losses.append(F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3)))
+        images = images.expand_as(noise)
+        noisy_images = add_noise(images, noise, tenths)
+        losses = [measure(model, noisy_images, tenths, condition, images, noise) for model in models.values()]
         weight = batch["weight"]  # 0 for what can't be decoded
         sums += torch.cat([weight * torch.cat(losses), weight, torch.ones_like(weight)])
         records.new_skipped.update(batch["skipped"])

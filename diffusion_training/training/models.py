@@ -1,6 +1,10 @@
 """Models: loaded whole, moved, compiled, averaged, saved."""
 
+import argparse
 import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
@@ -10,8 +14,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from diffusion_training.errors import explained
 from diffusion_training.training.lora import is_adapted, load_adapter, save_adapter
 
+Models = dict[str, torch.nn.Module]
 
-def load_weights(kind, source, **options):
+
+def load_weights(kind: Any, source: str, **options: Any) -> torch.nn.Module:
     """`kind.from_pretrained`, but all weights must be there: others would be random, or not there at all."""
     model, info = kind.from_pretrained(source, output_loading_info=True, **options)
     for what in ("missing_keys", "mismatched_keys"):
@@ -20,7 +26,9 @@ def load_weights(kind, source, **options):
     return model
 
 
-def call_unet(unet, noisy_images, timesteps, condition):
+def call_unet(
+    unet: torch.nn.Module, noisy_images: torch.Tensor, timesteps: torch.Tensor, condition: dict[str, torch.Tensor]
+) -> torch.Tensor:
     """The prediction of a U-Net, float32 [N, C, H, W]. condition: {name: tensor [N, ...]} that it is given besides.
 
     What SDXL has besides embeddings goes in as one dict, as diffusers wants it.
@@ -31,7 +39,7 @@ def call_unet(unet, noisy_images, timesteps, condition):
     return unet(noisy_images, timesteps, **others).sample.float()
 
 
-def try_shapes(unet, source, shape, **condition):
+def try_shapes(unet: torch.nn.Module, source: str, shape: Sequence[int], **condition: Sequence[int]) -> None:
     """Call a U-Net's config with images of a shape [C, H, W], without numbers, and end the program if that fails.
 
     condition: {name: shape of one image's}; what has none is a label.
@@ -43,12 +51,12 @@ def try_shapes(unet, source, shape, **condition):
             raise ValueError(f"it gives {list(found.shape[1:])} for {list(shape)}")
 
 
-def put_on_device(model, device):
+def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Move a model; on CUDA its convolutions get the memory layout that they are fastest in."""
     return model.to(device, memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format)
 
 
-def compile_model(model, backend, num_sizes=1):
+def compile_model(model: torch.nn.Module, backend: str, num_sizes: int = 1) -> None:
     """torch.compile in place, which keeps the names of the weights, with the options that `accelerate config` set.
 
     Of several sizes each is compiled for itself: what would do for all is slower.
@@ -66,22 +74,27 @@ def compile_model(model, backend, num_sizes=1):
             model.compile(backend=backend, **options)
 
 
-def list_parameters(models):
+def list_parameters(models: Models) -> list[torch.nn.Parameter]:
     """The parameters that are trained of all of {name: model}, in order."""
     return [parameter for model in models.values() for parameter in model.parameters() if parameter.requires_grad]
 
 
-def copy_trained(model):
+def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
+    """Whether a parameter is a matrix in a transformer's `blocks`: what Muon is for."""
+    return weight.dim() == 2 and ".blocks." in f".{name}"
+
+
+def copy_trained(model: torch.nn.Module) -> torch.nn.Module:
     """A copy that shares what is frozen, the gigabytes beside which a LoRA is trained."""
     return copy.deepcopy(model, {id(weight): weight for weight in model.parameters() if not weight.requires_grad})
 
 
-def start_average(models):
+def start_average(models: Models) -> Models:
     """Copies of the models for `update_ema`, of which nothing is trained."""
     return {name: copy_trained(model).eval().requires_grad_(False) for name, model in models.items()}
 
 
-def update_ema(averaged, models, step, args):
+def update_ema(averaged: Models, models: Models, step: int, args: argparse.Namespace) -> None:
     """Move the averaged weights towards the trained ones after optimizer step `step`, counted from 1.
 
     The decay warms up as in diffusers' EMAModel (after @crowsonkb); the first step copies.
@@ -92,7 +105,7 @@ def update_ema(averaged, models, step, args):
     get_ema_multi_avg_fn(decay)(means, weights, None)
 
 
-def save_weights(model, folder):
+def save_weights(model: torch.nn.Module, folder: Path) -> None:
     """Save a model as `from_pretrained` reads it, of a LoRA what is trained, or any other module as its weights."""
     if is_adapted(model):
         save_adapter(model, folder)
@@ -103,7 +116,7 @@ def save_weights(model, folder):
         save_file(model.state_dict(), folder / "model.safetensors")
 
 
-def read_weights(model, folder):
+def read_weights(model: torch.nn.Module, folder: Path) -> None:
     """Load what `save_weights` has written."""
     if is_adapted(model) or (folder / "adapter_config.json").is_file():
         load_adapter(model, folder)

@@ -1,8 +1,10 @@
 """The objective: which schedulers it goes with, its min-SNR weight, and any prediction as one of the noise."""
 
+import torch.nn.functional as F
 from diffusers.training_utils import compute_snr
 
 from diffusion_training.errors import fail
+from diffusion_training.training.models import call_unet
 
 
 def objective_flags(args):
@@ -44,3 +46,23 @@ def to_epsilon(prediction, noisy_images, noise_scheduler, timesteps):
     if noise_scheduler.config.prediction_type == "sample":
         return (noisy_images - alpha.sqrt() * prediction) / (1 - alpha).sqrt()
     return alpha.sqrt() * prediction + (1 - alpha).sqrt() * noisy_images
+
+
+def measure_epsilon(noise_scheduler):
+    """What `log_held_out_loss` measures of a U-Net: the mean squared error of epsilon, whatever is predicted.
+
+    Returns (add_noise(images, noise, tenths) -> noisy images, measure(unet, noisy images, tenths, condition, images,
+    noise) -> the loss of each image [N]); tenths: which share of the timesteps, int [N].
+    """
+    num_timesteps = noise_scheduler.config.num_train_timesteps
+
+    def add_noise(images, noise, tenths):
+        return noise_scheduler.add_noise(images, noise, tenths * num_timesteps // 10)
+
+    def measure(unet, noisy_images, tenths, condition, images, noise):
+        timesteps = tenths * num_timesteps // 10
+        prediction = call_unet(unet, noisy_images, timesteps, condition)
+        prediction = to_epsilon(prediction, noisy_images, noise_scheduler, timesteps)
+        return F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3))
+
+    return add_noise, measure

@@ -3,8 +3,8 @@
 import torch
 from diffusers.optimization import get_scheduler
 
-from diffusion_training.errors import explained
-from diffusion_training.training.models import list_parameters
+from diffusion_training.errors import explained, fail
+from diffusion_training.training.models import is_block_matrix, list_parameters
 
 # What a resumed run takes from its own flags, wherever an optimizer has it; all else goes on as it was saved. Without
 # `fused`, a run that was saved in bf16 and goes on in fp16 would pass over the scaler.
@@ -23,6 +23,14 @@ def make_optimizer(models, scaler, args):
     if args.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, **shared)
     shared |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if args.optimizer == "muon":
+        kinds = {True: [], False: []}
+        for name, weight in (pair for model in models.values() for pair in model.named_parameters()):
+            if weight.requires_grad:
+                kinds[is_block_matrix(name, weight)].append(weight)
+        if not kinds[True]:
+            fail("--optimizer muon is for the matrices in a transformer's `blocks`: choose another")
+        return MuonAdamW(kinds[True], kinds[False], fused=scaler is None, **shared)
     if args.optimizer == "adamw":  # fused skips fp16 overflows by itself, unseen by Accelerate
         return torch.optim.AdamW(groups, **shared, fused=scaler is None)
     with explained("--optimizer adamw8bit: bitsandbytes does not work"):
@@ -31,6 +39,33 @@ def make_optimizer(models, scaler, args):
         for parameter in parameters:  # or its first step would do it, and a resumed run go on in another layout
             parameter.data = parameter.data.contiguous()
         return AdamW8bit(groups, **shared)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for matrices (arXiv:2502.16982) and AdamW for the rest, as one optimizer: one to schedule, scale and save.
+
+    Muon's updates are scaled to the size of AdamW's, so that both go with one learning rate.
+    """
+
+    def __init__(self, matrices, others, lr, weight_decay, **adamw):
+        shared = {"lr": lr, "weight_decay": weight_decay}
+        groups = [[{"params": weights, "initial_lr": lr}] for weights in (matrices, others)]
+        self.parts = [torch.optim.Muon(groups[0], **shared, adjust_lr_fn="match_rms_adamw")]
+        self.parts += [torch.optim.AdamW(groups[1], **shared, **adamw)]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self.share()
+
+    def share(self):
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.state, part.param_groups = self.state, [group]
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.share()
 
 
 def make_lr_scheduler(optimizer, global_step, args):

@@ -7,13 +7,17 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+from accelerate.utils import gather_object
 from huggingface_hub import create_repo, repo_info
 from PIL import Image, ImageDraw, ImageFont
 
 from diffusion_training.arguments import format_args
 from diffusion_training.errors import UNDO, explained, fail
-from diffusion_training.files import check_output_dir, clean, leave_nothing, saving, take_folder
-from diffusion_training.training.checkpoints import find_checkpoint
+from diffusion_training.files import check_output_dir, clean, delete, leave_nothing, saving, take_folder
+from diffusion_training.order import step_seed
+from diffusion_training.training.checkpoints import find_checkpoint, find_checkpoints
+from diffusion_training.training.signs import read_best
 
 
 def open_output_dir(accelerator, script, args):
@@ -40,6 +44,7 @@ def open_output_dir(accelerator, script, args):
         for old in (output_dir / "samples").glob("step-*.png"):  # of a run that left no checkpoint: a folder holds one
             old.unlink()
     if accelerator.is_main_process and not args.find_lr:
+        restore_best(output_dir, checkpoint)
         with saving(output_dir, "run.args") as unfinished:
             (unfinished / "run.args").write_bytes(os.fsencode(format_args(args, Path(script).name)))
     if accelerator.is_main_process and args.push_to_hub:
@@ -69,9 +74,44 @@ def save_samples(accelerator, picture, output_dir, step):
             tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 
+def draw_prompts(accelerator, pipeline, draw, most, step, stop_signal, args):
+    """Draw --num_validation_images of each prompt, a share on each process, and save them as the samples of a step.
+
+    draw: (up to `most` prompts, their generators) -> images float [N, H, W, C] in [0, 1]. An image starts from its own
+    seed, whatever the number of processes. A signal breaks off: who sends it does not wait for pictures, and a run
+    that is resumed draws what is missing.
+    """
+    if not args.validation_prompts:
+        return
+    device = accelerator.device
+    model = getattr(pipeline, "unet", None) or pipeline.transformer
+    pipeline.vae.to(device).enable_slicing()  # one image at a time: a batch may need more memory than training
+    for text_encoder in (pipeline.text_encoder, getattr(pipeline, "text_encoder_2", None)):
+        text_encoder and text_encoder.to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    training = model.training
+    model.eval()  # without dropout
+    prompts = [prompt for prompt in args.validation_prompts for _ in range(args.num_validation_images)]
+    mine, images = range(accelerator.process_index, len(prompts), accelerator.num_processes), []
+    for start in range(0, len(mine), most):
+        batch = mine[start : start + most]
+        generators = [torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in batch]
+        images.extend(draw([prompts[i] for i in batch], generators))
+        if stop_signal.received:
+            break
+    model.train(training)
+    images = gather_object([] if stop_signal.received else list(zip(mine, images, strict=True)))
+    if accelerator.is_main_process and len(images) == len(prompts):
+        images = np.stack([image for _, image in sorted(images, key=lambda pair: pair[0])])
+        images = (images * 255).round().astype(np.uint8)
+        grid = draw_grid(images.reshape(len(args.validation_prompts), -1, *images.shape[1:]), args.validation_prompts)
+        save_samples(accelerator, grid, args.output_dir, step)
+
+
 def save_pipeline(pipeline, output_dir):
     """Write the pipeline folder; the one that stood there stays until the new one is whole."""
-    if not all(weight.isfinite().all() for weight in pipeline.unet.parameters()):
+    model = getattr(pipeline, "unet", None) or pipeline.transformer
+    if not all(weight.isfinite().all() for weight in model.parameters()):
         fail("the weights are not finite: they are not saved, and the pipeline that stood there stays", alone=True)
     with saving(output_dir, f"the pipeline in {output_dir}") as unfinished:
         pipeline.save_pretrained(unfinished)
@@ -79,6 +119,44 @@ def save_pipeline(pipeline, output_dir):
             config = json.loads(path.read_text())
             if os.path.exists(config.pop("_name_or_path", "")):
                 path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def restore_best(output_dir, checkpoint):
+    """Let best/ be what a checkpoint, or with None a run that begins, knows: not what came after it."""
+    reached = int(checkpoint.name.split("-")[-1]) if checkpoint else -1
+    for folder in (output_dir / "best", output_dir / "best-before"):
+        if read_best(folder).get("step", -1) > reached:
+            delete(folder)
+    if (output_dir / "best-before").exists():
+        if (output_dir / "best").exists():
+            delete(output_dir / "best-before")
+        else:
+            (output_dir / "best-before").rename(output_dir / "best")
+
+
+def keep_best(accelerator, record, step, save, args):
+    """With --save_best, put what `save(folder)` writes into best/ if the held-out loss at this step is the lowest yet.
+
+    record: the last of the held-out loss; that of the averaged weights counts, if there are any, since they are saved.
+    The best before is kept as best-before until a checkpoint is as far as the new one: who resumes at an earlier one
+    gets it back.
+    """
+    output_dir, loss = Path(args.output_dir), record.get("held_out_loss_ema", record.get("held_out_loss"))
+    if not args.save_best or not accelerator.is_main_process or record.get("step") != step:
+        return
+    best = output_dir / "best"
+    reached = max((int(path.name.split("-")[-1]) for path in find_checkpoints(output_dir)), default=-1)
+    known = read_best(best)
+    if loss < known.get("held_out_loss", math.inf):
+        if known and known["step"] <= reached:
+            delete(output_dir / "best-before")
+            best.rename(output_dir / "best-before")
+        with saving(output_dir, best) as unfinished:
+            (unfinished / "best").mkdir()
+            save(unfinished / "best")
+            (unfinished / "best/held_out.json").write_text(json.dumps({"step": step, "held_out_loss": loss}))
+    if read_best(best)["step"] <= reached:
+        delete(output_dir / "best-before")
 
 
 def draw_grid(images, prompts):

@@ -46,6 +46,7 @@ from conftest import (
     make_images,
     make_masked,
     make_models,
+    make_prx,
     make_sdxl,
     make_unet_config,
     metrics,
@@ -59,8 +60,10 @@ NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
 OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_data_dir"]
 ADAPTED = "train_text_to_image --rank"  # an adapter for SDXL, from images of several sizes with masks
 SIZES = "precompute_latents --bucket_step"  # its cache
+FLOW = "train_flow"
 LONG = pytest.mark.long
-MOMENTS = ("images_per_second", "data_wait")  # of a record: what depends on the machine
+# Of a record: what depends on the machine, and the mean of an epoch, which one that was resumed has not.
+MOMENTS = ("images_per_second", "data_wait", "memory_gb", "tflops", "epoch_loss")
 
 
 def cases(many, quick, slow=None, names=NAMES):
@@ -153,7 +156,8 @@ class Target:
         cache = f"""--pretrained_model_name_or_path={models} --random_flip --rows_per_shard=2 --batch_size=1
             --latents=sample {"--bucket_step=4" * several}"""
         training = f"""--output_dir={self.out} --train_batch_size=2 --num_train_epochs=2 --learning_rate=1e-3
-            --lr_scheduler=cosine --lr_warmup_steps=2 --random_flip --noise_offset=0.1 --logging_steps=1
+            --lr_scheduler=cosine --lr_warmup_steps=2 --random_flip --logging_steps=1
+            {"--optimizer=muon" if name == FLOW else "--noise_offset=0.1"}
             --report_to=none --validation_steps=2 --checkpointing_steps=3 --checkpoints_total_limit=2
             --resume_from_checkpoint=latest"""
         if self.name == "precompute_latents":
@@ -162,6 +166,9 @@ class Target:
             argv = f"""{data} {training} --model_config_name_or_path={make_unet_config(folder)} --eval_batch_size=2
                 --ddpm_num_inference_steps=2 --save_model_epochs=1 {"--cache_images" * (name in OTHERS)}"""
         else:
+            if name == FLOW:
+                training += f" --transformer_config_name_or_path={make_prx(folder / 'prx')}"
+                cache += " --model_family=prx"
             argv = f"""{training} --pretrained_model_name_or_path={models} --num_inference_steps=2
                 --num_validation_images=1 --validation_prompts=one"""
             if name == ADAPTED:
@@ -330,14 +337,19 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4}, [*NAMES, *OTHERS, ADAPTED, SIZES])
+@cases(
+    100,
+    {NAMES[0]: 6},
+    {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4, FLOW: 4},
+    [*NAMES, *OTHERS, ADAPTED, SIZES, FLOW],
+)
 def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, name, count):
     target = targets(name)
     attack(target, target.moments(count), die, lambda codes, *_: codes == [-signal.SIGKILL])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS, ADAPTED])
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS, ADAPTED, FLOW])
 def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, name):
     """Also in the middle of what is no event, such as a write."""
     target, rng, verdicts, begin = targets(name), random.Random(0), Verdicts(), time.time()

@@ -20,6 +20,7 @@ SHORT = {
     "train_unconditional.py": "--max_train_steps 2 --ddpm_num_inference_steps 1 --eval_batch_size 1 --report_to none "
     "--find_lr_steps 10 --mixed_precision no --dataloader_num_workers 0",
     "train_text_to_image.py": "--max_train_steps 2 --num_inference_steps 1 --num_validation_images 1 --report_to none",
+    "train_flow.py": "--max_train_steps 2 --num_inference_steps 1 --num_validation_images 1 --report_to none",
     "precompute_latents.py": "",
     "precompute_latents_ray.py": "--num_encoders 1 --max_train_samples 64",
 }
@@ -100,7 +101,7 @@ def run(words, folder, inputs):
     text = re.sub(r"^python\b", shlex.quote(sys.executable), text)
     if "mine.py" in words and ">" not in words:
         text += f" {SHORT['train_unconditional.py']} --model_config_name_or_path {inputs / 'tiny-unet'}"
-    text += " --num_samples 32" * ("benchmarks/evaluate_samples.py" in words)
+    text += " --num_samples 32 --num_inference_steps 2" * ("benchmarks/evaluate_samples.py" in words)
     done = subprocess.run(text, shell=True, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, (text, done.stderr[-2000:])
 

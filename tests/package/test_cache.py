@@ -88,7 +88,7 @@ ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_R
 def open_cache(args, settings=None):
     """Plan and open a cache as the scripts do. Returns (names of its shards, its lock, cache.json, records)."""
     settings = settings or make_settings(args.text_cache)
-    shards, _ = module.plan_cache(ROWS, EMPTY, settings, args)
+    shards, _ = module.plan_cache(ROWS, settings, None, args)
     return shards, *module.open_cache(ACCELERATOR, settings, args)
 
 
@@ -234,13 +234,13 @@ def test_too_many_skipped_rows_end_it():
 
 def test_a_cache_is_planned_in_shards_that_hold_every_row_once(tmp_path):
     settings, args = make_settings(), make_args(tmp_path)
-    shards, sentence = module.plan_cache(ROWS, EMPTY, settings, args)
+    shards, sentence = module.plan_cache(ROWS, settings, None, args)
     assert shards == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
     assert [module.name_shard(row, settings) for row in range(7)] == [shards[i] for i in (0, 0, 0, 1, 1, 1, 2)]
     # latents of 24 numbers twice, embeddings of 30, two bytes each
     assert sentence.startswith("7 rows of 156B (60.0B of it the caption's) and the text: 1.09kB in 3 shards")
     args, settings = make_args(tmp_path, "--text_cache=ids", "--no-random_flip"), settings | {"text_cache": "ids"}
-    assert "7 rows of 68.0B (20.0B of" in module.plan_cache(ROWS, EMPTY, settings, args)[1]
+    assert "7 rows of 68.0B (20.0B of" in module.plan_cache(ROWS, settings, None, args)[1]
 
 
 def leaves(tree, path=()):
@@ -252,7 +252,7 @@ def test_whatever_decides_the_content_is_compared(tmp_path):
     """A cache that was made with one other setting is refused, and the sentence says which."""
     make_cache(tmp_path / "out")
     before, args, settings = contents(tmp_path / "out"), make_args(tmp_path / "out"), make_settings()
-    module.plan_cache(ROWS, EMPTY, settings, args)
+    module.plan_cache(ROWS, settings, None, args)
     paths = list(leaves(settings))
     assert len(paths) == 24 and ("transform", "image_interpolation_mode") in paths
     for path in paths:
@@ -310,7 +310,7 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
 
 def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
     settings, args = make_settings(), make_args(tmp_path / "out")
-    module.plan_cache(ROWS, EMPTY, settings, args)
+    module.plan_cache(ROWS, settings, None, args)
     (tmp_path / "copy").mkdir()
     lock, _, _ = module.open_cache(ACCELERATOR, settings, args, tmp_path / "copy")
     lock.release(force=True)
@@ -318,14 +318,15 @@ def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
 
 
 def test_a_reader_of_plain_caches_is_kept_from_those_with_more(tmp_path):
-    pooled = {**EMPTY, "pooled_prompt_embeds": np.zeros(7, np.float16)}
-    for empty, flags, features in (
-        (EMPTY, [], None),
+    pooled = {"pooled_prompt_embeds_shape": [7], "text_encoder_2": {}}
+    for more, flags, features in (
+        ({}, [], None),
         (pooled, [], ["sdxl"]),
         (pooled, ["--bucket_step=64", "--mask_column=where"], ["sdxl", "ragged latents", "masks"]),
+        ({"model_family": "prx"}, [], ["ragged embeddings"]),
     ):
-        settings = make_settings() | {"pooled_prompt_embeds_shape": [7]}
-        module.plan_cache(ROWS, empty, settings, make_args(tmp_path, *flags))
+        settings = make_settings() | more
+        module.plan_cache(ROWS, settings, None, make_args(tmp_path, *flags))
         assert (settings["format_version"], settings.get("features")) == (3 if features else 2, features)
 
 

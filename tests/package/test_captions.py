@@ -13,6 +13,7 @@ from transformers import CLIPTokenizer
 
 import precompute_latents
 from diffusion_training.data import captions as module
+from diffusion_training.data.families import Tokenizers
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.order import draw_choices
 
@@ -148,12 +149,12 @@ def test_keys_are_the_same_wherever_the_data_lies(row, tmp_path):
 
 def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
     texts = ["", "a digit", "a " * 50]
-    tokens = module.tokenize([TOKENIZER], texts)["input_ids"]
+    tokens = module.tokenize(Tokenizers([TOKENIZER]), texts)["input_ids"]
     assert tokens.shape == (3, 8) and (tokens[:, 0] == TOKENIZER.bos_token_id).all()
     assert (tokens[0, 2:] == TOKENIZER.pad_token_id).all() and tokens[2, -1] == TOKENIZER.eos_token_id
-    assert module.are_cut([TOKENIZER], texts) == [False, False, True]
+    assert module.are_cut(Tokenizers([TOKENIZER]), texts) == [False, False, True]
     limit = "a " * 6  # a token each, and what stands before and after them
-    assert module.are_cut([TOKENIZER], [limit, limit + "a"]) == [False, True]
+    assert module.are_cut(Tokenizers([TOKENIZER]), [limit, limit + "a"]) == [False, True]
 
 
 def test_what_is_said_of_captions(capsys):
@@ -177,9 +178,9 @@ def test_a_caption_of_megabytes_is_cut_before_the_tokenizer_sees_it():
     tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
     texts = ["a digit " * 10**6, "a digit " * 9, "a digit"]
     begin = time.process_time()
-    tokens = module.tokenize([tokenizer], texts)["input_ids"]
-    assert module.are_cut([tokenizer], texts)[::2] == [True, False] and time.process_time() - begin < 2
-    assert torch.equal(tokens[0], module.tokenize([tokenizer], ["a digit " * 100])["input_ids"][0])
+    tokens = module.tokenize(Tokenizers([tokenizer]), texts)["input_ids"]
+    assert module.are_cut(Tokenizers([tokenizer]), texts)[::2] == [True, False] and time.process_time() - begin < 2
+    assert torch.equal(tokens[0], module.tokenize(Tokenizers([tokenizer]), ["a digit " * 100])["input_ids"][0])
 
 
 def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):

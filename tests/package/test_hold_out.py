@@ -11,6 +11,7 @@ from diffusers import DDPMScheduler, UNet2DModel
 
 from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
+from diffusion_training.training.objective import measure_epsilon
 
 
 class Named:
@@ -105,7 +106,8 @@ def measure(unets, dataset, held, told=None, prediction_type="epsilon", received
     told, models = told or Told(), dict(zip(["held_out_loss", "held_out_loss_ema"], unets, strict=False))
     log_held_out_loss(
         Accelerator(cpu=True), told, dataset, held, models,
-        DDPMScheduler(prediction_type=prediction_type), prepare or (lambda batch: (batch["pixel_values"], {}, {})),
+        measure_epsilon(DDPMScheduler(prediction_type=prediction_type)),
+        prepare or (lambda batch: (batch["pixel_values"], {}, {})),
         argparse.Namespace(received=received), step,
     )  # fmt: skip
     return told

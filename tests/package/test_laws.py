@@ -326,7 +326,9 @@ def spell(ip):
             yield from (
                 one.exploded.upper(),
                 f"{one}%eth0",
-                f"{one.exploded[:-9]}{ipaddress.IPv4Address(int(one) % 2**32)}",
+                f"{one.exploded.rpartition(':')[0]}:{ipaddress.IPv4Address(int(one) % 2**32)}"
+                if "." in one.exploded  # as Python 3.13 has what is mapped
+                else f"{one.exploded[:-9]}{ipaddress.IPv4Address(int(one) % 2**32)}",
             )
 
 

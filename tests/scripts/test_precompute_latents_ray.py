@@ -209,6 +209,16 @@ def test_caches_of_sdxl_have_the_same_bytes_too(tmp_path, flags, here):
         assert b'"sdxl"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
+def test_caches_without_padding_have_the_same_bytes_too(tmp_path, flags, here):
+    for kind in ("embeddings", "ids"):
+        argv = [*flags, "--model_family=prx", f"--text_cache={kind}"]
+        precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
+        code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
+        assert code == 0, said
+        assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
+        assert b'"ragged embeddings"' in contents(tmp_path / kind / "ray")["cache.json"]
+
+
 @pytest.mark.ci
 def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(tmp_path, flags, whole):
     """Ray's are launched for real, by a copy of another name and place: workers import what they are sent."""

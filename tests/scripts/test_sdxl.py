@@ -32,9 +32,11 @@ import train_text_to_image as script
 from diffusion_training.data.captions import tokenize, transform
 from diffusion_training.data.images import make_time_ids
 from diffusion_training.data.rows import load_rows
+from diffusion_training.latents import source
 from diffusion_training.latents.cache import fingerprint_cache
-from diffusion_training.latents.encoders import encode_images, encode_prompts, load_models
+from diffusion_training.latents.encoders import encode_images, load_models
 from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.text_encoders import encode_prompts
 from diffusion_training.order import step_seed
 from diffusion_training.training.launch import make_accelerator
 
@@ -314,7 +316,7 @@ def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
         )
         reset()
         args = script.parse_args([*flags, model, "--mixed_precision=no"])
-        script.load_data(make_accelerator(args)[0], args)
+        script.load_data(make_accelerator(args)[0], ("sd", "sdxl"), args)
         assert args.resolution == side
     precompute(*flags, f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}", "--dry_run", "--text_cache=ids")
     assert "(64.0B of it the caption's)" in capfd.readouterr().out and not (tmp_path / "cache").exists()
@@ -333,8 +335,8 @@ def test_a_vae_that_overflows_stays_in_float32(tmp_path, flags, images, force_up
         dtypes.append(vae.dtype)
         return encode_images(vae, pixel_values)
 
-    monkeypatch.setattr(precompute_latents, "encode_images", watched)
-    monkeypatch.setattr(script, "encode_images", watched)
+    for module in (precompute_latents, source):
+        monkeypatch.setattr(module, "encode_images", watched)
     make_cache(tmp_path, "--mixed_precision=bf16")
     assert len(dtypes) >= 2
     train(*images, "--mixed_precision=bf16", "--max_train_steps=1", "--no-use_ema")

@@ -39,6 +39,7 @@ import precompute_latents
 import train_text_to_image as script
 from diffusion_training.data.rows import load_rows
 from diffusion_training.latents.encoders import load_models
+from diffusion_training.latents.source import CaptionedImages
 from diffusion_training.order import step_seed
 from diffusion_training.report import draw_curves
 
@@ -439,7 +440,9 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     batch["latents_shape"] = [8, 2, 2]
 
     def prepare(cache, caption_dropout):
-        frozen = SimpleNamespace(vae=None, empty_prompt={"prompt_embeds": torch.zeros(3, 5)}, cache=cache)
+        frozen = SimpleNamespace(
+            vae=None, empty_prompt={"prompt_embeds": torch.zeros(3, 5)}, cache=cache, lengths=None
+        )
         latents, condition, loss_inputs = script.prepare_batch(batch, frozen, caption_dropout)
         assert loss_inputs == {}
         return latents, condition["encoder_hidden_states"]
@@ -462,7 +465,7 @@ def test_latents_are_the_same_whatever_the_layout_of_a_vaes_output(monkeypatch):
     moments = torch.cat([torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)], 1)
     cache = {"latents": "moments", "vae": {"scaling_factor": 1.0}}
     frozen = SimpleNamespace(
-        vae=None, text_encoders=None, empty_prompt={"prompt_embeds": torch.zeros(8, 32)}, cache=cache
+        lengths=None, vae=None, text_encoders=None, empty_prompt={"prompt_embeds": torch.zeros(8, 32)}, cache=cache
     )
     patch(monkeypatch, "encode_prompts", lambda *given: {"prompt_embeds": torch.ones(2, 8, 32)})
     drawn, layouts = [], []
@@ -479,7 +482,7 @@ def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
     (tmp_path / "images/4.png").write_bytes(b"no image")
     args = script.parse_args([*images, "--random_flip", "--skip_empty_captions"])
     tokenizers = load_models(args, torch.float32)[2]
-    data = script.CaptionedImages(*load_rows(args, others=["text"]), 3, tokenizers, None, args)
+    data = CaptionedImages(*load_rows(args, others=["text"]), 3, tokenizers, None, args)
     keys = [(1, row, row / 10) for row in (4, 0, 5, 2, 2, 1)]
     batch, alone = data[keys], [data[[key]] for key in keys]
     for name in ("pixel_values", "input_ids", "weight"):
@@ -487,7 +490,7 @@ def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
     assert batch["weight"].tolist() == pytest.approx([0, 0, 0.5, 0.2, 0.2, 0])
     assert batch["skipped"] == [("4.png", "cannot identify image file"), ("1.png", "the caption is empty")]
     left = [data[[(epoch, 0, 1.0)]]["pixel_values"] for epoch in range(20)]
-    plain = script.CaptionedImages(data.rows, data.column, 3, tokenizers, None, script.parse_args(images))
+    plain = CaptionedImages(data.rows, data.column, 3, tokenizers, None, script.parse_args(images))
     flipped = [not torch.equal(one, plain[[(i, 0, 1.0)]]["pixel_values"]) for i, one in enumerate(left)]
     assert 3 < sum(flipped) < 17
     (tmp_path / "images").rename(tmp_path / "away")
@@ -583,7 +586,7 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
     (["--latents_dir=a", "--max_train_samples=3"], "--max_train_samples does nothing with --latents_dir"),
     (["--latents_dir=a", "--center_crop"], "--center_crop does nothing with"),
     (["--latents_dir=a", "--min_size=19"], "--min_size does nothing with --latents_dir"),
-    (["--latents_dir=s3://b/c"], "copy the cache to a disk"),
+    (["--latents_dir=s3://b/c"], "--shards_dir says where its shards lie for a while"),
     (["--latents_dir=a", "--train_data_dir=."], "--latents_dir excludes"),
     (["--latents_dir=a", "--latents_weights", "1", "2"], "2 for 1 --latents"),
     (["--latents_dir", "a", "b", "./a", "--latents_weights", "1", "2", "3"], "--latents_dir names a cache twice"),

@@ -1,0 +1,190 @@
+"""What text-to-image trainers read: rows of latent caches, or images and captions that are encoded in every step."""
+
+from types import SimpleNamespace
+
+import torch
+
+from diffusion_training.data.buckets import size_rows
+from diffusion_training.data.captions import (
+    are_cut,
+    look_at_captions,
+    say_cut,
+    say_emptied,
+    say_equal,
+    tokenize,
+    transform,
+)
+from diffusion_training.data.families import FAMILIES
+from diffusion_training.data.images import shrink_masks
+from diffusion_training.data.rows import RowDataset, load_rows, read_items
+from diffusion_training.errors import fail
+from diffusion_training.files import find_differences
+from diffusion_training.latents.encoders import (
+    DTYPES,
+    describe_latents,
+    describe_models,
+    describe_scale,
+    encode_images,
+    has_moments,
+    load_models,
+    try_models,
+)
+from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.stream import open_latents
+from diffusion_training.latents.text_encoders import (
+    describe_prompts,
+    encode_empty_prompt,
+    encode_prompts,
+    find_family,
+    is_sdxl,
+)
+from diffusion_training.order import draw_choices
+from diffusion_training.training.models import put_on_device
+
+
+class CaptionedImages(RowDataset):
+    """Turns the keys (epoch, row, weight) of `step_batches` into a batch of images and captions: `dataset[keys]`.
+
+    {"pixel_values": uint8 [N, C, H, W], "mask": uint8 [N, 1, H, W] where there are masks, "input_ids" and of SDXL
+    "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2], "flipped": bool [N], "weight": [N],
+    "skipped": [(name, reason)]}; a row that can't be used has weight 0. sizes: of `size_rows`.
+    """
+
+    def __init__(self, rows, column, channels, tokenizers, sizes, args):
+        super().__init__(rows, column, args)
+        self.channels, self.tokenizers, self.sizes = channels, tokenizers, sizes
+
+    def __getitem__(self, keys):
+        targets = self.sizes[[row for _, row, _ in keys]].tolist() if self.sizes is not None else [None] * len(keys)
+        items = [
+            transform(row, epoch, item, self.column, self.channels, self.args, target)
+            for (epoch, row, _), item, target in zip(keys, read_items(self.rows, keys), targets, strict=True)
+        ]
+        flips = [self.args.random_flip and draw_choices(self.args.seed, epoch, row)[2] < 0.5 for epoch, row, _ in keys]
+        for flip, item in zip(flips, items, strict=True):
+            item["pixel_values"] = item["pixel_values"].flip(-1) if flip else item["pixel_values"]
+        weights = [0.0 if item["skipped"] else weight for (_, _, weight), item in zip(keys, items, strict=True)]
+        names = items[0].keys() & {"pixel_values", "mask"}
+        tokens = tokenize(self.tokenizers, [item["text"] for item in items])
+        if "prompt_mask" in tokens:
+            tokens["prompt_lengths"] = tokens["prompt_mask"].sum(dim=1).tolist()
+        return {
+            **{name: torch.stack([item[name] for item in items]) for name in names},
+            **tokens,
+            **{name: torch.tensor([item[name] for item in items]) for name in ("original_size", "crop_top_left")},
+            "flipped": torch.tensor(flips),
+            "weight": torch.tensor(weights),
+            "skipped": [(item["key"], item["skipped"]) for item in items if item["skipped"]],
+        }
+
+
+def load_data(accelerator, families, args, checkpoint=None):
+    """The data of the caches, in the order of the checkpoint; or images with the models that encode them in the step.
+
+    families: which they may be of. Returns (dataset, frozen). `frozen` is what `encode_batch` needs: vae and
+    text_encoders, None where a cache has what they gave; empty_prompt {name: embedding}, for captions left out; cache,
+    what cache.json says, or would say; pixels, a side of what is one latent; lengths, tokens of the empty prompt, of a
+    family whose models get lists.
+    """
+    if (family := find_family(args)) not in families:
+        other = "train_flow.py" if FAMILIES[family].masked else "train_text_to_image.py"
+        fail(f"{args.pretrained_model_name_or_path} is a pipeline of the family {family}: {other} trains it")
+    dtype = getattr(torch, DTYPES[args.mixed_precision])
+    vae = text_encoders = None
+    if args.latents_dir:
+        caches = {folder: load_cache(folder) for folder in args.latents_dir}
+        cache, empty_prompt, _ = caches[args.latents_dir[0]]
+        if accelerator.is_main_process:
+            check_caches(caches, args)
+        accelerator.wait_for_everyone()
+        args.resolution = args.resolution or cache["transform"]["resolution"]
+        args.dataloader_num_workers = 0  # a thread reads faster than processes, which would have to pass it on
+        dataset = open_latents(accelerator, caches, checkpoint, args)
+        empty_prompt = {name: x if x.dtype == torch.bool else x.float() for name, x in empty_prompt.items()}
+        empty_prompt = {name: x.to(accelerator.device) for name, x in empty_prompt.items()}
+        if cache["text_cache"] == "ids":
+            text_encoders = load_models(args, dtype)[1].requires_grad_(False).to(accelerator.device)
+    else:
+        args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
+        rows, column = load_rows(args, others=[args.caption_column])
+        vae, text_encoders, tokenizers = load_models(args, dtype)
+        put_on_device(vae.requires_grad_(False), accelerator.device)
+        text_encoders.requires_grad_(False).to(accelerator.device)
+        try_models(vae, text_encoders)
+        empty_prompt = encode_empty_prompt(text_encoders, tokenizers, args)
+        kind = "moments" if has_moments(vae) else "sample"
+        cache = {"vae": describe_scale(vae), **describe_latents(vae, args.resolution, kind)}
+        if accelerator.is_main_process:
+            texts = look_at_captions(rows, args.caption_column)
+            say_equal(texts)
+            say_emptied(tokenizers, texts)
+            cut = are_cut(tokenizers, texts or [""])
+            say_cut(sum(cut), len(cut), tokenizers[0].model_max_length)
+        sizes = size_rows(accelerator, rows, column, args)
+        dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizers, sizes, args)
+    frozen = SimpleNamespace(vae=vae, text_encoders=text_encoders, empty_prompt=empty_prompt, cache=cache)
+    frozen.lengths = int(empty_prompt["prompt_mask"].sum()) if family == "z-image" else None  # which wants to know
+    frozen.pixels = args.resolution // cache["latents_shape"][-1]
+    return dataset, frozen
+
+
+def check_caches(caches, args):
+    """Refuse caches that other models than those of the flags have made, or that lack what the flags ask for."""
+    first, _, _ = next(iter(caches.values()))
+    vae, text_encoders, tokenizers = load_models(args, torch.float32)  # to be compared, and let go
+    try_models(vae, text_encoders)
+    description = describe_models(vae, text_encoders, tokenizers)
+    description |= describe_latents(vae, first["transform"]["resolution"], first["latents"])
+    description |= describe_prompts(encode_empty_prompt(text_encoders, tokenizers, args), args)
+    description |= {"text_cache": first["text_cache"], "features": first.get("features")}
+    for folder, (cache, _, _) in caches.items():
+        if differences := find_differences({name: cache.get(name) for name in description}, description):
+            fail(f"{folder} does not fit these models or the first cache ({', '.join(differences)}): choose others")
+        say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0], f"{folder}: ")
+        if args.random_flip and not cache["transform"]["random_flip"]:
+            fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
+        if args.resolution not in (None, cache["transform"]["resolution"]):
+            fail(f"--resolution {args.resolution}: {folder} holds {cache['transform']['resolution']} px")
+
+
+def encode_batch(batch, frozen, caption_dropout):
+    """A batch as loaded -> (latents float32 [N, C, h, w] of about unit size, prompts, loss_inputs).
+
+    Both are {name: tensor [N, ...]}: prompts of `encode_prompts`, with the empty prompt in place of a share
+    `caption_dropout` of them; loss_inputs: "mask" in [0, 1], [N, 1, h, w], where there are masks. The latents are
+    drawn anew each time from what the VAE says of them.
+    """
+    cache, loss_inputs = frozen.cache, {}
+    if "latents" in batch:  # of a cache
+        latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
+    else:
+        latents = encode_images(frozen.vae, batch["pixel_values"])
+    if "prompt_embeds" in batch:
+        shapes = {name: cache.get(f"{name}_shape", empty.shape) for name, empty in frozen.empty_prompt.items()}
+        prompts = {name: batch[name].to(frozen.empty_prompt[name].dtype) for name in shapes}
+        prompts = {name: numbers.unflatten(1, shapes[name]) for name, numbers in prompts.items()}
+    else:
+        prompts = encode_prompts(frozen.text_encoders, batch)
+    if cache["latents"] == "moments":
+        mean, std = latents.chunk(2, dim=1)
+        # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
+        latents = mean + std * torch.randn(mean.shape, device=mean.device)
+    # As a cache has them: a VAE's layout must not decide how the model computes, or where its dropout falls.
+    shift, factor = cache["vae"].get("shift_factor", 0.0), cache["vae"]["scaling_factor"]
+    latents = ((latents - shift) * factor).contiguous()
+    # Without dropped captions, guidance would have no unconditional model to lean on (arXiv:2207.12598).
+    if frozen.lengths is None:
+        dropped = torch.rand(len(latents), device=latents.device) < caption_dropout
+    else:  # on the CPU, so that nothing waits for the device to know how long captions are
+        dropped = torch.rand(len(latents)) < caption_dropout
+        lengths = torch.tensor(batch["prompt_lengths"]).expand(len(latents))  # of one, if a batch size is looked for
+        prompts["prompt_lengths"] = torch.where(dropped, frozen.lengths, lengths)
+        dropped = dropped.to(latents.device, non_blocking=True)
+    for name, empty in frozen.empty_prompt.items():
+        prompts[name] = torch.where(dropped.view(-1, *[1] * empty.dim()), empty, prompts[name])
+    if "mask" in batch:
+        mask, size = batch["mask"], (1, *latents.shape[-2:])
+        mask = mask.unflatten(1, size) if "latents" in batch else shrink_masks(mask, frozen.pixels)
+        mask = torch.where(batch["flipped"].view(-1, 1, 1, 1), mask.flip(-1), mask)
+        loss_inputs["mask"] = mask / 255
+    return latents, prompts, loss_inputs

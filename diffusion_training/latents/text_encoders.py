@@ -1,0 +1,158 @@
+"""Text encoders and tokenizers: which family they are of, loading, calling and recognizing them."""
+
+import contextlib
+import functools
+import math
+import os
+
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from diffusion_training.data.captions import tokenize
+from diffusion_training.data.families import FAMILIES, Tokenizers
+from diffusion_training.errors import explain, explained, fail
+from diffusion_training.latents.columns import EMPTY
+from diffusion_training.latents.single_file import open_base
+from diffusion_training.training.models import load_weights
+
+load_once = functools.lru_cache(DiffusionPipeline.load_config)  # from the hub: each report asks again
+
+
+def locate_model(args, own_path, subfolder):
+    """Where a model is: (hub id or folder, options). One with a flag of its own is no part of a pipeline."""
+    if own_path is not None:
+        return own_path, {"cache_dir": args.cache_dir}
+    options = {"cache_dir": args.cache_dir, "subfolder": subfolder, "revision": args.revision, "variant": args.variant}
+    return open_base(args), options
+
+
+def read_pipeline(args):
+    """What model_index.json says of a pipeline; {} of models that are given one by one, or lie in a bare folder."""
+    source = open_base(args)
+    if source is None or os.path.isdir(source) and not os.path.isfile(os.path.join(source, "model_index.json")):
+        return {}
+    load = DiffusionPipeline.load_config if os.path.isdir(source) else load_once
+    with explained(f"{source} can't be opened as a pipeline"):
+        return load(source, cache_dir=args.cache_dir, revision=args.revision)
+
+
+def find_family(args):
+    """The name of the family that the models are of: --model_family, or what model_index.json says, or sd."""
+    kind = read_pipeline(args).get("_class_name", "")
+    found = next((name for name, family in FAMILIES.items() if kind.startswith(family.pipeline)), None)
+    wanted = vars(args).get("model_family")
+    if wanted and found not in (wanted, None) and (wanted, found) != ("prx", "sd"):  # which has what a new one needs
+        fail(f"--model_family {wanted}: {args.pretrained_model_name_or_path} is a {kind}, of the family {found}")
+    return wanted or found or "sd"
+
+
+def is_sdxl(args):
+    """Whether the models are those of Stable Diffusion XL, which has two text encoders."""
+    return find_family(args) == "sdxl"
+
+
+def choose_class(args, source, options, family, suffix):
+    """(the class of a text encoder, what else it is loaded with)."""
+    if not FAMILIES[family].masked:
+        return (CLIPTextModelWithProjection if suffix else CLIPTextModel), {}
+    import diffusers.pipelines.prx  # noqa: F401  which teaches transformers the class that PRX was published with
+
+    if args.text_encoder_name_or_path is None and "text_encoder" in (index := read_pipeline(args)):
+        return getattr(transformers, index["text_encoder"][1]), {}
+    config = transformers.AutoConfig.from_pretrained(source, **options)
+    if config.model_type == "clip":  # the whole of it, with what sees images
+        return CLIPTextModel, {}
+    kind = transformers.MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), transformers.AutoModel)
+    return kind, {"is_encoder_decoder": False} if config.model_type == "t5gemma" else {}
+
+
+@contextlib.contextmanager
+def locating(args, own_path, subfolder, family):
+    """`locate_model`; what fails inside ends in a sentence that says where."""
+    source, options = locate_model(args, own_path, subfolder)
+    try:
+        yield source, options
+    except Exception as error:
+        what = f"the {options.get('subfolder', 'model')} of a {FAMILIES[family].title} pipeline"
+        fail(f"{source} does not hold {what} ({explain(error)})")
+
+
+def load_text_encoders(args, dtype, family):
+    """(a ModuleList of the text encoders, their `Tokenizers`), on the CPU; ends in a sentence if that fails."""
+    masked, text_encoders, tokenizers = FAMILIES[family].masked, torch.nn.ModuleList(), Tokenizers([], family)
+    for suffix in ("", "_2") if family == "sdxl" else ("",):
+        with locating(args, args.text_encoder_name_or_path, f"text_encoder{suffix}", family) as (source, options):
+            text_class, more = choose_class(args, source, options, family, suffix)
+            text_encoders.append(load_weights(text_class, source, **options, **more, torch_dtype=dtype))
+        own_path = args.tokenizer_name_or_path or args.text_encoder_name_or_path
+        with locating(args, own_path, f"tokenizer{suffix}", family) as (source, options):
+            options.pop("variant", None)
+            tokenizer = (transformers.AutoTokenizer if masked else CLIPTokenizer).from_pretrained(source, **options)
+            if len(tokenizer) < 256:  # where there are no files, transformers makes one that knows two tokens
+                raise ValueError("no vocabulary")
+            known = text_encoders[-1].get_input_embeddings().num_embeddings
+            if len(tokenizer) > known or tokenizer.pad_token is None:
+                raise ValueError("it has other tokens than the text encoder, or none to fill up with")
+            tokenizers.append(tokenizer)
+    limits = [tokenizer.model_max_length for tokenizer in tokenizers]
+    limits += [getattr(encoder.config, "max_position_embeddings", math.inf) for encoder in text_encoders]
+    if masked:
+        wanted = args.max_sequence_length or FAMILIES[family].max_length
+        if args.max_sequence_length and wanted > min(limits):
+            fail(f"--max_sequence_length {wanted}: the text encoder takes {min(limits)} tokens")
+        limits.append(wanted)
+    for tokenizer in tokenizers:  # old ones do not know how many the text encoder takes
+        tokenizer.model_max_length = min(limits)
+    text_encoders.layer = FAMILIES[family].layer
+    return text_encoders, tokenizers
+
+
+def encode_prompts(text_encoders, batch):
+    """Tokens {"input_ids", "input_ids_2": [N, model_max_length]} -> what the pipeline makes of them, float32.
+
+    {"prompt_embeds": [N, model_max_length, D]}, the last hidden state; of SDXL the last but one of both encoders side
+    by side, and "pooled_prompt_embeds" [N, D2], the second one's projection (arXiv:2307.01952, section 2.1). With
+    "prompt_mask", bool [N, model_max_length], what it leaves out is 0 and comes last, and the mask of that is given.
+    """
+    if "prompt_mask" in batch:
+        return encode_masked(text_encoders[0], batch, text_encoders.layer)
+    if len(text_encoders) == 1:
+        return {"prompt_embeds": text_encoders[0](batch["input_ids"])[0].float()}
+    one, two = text_encoders
+    one = one(batch["input_ids"], output_hidden_states=True)
+    two = two(batch["input_ids_2"], output_hidden_states=True)
+    prompt_embeds = torch.cat([one.hidden_states[-2], two.hidden_states[-2]], dim=-1)
+    return {"prompt_embeds": prompt_embeds.float(), "pooled_prompt_embeds": two.text_embeds.float()}
+
+
+def encode_masked(text_encoder, batch, layer):
+    """`encode_prompts` where padding is left out."""
+    mask = batch["prompt_mask"]
+    found = text_encoder(input_ids=batch["input_ids"], attention_mask=mask.long(), output_hidden_states=layer != -1)
+    prompt_embeds = (found.last_hidden_state if layer == -1 else found.hidden_states[layer]).float()
+    order = mask.int().argsort(dim=1, descending=True, stable=True)  # some tokenizers fill up on the left
+    mask = mask.gather(1, order)
+    prompt_embeds = prompt_embeds.gather(1, order[..., None].expand_as(prompt_embeds))
+    return {"prompt_embeds": prompt_embeds.masked_fill(~mask[..., None], 0), "prompt_mask": mask}
+
+
+@torch.no_grad()
+def encode_empty_prompt(text_encoders, tokenizers, args):
+    """What stands for a caption that is left out, as the pipeline has it: {name: float32}, of one image.
+
+    The encoded "", or zeros where model_index.json wants them, as SDXL's does and as it was trained.
+    """
+    ids = {name: ids.to(text_encoders[0].device) for name, ids in tokenize(tokenizers, [""]).items()}
+    empty_prompt = {name: embeds[0] for name, embeds in encode_prompts(text_encoders, ids).items()}
+    zeros = is_sdxl(args) and read_pipeline(args).get("force_zeros_for_empty_prompt", True)
+    return {name: torch.zeros_like(embeds) if zeros else embeds for name, embeds in empty_prompt.items()}
+
+
+def describe_prompts(empty_prompt, args):
+    """What a cache says of its captions if they are given as `encode_empty_prompt` says."""
+    described = {f"{name}_shape": list(embeds.shape) for name, embeds in empty_prompt.items() if name in EMPTY}
+    if is_sdxl(args):
+        described["force_zeros_for_empty_prompt"] = not any(embeds.any() for embeds in empty_prompt.values())
+    return described
