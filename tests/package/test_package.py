@@ -308,7 +308,7 @@ def run_file(path, flags, folder):
 
 @pytest.mark.ci
 def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs):
-    """All five, written by the command of the README, in an empty folder, without the package."""
+    """All six, written by the command of the README, in an empty folder, without the package."""
     data = ["--train_data_dir", inputs / "images"]
     unet = [
         "--model_config_name_or_path",
@@ -319,10 +319,12 @@ def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs):
     encoders = ["--pretrained_model_name_or_path", MODELS, "--resolution=8"]
     few = ["--max_train_steps=2", "--report_to=none"]
     text = ["--unet_config_name_or_path", ROOT / "demo/digits_text_to_image_unet.json", "--latents_dir", "latents"]
+    flow = ["--transformer_config_name_or_path", ROOT / "demo/digits_flow_transformer.json", "--train_batch_size=2"]
     commands = {
         "train_unconditional": [*data, *unet, *few, "--resolution=16", "--eval_batch_size=1", "--output_dir=ddpm"],
         "precompute_latents": [*data, *encoders, "--output_dir=latents", "--dataloader_num_workers=0"],
         "train_text_to_image": [*encoders, *text, *few, "--validation_prompts=a", "--output_dir=sd"],
+        "train_flow": [*data, *encoders, *flow, *few, "--validation_prompts=a", "--output_dir=flow"],
         "precompute_latents_ray": [*data, *encoders, "--output_dir=by-ray", "--num_encoders=1"],
         "download_images": ["--input", tmp_path / "urls.csv", "--output_dir=images", "--num_cpus=1"],
     }
