@@ -133,8 +133,6 @@ def check_args(parser, args):
         for name in ("vae_name_or_path", "text_encoder_name_or_path"):
             if getattr(args, name) is None:
                 parser.error(f"--pretrained_model_name_or_path is needed, or --{name} as well")
-    if args.max_sequence_length and args.model_family in ("sd", "sdxl"):
-        parser.error(f"--max_sequence_length does nothing for --model_family {args.model_family}")
 
 
 def parse_args(argv=None):

@@ -209,11 +209,11 @@ def make_transformer(frozen, start, args):
     channels, *size = frozen.cache["latents_shape"]
     channels = channels // 2 if frozen.cache["latents"] == "moments" else channels
     embed_dim = frozen.empty_prompt["prompt_embeds"].shape[-1]
-    source, options = args.pretrained_model_name_or_path, {"cache_dir": args.cache_dir}
-    if args.transformer_config_name_or_path or start:  # whose weights come later, with the averaged ones
-        source = args.transformer_config_name_or_path or str(start / "transformer")
+    # A checkpoint gives its config here, and its weights later, with the averaged ones.
+    given = args.transformer_config_name_or_path or (str(start / "transformer") if start else None)
+    source, options = given or args.pretrained_model_name_or_path, {"cache_dir": args.cache_dir}
     with explained(f"{source} holds no {kind.__name__}"):
-        if source != args.pretrained_model_name_or_path:
+        if given:
             config = kind.load_config(source, **options)
             if config.get("_class_name", kind.__name__) != kind.__name__:
                 raise ValueError(f"it is a {config['_class_name']}")
@@ -282,8 +282,7 @@ def prepare_batch(batch, frozen, caption_dropout):
 
     A fresh draw of the latents each time, and the empty prompt in place of a share `caption_dropout` of the captions.
     """
-    latents, prompts, loss_inputs = encode_batch(batch, frozen, caption_dropout)
-    return latents, prompts, loss_inputs
+    return encode_batch(batch, frozen, caption_dropout)
 
 
 def add_noise(latents, noise, sigmas):

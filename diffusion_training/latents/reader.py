@@ -142,12 +142,12 @@ class CachedLatents(torch.utils.data.Dataset):
             flipped.append(flip)
             for name, found in columns.items():
                 found.append(views["latents_flipped" if flip and name == "latents" else name][place])
-        masks, lengths = {}, {}
+        batch, lengths = {}, {}
         for name, shape in self.padded.items():
-            *columns[name], masks["prompt_mask"] = pad_prompts(columns[name], *shape)
-            lengths["prompt_lengths"] = masks["prompt_mask"].sum(axis=1).tolist()
+            batch[name], batch["prompt_mask"] = pad_prompts(columns.pop(name), *shape)
+            lengths["prompt_lengths"] = batch["prompt_mask"].sum(axis=1).tolist()
         # Each column in one copy, for which this thread lets go of Python's lock once and not once a row
-        batch = masks | {name: np.concatenate(found).reshape(len(keys), -1) for name, found in columns.items()}
+        batch |= {name: np.concatenate(found).reshape(len(keys), -1) for name, found in columns.items()}
         batch = {name: torch.from_numpy(numbers) for name, numbers in batch.items()} | lengths
         weights = torch.tensor([weight for _, _, weight in keys])
         shape = [self.shape[0], *(self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist())]

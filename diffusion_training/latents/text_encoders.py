@@ -96,13 +96,15 @@ def load_text_encoders(args, dtype, family):
             if len(tokenizer) > known or tokenizer.pad_token is None:
                 raise ValueError("it has other tokens than the text encoder, or none to fill up with")
             tokenizers.append(tokenizer)
+    wanted = vars(args).get("max_sequence_length")
+    if wanted and not masked:
+        fail(f"--max_sequence_length {wanted} does nothing for {FAMILIES[family].title}: leave it out")
     limits = [tokenizer.model_max_length for tokenizer in tokenizers]
     limits += [getattr(encoder.config, "max_position_embeddings", math.inf) for encoder in text_encoders]
     if masked:
-        wanted = args.max_sequence_length or FAMILIES[family].max_length
-        if args.max_sequence_length and wanted > min(limits):
+        if wanted and wanted > min(limits):
             fail(f"--max_sequence_length {wanted}: the text encoder takes {min(limits)} tokens")
-        limits.append(wanted)
+        limits.append(wanted or FAMILIES[family].max_length)
     for tokenizer in tokenizers:  # old ones do not know how many the text encoder takes
         tokenizer.model_max_length = min(limits)
     text_encoders.layer = FAMILIES[family].layer

@@ -47,7 +47,7 @@ class Records:
         self.waits, self.num_images, self.start, self.looked_at = [], 0, time.perf_counter(), 0
         self.skipped = {name: reason for record in kept for name, reason in record.get("skipped", {}).items()}
         self.num_told, self.new_skipped, self.num_left_out = len(self.skipped), {}, num_left_out
-        self.epochs, self.epoch = [], None  # sums of each epoch that is not recorded, times images
+        self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
         self.sampled = None  # see `judge`
         self.any_decoded, self.lora_b, self.costs, self.told = checkpoint is not None, lora_b, costs, False
 
@@ -82,11 +82,6 @@ class Records:
         """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
         one, clipped = torch.ones_like(sums[:1]), sums[2:3] > (self.args.max_grad_norm or math.inf)
         self.sums += torch.cat([sums, clipped, one])
-        resumed = self.epoch is None and self.any_decoded  # in an epoch that is no whole one here
-        if epoch != self.epoch and not resumed:
-            self.epochs.append(torch.zeros_like(sums[:2]))
-        if self.epochs:
-            self.epochs[-1] += sums[:2] * num_images
         self.num_images, self.epoch, self.lr = self.num_images + num_images, epoch, lr
         self.bar.update(1)  # counts, and shows nothing that would have to be waited for
 
@@ -105,10 +100,8 @@ class Records:
         """Wait for the device, check what has come since the last record and, if it is time to `log`, write one."""
         norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones_like(self.sums[0])]
         learned = torch.stack(norms).sum()[None]
-        ended = self.epochs[-1:] if last else self.epochs[-2:-1]  # the epoch that has come to an end, if any
-        sums = self.accelerator.reduce(torch.cat([learned, self.sums, self.images, *ended])).tolist()
+        sums = self.accelerator.reduce(torch.cat([learned, self.sums, self.images])).tolist()
         learned, total_loss, total_weight, total_norm, clipped, steps, *images = sums
-        images, ended = images[:6], images[6:]
         for name, reason in gather_object(sorted(self.new_skipped.items())):
             if name not in self.skipped and self.accelerator.is_main_process:
                 self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
@@ -138,8 +131,11 @@ class Records:
             "data_wait": sum(seconds_between(*wait) for wait in self.waits) / duration,  # share of the time
             "skipped_images": len(self.skipped) + self.num_left_out,
         }
-        if ended and ended[1]:  # the mean over its images, of the last one that has come to an end
-            record["epoch_loss"], self.epochs = ended[0] / ended[1], self.epochs[-1:]
+        self.losses.append((self.epoch, record["loss"]))
+        ended = self.losses[-1 if last else -2 :][0][0]  # the epoch of this record, or of the one before it
+        if last or ended != self.epoch:
+            found = [loss for epoch, loss in self.losses if epoch == ended]
+            record["epoch_loss"] = sum(found) / len(found)
         if self.costs and self.accelerator.is_main_process:
             record |= self.costs.measure(record["images_per_second"])
         self.bar.set_postfix_str(

@@ -62,8 +62,7 @@ ADAPTED = "train_text_to_image --rank"  # an adapter for SDXL, from images of se
 SIZES = "precompute_latents --bucket_step"  # its cache
 FLOW = "train_flow"
 LONG = pytest.mark.long
-# Of a record: what depends on the machine, and the mean of an epoch, which one that was resumed has not.
-MOMENTS = ("images_per_second", "data_wait", "memory_gb", "tflops", "epoch_loss")
+MOMENTS = ("images_per_second", "data_wait", "memory_gb", "tflops")  # of a record: what depends on the machine
 
 
 def cases(many, quick, slow=None, names=NAMES):

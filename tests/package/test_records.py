@@ -223,25 +223,19 @@ def test_samples_that_are_still_noise_late_in_a_run_are_told(tmp_path, run, monk
         )
 
 
-def test_an_epoch_has_the_mean_over_its_images_in_the_record_after_it(tmp_path, run):
-    records = run()
-    step(records, 1, loss=1.0, log=False)
-    step(records, 2, batch_of(NOISE[:1]), loss=4.0, log=False)  # a short step, of one image
-    step(records, 3, loss=9.0, epoch=1)
-    step(records, 4, loss=7.0, epoch=1, log=False)
-    step(records, 5, loss=5.0, epoch=2, last=True)
-    assert [record.get("epoch_loss") for record in metrics(tmp_path)] == [2.0, 5.0]
-    assert read_metrics(tmp_path / "out")[0]["epoch_loss"] == 2.0
+def test_the_record_after_an_epoch_has_the_mean_of_its_losses_resumed_or_not(tmp_path, run):
+    told = [(1, 0, 1.0), (2, 0, 3.0), (3, 1, 9.0), (4, 1, 5.0), (5, 2, 4.0), (6, 2, 8.0)]
+
+    def go_on(records, steps):
+        for number, epoch, loss in steps:
+            step(records, number, loss=loss, epoch=epoch, last=number == 6)
+
+    go_on(run(), told)
+    whole = [record.get("epoch_loss") for record in metrics(tmp_path)]
+    assert whole == [None, None, 2.0, None, 7.0, 6.0] and read_metrics(tmp_path / "out")[2]["epoch_loss"] == 2.0
     (tmp_path / "out/checkpoint-3").mkdir()
-    records = run(3)
-    for number, epoch in ((4, 1), (5, 2), (6, 3)):
-        step(records, number, loss=float(number), epoch=epoch)
-    assert [record.get("epoch_loss") for record in metrics(tmp_path)] == [
-        2.0,
-        None,
-        None,
-        5.0,
-    ]  # it begins with no whole one
+    go_on(run(3), told[3:])  # from within an epoch
+    assert [record.get("epoch_loss") for record in metrics(tmp_path)] == whole
 
 
 def test_what_is_left_is_estimated_without_pauses(run, monkeypatch):

@@ -328,7 +328,7 @@ class Output:
         self.sample = sample
 
 
-def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law(monkeypatch):
+def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
     torch.manual_seed(0)
     latents = torch.randn(4000, 2, 2, 2)
     for argv, shift, quantiles in [
@@ -346,7 +346,7 @@ def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law(monkeypatch):
         assert abs(spread) < 0.05  # a share of one, and the rest of the other
 
 
-def test_weights_and_masks_count(monkeypatch):
+def test_weights_and_masks_count():
 
     class Zero(torch.nn.Module):
         def forward(self, noisy, sigmas, **given):
@@ -615,6 +615,9 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
     make_cache(tmp_path, "--model_family=sd", name="clip")
     error = refused(capfd, *flags, f"--latents_dir={tmp_path / 'clip'}")
     assert "does not fit these models" in error and "model_family" in error
+    with pytest.raises(SystemExit):
+        make_cache(tmp_path, "--model_family=sd", "--max_sequence_length=4", name="other")
+    assert "--max_sequence_length 4 does nothing for Stable Diffusion: leave it out" in capfd.readouterr().err
     error = refused(capfd, *cached, "--max_sequence_length=9")
     assert "--max_sequence_length 9: the text encoder takes 8 tokens" in error
     base = make_z_image(tmp_path / "z")
