@@ -33,8 +33,11 @@ import os
 import socket
 import tempfile
 import time
+from argparse import Namespace
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from tqdm.auto import tqdm
@@ -69,7 +72,7 @@ MAX_URL = 500  # characters of a URL in a record
 MAX_ERRORS = 3  # shards that can't be written, after which a full disk is more likely than a moment's trouble
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> Namespace:
     """Parse and check the command line: a bad argument ends with one line and status 2 before anything is written."""
     parser = make_parser(__file__, __doc__)
     add = parser.add_argument_group("table").add_argument
@@ -135,7 +138,7 @@ def parse_args(argv=None):
     return args
 
 
-def download_shard(item, args, folder, schema):
+def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) -> dict[str, Any]:
     """The piece of work that Ray schedules: one of `list_items` -> a shard and its record.
 
     What a shard that is there holds is kept; with --retry_failed, those of its failures that may pass are tried again.
@@ -172,7 +175,7 @@ def download_shard(item, args, folder, schema):
     return {"rows": len(table), "images": len(images), "received": received, "failures": reasons}
 
 
-def run_items(items, args, folder, schema):
+def run_items(items: list[dict], args: Namespace, folder: str, schema: pa.Schema) -> Iterator[dict]:
     """Have Ray do the pieces of work; yields what `download_shard` returns for each, in any order."""
     import ray
 
@@ -198,14 +201,14 @@ def run_items(items, args, folder, schema):
 # ------------------------------------------------------------------------------------------------- the run
 
 
-def describe_failures(reasons, rows):
+def describe_failures(reasons: collections.Counter, rows: int) -> str:
     """Such as "7.1 % failed (HTTP 404 4.0 %, timed out 3.1 %)"."""
     shares = ", ".join(f"{reason} {count / rows:.1%}" for reason, count in reasons.most_common(4))
     return f"{reasons.total() / max(1, rows):.1%} failed" + (f" ({shares})" if shares else "")
 
 
 @in_one_sentence
-def main(args):
+def main(args: Namespace) -> None:
     """Make the shards; ends with 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
     # The folder that is there, or a new one
     tables_fs, paths = list_tables(args)

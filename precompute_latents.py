@@ -21,12 +21,16 @@ diffusion_training/latents/. To have all of it in one file of your own:
 python -m diffusion_training.standalone precompute_latents.py > mine.py
 """
 
+import argparse
 import itertools
 import os
 import shlex
 import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -49,10 +53,12 @@ from diffusion_training.data.captions import (
     tokenize,
     transform,
 )
+from diffusion_training.data.families import Tokenizers
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
 from diffusion_training.latents.cache import (
+    Encoded,
     check_skipped,
     describe_damage,
     finish_cache,
@@ -63,6 +69,7 @@ from diffusion_training.latents.cache import (
 from diffusion_training.latents.columns import LATENTS, PROMPTS, checksum_row, count_rows, make_column
 from diffusion_training.latents.encoders import (
     DTYPES,
+    Encoders,
     describe_latents,
     describe_models,
     encode_images,
@@ -96,7 +103,7 @@ DEMO = f"""
 # ------------------------------------------------------------------------------------------------- the flags
 
 
-def add_flags(parser):
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags, which precompute_latents_ray.py has as well."""
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add, captions=True)
@@ -125,7 +132,7 @@ def add_flags(parser):
     add("--dry_run", **SWITCH, help="say how big the cache will be, and stop")
 
 
-def check_args(parser, args):
+def check_args(parser: argparse.ArgumentParser, args: Namespace) -> None:
     """End with one line and status 2 if flags do not fit together, before anything is loaded."""
     if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
         parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
@@ -135,7 +142,7 @@ def check_args(parser, args):
                 parser.error(f"--pretrained_model_name_or_path is needed, or --{name} as well")
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> Namespace:
     """Parse and check the command line."""
     parser = make_parser(__file__, __doc__)
     add_flags(parser)
@@ -159,10 +166,10 @@ class TransformedRows(torch.utils.data.Dataset):
     the groups; "cut" says which captions have more tokens than that.
     """
 
-    def __init__(self, rows, tokenizers, column, channels, args):
+    def __init__(self, rows: Any, tokenizers: Tokenizers, column: str, channels: int, args: Namespace) -> None:
         self.rows, self.tokenizers, self.column, self.channels, self.args = rows, tokenizers, column, channels, args
 
-    def __getitem__(self, keys):
+    def __getitem__(self, keys: list[tuple[int, int]]) -> dict[str, Any]:
         items = [
             transform(row, epoch, item, self.column, self.channels, self.args)
             for (epoch, row), item in zip(keys, read_items(self.rows, keys), strict=True)
@@ -185,7 +192,9 @@ class TransformedRows(torch.utils.data.Dataset):
 # ------------------------------------------------------------------------------------------------- stage 2: the models
 
 
-def describe_encoders(vae, text_encoders, tokenizers, args):
+def describe_encoders(
+    vae: torch.nn.Module, text_encoders: torch.nn.ModuleList, tokenizers: Tokenizers, args: Namespace
+) -> tuple[dict[str, np.ndarray], dict]:
     """Find out what the models, on the CPU and in float32, make of these flags.
 
     Returns (empty_prompt: {name: float16}, what stands for a caption that a trainer leaves out; settings: what of all
@@ -213,7 +222,9 @@ def describe_encoders(vae, text_encoders, tokenizers, args):
 
 
 @torch.inference_mode()
-def encode(batch, vae, text_encoders, args):
+def encode(
+    batch: dict, vae: torch.nn.Module, text_encoders: torch.nn.ModuleList, args: Namespace
+) -> tuple[dict, torch.cuda.Event | None]:
     """Stage 2, on the device: a batch of `transform`ed rows -> the columns of the cache that are numbers.
 
     Returns ({column: of each group of rows [n, numbers per row]; float16, token ids and sizes int32, masks uint8},
@@ -253,7 +264,9 @@ def encode(batch, vae, text_encoders, args):
     return columns, event
 
 
-def collect(groups, columns, event):
+def collect(
+    groups: list[list[int]], columns: dict[str, list[torch.Tensor]], event: torch.cuda.Event | None
+) -> tuple[dict, list[bool]]:
     """Wait for `encode`. Returns ({column: a list of each row's numbers}, for each row whether all are finite)."""
     if event is not None:
         event.synchronize()
@@ -269,7 +282,9 @@ def collect(groups, columns, event):
     return {name: [found[i] for i in order] for name, found in rows.items()}, torch.cat(finite)[order].tolist()
 
 
-def encode_all(batches, models, exact_models, args):
+def encode_all(
+    batches: Iterable[dict], models: Encoders, exact_models: Encoders, args: Namespace
+) -> Iterator[Encoded]:
     """Encode batch after batch; yields (first row, record batch of the good rows, skipped, counts of other things).
 
     What is not finite in `models` (Stable Diffusion's VAEs overflow in float16) is encoded again by `exact_models`,
@@ -305,7 +320,7 @@ def encode_all(batches, models, exact_models, args):
 # ------------------------------------------------------------------------------------------------- the run
 
 
-def show_progress(encoded, waits, progress_bar):
+def show_progress(encoded: Iterable[Encoded], waits: list, progress_bar: tqdm) -> Iterator[Encoded]:
     """Pass on what `encode_all` yields, and show the speed and how long the device waited for images."""
     start, waited = time.perf_counter(), 0.0
     for item in encoded:
@@ -317,7 +332,7 @@ def show_progress(encoded, waits, progress_bar):
 
 
 @in_one_sentence
-def main(args):
+def main(args: Namespace) -> None:
     """Make the cache; ends with status 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
     transformers.utils.logging.disable_progress_bar()
     # Processes meet only at the start and the end, and the end may be days away.
@@ -326,8 +341,9 @@ def main(args):
 
     # The models before the data, because the VAE says whether images are decoded to grey or to colour.
     args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
-    *exact_models, tokenizers = load_models(args, torch.float32)
-    empty_prompt, settings = describe_encoders(*exact_models, tokenizers, args)
+    vae, text_encoders, tokenizers = load_models(args, torch.float32)
+    empty_prompt, settings = describe_encoders(vae, text_encoders, tokenizers, args)
+    exact_models = vae, text_encoders
     models = place_encoders(exact_models, device, args)
     rows, column = load_rows(args, others=[args.caption_column])
     texts = look_at_captions(rows, args.caption_column) if accelerator.is_main_process else []
@@ -371,7 +387,8 @@ def main(args):
     name = f"Images (process 1 of {num_processes})" if num_processes > 1 else "Images"
     progress_bar = tqdm(total=total, initial=done, desc=name, unit="img", disable=not accelerator.is_main_process)
     skipped = [entry for i in mine if shards[i] in records for entry in records[shards[i]]["skipped"]]
-    noted = (waits.append(batch["waited"]) or batch for batch in batches)  # passed on, with how long it was waited for
+    # Passed on, with how long it was waited for
+    noted = (waits.append(batch["waited"]) or batch for batch in batches)  # type: ignore[func-returns-value]
     encoded = work_ahead(encode_all(noted, models, exact_models, args), 16, device)
     encoded = show_progress(encoded, waits, progress_bar)
     for i, of_shard in itertools.groupby(encoded, lambda item: item[0] // args.rows_per_shard):
@@ -383,7 +400,7 @@ def main(args):
 
     # The records become one cache.json when all processes are done.
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
+    if lock is not None:  # on the first process
         try:
             cache = finish_cache(output_dir, empty_prompt, args.max_skipped)
         except OSError as error:

@@ -34,7 +34,9 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +67,7 @@ from diffusion_training.latents.encoders import describe_models, load_models, pl
 from diffusion_training.latents.parts import (
     PART_BYTES,
     TRIES,
+    Part,
     attempt,
     begin_cache,
     fetch_cache,
@@ -89,7 +92,7 @@ except ImportError:
 ENGINE = ("num_encoders", "gpus_per_encoder", "num_transform_cpus", "address")  # flags that the cache knows nothing of
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line: a bad argument ends with one line and status 2 before anything is loaded."""
     parser = make_parser(__file__, __doc__)
     add_flags(parser)
@@ -125,7 +128,7 @@ def parse_args(argv=None):
 
 
 @functools.lru_cache(1)  # a worker process keeps the data set open
-def open_rows(pickled):
+def open_rows(pickled: bytes) -> TransformedRows:
     """The `TransformedRows` of this run. Where the driver's files are not, a node loads the data set by itself."""
     args, column, channels, tokenizers, fingerprint, rows = pickle.loads(pickled)
     try:
@@ -137,10 +140,10 @@ def open_rows(pickled):
     return TransformedRows(rows, tokenizers, column, channels, args)
 
 
-def transform_part(part, pickled):
+def transform_part(part: Part, pickled: bytes) -> list[dict] | str:
     """Stage 1 as a task: the rows of a part (first, end) -> batches of `TransformedRows`, or why it can't."""
 
-    def load():
+    def load() -> Iterator[dict]:
         rows, (first, end) = open_rows(pickled), part
         many = count_rows(rows.args)
         for start in range(first, end, many):
@@ -148,10 +151,10 @@ def transform_part(part, pickled):
             yield map_tensors(batch, lambda x: x.numpy())
 
     batches, reason = attempt(lambda: list(load()))
-    return reason or batches
+    return reason or batches or []
 
 
-def map_tensors(batch, change):
+def map_tensors(batch: dict, change: Callable) -> dict[str, Any]:
     """A batch with `change` called on its tensors or arrays, also on those in lists."""
     one = lambda x: change(x) if isinstance(x, torch.Tensor | np.ndarray) else x  # noqa: E731
     return {name: [*map(one, x)] if isinstance(x, list) else one(x) for name, x in batch.items()}
@@ -160,7 +163,7 @@ def map_tensors(batch, change):
 class Encoder:
     """Stage 2 as an actor: what stage 1 made of a part -> its file. Loads the models once."""
 
-    def __init__(self, args, folder, settings, threads):
+    def __init__(self, args: argparse.Namespace, folder: str, settings: dict, threads: int) -> None:
         self.args, self.folder = args, folder
         self.device = torch.device("cuda" if ray.get_gpu_ids() else "cpu")
         if self.device.type == "cpu":
@@ -170,15 +173,16 @@ class Encoder:
         _, self.reason = attempt(lambda: self.load_models(settings))
         self.idle_since = time.perf_counter()
 
-    def load_models(self, settings):
+    def load_models(self, settings: dict) -> None:
         """Load what the driver loaded, and make sure that it is the same."""
-        *self.exact_models, tokenizers = load_models(self.args, torch.float32)
-        described = describe_models(*self.exact_models, tokenizers)
+        vae, text_encoders, tokenizers = load_models(self.args, torch.float32)
+        described = describe_models(vae, text_encoders, tokenizers)
         if differences := find_differences({name: settings[name] for name in described}, described):
             raise ValueError(f"the models are other ones here ({', '.join(differences)})")
+        self.exact_models = vae, text_encoders
         self.models = place_encoders(self.exact_models, self.device, self.args)
 
-    def make(self, part, batches):
+    def make(self, part: Part, batches: list[dict] | str) -> dict[str, Any]:
         """Write a part's file. Returns {"part", "failed": why not, "busy", "waited": seconds}."""
         begin, reason = time.perf_counter(), batches if isinstance(batches, str) else self.reason
         if not reason:
@@ -187,10 +191,10 @@ class Encoder:
         waited, self.idle_since = begin - self.idle_since, time.perf_counter()
         return {"part": part, "failed": reason, "busy": self.idle_since - begin, "waited": waited}
 
-    def load(self, batches):
+    def load(self, batches: Iterable) -> Iterator[dict]:
         """Batches as `load_batches` yields them, with their tensors on the way to the device."""
 
-        def move(array):
+        def move(array: np.ndarray) -> torch.Tensor:
             tensor = torch.tensor(array)  # a copy: Ray's memory is not to be written to
             return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)
 
@@ -198,7 +202,7 @@ class Encoder:
 
 
 @ray.remote(num_cpus=0, scheduling_strategy="SPREAD")
-def assemble(path, parts, count):
+def assemble(path: str, parts: list[str], count: int) -> tuple[dict | None, str | None]:
     """Turn parts into a shard as the other script writes it. Returns (its record, None), or (None, why not)."""
     done = attempt(lambda: write_shard_to(path, read_parts(parts, count)))
     if done[0]:
@@ -209,7 +213,7 @@ def assemble(path, parts, count):
 
 
 @ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD", max_retries=0)
-def check_shards(paths, records):
+def check_shards(paths: list[str], records: dict[str, dict]) -> list[str | None]:
     """What `describe_damage` says of shards that have a record."""
     damages = []
     for path in paths:
@@ -221,7 +225,7 @@ def check_shards(paths, records):
 # ------------------------------------------------------------------------------------------------- the run
 
 
-def make_absolute(args):
+def make_absolute(args: argparse.Namespace) -> argparse.Namespace:
     """The flags as workers need them, which start in other folders: paths that exist here from the root."""
     names = ["dataset_name", "train_data_dir", "cache_dir", *(name for name in vars(args) if "name_or_path" in name)]
     values = {name: getattr(args, name) for name in names}
@@ -229,7 +233,7 @@ def make_absolute(args):
     return argparse.Namespace(**vars(args) | paths)
 
 
-def plan_engine(args, weight_bytes):
+def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[int, list[dict], int, str]:
     """What Ray has room for: (encoders, what a task of each stage takes, tasks of stage 1, a sentence on all)."""
     found = ray.cluster_resources()
     cpus, gpus = found.get("CPU", 0), found.get("GPU", 0)
@@ -254,12 +258,12 @@ def plan_engine(args, weight_bytes):
     return count, resources, num_tasks, f"{found}; {count} encoders of {where}, {num_tasks} tasks that decode"
 
 
-def find_damaged(folder, shards, records):
+def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> dict[str, str]:
     """{name: why it must be made again} of the shards that have a record, checked on all nodes."""
     names, damages = [name for name in shards if name in records], {}
     groups = [names[i : i + 16] for i in range(0, len(names), 16)]
 
-    def check(group):
+    def check(group: list[str]) -> ray.ObjectRef:
         return check_shards.remote([f"{folder}/{name}" for name in group], {name: records[name] for name in group})
 
     checked = work_off(groups, check, lambda: 1000)
@@ -270,7 +274,9 @@ def find_damaged(folder, shards, records):
     return damages
 
 
-def make_parts(parts, rows, folder, settings, engine, args):
+def make_parts(
+    parts: list[Part], rows: bytes, folder: str, settings: dict, engine: Sequence, args: argparse.Namespace
+) -> Generator[dict]:
     """Send parts [(first, end)] through both stages; yields what `Encoder.make` returns of each as it is done.
 
     `rows`: for `open_rows`; `engine`: of `plan_engine`. No more waits in memory than tasks and encoders have at hand.
@@ -320,19 +326,22 @@ def make_parts(parts, rows, folder, settings, engine, args):
             ray.cancel(ref, force=True)
 
 
-def make_shards(missing, left, done, settings, folder, args, progress_bar):
+def make_shards(
+    missing: dict[str, list[Part]], left: dict[str, int], done: Iterator[dict], settings: dict, folder: str,
+    args: argparse.Namespace, progress_bar: tqdm,
+) -> Generator[tuple[str, dict]]:  # fmt: skip
     """Turn parts into shards as soon as a shard's parts are there; yields (its name, its record) of each shard.
 
     `missing`, `left`: of `find_missing`; `done`: the rows that `make_parts` yields.
     """
     pending, busy, waited = {}, 0.0, 0.0
 
-    def submit(name):
+    def submit(name: str) -> None:
         paths = [f"{folder}/unfinished/{name_part(*part, args)}" for part in missing[name]]
         count = missing[name][-1][1] - missing[name][0][0]
         pending[assemble.remote(f"{folder}/{name}", paths, count)] = name
 
-    def collect(most):
+    def collect(most: int) -> Iterator[tuple[str, dict]]:
         while pending:
             ready, _ = ray.wait(list(pending), timeout=None if len(pending) > most else 0)
             if not ready:
@@ -365,7 +374,7 @@ def make_shards(missing, left, done, settings, folder, args, progress_bar):
 
 
 @in_one_sentence
-def main(args):
+def main(args: argparse.Namespace) -> None:
     """Make the cache; ends with status 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
     transformers.utils.logging.disable_progress_bar()
     args.mixed_precision = args.mixed_precision or "no"
@@ -374,11 +383,11 @@ def main(args):
 
     # The driver finds out what the models are and make, on its CPU: they are hashed here, and the encoders compare.
     args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
-    *exact_models, tokenizers = load_models(args, torch.float32)
-    empty_prompt, settings = describe_encoders(*exact_models, tokenizers, args)
-    channels = exact_models[0].config.in_channels
-    weight_bytes = sum(4 * weight.numel() for model in exact_models for weight in model.parameters())
-    del exact_models
+    vae, text_encoders, tokenizers = load_models(args, torch.float32)
+    empty_prompt, settings = describe_encoders(vae, text_encoders, tokenizers, args)
+    channels = vae.config.in_channels
+    weight_bytes = sum(4 * weight.numel() for model in (vae, text_encoders) for weight in model.parameters())
+    del vae, text_encoders
     if is_address(args.train_data_dir):
         rows, texts = RemoteRows(args), []
         column = rows.columns[0]
@@ -399,7 +408,7 @@ def main(args):
     remote = is_address(args.output_dir)
     folder = args.output_dir.rstrip("/") if remote else os.path.abspath(args.output_dir)
     copy = tempfile.TemporaryDirectory() if remote else None  # of what is small in the folder
-    output_dir = Path(copy.name if remote else folder)
+    output_dir = Path(copy.name if copy else folder)
     begun = fetch_cache(folder, output_dir) if remote else None
     lock, _, records = open_cache(accelerator, settings, args, output_dir if remote else None)
     try:
@@ -445,7 +454,8 @@ def main(args):
         disconnect()
         for leftover in output_dir.rglob(".tmp-*"):  # of workers that ended with this process
             leftover.unlink(missing_ok=True)
-        lock.release(force=True)
+        if lock is not None:
+            lock.release(force=True)
     (output_dir / ".lock").unlink(missing_ok=True)  # some versions of filelock have deleted it
 
 

@@ -28,13 +28,19 @@ import math
 import os
 import shlex
 import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from accelerate import Accelerator
 from diffusers import (
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     PRXPipeline,
     PRXTransformer2DModel,
@@ -55,7 +61,7 @@ from diffusion_training.latents.source import encode_batch, load_data
 from diffusion_training.latents.text_encoders import read_pipeline
 from diffusion_training.loading import load_batches
 from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.report import name_run, save_model_card, save_report
+from diffusion_training.report import Description, name_run, save_model_card, save_report
 from diffusion_training.training.checkpoints import (
     find_start,
     load_checkpoint,
@@ -85,6 +91,8 @@ from diffusion_training.training.held_out import digest_held_out, hold_out, log_
 from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
 from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights, save_lora
 from diffusion_training.training.models import (
+    Models,
+    Prepared,
     compile_model,
     list_parameters,
     load_weights,
@@ -121,7 +129,7 @@ CLASSES = {
 # ------------------------------------------------------------------------------------------------- the flags
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> Namespace:
     """Parse and check the command line: a bad argument ends with one line and status 2 before anything is loaded."""
     parser = make_parser(__file__, __doc__)
 
@@ -203,7 +211,7 @@ def parse_args(argv=None):
 # ------------------------------------------------------------------------------------------------- the model
 
 
-def make_transformer(frozen, start, args):
+def make_transformer(frozen: SimpleNamespace, start: Path | None, args: Namespace) -> torch.nn.Module:
     """The transformer to train: new, of the pretrained pipeline, or like that of a checkpoint, `start`."""
     kind, _, width = CLASSES[args.model_family]
     channels, *size = frozen.cache["latents_shape"]
@@ -239,7 +247,9 @@ def make_transformer(frozen, start, args):
     return transformer
 
 
-def call_transformer(transformer, noisy_latents, sigmas, prompts):
+def call_transformer(
+    transformer: torch.nn.Module, noisy_latents: torch.Tensor, sigmas: torch.Tensor, prompts: dict[str, torch.Tensor]
+) -> torch.Tensor:
     """The velocity that a transformer of any family predicts, noise - latents, float32 [N, C, h, w].
 
     sigmas: share of noise in [0, 1], [N]. prompts: of `encode_batch`; lengths, which Z-Image needs, lie on the CPU.
@@ -256,7 +266,7 @@ def call_transformer(transformer, noisy_latents, sigmas, prompts):
     return -torch.stack(found).squeeze(2).float()
 
 
-def make_scheduler(args):
+def make_scheduler(args: Namespace) -> tuple[FlowMatchEulerDiscreteScheduler, float]:
     """(the sampler of the pipeline, its shift of noise levels, which training has too (arXiv:2403.03206, 5.3.2))."""
     source, options = args.pretrained_model_name_or_path, {"cache_dir": args.cache_dir, "revision": args.revision}
     kind = read_pipeline(args).get("scheduler", [None, None])[1]
@@ -276,7 +286,7 @@ def make_scheduler(args):
 
 
 @torch.no_grad()
-def prepare_batch(batch, frozen, caption_dropout):
+def prepare_batch(batch: dict, frozen: SimpleNamespace, caption_dropout: float) -> Prepared:
     """A batch as loaded -> (latents float32 [N, C, h, w] of about unit size, condition: what the transformer gets
     besides, loss_inputs: what the loss alone needs). Both are {name: tensor [N, ...]}.
 
@@ -285,13 +295,16 @@ def prepare_batch(batch, frozen, caption_dropout):
     return encode_batch(batch, frozen, caption_dropout)
 
 
-def add_noise(latents, noise, sigmas):
+def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
     """Latents [N, C, h, w] on the straight line to noise, a share `sigmas` [N] of the way."""
     sigmas = sigmas.view(-1, 1, 1, 1)
     return (1 - sigmas) * latents + sigmas * noise
 
 
-def compute_loss(models, shift, latents, condition, loss_inputs, weight, args):
+def compute_loss(
+    models: Models, shift: float, latents: torch.Tensor, condition: dict[str, torch.Tensor],
+    loss_inputs: dict[str, torch.Tensor], weight: torch.Tensor, args: Namespace,
+) -> torch.Tensor:  # fmt: skip
     """The loss of rectified flow (arXiv:2209.03003): the sum over images of weight * mean squared error of velocity.
 
     models: {"transformer": ...}, what is trained. shift: of the noise levels. latents: [N, C, h, w] float32 of about
@@ -314,20 +327,26 @@ def compute_loss(models, shift, latents, condition, loss_inputs, weight, args):
     return (weight * loss).sum()
 
 
-def measure_velocity():
+def measure_velocity() -> tuple[Callable, Callable]:
     """What `log_held_out_loss` measures: the mean squared error of the velocity of each image [N], at tenths [N]."""
 
-    def add(latents, noise, tenths):
+    def add(latents: torch.Tensor, noise: torch.Tensor, tenths: torch.Tensor) -> torch.Tensor:
         return add_noise(latents, noise, tenths / 10)
 
-    def measure(transformer, noisy_latents, tenths, condition, latents, noise):
+    def measure(
+        transformer: torch.nn.Module, noisy_latents: torch.Tensor, tenths: torch.Tensor,
+        condition: dict[str, torch.Tensor], latents: torch.Tensor, noise: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         velocity = call_transformer(transformer, noisy_latents, tenths / 10, condition)
         return F.mse_loss(velocity, noise - latents, reduction="none").mean(dim=(1, 2, 3))
 
     return add, measure
 
 
-def train_step(accelerator, shift, args, prepare, models, optimizer, batches, micro_batches, data_step):
+def train_step(
+    accelerator: Accelerator, shift: float, args: Namespace, prepare: Callable[[dict], Prepared], models: Models,
+    optimizer: torch.optim.Optimizer, batches: Iterator[dict], micro_batches: int, data_step: int,
+) -> torch.Tensor:  # fmt: skip
     """One optimizer step on the next `micro_batches` of `batches`; `prepare` is `prepare_batch`.
 
     Returns [sum of weight * loss, sum of weight, norm of the gradient] on the device, of this process; after it,
@@ -359,7 +378,9 @@ class Interrupted(Exception):
     """A signal has come while a sample is drawn."""
 
 
-def make_pipeline(transformer, sampler, args):
+def make_pipeline(
+    transformer: torch.nn.Module, sampler: FlowMatchEulerDiscreteScheduler, args: Namespace
+) -> DiffusionPipeline:
     """What is sampled from, saved and uploaded: the transformer, and what it was trained with, in float32."""
     vae, (text_encoder,), (tokenizer,) = load_models(args, torch.float32)
     if vae.config.get("shift_factor", 0.0) is None:  # which PRXPipeline would add
@@ -370,15 +391,17 @@ def make_pipeline(transformer, sampler, args):
     return kind(transformer=transformer, **parts, **more)
 
 
-def log_validation(accelerator, pipeline, step, stop_signal, args):
+def log_validation(
+    accelerator: Accelerator, pipeline: DiffusionPipeline, step: int, stop_signal: StopSignal, args: Namespace
+) -> None:
     """Draw --num_validation_images of each of --validation_prompts into samples/step-N.png and the trackers."""
 
-    def watch(pipeline, index, timestep, tensors):
+    def watch(pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict) -> dict:
         if stop_signal.received:
             raise Interrupted
         return tensors
 
-    def draw(prompts, generators):
+    def draw(prompts: list[str], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
         more, scale = {"use_resolution_binning": False}, args.guidance_scale
         if args.model_family == "z-image":  # whose pipeline counts what is added to the prediction
             more, scale = {}, scale - 1
@@ -395,7 +418,7 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
     draw_prompts(accelerator, pipeline, draw, 1, step, stop_signal, args)
 
 
-def describe_model(step, loss, args):
+def describe_model(step: int, loss: float | None, args: Namespace) -> Description:
     """For card and report: (the hub's tags, what was trained on what, how to use it)."""
     name, base, data, prompt = name_run(args)
     title = {"prx": "PRX", "z-image": "Z-Image"}[args.model_family]
@@ -422,7 +445,7 @@ image = pipeline({given}).images[0]"""
 
 
 @in_one_sentence
-def main(args):
+def main(args: Namespace) -> None:
     """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
     transformers.utils.logging.disable_progress_bar()
     # The launch first: it says which device, which process of how many, and in which precision all else happens.
@@ -494,7 +517,7 @@ def main(args):
     stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
     measured = {name.replace("transformer", "held_out_loss"): saved[name] for name in saved}
 
-    def show(pipeline):
+    def show(pipeline: DiffusionPipeline) -> int:
         """Held-out loss, samples and report. Returns the signal that has broken them off, 0 for none."""
         log_held_out_loss(
             accelerator, records, dataset, held_out, measured, measure_velocity(),

@@ -26,16 +26,23 @@ import contextlib
 import math
 import os
 import shlex
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from accelerate import Accelerator
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
+    DiffusionPipeline,
+    SchedulerMixin,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
@@ -56,7 +63,7 @@ from diffusion_training.latents.source import encode_batch, load_data
 from diffusion_training.latents.text_encoders import is_sdxl, read_pipeline
 from diffusion_training.loading import load_batches
 from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.report import name_run, save_model_card, save_report
+from diffusion_training.report import Description, name_run, save_model_card, save_report
 from diffusion_training.training.checkpoints import load_checkpoint, prune_checkpoints, read_state, save_checkpoint
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.flags import (
@@ -77,6 +84,8 @@ from diffusion_training.training.held_out import digest_held_out, hold_out, log_
 from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
 from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights, save_lora
 from diffusion_training.training.models import (
+    Models,
+    Prepared,
     call_unet,
     compile_model,
     list_parameters,
@@ -117,7 +126,7 @@ DEMO_LORA = f"""
 # ------------------------------------------------------------------------------------------------- the flags
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> Namespace:
     """Parse and check the command line: a bad argument ends with one line and status 2 before anything is loaded."""
     parser = make_parser(__file__, __doc__)
 
@@ -188,12 +197,12 @@ def parse_args(argv=None):
 # ------------------------------------------------------------------------------------------------- the model
 
 
-def make_unet(frozen, args):
+def make_unet(frozen: SimpleNamespace, args: Namespace) -> UNet2DConditionModel:
     """The U-Net to train: the pretrained pipeline's, or a new one of the given config; it must fit the latents."""
     channels, *size = frozen.cache["latents_shape"]
     latents_shape = [channels // 2 if frozen.cache["latents"] == "moments" else channels, *size]
     embed_dim = frozen.empty_prompt["prompt_embeds"].shape[-1]
-    condition = {"encoder_hidden_states": (1, embed_dim)}
+    condition: dict[str, Sequence[int]] = {"encoder_hidden_states": (1, embed_dim)}
     source = args.unet_config_name_or_path or open_base(args)
     options = {"cache_dir": args.cache_dir}
     with explained(f"{source} holds no UNet2DConditionModel"):
@@ -216,7 +225,7 @@ def make_unet(frozen, args):
     return unet
 
 
-def make_schedulers(args):
+def make_schedulers(args: Namespace) -> tuple[DDPMScheduler, SchedulerMixin]:
     """(the scheduler that noises in training, the sampler of the pipeline), both of the trained objective."""
     source, flags = open_base(args), objective_flags(args)
     options = {"subfolder": "scheduler", "cache_dir": args.cache_dir, "revision": args.revision}
@@ -240,7 +249,7 @@ def make_schedulers(args):
 
 
 @torch.no_grad()
-def prepare_batch(batch, frozen, caption_dropout):
+def prepare_batch(batch: dict, frozen: SimpleNamespace, caption_dropout: float) -> Prepared:
     """A batch as loaded -> (latents float32 [N, C, h, w] of about unit size, condition: what the U-Net gets besides,
     loss_inputs: what the loss alone needs). Both are {name: tensor [N, ...]}.
 
@@ -255,7 +264,10 @@ def prepare_batch(batch, frozen, caption_dropout):
     return latents, condition, loss_inputs
 
 
-def compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight, args):
+def compute_loss(
+    models: Models, noise_scheduler: DDPMScheduler, images: torch.Tensor, condition: dict[str, torch.Tensor],
+    loss_inputs: dict[str, torch.Tensor], weight: torch.Tensor, args: Namespace,
+) -> torch.Tensor:  # fmt: skip
     """The denoising loss of DDPM (arXiv:2006.11239, eq. 14): the sum over images of weight * mean squared error.
 
     models: {"unet": ...}, what is trained. images, or their latents: [N, C, H, W] float32 of about unit size.
@@ -286,7 +298,10 @@ def compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight
     return (weight * loss).sum()
 
 
-def train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, batches, micro_batches, data_step):
+def train_step(
+    accelerator: Accelerator, noise_scheduler: DDPMScheduler, args: Namespace, prepare: Callable[[dict], Prepared],
+    models: Models, optimizer: torch.optim.Optimizer, batches: Iterator[dict], micro_batches: int, data_step: int,
+) -> torch.Tensor:  # fmt: skip
     """One optimizer step on the next `micro_batches` of `batches`; `prepare` is `prepare_batch`.
 
     Returns [sum of weight * loss, sum of weight, norm of the gradient] on the device, of this process; after it,
@@ -314,7 +329,7 @@ def train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, b
 # ------------------------------------------------------------------------------------------------- the output
 
 
-def make_pipeline(unet, sampler, args):
+def make_pipeline(unet: UNet2DConditionModel, sampler: SchedulerMixin, args: Namespace) -> DiffusionPipeline:
     """What is sampled from, saved and uploaded: the U-Net and the models that it was trained with, in float32."""
     vae, text_encoders, tokenizers = load_models(args, torch.float32)
     models = (vae, *text_encoders, *tokenizers, unet, sampler)
@@ -324,14 +339,16 @@ def make_pipeline(unet, sampler, args):
     return StableDiffusionXLPipeline(*models, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
 
 
-def log_validation(accelerator, pipeline, step, stop_signal, args):
+def log_validation(
+    accelerator: Accelerator, pipeline: DiffusionPipeline, step: int, stop_signal: StopSignal, args: Namespace
+) -> None:
     """Draw --num_validation_images of each of --validation_prompts into samples/step-N.png and the trackers."""
 
-    def watch(pipeline, index, timestep, tensors):
+    def watch(pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict) -> dict:
         pipeline._interrupt = bool(stop_signal.received)  # diffusers' way to leave the remaining steps out
         return tensors
 
-    def draw(prompts, generators):
+    def draw(prompts: list[str], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
         return pipeline(
             prompts, height=args.resolution, width=args.resolution, output_type="np", callback_on_step_end=watch,
             num_inference_steps=args.num_inference_steps, guidance_scale=args.guidance_scale, generator=generators,
@@ -340,7 +357,7 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
     draw_prompts(accelerator, pipeline, draw, args.train_batch_size, step, stop_signal, args)
 
 
-def describe_model(step, loss, args):
+def describe_model(step: int, loss: float | None, args: Namespace) -> Description:
     """For card and report: (the hub's tags, what was trained on what, how to use it)."""
     name, base, data, prompt = name_run(args)
     steps = f"{step} steps{f', to a loss of {loss:.4g}' if loss else ''}"
@@ -352,7 +369,7 @@ for {steps}; the other models are those of
     source, more = name, ""
     if args.rank:
         what = f"A LoRA of rank {args.rank} for the U-Net of `{base}`,\ntrained on `{data}` for {steps}."
-        source, more = base, f'\npipeline.load_lora_weights("{name}")'
+        source, more = str(base), f'\npipeline.load_lora_weights("{name}")'
         if objective := objective_flags(args):  # which the scheduler of the base does not know
             more += f"\npipeline.scheduler = DDIMScheduler.from_config({{**pipeline.scheduler.config, **{objective}}})"
     opener, way = "DiffusionPipeline", "from_pretrained"
@@ -370,7 +387,7 @@ image = pipeline({prompt}, height={args.resolution}, width={args.resolution}).im
 
 
 @in_one_sentence
-def main(args):
+def main(args: Namespace) -> None:
     """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
     transformers.utils.logging.disable_progress_bar()
     # The launch first: it says which device, which process of how many, and in which precision all else happens.
@@ -439,7 +456,7 @@ def main(args):
     stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
     measured = {name.replace("unet", "held_out_loss"): saved[name] for name in ("unet", "unet_ema") if name in saved}
 
-    def show(pipeline):
+    def show(pipeline: DiffusionPipeline) -> int:
         """Held-out loss, samples and report. Returns the signal that has broken them off, 0 for none."""
         log_held_out_loss(
             accelerator, records, dataset, held_out, measured, measure_epsilon(noise_scheduler),

@@ -26,13 +26,17 @@ import math
 import os
 import shlex
 import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.utils import gather_object
-from diffusers import DDIMPipeline, DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import DDIMPipeline, DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from PIL import Image
 from torchvision.utils import make_grid
 from tqdm.auto import tqdm
@@ -44,11 +48,11 @@ check_version("0.1.0", Path(__file__).name)  # before more of it is imported, wh
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
-from diffusion_training.data.rows import RowDataset, load_rows, read_items
+from diffusion_training.data.rows import RowDataset, Rows, load_rows, read_items
 from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
 from diffusion_training.loading import load_batches
 from diffusion_training.order import Order, draw_choices, step_batches, step_seed, stream_batches
-from diffusion_training.report import save_model_card, save_report
+from diffusion_training.report import Description, save_model_card, save_report
 from diffusion_training.training.checkpoints import load_checkpoint, prune_checkpoints, read_state, save_checkpoint
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.flags import (
@@ -62,6 +66,8 @@ from diffusion_training.training.flags import (
 from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
 from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
 from diffusion_training.training.models import (
+    Models,
+    Prepared,
     call_unet,
     compile_model,
     list_parameters,
@@ -93,7 +99,7 @@ DEMO = f"""
 # ------------------------------------------------------------------------------------------------- the flags
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> Namespace:
     """Parse and check the command line: a bad argument ends with one line and status 2 before anything is loaded."""
     parser = make_parser(__file__, __doc__)
 
@@ -172,17 +178,17 @@ class ImageDataset(RowDataset):
     in uint8, with --preserve_input_precision in float32. What can't be decoded is black and has weight 0.
     """
 
-    def __init__(self, rows, column, channels, args):
+    def __init__(self, rows: Rows, column: str, channels: int, args: Namespace) -> None:
         super().__init__(rows, column, args)
         self.channels, self.dtype = channels, torch.float32 if args.preserve_input_precision else torch.uint8
 
-    def __getitem__(self, keys):
+    def __getitem__(self, keys: list[tuple]) -> dict[str, Any]:
         items = read_items(self.rows, keys)
         pixel_values = torch.zeros(len(keys), self.channels, *[self.args.resolution] * 2, dtype=self.dtype)
         weight, skipped = torch.tensor([key[2] for key in keys]), []  # a weight of 0 takes an image out of the mean
         for i, (key, item) in enumerate(zip(keys, items, strict=True)):
             try:
-                pixel_values[i] = self.load(*key[:2], item)
+                pixel_values[i] = self.load(key[0], key[1], item)
             except Exception as error:  # whatever a file does to its decoder: one image is no reason to end a run
                 if is_machines_fault(error):  # but then it would go on, on nothing
                     raise
@@ -190,7 +196,7 @@ class ImageDataset(RowDataset):
                 skipped.append((name_image(key[1], item[self.column]), explain(error)))
         return {"pixel_values": pixel_values, "weight": weight, "skipped": skipped}
 
-    def load(self, epoch, row, item):
+    def load(self, epoch: int | None, row: int, item: dict) -> torch.Tensor:
         """One image [C, resolution, resolution], cropped and mirrored as its key says."""
         y, x, flip, _ = draw_choices(self.args.seed, epoch, row)
         image = decode_image(item[self.column], self.channels, self.args.preserve_input_precision, self.args.min_size)
@@ -201,7 +207,7 @@ class ImageDataset(RowDataset):
 # ------------------------------------------------------------------------------------------------- the model
 
 
-def make_unet(args):
+def make_unet(args: Namespace) -> UNet2DModel:
     """The U-Net to train: a trained pipeline's, a config's, or the one of diffusers' script (114 million weights)."""
     source = args.pretrained_model_name_or_path or args.model_config_name_or_path
     with explained(f"{source} holds no UNet2DModel"):
@@ -228,7 +234,7 @@ def make_unet(args):
     return unet
 
 
-def make_noise_scheduler(args):
+def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
     """The scheduler that noises in training: the flags that are given, over what the pretrained pipeline says."""
     flags = {"num_train_timesteps": args.ddpm_num_steps, "beta_schedule": args.ddpm_beta_schedule}
     flags = {key: value for key, value in flags.items() if value is not None} | objective_flags(args)
@@ -249,7 +255,7 @@ def make_noise_scheduler(args):
 # ------------------------------------------------------------------------------------------------- the loss
 
 
-def prepare_batch(batch):
+def prepare_batch(batch: dict) -> Prepared:
     """A batch as loaded -> (images float32 [N, C, H, W] in [-1, 1], condition: what the U-Net is given besides,
     loss_inputs: what the loss alone needs). Both are {name: tensor [N, ...]}."""
     images, condition, loss_inputs = batch["pixel_values"], {}, {}
@@ -257,7 +263,10 @@ def prepare_batch(batch):
     return images, condition, loss_inputs
 
 
-def compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight, args):
+def compute_loss(
+    models: Models, noise_scheduler: DDPMScheduler, images: torch.Tensor, condition: dict[str, torch.Tensor],
+    loss_inputs: dict[str, torch.Tensor], weight: torch.Tensor, args: Namespace,
+) -> torch.Tensor:  # fmt: skip
     """The denoising loss of DDPM (arXiv:2006.11239, eq. 14): the sum over images of weight * mean squared error.
 
     models: {"unet": ...}, what is trained. images, or their latents: [N, C, H, W] float32 of about unit size.
@@ -288,7 +297,10 @@ def compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight
     return (weight * loss).sum()
 
 
-def train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, batches, micro_batches, data_step):
+def train_step(
+    accelerator: Accelerator, noise_scheduler: DDPMScheduler, args: Namespace, prepare: Callable[[dict], Prepared],
+    models: Models, optimizer: torch.optim.Optimizer, batches: Iterator[dict], micro_batches: int, data_step: int,
+) -> torch.Tensor:  # fmt: skip
     """One optimizer step on the next `micro_batches` of `batches`; `prepare` is `prepare_batch`.
 
     Returns [sum of weight * loss, sum of weight, norm of the gradient] on the device, of this process; after it,
@@ -317,7 +329,9 @@ def train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, b
 
 
 @torch.no_grad()
-def log_validation(accelerator, pipeline, step, stop_signal, args):
+def log_validation(
+    accelerator: Accelerator, pipeline: DiffusionPipeline, step: int, stop_signal: StopSignal, args: Namespace
+) -> torch.Tensor | None:
     """Draw --eval_batch_size images, a share on each process, into samples/step-N.png and the trackers; returns them.
 
     What is drawn is what the pipeline draws, here with its loop in the open: a U-Net that is given more than noise and
@@ -350,9 +364,10 @@ def log_validation(accelerator, pipeline, step, stop_signal, args):
         grid = grid.resize((grid.width * scale, grid.height * scale), Image.NEAREST)
         save_samples(accelerator, grid, args.output_dir, step)
         return images
+    return None
 
 
-def describe_model(step, loss, args):
+def describe_model(step: int, loss: float | None, args: Namespace) -> Description:
     """For card and report: (the hub's tags, what was trained on what, how to use it)."""
     name = args.hub_model_id or Path(args.output_dir).resolve().name
     data = Path(args.dataset_name or args.train_data_dir).name
@@ -369,7 +384,7 @@ image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]"
 
 
 @in_one_sentence
-def main(args):
+def main(args: Namespace) -> None:
     """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
     # The launch first: it says which device, which process of how many, and in which precision all else happens.
     accelerator, cores = make_accelerator(args)
@@ -439,7 +454,7 @@ def main(args):
     stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
     measured = {name.replace("unet", "held_out_loss"): saved[name] for name in ("unet", "unet_ema") if name in saved}
 
-    def show():
+    def show() -> int:
         """Held-out loss, samples and report. Returns the signal that has broken them off, 0 for none."""
         log_held_out_loss(
             accelerator, records, dataset, held_out, measured, measure_epsilon(noise_scheduler), prepare_batch,

@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 
-def check_version(version, script):
+def check_version(version: str, script: str) -> None:
     """End a script that was copied away from another version than this one, before it fails in some stranger way.
 
     `version`: the one that the script was written for; a last number that differs is no difference.

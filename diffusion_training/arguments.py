@@ -5,18 +5,21 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 PATH = os.path.expanduser  # a type: a shell leaves the ~ of --output_dir=~/run as it is
-SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}  # --flag, and --no-flag against a @FILE
+# --flag, and --no-flag against a @FILE
+SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
 
 
 class Parser(argparse.ArgumentParser):
     """Reads @FILE as a shell would, and as a whole: argparse's own goes by lines, and a value may have several."""
 
-    def parse_known_args(self, argv=None, namespace=None):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = []
-        for word in sys.argv[1:] if argv is None else argv:
+        for word in sys.argv[1:] if args is None else args:
             try:
                 is_file = word.startswith("@")
                 words += shlex.split(os.fsdecode(Path(word[1:]).read_bytes()), comments=True) if is_file else [word]
@@ -25,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
-def make_parser(script, doc):
+def make_parser(script: str, doc: str | None) -> Parser:
     """The parser of the script whose file and docstring are given; `@FILE` stands for the flags in a file."""
     return Parser(
         prog=Path(script).name, description=(doc or "").split("\n")[0],  # `python -OO` has no docstrings
@@ -34,38 +37,40 @@ def make_parser(script, doc):
     )  # fmt: skip
 
 
-def number(low, high, kind=float, *words):
+def number(low: float, high: float, kind: Callable = float, *words: str) -> Callable[[str], Any]:
     """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf, or one of `words`."""
 
-    def parse(text):
+    def parse(text: str) -> Any:
         if text in words:
             return text
         if not low <= (value := kind(text)) <= high:
             raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
         return value
 
-    parse.__name__, parse.bounds = kind.__name__, (low, high, kind)
+    parse.__name__, parse.__dict__["bounds"] = kind.__name__, (low, high, kind)
     return parse
 
 
-def size(low, high):
+def size(low: int, high: int) -> Callable[[str], int]:
     """An argparse type: a number of bytes, with or without a unit such as GB."""
 
-    def parse(text):
+    def parse(text: str) -> int:
         found = re.fullmatch(r"(\d+\.?\d*) ?([kKMGTP]?)B?", text)
-        count = found and round(float(found[1]) * 1000 ** " KMGTP".index(found[2].upper() or " "))
-        if not found or not low <= count <= high:
+        count = round(float(found[1]) * 1000 ** " KMGTP".index(found[2].upper() or " ")) if found else -1
+        if not low <= count <= high:
             raise argparse.ArgumentTypeError(f"{text} is no number of bytes, such as 100GB")
         return count
 
-    parse.bounds = (low, high, int)
+    parse.__dict__["bounds"] = low, high, int
     return parse
 
 
 COUNT = number(1, 10**9, int)  # a type
 
 
-def parse_demo(parser, demo, argv, launcher="accelerate launch"):
+def parse_demo(
+    parser: Parser, demo: str, argv: list[str] | None, launcher: str = "accelerate launch"
+) -> argparse.Namespace:
     """The arguments of the demo, which every flag in `argv` wins over; prints the command that they stand for."""
     command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") == "0":
@@ -73,7 +78,7 @@ def parse_demo(parser, demo, argv, launcher="accelerate launch"):
     return parser.parse_args(command)
 
 
-def format_args(args, script, leave_out=()):
+def format_args(args: argparse.Namespace, script: str, leave_out: Sequence[str] = ()) -> str:
     """The flags as a file that @FILE reads, a flag a line."""
     lines = [f"# accelerate launch {script} @run.args"]
     for name, value in vars(args).items():

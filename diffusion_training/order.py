@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -9,10 +11,11 @@ from datasets.distributed import split_dataset_by_node
 
 from diffusion_training.errors import explained, fail
 
+Key = tuple[int | None, int, float]  # epoch, None of what is held out; row; weight
 KEYS = 2  # of which version the keys are: a checkpoint or a cache that was begun with others can't be gone on with
 
 
-def step_seed(purpose, *key):
+def step_seed(purpose: str, *key: int) -> int:
     """A 64-bit seed from what is drawn and integers, such as ("step", seed, step, micro-batch, process).
 
     A hash of its text, since numpy's SeedSequence fills keys up with zeros: (0, 1) would draw as (0, 1, 0) does.
@@ -20,7 +23,7 @@ def step_seed(purpose, *key):
     return xxhash.xxh3_64_intdigest(" ".join([purpose, *(str(int(number)) for number in key)]).encode())
 
 
-def draw_choices(seed, epoch, row):
+def draw_choices(seed: int, epoch: int | None, row: int) -> np.ndarray:
     """Four numbers in [0, 1) for a row in an epoch: place of the crop (y, x), mirroring, caption.
 
     Keyed by what they are for, not drawn from a worker's generator: a resumed run draws as the first one did. Epoch
@@ -38,13 +41,13 @@ class Order:
     order, so a run can go on at any image, also with another batch size or number of processes.
     """
 
-    def __init__(self, rows, seed, sizes=None):
+    def __init__(self, rows: Any, seed: int, sizes: np.ndarray | None = None) -> None:
         self.rows, self.seed = rows if callable(rows) else lambda epoch: rows, seed
-        found, buckets = ((), None) if sizes is None else np.unique(sizes, axis=0, return_inverse=True)
+        found, buckets = ((), np.empty(0)) if sizes is None else np.unique(sizes, axis=0, return_inverse=True)
         self.num_sizes = max(1, len(found))
         self.buckets = buckets.reshape(-1) if self.num_sizes > 1 else None
 
-    def arrange(self, epoch, block, unit):
+    def arrange(self, epoch: int, block: int, unit: int) -> Any:
         """The rows of an epoch, each once.
 
         Of several sizes, as many as there are come in blocks of `block` rows of one size: what a step takes if its
@@ -66,7 +69,7 @@ class Order:
             units += [rows[i : i + unit] for i in range(end, len(rows), unit)]
         return np.concatenate([parts[i] for parts in (blocks, units) for i in rng.permutation(len(parts))])
 
-    def cut(self, rows, most):
+    def cut(self, rows: np.ndarray, most: int) -> list[list[int]]:
         """The rows of a step -> its micro-batches, lists of up to `most` rows of one size."""
         groups = [rows]
         if self.buckets is not None:
@@ -75,7 +78,7 @@ class Order:
         return [group[i : i + most].tolist() for group in groups for i in range(0, len(group), most)]
 
 
-def step_batches(order, progress, rank, num_processes):
+def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> Iterator[list[Key]]:
     """Yield without end one process's micro-batches of keys (epoch, row, weight), from where `progress` is on.
 
     A step takes the next images of the `order`; the last one of an epoch takes what is left, so every number comes
@@ -86,7 +89,7 @@ def step_batches(order, progress, rank, num_processes):
     per_micro, per_step = progress.images_per_micro_batch, progress.images_per_step
     first_epoch, image = divmod(progress.images_seen, progress.num_images)
 
-    def keys(image):
+    def keys(image: int) -> Iterator[list[Key]]:
         for epoch in itertools.count(first_epoch):
             rows = order.arrange(epoch, *progress.cuts)
             for start in range(image, len(rows), per_step):
@@ -99,7 +102,9 @@ def step_batches(order, progress, rank, num_processes):
     return keys(image)
 
 
-def stream_batches(order, progress, rank, num_processes, window=1000):
+def stream_batches(
+    order: Order, progress: Any, rank: int, num_processes: int, window: int = 1000
+) -> Iterator[list[tuple]]:
     """Like `step_batches` for a stream, with the item itself as fourth part of a key.
 
     Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was,
@@ -110,7 +115,7 @@ def stream_batches(order, progress, rank, num_processes, window=1000):
     share = split_dataset_by_node(shuffled, rank, num_processes)
     weight, start = num_processes / progress.images_per_step, math.ceil(progress.images_seen / num_processes)
 
-    def items():
+    def items() -> Iterator[tuple[int, int, float, dict]]:
         for epoch in itertools.count():
             share.set_epoch(epoch)  # another order in each
             row = None
@@ -120,7 +125,7 @@ def stream_batches(order, progress, rank, num_processes, window=1000):
             if row is None:
                 fail(f"process {rank} finds nothing in the stream: it has fewer images than processes", alone=True)
 
-    def keys(endless):
+    def keys(endless: Iterator[tuple]) -> Iterator[list[tuple]]:
         while True:
             yield list(itertools.islice(endless, progress.images_per_micro_batch // num_processes))
 

@@ -11,7 +11,10 @@ import math
 import os
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -20,6 +23,7 @@ from diffusion_training.errors import explain
 from diffusion_training.files import saving, write_file
 from diffusion_training.training.signs import read_best, read_metrics
 
+Description = tuple[list[str], str, str]  # the hub's tags, what was trained on what, how to use it
 STYLE = """:root { color-scheme: light dark } figure { margin: 0 } pre { background: #8882; padding: 1rem }
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem; overflow-wrap: anywhere }
 .curves { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }
@@ -28,22 +32,22 @@ body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; pad
 td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } th { font-weight: normal }"""
 
 
-def list_settings(args):
+def list_settings(args: Namespace) -> dict[str, Any]:
     """The flags that card and report show, paths by their last name only."""
     settings = {key: value for key, value in vars(args).items() if value is not None and not key.endswith("_dir")}
     local = lambda value: isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)  # noqa: E731
     return {key: Path(value).name if local(value) else value for key, value in settings.items()}
 
 
-def draw_curves(records, names, log=False):
+def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tuple[Any, str] | None:
     """Values of metrics.jsonl over their steps, a line a name and at most 300 points each, each the mean of many.
 
     Returns (a matplotlib figure, its lines in words), or None if there is nothing to draw.
     """
     import matplotlib.figure  # here, because it takes half a second
 
-    points = {name: [(x["step"], x[name]) for x in records if math.isfinite(x.get(name, math.nan))] for name in names}
-    points = {name: np.array(some, float) for name, some in points.items() if some}
+    found = {name: [(x["step"], x[name]) for x in records if math.isfinite(x.get(name, math.nan))] for name in names}
+    points = {name: np.array(some, float) for name, some in found.items() if some}
     if not points:
         return None
     parts = "axes.edgecolor axes.labelcolor xtick.color ytick.color legend.labelcolor".split()
@@ -64,7 +68,7 @@ def draw_curves(records, names, log=False):
     return figure, ", ".join(f"{name} {some[-1, 1]:.4g}" for name, some in points.items())
 
 
-def save_loss(output_dir):
+def save_loss(output_dir: str | Path) -> float | None:
     """Draw the losses in metrics.jsonl into loss.png and return the last of training, None without a record."""
     records = read_metrics(output_dir)
     if drawn := draw_curves(records, ["loss", "held_out_loss", "held_out_loss_ema"], log=True):
@@ -72,7 +76,7 @@ def save_loss(output_dir):
     return next((record["loss"] for record in reversed(records) if "loss" in record), None)
 
 
-def name_run(args):
+def name_run(args: Namespace) -> tuple[str, str | None, str, str]:
     """What a card calls a text-to-image run: (its name, that of the base or None, its data, a prompt in quotes)."""
     name, base = args.hub_model_id or Path(args.output_dir).resolve().name, args.pretrained_model_name_or_path
     data = args.latents_dir or [args.dataset_name or args.train_data_dir]
@@ -81,14 +85,14 @@ def name_run(args):
     return name, base, ", ".join(Path(path).name for path in data), prompt
 
 
-def name_best(output_dir):
+def name_best(output_dir: str | Path) -> str:
     """A sentence on best/, which --save_best keeps; none without it."""
     found = read_best(Path(output_dir) / "best")
     said = "`best/` holds step {step}, whose held-out loss of {held_out_loss:.4g} is the lowest."
     return said.format(**found) if found else ""
 
 
-def save_model_card(step, describe_model, args):
+def save_model_card(step: int, describe_model: Callable[..., Description], args: Namespace) -> None:
     """Write README.md as the hub shows it: data, samples, loss curve and settings."""
     output_dir = Path(args.output_dir)
     tags, what, usage = describe_model(step, save_loss(output_dir), args)
@@ -124,7 +128,7 @@ tags: [diffusers, {", ".join(tags)}]
 {table}""", encoding="utf-8")  # fmt: skip
 
 
-def save_report(step, script, describe_model, args):
+def save_report(step: int, script: str, describe_model: Callable[..., Description], args: Namespace) -> None:
     """Write report.html, and report.json, which holds what only the run knows of it; their failure ends no run."""
     output_dir = Path(args.output_dir)
     try:
@@ -144,7 +148,7 @@ def save_report(step, script, describe_model, args):
         print(f"\nreport.html could not be written ({explain(error)})", file=sys.stderr)
 
 
-def make_report(output_dir):
+def make_report(output_dir: str | Path) -> None:
     """Make report.html of what a run has left: one file, for any browser and without a network."""
     output_dir, e = Path(output_dir), lambda value: html.escape(str(value))
     table = lambda pairs: "".join(f"<tr><th>{e(a)}<td>{e(b)}" for a, b in pairs)  # noqa: E731

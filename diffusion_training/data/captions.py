@@ -1,17 +1,24 @@
 """Rows with captions -> images and tokens, and what is said of captions."""
 
 import os
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
 
+import datasets
 import torch
 
 from diffusion_training.data.buckets import choose_size
-from diffusion_training.data.families import FAMILIES
+from diffusion_training.data.families import FAMILIES, Tokenizers
 from diffusion_training.data.images import decode_image, name_image, plan_crop, shrink
 from diffusion_training.errors import explain, is_machines_fault, printable
 from diffusion_training.order import draw_choices
 
 
-def transform(row, epoch, item, column, channels, args, target=None):
+def transform(
+    row: int, epoch: int | None, item: dict, column: str, channels: int, args: Namespace,
+    target: Sequence[int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Stage 1, on CPU cores: a row of the source -> its caption and its pixels, cropped and resized in uint8.
 
     target: (height, width) of what is made of it; None: what `choose_size` says of the image.
@@ -35,9 +42,9 @@ def transform(row, epoch, item, column, channels, args, target=None):
             raise ValueError("the caption is empty")
         place = (0.5, 0.5) if args.center_crop else (y, x)
         image = decode_image(item[column], channels, min_size=args.min_size)
-        original_size = tuple(image.shape[-2:])
-        target = target or choose_size(*original_size, args)
-        top, left, rows, columns = plan_crop(*original_size, target, place)
+        original_size = height, width = tuple(image.shape[-2:])
+        target = target or choose_size(height, width, args)
+        top, left, rows, columns = plan_crop(height, width, target, place)
         crop = round(top * target[0] / rows), round(left * target[1] / columns)
         image = shrink(image, target, place, args.image_interpolation_mode)
         if args.mask_column:
@@ -55,7 +62,7 @@ def transform(row, epoch, item, column, channels, args, target=None):
     return {**made, "original_size": original_size, "crop_top_left": crop}
 
 
-def decode_mask(source, size):
+def decode_mask(source: dict | None, size: Sequence[int]) -> torch.Tensor:
     """A mask as uint8 [1, *size], white where the loss counts: everywhere, where an image has none."""
     if source is None or source["bytes"] is source["path"] is None:
         return torch.full((1, *size), 255, dtype=torch.uint8)
@@ -70,7 +77,7 @@ def decode_mask(source, size):
     return mask
 
 
-def prepare(tokenizers, texts):
+def prepare(tokenizers: Tokenizers, texts: Sequence[str]) -> list[str]:
     """Captions as they are tokenized: as the family has it, without what can't become tokens anyway, since a tokenizer
     takes minutes and gigabytes for megabytes."""
     tokenizer, family = tokenizers[0], FAMILIES[tokenizers.family]
@@ -78,7 +85,7 @@ def prepare(tokenizers, texts):
     return [family.prepare(tokenizer, text) for text in texts] if family.prepare else texts
 
 
-def tokenize(tokenizers, texts):
+def tokenize(tokenizers: Tokenizers, texts: Sequence[str]) -> dict[str, torch.Tensor]:
     """Captions -> {"input_ids": tokens [N, model_max_length], filled up or cut off; "input_ids_2": of a second; of a
     family that leaves padding out "prompt_mask": bool [N, model_max_length], where there are tokens}."""
     texts, options = prepare(tokenizers, texts), {"padding": "max_length", "truncation": True}
@@ -89,26 +96,26 @@ def tokenize(tokenizers, texts):
     return batch
 
 
-def look_at_captions(rows, column):
+def look_at_captions(rows: datasets.Dataset, column: str) -> list[str]:
     """Captions of up to 10,000 rows, evenly spread."""
     captions = rows.select_columns(column)[:: max(1, len(rows) // 10**4)][column]
     texts = [text[0] if isinstance(text, list) and text else text for text in captions]
     return [text for text in texts if isinstance(text, str)]
 
 
-def say_equal(texts):
+def say_equal(texts: list[str]) -> None:
     """Say it if captions are all the same: as a rule that is a wrong column."""
     if len(texts) > 1 and len(set(texts)) == 1:
         print(f"All captions that were looked at say {printable(texts[0][:60])!r}: is it the right --caption_column?")
 
 
-def say_cut(count, total, limit, where=""):
+def say_cut(count: int, total: int, limit: int, where: str = "") -> None:
     """Say how many captions lose their end."""
     if count:
         print(f"{where}{count:,} of {total:,} captions have more than {limit} tokens, and lose what is beyond")
 
 
-def say_emptied(tokenizers, texts):
+def say_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
     """Say how many captions have words, and none once they are prepared for the tokenizer."""
     emptied = [text for text, left in zip(texts, prepare(tokenizers, texts), strict=True) if text.strip() and not left]
     if emptied:
@@ -116,7 +123,7 @@ def say_emptied(tokenizers, texts):
         print(f"{len(emptied):,} of {len(texts):,} captions are left without a word, {such}: see docs/from-scratch.md")
 
 
-def count_tokens(tokenizers, texts):
+def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
     """How many tokens captions have on average, as far as the text encoder takes them; None where padding is kept."""
     if not texts or not FAMILIES[tokenizers.family].masked:
         return None
@@ -124,7 +131,7 @@ def count_tokens(tokenizers, texts):
     return sum(lengths) / len(lengths)
 
 
-def are_cut(tokenizers, texts):
+def are_cut(tokenizers: Tokenizers, texts: list[str]) -> list[bool]:
     """For each caption whether it has more tokens than the text encoders take, and so loses its end."""
     # A second tokenizer takes as many, and knows the same words.
     encodings = tokenizers[0](prepare(tokenizers, texts), truncation=True).encodings

@@ -2,22 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 @functools.cache
-def prx_preprocessor():
+def prx_preprocessor() -> Any:
     from diffusers.pipelines.prx.pipeline_prx import TextPreprocessor  # here, because it takes a second
 
     return TextPreprocessor()
 
 
-def clean_text(tokenizer, text):
+def clean_text(tokenizer: Any, text: str) -> str:
     """A caption as PRXPipeline cleans prompts: in lower case, without addresses, Chinese and most signs."""
     return prx_preprocessor().clean_text(text)
 
 
-def ask(tokenizer, text):
+def ask(tokenizer: Any, text: str) -> str:
     """A caption as ZImagePipeline puts it to a language model: the turn of a user, and the beginning of an answer."""
     turns = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=True)
@@ -51,6 +52,6 @@ FAMILIES = {
 class Tokenizers(list):
     """The tokenizers of a pipeline, one for each text encoder, and the name of the family that they are of."""
 
-    def __init__(self, tokenizers, family="sd"):
+    def __init__(self, tokenizers: Iterable, family: str = "sd") -> None:
         super().__init__(tokenizers)
         self.family = family

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import datasets
@@ -14,7 +15,7 @@ from PIL import Image
 from diffusion_training.errors import fail
 
 
-def has_caption_files(folder, extension):
+def has_caption_files(folder: str, extension: str) -> bool:
     """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
     paths = list(Path(folder).rglob("*")) if os.path.isdir(folder) else []
     named = {path.with_suffix("") for path in paths if path.suffix == extension}
@@ -22,13 +23,14 @@ def has_caption_files(folder, extension):
     return any(path.suffix.lower() in images and path.with_suffix("") in named for path in paths)
 
 
-def add_captions(rows, column, extension):
+def add_captions(rows: datasets.Dataset, column: str, extension: str) -> datasets.Dataset:
     """Add the captions that lie beside a folder's images, None where there is none; they enter the fingerprint."""
 
-    def read(path):
+    def read(path: str) -> str | None:
         path = Path(path).with_suffix(extension)
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None  # a pipe has no end
+        return None
 
     images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
     captions = [read(image["path"]) for image in images]
@@ -36,7 +38,7 @@ def add_captions(rows, column, extension):
     return rows.add_column(column, captions, new_fingerprint=fingerprint)
 
 
-def take_folders(rows, column, args):
+def take_folders(rows: datasets.Dataset, column: str, args: Namespace) -> datasets.Dataset:
     """With --folder_repeats images in a folder `10_name` come 10 times, and `name` is the caption of those that have
     none; --instance_prompt is that of all others. Both enter the fingerprint.
     """

@@ -1,10 +1,13 @@
 """An order of rows that can be streamed: a process meets few shards at a time, and every row comes once an epoch."""
 
 import heapq
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from diffusion_training.order import step_seed
+
+Window = tuple[int, int, tuple[int, ...]]  # begin, end, shards
 
 
 class Ranges:
@@ -20,8 +23,11 @@ class Ranges:
     a step's rows begin, before they are read and after all before them were.
     """
 
-    def __init__(self, lengths, seed, num_ranges, shuffle_shards, held_out=()):
-        self.seed, self.num_ranges, self.shuffle_shards, self.reach = seed, num_ranges, shuffle_shards, None
+    def __init__(
+        self, lengths: Sequence[int], seed: int, num_ranges: int, shuffle_shards: int, held_out: Sequence[int] = ()
+    ) -> None:
+        self.seed, self.num_ranges, self.shuffle_shards = seed, num_ranges, shuffle_shards
+        self.reach: Callable[[int, int], None] | None = None
         lengths = np.array(lengths, np.int64)
         self.starts, self.kept, held_out = lengths.cumsum() - lengths, {}, np.sort(np.array(held_out, np.int64))
         for shard in np.unique(np.searchsorted(self.starts, held_out, side="right") - 1).tolist():
@@ -39,28 +45,28 @@ class Ranges:
         self.offsets = cuts[:-1] - (ends - lengths[order])[place]  # of a piece in its shard
         self.pieces = np.searchsorted(cuts, [*first, self.length])  # range r has those from pieces[r] to pieces[r + 1]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, place):
+    def __getitem__(self, place: int) -> int:
         """A row by its place in epoch 0."""
         return int(Arrangement(self, 0).take(place % self.num_ranges, place // self.num_ranges, 1)[0])
 
-    def arrange(self, epoch):
+    def arrange(self, epoch: int) -> "Arrangement":
         """The rows of an epoch, to be sliced."""
         return Arrangement(self, epoch)
 
-    def cut_windows(self, epoch, number):
+    def cut_windows(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The windows of a range in an epoch: (the pieces in their order, where in it windows begin and end,
         which rows of the range these are). The first windows differ in length, so that not all change together."""
-        first, end, size = *self.pieces[number : number + 2].tolist(), self.shuffle_shards
+        (first, end), size = self.pieces[number : number + 2].tolist(), self.shuffle_shards
         rng = np.random.default_rng(step_seed("pieces", self.seed, epoch, number))
         pieces = first + rng.permutation(end - first)
         starts = range(1 + number * size // self.num_ranges, len(pieces), size)
         bounds = np.array([0, *starts, len(pieces)] if len(pieces) else [0])
         return pieces, bounds, np.concatenate([[0], self.lengths[pieces].cumsum()])[bounds]
 
-    def list_rows(self, pieces):
+    def list_rows(self, pieces: np.ndarray) -> np.ndarray:
         """The numbers of all rows of some pieces."""
         found = []
         for piece in pieces.tolist():
@@ -69,7 +75,7 @@ class Ranges:
             found.append(self.starts[shard] + rows if kept is None else kept[rows])
         return np.concatenate(found)
 
-    def plan(self, epoch, place, rank, num_processes):
+    def plan(self, epoch: int, place: int, rank: int, num_processes: int) -> Iterator[Window]:
         """Yield the windows that a process meets from a place of an epoch on, without end, as they begin:
         (begin, end, shards), counted in images of all epochs; a window's last image comes before its end."""
         step = int(np.gcd(num_processes, self.num_ranges))
@@ -79,7 +85,7 @@ class Ranges:
                 yield epoch * self.length + begin, epoch * self.length + end, shards
             epoch, place = epoch + 1, 0
 
-    def plan_range(self, epoch, number, place):
+    def plan_range(self, epoch: int, number: int, place: int) -> Iterator[Window]:
         """Yield the windows of a range from a place of an epoch on: (begin, end, shards), counted in its images."""
         pieces, bounds, rows = self.cut_windows(epoch, number)
         row = max(0, -((number - place) // self.num_ranges))  # of the range, the first at that place or after
@@ -91,13 +97,13 @@ class Ranges:
 class Arrangement:
     """The rows of an epoch in the order of `Ranges`: sliced, they are an array. Holds a window of each range."""
 
-    def __init__(self, ranges, epoch):
+    def __init__(self, ranges: Ranges, epoch: int) -> None:
         self.ranges, self.epoch, self.windows, self.held = ranges, epoch, {}, {}
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.ranges)
 
-    def __getitem__(self, part):
+    def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
         if self.ranges.reach:
             self.ranges.reach(self.epoch, start)
@@ -107,7 +113,7 @@ class Arrangement:
             rows[i::step] = self.take(number, row, len(rows[i::step]))
         return rows
 
-    def take(self, number, row, count):
+    def take(self, number: int, row: int, count: int) -> np.ndarray:
         """`count` rows of a range, from its `row` on."""
         if number not in self.windows:
             self.windows[number] = self.ranges.cut_windows(self.epoch, number)

@@ -9,7 +9,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import datasets
 import fsspec
@@ -155,8 +155,10 @@ def read_items(rows: Rows, keys: list[tuple]) -> list[dict]:
 class RowDataset(torch.utils.data.Dataset):
     """What is known of the rows of `load_rows`; a script's own class says what a batch of them is."""
 
+    sizes: Any = None  # of each row, int [rows, 2], if they differ
+
     def __init__(self, rows: Rows, column: str, args: Namespace) -> None:
-        self.rows, self.column, self.args, self.sizes = rows, column, args, None
+        self.rows, self.column, self.args = rows, column, args
         self.fingerprint = getattr(rows, "_fingerprint", "a stream")
 
     def __len__(self) -> int:

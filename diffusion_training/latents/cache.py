@@ -6,11 +6,16 @@ import json
 import math
 import os
 import shutil
+from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
+from accelerate import Accelerator
+from filelock import BaseFileLock
 
 from diffusion_training import __version__
 from diffusion_training.arguments import format_args
@@ -29,6 +34,7 @@ from diffusion_training.files import (
 )
 from diffusion_training.latents.columns import EMPTY, describe_size
 
+Encoded = tuple[int, pa.RecordBatch, list[dict], dict]  # of `encode_all`
 BATCH_BYTES = 2**26  # of a record batch: a trainer opens every one of a cache, and this script holds one
 RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
           "skipped": [{"row": int, "key": str, "reason": str}]}  # fmt: skip
@@ -36,12 +42,12 @@ RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "c
 UNLIKE = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
 
 
-def fingerprint_cache(cache):
+def fingerprint_cache(cache: dict) -> str:
     """What `datasets` knows a cache by: a hash of cache.json, which tells also whether it is as it was written."""
     return hashlib.sha256(json.dumps(cache).encode()).hexdigest()[:16]
 
 
-def read_cache(output_dir):
+def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
     """What cache.json says, and the records of all shards that are whole, also of those written since.
 
     Returns (dict, {file name: {"rows", "sha256", "checksums": of the rows' checksums, "encoded_again",
@@ -61,21 +67,23 @@ def read_cache(output_dir):
     return cache, records
 
 
-def name_shard(row, cache):
+def name_shard(row: int, cache: dict) -> str:
     """The file that holds a row of the source."""
     number, count = row // cache["rows_per_shard"], math.ceil(cache["source"]["rows"] / cache["rows_per_shard"])
     digits = max(5, len(str(count)))  # as many for all, since they are sorted by name
     return f"data-{number:0{digits}d}-of-{count:0{digits}d}.arrow"
 
 
-def write_batches(writer, batches, checksums):
+def write_batches(
+    writer: pa.RecordBatchStreamWriter, batches: list[pa.RecordBatch], checksums: xxhash.xxh3_128
+) -> None:
     """Write record batches as one; those without a row as none, which would be in the way of who reads by batches."""
     for batch in pa.Table.from_batches(batches).combine_chunks().to_batches() if batches else ():
         writer.write_batch(batch)
         checksums.update(batch["checksum"].to_numpy())
 
 
-def write_shard(path, encoded):
+def write_shard(path: Path, encoded: Iterable[Encoded]) -> dict[str, Any]:
     """Write what `encode_all` yields for one shard, whole or not at all, and then its record."""
     unfinished, record = name_unfinished(path), {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []}
     checksums = xxhash.xxh3_128()  # with it a trainer knows a shard, and by its rows' checksums each row
@@ -102,7 +110,7 @@ def write_shard(path, encoded):
     return record
 
 
-def describe_damage(path, records):
+def describe_damage(path: Path, records: dict[str, dict]) -> str | None:
     """Why a shard that has a record must be made again, None if it need not."""
     if path.name not in records:
         return None
@@ -110,9 +118,10 @@ def describe_damage(path, records):
         return "lacks rows that could not be read"
     if (digest := digest_file(path)) != records[path.name]["sha256"]:
         return "is damaged" if digest else "is gone"
+    return None
 
 
-def check_skipped(skipped, num_rows, max_skipped):
+def check_skipped(skipped: list[dict], num_rows: int, max_skipped: float) -> None:
     """End the program if more rows were skipped than --max_skipped allows."""
     if len(skipped) > max_skipped * num_rows:
         such = f"such as {skipped[-1]['key']} ({skipped[-1]['reason']})"
@@ -120,7 +129,7 @@ def check_skipped(skipped, num_rows, max_skipped):
         fail(f"{many}, {such}; the same command goes on from here with a larger --max_skipped", alone=True)
 
 
-def plan_cache(rows, settings, tokens, args):
+def plan_cache(rows: Any, settings: dict, tokens: float | None, args: Namespace) -> tuple[list[str], str]:
     """Complete `settings`, and say how big the cache will be. Returns (names of its shards, that sentence).
 
     tokens: of a caption, on average, where padding is left out; None if that is not known, or padding is kept.
@@ -139,7 +148,9 @@ def plan_cache(rows, settings, tokens, args):
     return shards, describe_size(len(rows), len(shards), settings, tokens, args)
 
 
-def open_cache(accelerator, settings, args, folder=None):
+def open_cache(
+    accelerator: Accelerator, settings: dict, args: Namespace, folder: Path | None = None
+) -> tuple[BaseFileLock | None, dict, dict[str, dict]]:
     """Lock --output_dir, and take up the cache that is there, or begin one. `folder`: its copy, if it is elsewhere.
 
     Returns (the lock, None but on the first process; what `read_cache` returns).
@@ -174,7 +185,7 @@ def open_cache(accelerator, settings, args, folder=None):
     return lock, cache, records
 
 
-def finish_cache(output_dir, empty_prompt, max_skipped):
+def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skipped: float) -> dict:
     """When all shards are whole, write what makes them a data set; last state.json, without which it does not open."""
     cache, records = read_cache(output_dir)
     skipped = (entry for record in records.values() for entry in record.pop("skipped"))
@@ -188,7 +199,7 @@ def finish_cache(output_dir, empty_prompt, max_skipped):
         cache[f"{EMPTY[name]}_sha256"] = digest_file(path)
     cache |= {name: sum(record[name] for record in records.values()) for name in RECORD if RECORD[name] is int}
     cache["skipped"], cache["shards"] = len(skipped), dict(sorted(records.items()))
-    state = {"_format_columns": None, "_format_type": None, "_split": None}  # what `datasets` wants to find
+    state: dict[str, Any] = dict.fromkeys(["_format_columns", "_format_type", "_split"])  # what `datasets` wants
     state |= {"_format_kwargs": {}, "_output_all_columns": False, "_fingerprint": fingerprint_cache(cache)}
     state["_data_files"] = [{"filename": name} for name in cache["shards"]]
     write_file(output_dir / "cache.json", json.dumps(cache, indent=1))

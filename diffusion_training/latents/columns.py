@@ -2,6 +2,7 @@
 
 import functools
 import math
+from argparse import Namespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +16,12 @@ LATENTS = ("latents", "latents_flipped", "mask")  # columns that are of any leng
 PROMPTS = ("prompt_embeds", "input_ids")  # and those that are where padding is left out
 
 
-def count_rows(args):
+def count_rows(args: Namespace) -> int:
     """How many rows of the source are a batch of `encode`: of several sizes more, so that there are some of each."""
     return args.batch_size * (4 if args.bucket_step else 1)
 
 
-def make_column(numbers, good, ragged):
+def make_column(numbers: list[np.ndarray], good: list[int], ragged: bool) -> pa.Array:
     """An Arrow column of lists: the `good` ones, given by their places, of each row's numbers."""
     length, found = len(numbers[0]), [numbers[i] for i in good]
     values = pa.array(np.concatenate(found or [numbers[0][:0]]))
@@ -29,7 +30,7 @@ def make_column(numbers, good, ragged):
     return pa.FixedSizeListArray.from_arrays(values, length)
 
 
-def describe_columns(cache):
+def describe_columns(cache: dict) -> dict[str, pa.DataType]:
     """The columns of numbers in a cache, and their Arrow types."""
     features = cache.get("features", [])
     sdxl, ragged, masked = (name in features for name in ("sdxl", "ragged latents", "ragged embeddings"))
@@ -50,7 +51,7 @@ def describe_columns(cache):
     return kinds
 
 
-def count_bytes(cache, tokens=None):
+def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
     """(bytes of the numbers in a row, those of the caption's among them), where sizes differ of a square; tokens: of a
     caption, on average, where padding is left out."""
     numbers = {"latents": math.prod(cache["latents_shape"]), "mask": math.prod(cache["latents_shape"][1:])}
@@ -65,7 +66,7 @@ def count_bytes(cache, tokens=None):
     return sum(found.values()), sum(size for name, size in found.items() if "prompt" in name or "ids" in name)
 
 
-def compare_captions(cache, tokens):
+def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
     """{what --text_cache may be: bytes of a caption}, whatever the cache has."""
     plain = {**cache, "features": [name for name in cache.get("features", []) if name != "ragged embeddings"]}
     kinds = {"ids": (cache, "ids", tokens), "embeddings": (cache, "embeddings", tokens)}
@@ -74,7 +75,7 @@ def compare_captions(cache, tokens):
     return {name: count_bytes({**of, "text_cache": kind}, n)[1] for name, (of, kind, n) in kinds.items()}
 
 
-def describe_size(rows, shards, cache, tokens, args):
+def describe_size(rows: int, shards: int, cache: dict, tokens: float | None, args: Namespace) -> str:
     """A sentence that says how big a cache of so many rows and shards will be."""
     most = "up to " if args.bucket_step else ""  # no size has more pixels than the square
     if "ragged embeddings" in cache.get("features", []):
@@ -89,7 +90,7 @@ def describe_size(rows, shards, cache, tokens, args):
     return sentence
 
 
-def pad_prompts(rows, length, width):
+def pad_prompts(rows: list[np.ndarray], length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of numbers [tokens * width] -> (an array [N, length * width], filled up with zeros, bool [N, length])."""
     padded = np.zeros((len(rows), length * width), rows[0].dtype)
     for row, found in zip(padded, rows, strict=True):
@@ -100,22 +101,22 @@ def pad_prompts(rows, length, width):
 class Ragged:
     """The rows of an Arrow column of lists of any length, as views of its numbers."""
 
-    def __init__(self, column):
+    def __init__(self, column: pa.ListArray) -> None:
         self.offsets, self.numbers = column.offsets.to_numpy(), column.values.to_numpy()
 
-    def __getitem__(self, row):
+    def __getitem__(self, row: int) -> np.ndarray:
         row %= len(self.offsets) - 1  # it may be counted from the end
         return self.numbers[self.offsets[row] : self.offsets[row + 1]]
 
 
-def view_rows(column):
+def view_rows(column: pa.Array) -> Ragged | np.ndarray:
     """An Arrow column of lists as what gives the numbers of a row by its number, without a copy."""
     if pa.types.is_list(column.type):
         return Ragged(column)
     return column.flatten().to_numpy().reshape(len(column), -1)
 
 
-def checksum_row(row):
+def checksum_row(row: dict[str, np.ndarray]) -> int:
     """xxh3 of the numbers in a row of a cache: {column: float16 [numbers per row]}, in the order of the names."""
     digest = xxhash.xxh3_64()
     for name in sorted(row):

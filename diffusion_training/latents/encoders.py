@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny
 
-from diffusion_training.data.families import FAMILIES
+from diffusion_training.data.families import FAMILIES, Tokenizers
 from diffusion_training.errors import explained, fail
 from diffusion_training.latents.text_encoders import (
     encode_prompts,
@@ -19,10 +21,11 @@ from diffusion_training.latents.text_encoders import (
 from diffusion_training.training.models import compile_model, load_weights, put_on_device
 
 VAES = {"AutoencoderKL": AutoencoderKL, "AutoencoderTiny": AutoencoderTiny, "AutoencoderDC": AutoencoderDC}
+Encoders = tuple[torch.nn.Module, torch.nn.ModuleList]  # the VAE and the text encoders
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
 
 
-def load_models(args, dtype):
+def load_models(args: Namespace, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.nn.ModuleList, Tokenizers]:
     """(the VAE, a ModuleList of the text encoders, their `Tokenizers`), on the CPU; SDXL has two of these."""
     family = find_family(args)
     if family == "sdxl" and None in read_pipeline(args).get("text_encoder", [None]):
@@ -48,28 +51,28 @@ def load_models(args, dtype):
     return vae.eval(), text_encoders.eval(), tokenizers
 
 
-def vae_scale_factor(vae):
+def vae_scale_factor(vae: torch.nn.Module) -> int:
     """How many times smaller than the image the latents are in height and in width."""
     return 2 ** (len(vae.config.get("block_out_channels") or vae.config.encoder_block_out_channels) - 1)
 
 
-def has_moments(vae):
+def has_moments(vae: torch.nn.Module) -> bool:
     """Whether a VAE gives mean and std of the latents, and not the latents themselves."""
     return isinstance(vae, AutoencoderKL)
 
 
-def describe_scale(vae):
+def describe_scale(vae: torch.nn.Module) -> dict[str, float]:
     """How latents become numbers of about unit size, as the pipelines have it: (latents - shift) * scaling_factor."""
     return {"scaling_factor": vae.config.scaling_factor, "shift_factor": vae.config.get("shift_factor") or 0.0}
 
 
-def describe_latents(vae, resolution, kind):
+def describe_latents(vae: torch.nn.Module, resolution: int, kind: str) -> dict[str, Any]:
     """What a cache says of its latents if they are of this VAE; `kind`: moments or sample."""
     side, channels = resolution // vae_scale_factor(vae), vae.config.latent_channels
     return {"latents": kind, "latents_shape": [channels * (2 if kind == "moments" else 1), side, side]}
 
 
-def try_models(vae, text_encoders):
+def try_models(vae: torch.nn.Module, text_encoders: torch.nn.ModuleList) -> None:
     """Encode a small image and two tokens, or end the program: a config may say what can't be computed."""
     with torch.no_grad():
         with explained("the VAE does not work"):
@@ -81,7 +84,7 @@ def try_models(vae, text_encoders):
             encode_prompts(text_encoders, {"input_ids": ids, "input_ids_2": ids, "prompt_mask": ids == 0})
 
 
-def encode_images(vae, pixel_values):
+def encode_images(vae: torch.nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
     """Images uint8 [N, C, H, W] -> mean and std of their latents, float32 [N, 2 * latent_channels, h, w], unscaled.
 
     Of one that has no std, AutoencoderTiny or AutoencoderDC, the latents themselves: [N, latent_channels, h, w].
@@ -93,10 +96,10 @@ def encode_images(vae, pixel_values):
     return torch.cat([posterior.mean.float(), (0.5 * posterior.logvar.float()).exp()], dim=1)
 
 
-def hash_weights(model):
+def hash_weights(model: torch.nn.Module) -> str:
     """SHA-256 of a model's weights: of their values and shapes, whatever the files and the library call them."""
 
-    def hash_weight(weight):
+    def hash_weight(weight: torch.Tensor) -> str:
         digest = hashlib.sha256(str(tuple(weight.shape)).encode())
         digest.update(weight.detach().float().cpu().contiguous().numpy())
         return digest.hexdigest()
@@ -106,9 +109,12 @@ def hash_weights(model):
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
-def describe_models(vae, text_encoders, tokenizers):
+def describe_models(
+    vae: torch.nn.Module, text_encoders: torch.nn.ModuleList, tokenizers: Tokenizers
+) -> dict[str, Any]:
     """What has to be the same in the models of two caches, or of a cache and a trainer, for them to fit."""
-    described = {"vae": {"class": type(vae).__name__, "sha256": hash_weights(vae), **describe_scale(vae)}}
+    described: dict[str, Any] = {}
+    described["vae"] = {"class": type(vae).__name__, "sha256": hash_weights(vae), **describe_scale(vae)}
     for suffix, text_encoder, tokenizer in zip(("", "_2"), text_encoders, tokenizers, strict=False):
         probe = tokenizer("The quick brown fox, 123 times!", truncation=True).input_ids
         vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), probe])
@@ -121,7 +127,7 @@ def describe_models(vae, text_encoders, tokenizers):
     return described
 
 
-def place_encoders(exact_models, device, args):
+def place_encoders(exact_models: Encoders, device: torch.device, args: Namespace) -> Encoders:
     """VAE and text encoders on the device in the precision that is asked for; `exact_models` are they in float32."""
     dtype = getattr(torch, DTYPES[args.mixed_precision])
     vae, text_encoders = models = exact_models if dtype == torch.float32 else load_models(args, dtype)[:2]

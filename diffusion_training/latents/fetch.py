@@ -6,34 +6,40 @@ import contextlib
 import shutil
 import threading
 import uuid
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from fsspec import AbstractFileSystem
 
+from diffusion_training.data.ranges import Window
 from diffusion_training.files import digest_file, name_unfinished
 from diffusion_training.remote import persist
 
+Describe = Callable[[int], tuple[str, str, int]]  # a shard -> address, SHA-256, about how many bytes
 THREADS = 8  # a connection each, of a process
 
 
 class Fetcher:
     """Copies of shards on this machine: those of the windows that are open, and ahead of them what `most` holds.
 
-    describe(shard): (address, SHA-256, about how many bytes), the address None for what lies on a disk. A shard that
+    describe(shard): (address, SHA-256, about how many bytes), the address "" for what lies on a disk. A shard that
     is asked for and in no window is fetched as well, and goes with the next step. One that stays away, or comes with
     other bytes, is tried again for about a minute; then whoever asks for it ends the program with a sentence.
     """
 
-    def __init__(self, describe, folder, most):
-        self.describe, self.folder, self.most = describe, folder, most
+    def __init__(self, describe: Describe, folder: Path | None, most: float) -> None:
+        self.describe, self.folder, self.most = describe, folder or Path(), most
         self.jobs, self.files, self.bytes = collections.deque(), {}, {}  # of each shard: a Future of its path; bytes
-        self.windows, self.held, self.plan, self.next = [], collections.Counter(), iter(()), None
+        self.windows, self.held = [], collections.Counter()
+        self.plan: Iterator[Window] = iter(())
+        self.next: Window | None = None
         self.changed = threading.Condition()
         for _ in range(THREADS if folder else 0):
             threading.Thread(target=self.work, daemon=True).start()  # daemons, or who ends would wait for the network
 
-    def work(self):
+    def work(self) -> None:
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.jobs)
@@ -50,12 +56,12 @@ class Fetcher:
                     path.unlink()
             future.set_exception(error) if error else future.set_result(path)
 
-    def fetch(self, shard):
+    def fetch(self, shard: int) -> Path:
         """Copy a shard, whole or not at all, if no other process of this machine has."""
         address, digest, _ = self.describe(shard)
         path = self.folder / f"{shard}-{digest[:16]}.arrow"
 
-        def copy(fs, there):
+        def copy(fs: AbstractFileSystem, there: str) -> None:
             unfinished = name_unfinished(path)
             try:
                 fs.get_file(there, str(unfinished))
@@ -70,7 +76,7 @@ class Fetcher:
                 persist(address, copy)
         return path
 
-    def want(self, shard, now=False):
+    def want(self, shard: int, now: bool = False) -> Future:
         """See to it that a shard is here, or comes; `now`: before all that is fetched ahead."""
         with self.changed:
             if shard not in self.files:
@@ -83,17 +89,17 @@ class Fetcher:
                 self.jobs.appendleft(job)
             return self.files[shard]
 
-    def path(self, shard):
+    def path(self, shard: int) -> Path:
         """Where the copy of a shard lies; waits until it is there."""
         return self.want(shard, now=True).result()
 
-    def follow(self, plan):
+    def follow(self, plan: Iterator[Window]) -> None:
         """Take up the windows of a `Ranges.plan`, in place of those before."""
         for window in self.windows:
             self.held.subtract(window[2])
         self.windows, self.plan, self.next = [], plan, None
 
-    def reach(self, place):
+    def reach(self, place: int) -> set[int]:
         """Delete the copies that no window needs from `place` on, and fetch ahead. Returns the shards that passed."""
         passed = [shard for window in self.windows if window[1] <= place for shard in window[2]]
         self.windows = [window for window in self.windows if window[1] > place]
@@ -114,12 +120,12 @@ class Fetcher:
                     self.want(shard)
         return gone
 
-    def measure(self, shard):
+    def measure(self, shard: int) -> int:
         """About how many bytes it takes to have a shard here: none of one that is, or that lies on a disk."""
         address, _, size = self.describe(shard)
         return size if address and shard not in self.files else 0
 
-    def forget(self, shard):
+    def forget(self, shard: int) -> None:
         """Delete the copy of a shard, or leave it out if it has not come yet."""
         with self.changed:
             future, _ = self.files.pop(shard, None), self.bytes.pop(shard, None)
@@ -130,7 +136,7 @@ class Fetcher:
                 future.result().unlink(missing_ok=True)
 
 
-def take_folder_of_run(folder):
+def take_folder_of_run(folder: str | Path) -> Path:
     """A new folder in `folder` for what a process fetches; those of processes that were killed are deleted."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +148,7 @@ def take_folder_of_run(folder):
     lock.acquire()
     mine.mkdir()
 
-    def leave():
+    def leave() -> None:
         shutil.rmtree(mine, ignore_errors=True)
         lock.release()
         Path(f"{mine}.lock").unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from diffusion_training.errors import Refused, explain, explained, fail
-from diffusion_training.latents.cache import write_shard
+from diffusion_training.latents.cache import Encoded, write_shard
 from diffusion_training.latents.columns import count_rows
 from diffusion_training.remote import is_address, list_files, reading, remove, upload, writing
 
@@ -23,7 +23,6 @@ TRIES = 4  # of a part, if the process that makes it dies or raises
 
 Made = TypeVar("Made")
 Part = tuple[int, int]  # first row, row after the last
-Encoded = tuple[int, pa.RecordBatch, list[dict], dict]  # of `encode_all`
 
 
 def plan_parts(start: int, end: int, args: argparse.Namespace) -> list[Part]:

@@ -3,6 +3,9 @@
 import hashlib
 import io
 import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,15 +13,17 @@ import torch
 from diffusion_training.errors import fail
 from diffusion_training.latents.cache import fingerprint_cache
 from diffusion_training.latents.columns import EMPTY, FEATURES, PROMPTS, describe_columns, pad_prompts
-from diffusion_training.latents.shards import Shards
-from diffusion_training.order import draw_choices, step_seed
+from diffusion_training.latents.fetch import Fetcher
+from diffusion_training.latents.shards import OpenShard, Shards
+from diffusion_training.order import Key, draw_choices, step_seed
 from diffusion_training.remote import is_address, read_bytes
 
 FEW = 1000  # shards that are opened at the start, and so are checked then
 MOST_OPEN = 50_000  # at a time: Linux lets a process map 65,530 files
+Cache = tuple[dict, dict[str, torch.Tensor], Shards]  # of `load_cache`
 
 
-def load_cache(folder):
+def load_cache(folder: str | Path) -> Cache:
     """Open a cache of precompute_latents.py, on a disk or at an address, without reading its rows.
 
     Returns (cache.json, {name: what stands for a caption that is left out}, its `Shards`).
@@ -71,9 +76,9 @@ class CachedLatents(torch.utils.data.Dataset):
     caches: {folder: what `load_cache` returns}. fetcher: a `Fetcher`, if some of them lie at an address.
     """
 
-    fetcher = None
+    fetcher: Fetcher
 
-    def __init__(self, caches, seed, random_flip):
+    def __init__(self, caches: dict[str, Cache], seed: int, random_flip: bool) -> None:
         self.seed, self.random_flip, self.folders, self.opened = seed, random_flip, list(caches), {}
         self.parts = [shards for _, _, shards in caches.values()]
         self.firsts = np.cumsum([0, *map(len, self.parts)])  # numbers of the caches' first shards
@@ -94,23 +99,23 @@ class CachedLatents(torch.utils.data.Dataset):
             }
         self.ragged, self.size_of_row = "size" in kinds, None
 
-    def __len__(self):
+    def __len__(self) -> int:
         return int(self.ends[-1])
 
     @property
-    def sizes(self):
+    def sizes(self) -> np.ndarray | None:
         """(height, width) of each row's latents, None if all have the same."""
         if self.ragged and self.size_of_row is None:
             views = (view for shard in range(len(self.lengths)) for view in self.open(shard).views)
             self.size_of_row = np.concatenate([view["size"] for view in views])
         return self.size_of_row
 
-    def find_shard(self, shard):
+    def find_shard(self, shard: int) -> tuple[Shards, int]:
         """(the `Shards` of its cache, its number among them) of a shard among all."""
         part = int(np.searchsorted(self.firsts, shard, side="right")) - 1
         return self.parts[part], shard - int(self.firsts[part])
 
-    def open(self, shard):
+    def open(self, shard: int) -> OpenShard:
         """A shard, opened if it is not yet."""
         if (opened := self.opened.get(shard)) is None:
             shards, number = self.find_shard(shard)
@@ -120,18 +125,18 @@ class CachedLatents(torch.utils.data.Dataset):
             opened = self.opened[shard] = shards.open(number, path, alone=True)
         return opened
 
-    def digest(self, row):
+    def digest(self, row: int) -> str:
         shard = int(np.searchsorted(self.ends, row, side="right"))
         opened = self.open(shard)
         chunk, place = opened.find(row - int(self.ends[shard] - self.lengths[shard]))
         return str(opened.checksums[chunk][place])
 
-    def names(self, shards=None):
+    def names(self, shards: Iterable[int] | None = None) -> Iterator[str]:
         for shard in range(len(self.lengths)) if shards is None else shards:
             for batch in self.open(shard).batches:
                 yield from batch["key"].to_pylist()  # as `transform` named them
 
-    def __getitem__(self, keys):
+    def __getitem__(self, keys: list[Key]) -> dict[str, Any]:
         rows = np.array([row for _, row, _ in keys]) % len(self)
         shards = np.searchsorted(self.ends, rows, side="right")
         places = rows - self.ends[shards] + self.lengths[shards]
@@ -154,7 +159,7 @@ class CachedLatents(torch.utils.data.Dataset):
         return {**batch, "latents_shape": shape, "flipped": torch.tensor(flipped), "weight": weights, "skipped": []}
 
 
-def choose_rows(rows, dataset, weights, epoch):
+def choose_rows(rows: np.ndarray, dataset: CachedLatents, weights: list[float] | None, epoch: int) -> np.ndarray:
     """The rows that an epoch takes of `rows`, which are sorted: of each cache its weight times as many.
 
     A cache's rows, in an order drawn from the seed, are gone round without end, and an epoch takes the next weight *
@@ -176,7 +181,7 @@ def choose_rows(rows, dataset, weights, epoch):
     return np.sort(np.concatenate(chosen))  # so that weights of 1 change nothing
 
 
-def deal(shares, epochs):
+def deal(shares: list[float], epochs: int) -> list[int]:
     """How many rows `epochs` epochs take of each cache, of round(sum(shares)) each: by largest remainder."""
     total = round(sum(shares)) * epochs
     quotas = np.array(shares) / sum(shares) * total

@@ -1,7 +1,9 @@
 """The shards of a latent cache: opened when they are first needed, and checked then."""
 
 import bisect
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +19,7 @@ class Shards:
     Iterated, they are all opened, and give (path, record batch).
     """
 
-    def __init__(self, folder, cache):
+    def __init__(self, folder: str | Path, cache: dict) -> None:
         records = cache["shards"].values()
         self.folder, self.kinds = str(folder), describe_columns(cache)
         self.names = np.array([Path(name).name for name in cache["shards"]], "S")
@@ -25,20 +27,20 @@ class Shards:
         self.checksums = np.array([record["checksums"] for record in records], "S32")
         self.sha256 = np.array([record["sha256"] for record in records], "S64")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[Path, pa.RecordBatch]]:
         for number in range(len(self)):
             opened = self.open(number)
             for batch in opened.batches:
                 yield opened.path, batch
 
-    def locate(self, number):
+    def locate(self, number: int) -> str:
         """Where a shard lies: a path, or an address."""
         return f"{self.folder.rstrip('/')}/{self.names[number].decode()}"
 
-    def open(self, number, path=None, alone=False):
+    def open(self, number: int, path: Path | None = None, alone: bool = False) -> "OpenShard":
         """Map a shard, or its copy at `path`, without reading its rows, which are checked when they are first read."""
         mend = (
             "delete it, and it is fetched again" if path else "run the command that made the cache again, it mends it"
@@ -68,7 +70,7 @@ class Shards:
 class OpenShard:
     """A shard whose columns are views of the memory-mapped file, and what of it has been checked."""
 
-    def __init__(self, path, batches, kinds, mend):
+    def __init__(self, path: Path, batches: list[pa.RecordBatch], kinds: dict[str, pa.DataType], mend: str) -> None:
         self.path, self.batches, self.mend = path, batches, mend
         self.ends = np.cumsum([len(batch) for batch in batches]).tolist()
         self.views = [
@@ -78,19 +80,19 @@ class OpenShard:
         self.checksums = [batch["checksum"].to_numpy() for batch in batches]
         self.unchecked = np.ones(sum(map(len, batches)), bool)
 
-    def find(self, row):
+    def find(self, row: int) -> tuple[int, int]:
         """(record batch, place in it, counted from its end) of a row of the shard."""
         chunk = bisect.bisect_right(self.ends, row)
         return chunk, row - self.ends[chunk]
 
-    def view(self, row):
+    def view(self, row: int) -> tuple[dict[str, Any], int]:
         """({column: what gives the numbers of a row by its place}, the place). A row is checked when first read."""
         chunk, place = self.find(row)
         if self.unchecked[row]:
             self.check(row, chunk, place)
         return self.views[chunk], place
 
-    def check(self, row, chunk, i):
+    def check(self, row: int, chunk: int, i: int) -> None:
         """Refuse a row that is not as it was written: as OSError, because the disk failed, or who wrote to it."""
         if self.checksums[chunk][i] != checksum_row({name: view[i] for name, view in self.views[chunk].items()}):
             raise OSError(f"{self.path} is damaged: {self.mend}")

@@ -1,6 +1,7 @@
 """A base in one file, as Stable Diffusion and SDXL are shared for other programs: unpacked once, into a folder."""
 
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import diffusers
@@ -16,7 +17,7 @@ from diffusion_training.errors import explained, fail
 from diffusion_training.files import clean, saving
 
 
-def open_base(args):
+def open_base(args: Namespace) -> str | None:
     """--pretrained_model_name_or_path; where that is a file, the pipeline folder that diffusers makes of it.
 
     The folder lies in --cache_dir, and is made by the first process that comes, from configs of the hub's or of

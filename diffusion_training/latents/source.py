@@ -1,8 +1,15 @@
 """What text-to-image trainers read: rows of latent caches, or images and captions that are encoded in every step."""
 
+from argparse import Namespace
+from collections.abc import Collection
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import datasets
+import numpy as np
 import torch
+from accelerate import Accelerator
 
 from diffusion_training.data.buckets import size_rows
 from diffusion_training.data.captions import (
@@ -14,7 +21,7 @@ from diffusion_training.data.captions import (
     tokenize,
     transform,
 )
-from diffusion_training.data.families import FAMILIES
+from diffusion_training.data.families import FAMILIES, Tokenizers
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.errors import fail
@@ -29,7 +36,7 @@ from diffusion_training.latents.encoders import (
     load_models,
     try_models,
 )
-from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.reader import Cache, load_cache
 from diffusion_training.latents.stream import open_latents
 from diffusion_training.latents.text_encoders import (
     describe_prompts,
@@ -38,8 +45,8 @@ from diffusion_training.latents.text_encoders import (
     find_family,
     is_sdxl,
 )
-from diffusion_training.order import draw_choices
-from diffusion_training.training.models import put_on_device
+from diffusion_training.order import Key, draw_choices
+from diffusion_training.training.models import Prepared, put_on_device
 
 
 class CaptionedImages(RowDataset):
@@ -50,11 +57,14 @@ class CaptionedImages(RowDataset):
     "skipped": [(name, reason)]}; a row that can't be used has weight 0. sizes: of `size_rows`.
     """
 
-    def __init__(self, rows, column, channels, tokenizers, sizes, args):
+    def __init__(
+        self, rows: datasets.Dataset, column: str, channels: int, tokenizers: Tokenizers, sizes: np.ndarray | None,
+        args: Namespace,
+    ) -> None:  # fmt: skip
         super().__init__(rows, column, args)
         self.channels, self.tokenizers, self.sizes = channels, tokenizers, sizes
 
-    def __getitem__(self, keys):
+    def __getitem__(self, keys: list[Key]) -> dict[str, Any]:
         targets = self.sizes[[row for _, row, _ in keys]].tolist() if self.sizes is not None else [None] * len(keys)
         items = [
             transform(row, epoch, item, self.column, self.channels, self.args, target)
@@ -78,7 +88,9 @@ class CaptionedImages(RowDataset):
         }
 
 
-def load_data(accelerator, families, args, checkpoint=None):
+def load_data(
+    accelerator: Accelerator, families: Collection[str], args: Namespace, checkpoint: Path | None = None
+) -> tuple[torch.utils.data.Dataset, SimpleNamespace]:
     """The data of the caches, in the order of the checkpoint; or images with the models that encode them in the step.
 
     families: which they may be of. Returns (dataset, frozen). `frozen` is what `encode_batch` needs: vae and
@@ -128,7 +140,7 @@ def load_data(accelerator, families, args, checkpoint=None):
     return dataset, frozen
 
 
-def check_caches(caches, args):
+def check_caches(caches: dict[str, Cache], args: Namespace) -> None:
     """Refuse caches that other models than those of the flags have made, or that lack what the flags ask for."""
     first, _, _ = next(iter(caches.values()))
     vae, text_encoders, tokenizers = load_models(args, torch.float32)  # to be compared, and let go
@@ -147,7 +159,7 @@ def check_caches(caches, args):
             fail(f"--resolution {args.resolution}: {folder} holds {cache['transform']['resolution']} px")
 
 
-def encode_batch(batch, frozen, caption_dropout):
+def encode_batch(batch: dict, frozen: SimpleNamespace, caption_dropout: float) -> Prepared:
     """A batch as loaded -> (latents float32 [N, C, h, w] of about unit size, prompts, loss_inputs).
 
     Both are {name: tensor [N, ...]}: prompts of `encode_prompts`, with the empty prompt in place of a share

@@ -3,16 +3,21 @@
 import hashlib
 import math
 import os
+from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
+from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.data.ranges import Ranges
 from diffusion_training.errors import fail
-from diffusion_training.latents.fetch import Fetcher, take_folder_of_run
-from diffusion_training.latents.reader import CachedLatents
+from diffusion_training.latents.fetch import Describe, Fetcher, take_folder_of_run
+from diffusion_training.latents.reader import Cache, CachedLatents
+from diffusion_training.latents.shards import Shards
 from diffusion_training.remote import is_address, persist
 from diffusion_training.training.checkpoints import read_state
 
@@ -20,7 +25,9 @@ MOST_PERMUTED = 16_000_000  # rows of which each process holds a permutation, 12
 LEAST_RANGES = 64  # so that neighbours come from shards far apart, also of one process
 
 
-def open_latents(accelerator, caches, checkpoint, args):
+def open_latents(
+    accelerator: Accelerator, caches: dict[str, Cache], checkpoint: Path | None, args: Namespace
+) -> "StoredLatents":
     """The data set of some caches, {folder: what `load_cache` returns}.
 
     Its order is the `full` permutation where they have at most 16 M rows and lie on a disk or fit --shards_size, else
@@ -57,7 +64,9 @@ def open_latents(accelerator, caches, checkpoint, args):
     return dataset
 
 
-def choose_ranges(dataset, kept, checkpoint, args):
+def choose_ranges(
+    dataset: "StoredLatents", kept: dict | None, checkpoint: Path | None, args: Namespace
+) -> dict[str, Any]:
     """What a checkpoint keeps of the order `ranges`: that which is `kept`, if the shards are still the same."""
     shards = hashlib.sha256(dataset.lengths.tobytes()).hexdigest()[:16]
     if kept and kept["rows"] == len(dataset) and kept["shards"] != shards:
@@ -68,17 +77,17 @@ def choose_ranges(dataset, kept, checkpoint, args):
     return {**chosen, "rows": len(dataset), "shards": shards}
 
 
-def count_local():
+def count_local() -> int:
     """How many processes this machine has, which share its disk."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def show(size):
+def show(size: float) -> str:
     """Bytes as --shards_size reads them, rounded up."""
     return tqdm.format_sizeof(size * 1.01, divisor=1000) + "B"
 
 
-def weigh_rows(shards):
+def weigh_rows(shards: Shards) -> float:
     """About how many bytes of a shard each of its rows takes: 0 of a cache that lies on a disk."""
     if not is_address(shards.folder):
         return 0.0
@@ -90,19 +99,20 @@ def weigh_rows(shards):
 class StoredLatents(CachedLatents):
     """`CachedLatents` whose shards may lie at an address, and with the order `ranges` come and go with its windows."""
 
-    order = following = None
+    order: Any = None  # of `choose_ranges`; None: `full`
+    following: Ranges | None = None
 
-    def describe(self, bytes_of):
+    def describe(self, bytes_of: np.ndarray) -> Describe:
         """What a `Fetcher` needs to know of a shard, as a function of its number; `bytes_of` each, about."""
 
-        def describe(shard):
+        def describe(shard: int) -> tuple[str, str, int]:
             shards, number = self.find_shard(shard)
-            address = shards.locate(number) if is_address(shards.folder) else None
+            address = shards.locate(number) if is_address(shards.folder) else ""
             return address, shards.sha256[number].decode(), int(bytes_of[shard])
 
         return describe
 
-    def check_size(self, stay=()):
+    def check_size(self, stay: Collection[int] = ()) -> None:
         """Refuse a folder that does not hold, of each range, the window that is open and the next, and what stays."""
         num_ranges, shuffle_shards = self.order["num_ranges"], self.order["shuffle_shards"]
         mine = num_ranges // math.gcd(self.process[1], num_ranges)
@@ -114,7 +124,7 @@ class StoredLatents(CachedLatents):
             turn = f"give --shards_size {show(need)}, or fewer --shuffle_shards"
             fail(f"--shards_size {self.most:,} is too small for {windows}: {turn}")
 
-    def hold_out(self, accelerator, holdout, seed):
+    def hold_out(self, accelerator: Accelerator, holdout: float, seed: int) -> tuple[Ranges, dict[int, int]]:
         """(the `Ranges` of the rows to train on, {number: hash} of those for the held-out loss), as `hold_out` gives.
 
         These are of the few shards whose names have the lowest hashes, which stay here, so that no others are read:
@@ -141,7 +151,7 @@ class StoredLatents(CachedLatents):
         ranges.reach = lambda epoch, place: self.reach(ranges, epoch, place)
         return ranges, held_out
 
-    def reach(self, ranges, epoch, place):
+    def reach(self, ranges: Ranges, epoch: int, place: int) -> None:
         """Let go of what has passed, and fetch ahead: called by who takes the rows of a step, before they are read."""
         if self.following is not ranges:
             self.fetcher.follow(ranges.plan(epoch, place, *self.process))

@@ -4,6 +4,9 @@ import contextlib
 import functools
 import math
 import os
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import transformers
@@ -20,7 +23,7 @@ from diffusion_training.training.models import load_weights
 load_once = functools.lru_cache(DiffusionPipeline.load_config)  # from the hub: each report asks again
 
 
-def locate_model(args, own_path, subfolder):
+def locate_model(args: Namespace, own_path: str | None, subfolder: str) -> tuple[str | None, dict]:
     """Where a model is: (hub id or folder, options). One with a flag of its own is no part of a pipeline."""
     if own_path is not None:
         return own_path, {"cache_dir": args.cache_dir}
@@ -28,7 +31,7 @@ def locate_model(args, own_path, subfolder):
     return open_base(args), options
 
 
-def read_pipeline(args):
+def read_pipeline(args: Namespace) -> dict[str, Any]:
     """What model_index.json says of a pipeline; {} of models that are given one by one, or lie in a bare folder."""
     source = open_base(args)
     if source is None or os.path.isdir(source) and not os.path.isfile(os.path.join(source, "model_index.json")):
@@ -38,7 +41,7 @@ def read_pipeline(args):
         return load(source, cache_dir=args.cache_dir, revision=args.revision)
 
 
-def find_family(args):
+def find_family(args: Namespace) -> str:
     """The name of the family that the models are of: --model_family, or what model_index.json says, or sd."""
     kind = read_pipeline(args).get("_class_name", "")
     found = next((name for name, family in FAMILIES.items() if kind.startswith(family.pipeline)), None)
@@ -48,12 +51,12 @@ def find_family(args):
     return wanted or found or "sd"
 
 
-def is_sdxl(args):
+def is_sdxl(args: Namespace) -> bool:
     """Whether the models are those of Stable Diffusion XL, which has two text encoders."""
     return find_family(args) == "sdxl"
 
 
-def choose_class(args, source, options, family, suffix):
+def choose_class(args: Namespace, source: str, options: dict, family: str, suffix: str) -> tuple[Any, dict]:
     """(the class of a text encoder, what else it is loaded with)."""
     if not FAMILIES[family].masked:
         return (CLIPTextModelWithProjection if suffix else CLIPTextModel), {}
@@ -69,7 +72,7 @@ def choose_class(args, source, options, family, suffix):
 
 
 @contextlib.contextmanager
-def locating(args, own_path, subfolder, family):
+def locating(args: Namespace, own_path: str | None, subfolder: str, family: str) -> Iterator[tuple[Any, dict]]:
     """`locate_model`; what fails inside ends in a sentence that says where."""
     source, options = locate_model(args, own_path, subfolder)
     try:
@@ -79,7 +82,7 @@ def locating(args, own_path, subfolder, family):
         fail(f"{source} does not hold {what} ({explain(error)})")
 
 
-def load_text_encoders(args, dtype, family):
+def load_text_encoders(args: Namespace, dtype: torch.dtype, family: str) -> tuple[torch.nn.ModuleList, Tokenizers]:
     """(a ModuleList of the text encoders, their `Tokenizers`), on the CPU; ends in a sentence if that fails."""
     masked, text_encoders, tokenizers = FAMILIES[family].masked, torch.nn.ModuleList(), Tokenizers([], family)
     for suffix in ("", "_2") if family == "sdxl" else ("",):
@@ -111,7 +114,7 @@ def load_text_encoders(args, dtype, family):
     return text_encoders, tokenizers
 
 
-def encode_prompts(text_encoders, batch):
+def encode_prompts(text_encoders: torch.nn.ModuleList, batch: dict) -> dict[str, torch.Tensor]:
     """Tokens {"input_ids", "input_ids_2": [N, model_max_length]} -> what the pipeline makes of them, float32.
 
     {"prompt_embeds": [N, model_max_length, D]}, the last hidden state; of SDXL the last but one of both encoders side
@@ -129,7 +132,7 @@ def encode_prompts(text_encoders, batch):
     return {"prompt_embeds": prompt_embeds.float(), "pooled_prompt_embeds": two.text_embeds.float()}
 
 
-def encode_masked(text_encoder, batch, layer):
+def encode_masked(text_encoder: torch.nn.Module, batch: dict, layer: int) -> dict[str, torch.Tensor]:
     """`encode_prompts` where padding is left out."""
     mask = batch["prompt_mask"]
     found = text_encoder(input_ids=batch["input_ids"], attention_mask=mask.long(), output_hidden_states=layer != -1)
@@ -141,7 +144,9 @@ def encode_masked(text_encoder, batch, layer):
 
 
 @torch.no_grad()
-def encode_empty_prompt(text_encoders, tokenizers, args):
+def encode_empty_prompt(
+    text_encoders: torch.nn.ModuleList, tokenizers: Tokenizers, args: Namespace
+) -> dict[str, torch.Tensor]:
     """What stands for a caption that is left out, as the pipeline has it: {name: float32}, of one image.
 
     The encoded "", or zeros where model_index.json wants them, as SDXL's does and as it was trained.
@@ -152,9 +157,10 @@ def encode_empty_prompt(text_encoders, tokenizers, args):
     return {name: torch.zeros_like(embeds) if zeros else embeds for name, embeds in empty_prompt.items()}
 
 
-def describe_prompts(empty_prompt, args):
+def describe_prompts(empty_prompt: dict[str, torch.Tensor], args: Namespace) -> dict[str, Any]:
     """What a cache says of its captions if they are given as `encode_empty_prompt` says."""
-    described = {f"{name}_shape": list(embeds.shape) for name, embeds in empty_prompt.items() if name in EMPTY}
+    shown = {name: embeds for name, embeds in empty_prompt.items() if name in EMPTY}
+    described: dict[str, Any] = {f"{name}_shape": list(embeds.shape) for name, embeds in shown.items()}
     if is_sdxl(args):
         described["force_zeros_for_empty_prompt"] = not any(embeds.any() for embeds in empty_prompt.values())
     return described

@@ -3,10 +3,13 @@
 import json
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diffusion_training import __version__
@@ -14,18 +17,18 @@ from diffusion_training.errors import explained, fail
 from diffusion_training.files import checksum_files, delete, saving
 from diffusion_training.order import KEYS
 from diffusion_training.training.lora import is_adapted, save_lora
-from diffusion_training.training.models import read_weights, save_weights
+from diffusion_training.training.models import Models, read_weights, save_weights
 from diffusion_training.training.optimizers import load_optimizer
 
 
-def find_checkpoints(output_dir):
+def find_checkpoints(output_dir: str | Path) -> list[Path]:
     """The whole checkpoints in a folder, oldest first."""
     found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
     steps = {path: path.name.removeprefix("checkpoint-") for path in found}
     return sorted((path for path in found if steps[path].isdecimal()), key=lambda path: int(steps[path]))
 
 
-def find_checkpoint(given, output_dir):
+def find_checkpoint(given: str | None, output_dir: str) -> Path | None:
     """The checkpoint that --resume_from_checkpoint means, None to start afresh; the same on all machines."""
     found, path = find_checkpoints(output_dir), None
     if given == "latest":
@@ -48,7 +51,9 @@ def find_checkpoint(given, output_dir):
     return path
 
 
-def save_checkpoint(accelerator, models, optimizer, state, args):
+def save_checkpoint(
+    accelerator: Accelerator, models: Models, optimizer: torch.optim.Optimizer, state: dict, args: Namespace
+) -> None:
     """Write checkpoint-N and then prune the oldest: call it on every process.
 
     Weights of `models`, each in a folder of its name, optimizer and `state` are all there is to restore: data order
@@ -72,7 +77,7 @@ def save_checkpoint(accelerator, models, optimizer, state, args):
     accelerator.wait_for_everyone()
 
 
-def prune_checkpoints(saved, args):
+def prune_checkpoints(saved: Path, args: Namespace) -> None:
     """Delete the oldest beyond --checkpoints_total_limit, never the one that was `saved` last."""
     if args.checkpoints_total_limit is not None:
         others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != saved]
@@ -81,7 +86,7 @@ def prune_checkpoints(saved, args):
             delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
 
 
-def read_state(checkpoint, num_images):
+def read_state(checkpoint: Path | None, num_images: int | None) -> dict[str, Any]:
     """Where a checkpoint is in the training and in the data, and its settings; zeros without one.
 
     num_images: of an epoch; None if its place in the data is of no interest.
@@ -103,7 +108,7 @@ def read_state(checkpoint, num_images):
     return state
 
 
-def load_models_from(path, models, state):
+def load_models_from(path: Path, models: Models, state: dict) -> None:
     """Load the weights of a checkpoint, all of whose files must be as `state` says that they were written."""
     written, found = state["checksums"], checksum_files(path)
     for name in {**written, **found}:
@@ -114,19 +119,18 @@ def load_models_from(path, models, state):
         read_weights(model, folder)
 
 
-def find_start(init_from):
+def find_start(init_from: str | None) -> Path | None:
     """The checkpoint that --init_from means: a run's last one, or one itself; None without."""
     if init_from is None:
         return None
-    path = Path(init_from)
-    if not (path / "trainer_state.json").is_file():
-        path = (find_checkpoints(init_from) or [None])[-1]
-    if path is None:
+    whole = (Path(init_from) / "trainer_state.json").is_file()
+    found = [Path(init_from)] if whole else find_checkpoints(init_from)
+    if not found:
         fail(f"--init_from {init_from} holds no whole checkpoint, and is none")
-    return path
+    return found[-1]
 
 
-def read_start(start, args):
+def read_start(start: Path, args: Namespace) -> dict[str, Any]:
     """Where a run begins that takes weights and step from a checkpoint of another: its data begins anew."""
     state = read_state(start, None)
     before = state.pop("settings")
@@ -138,14 +142,16 @@ def read_start(start, args):
     return state | {"images_seen": 0, "settings": {}}
 
 
-def load_start(accelerator, start, models, state):
+def load_start(accelerator: Accelerator, start: Path, models: Models, state: dict) -> None:
     """Load the weights of --init_from, of which the averaged ones come from the averaged ones."""
     with explained(f"{start} is damaged or from another model"):
         load_models_from(start, models, state)
     accelerator.print(f"Going on from the weights of {start}, at step {state['global_step']}")
 
 
-def load_checkpoint(accelerator, path, models, optimizer, state, settings):
+def load_checkpoint(
+    accelerator: Accelerator, path: Path, models: Models, optimizer: torch.optim.Optimizer, state: dict, settings: dict
+) -> None:
     """Load checkpoint-N into models, optimizer and fp16 scaler, and say which settings have changed."""
     if settings["held_out"] and settings["held_out"] != state["settings"].get("held_out"):
         turn = "keep images, --holdout and --seed as they were, or leave --holdout out"

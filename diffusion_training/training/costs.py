@@ -6,14 +6,19 @@ import math
 import multiprocessing
 import re
 import sys
+from argparse import Namespace
+from collections.abc import Callable, Container, Iterable
 
 import psutil
 import torch
+from accelerate import Accelerator
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion_training.errors import explain
-from diffusion_training.training.models import is_block_matrix
+from diffusion_training.training.models import Models, is_block_matrix
 
+# The prediction of a model: it, images, timesteps and what it is given besides
+Call = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 # How a GPU's name begins: its dense operations a second in 16 bits and in TF32, 1e12, by NVIDIA's data sheets (which
 # name twice as many, of sparse matrices). None: has no TF32, and no bfloat16 either.
 PEAKS = {
@@ -31,19 +36,26 @@ class Costs:
     besides, or None.
     """
 
-    def __init__(self, accelerator, models, averaged, call, args, frozen=()):
+    total_gb: float | None = None  # that the device has, and what it can do: None of a CPU
+    peak: float | None = None
+    flops: int | None = None  # of an image
+
+    def __init__(
+        self, accelerator: Accelerator, models: Models, averaged: Models, call: Call, args: Namespace,
+        frozen: Iterable[torch.nn.Module | None] = (),
+    ) -> None:  # fmt: skip
         self.device, self.call, self.num_processes = accelerator.device, call, accelerator.num_processes
         held = count_memory(models, averaged, filter(None, frozen), accelerator.num_processes, args.optimizer)
-        self.held, self.total_gb, self.peak, self.most = sum(held.values()) / 1e9, None, None, 0.0
+        self.held, self.most = sum(held.values()) / 1e9, 0.0
         parts = " + ".join(f"{count / 1e9:.3g} {what}" for what, count in held.items() if count)
         accelerator.print(f"Memory: {self.held:.3g} GB = {parts}; what a forward pass keeps comes to it")
-        self.copies, self.flops = ({name: copy_shapes(model) for name, model in models.items()}, None)
+        self.copies = {name: copy_shapes(model) for name, model in models.items()}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # what was tried before the run is no part of it
             self.total_gb = torch.cuda.get_device_properties(self.device).total_memory / 1e9
             self.peak = find_peak(torch.cuda.get_device_name(self.device), args.mixed_precision, args.allow_tf32)
 
-    def look(self, images, condition):
+    def look(self, images: torch.Tensor, condition: dict[str, torch.Tensor]) -> None:
         """Count the operations of an image, of the first ones [N, ...] that the models are given; once."""
         if self.flops is None:
             try:
@@ -51,16 +63,16 @@ class Costs:
             except Exception as error:  # nothing else needs the figure
                 print(f"\ntflops are not recorded, a model's can't be counted ({explain(error)})", file=sys.stderr)
                 self.flops = 0
-            self.copies = None
+            self.copies = {}
 
-    def measure(self, images_per_second):
+    def measure(self, images_per_second: float) -> dict[str, float]:
         """For a record: {"memory_gb": at its peak, "tflops": of one device, "mfu": their share of its peak}."""
         self.most = max(self.most, measure_memory(self.device)[0] / 1e9)
         found, tflops = {"memory_gb": self.most}, images_per_second / self.num_processes * (self.flops or 0) / 1e12
         found |= {"tflops": tflops} if self.flops else {}
         return found | ({"mfu": tflops / self.peak} if self.flops and self.peak else {})
 
-    def describe(self):
+    def describe(self) -> str:
         """The peak that was measured, in a sentence."""
         most, reserved = (count / 1e9 for count in measure_memory(self.device))
         if self.total_gb:
@@ -68,7 +80,7 @@ class Costs:
         return f"Memory: {most:.3g} GB, of this process and its loader's"
 
 
-def count_moments(parameter, optimizer, in_block=False):
+def count_moments(parameter: torch.Tensor, optimizer: str, in_block: bool = False) -> int:
     """Bytes that --optimizer keeps of a parameter, but for its count of steps; in_block: of `is_block_matrix`."""
     numbers, shape = parameter.numel(), parameter.shape
     if optimizer == "adafactor":
@@ -78,10 +90,12 @@ def count_moments(parameter, optimizer, in_block=False):
     return (1 if optimizer == "muon" and in_block else 2) * 4 * numbers
 
 
-def count_memory(models, averaged, frozen, num_processes, optimizer):
+def count_memory(
+    models: Models, averaged: Models, frozen: Iterable[torch.nn.Module], num_processes: int, optimizer: str
+) -> dict[str, int]:
     """{what: bytes} that a training holds in a step, but for what its forward pass keeps; see `Costs`."""
 
-    def count(modules, but=()):
+    def count(modules: Iterable[torch.nn.Module], but: Container[int] = ()) -> int:
         tensors = {id(each): each for module in modules for each in (*module.parameters(), *module.buffers())}
         return sum(each.numel() * each.element_size() for key, each in tensors.items() if key not in but)
 
@@ -96,7 +110,7 @@ def count_memory(models, averaged, frozen, num_processes, optimizer):
     }  # fmt: skip
 
 
-def measure_memory(device):
+def measure_memory(device: torch.device) -> tuple[int, int]:
     """Bytes (in use, held by torch), each at its peak, of a CUDA device; else what this process and its workers hold
     now, twice."""
     if device.type == "cuda":
@@ -108,7 +122,7 @@ def measure_memory(device):
     return held, held
 
 
-def find_peak(name, mixed_precision, allow_tf32):
+def find_peak(name: str, mixed_precision: str, allow_tf32: bool) -> float | None:
     """TFLOP/s that a GPU of a name can do in a precision, None where no data sheet says so."""
     found = [PEAKS[kind] for kind in PEAKS if re.search(rf"\b{kind}(?!\w)", name) and "MIG" not in name]
     sixteen, tf32 = found[0] if found else (None, None)
@@ -117,7 +131,7 @@ def find_peak(name, mixed_precision, allow_tf32):
     return None if mixed_precision == "bf16" and tf32 is None else sixteen
 
 
-def copy_shapes(model):
+def copy_shapes(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model without its numbers, and without gradient checkpointing."""
     bare = {
         id(x): torch.nn.Parameter(torch.empty(x.shape, device="meta"), x.requires_grad) for x in model.parameters()
@@ -128,7 +142,7 @@ def copy_shapes(model):
     return copied
 
 
-def count_flops(copies, call, images, condition):
+def count_flops(copies: Models, call: Call, images: torch.Tensor, condition: dict[str, torch.Tensor]) -> int:
     """Floating point operations of a forward and a backward pass of `copy_shapes`' models on one of images [N, ...].
 
     A multiplication and an addition are two; those of elements alone (activations, norms) are not counted, as is

@@ -4,7 +4,9 @@ import argparse
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
@@ -12,8 +14,10 @@ from diffusers.optimization import SchedulerType
 from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size
 from diffusion_training.remote import is_address
 
+Add = Callable[..., argparse.Action]  # a parser's, or a group's, add_argument
 
-def add_source_flags(add, captions=False):
+
+def add_source_flags(add: Add, captions: bool = False) -> None:
     """Where images come from: what `load_rows` reads."""
     add("--dataset_name", type=PATH, help="data set on the hub, or a local folder")
     add("--dataset_config_name", help="configuration of the data set, if it has several")
@@ -29,7 +33,7 @@ def add_source_flags(add, captions=False):
     add("--cache_dir", type=PATH, help="where downloads and data sets are kept")
 
 
-def add_transform_flags(add):
+def add_transform_flags(add: Add) -> None:
     """What `transform` reads besides resolution and crop."""
     add("--min_size", type=number(0, 16384, int), default=0, help="skip images with a shorter side, pixels")
     add("--skip_empty_captions", **SWITCH, help="skip images without a word")
@@ -38,24 +42,24 @@ def add_transform_flags(add):
     add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode (None: by the cores)")
 
 
-def add_bucket_flags(add):
+def add_bucket_flags(add: Add) -> None:
     """Images of several sizes: what `choose_size` reads, and masks beside them."""
     add("--bucket_step", type=number(1, 4096, int), help="keep ratios: sides are multiples of it (None: squares)")
-    keep = {"dest": "bucket_step", "action": "store_const", "const": 64}
+    keep: dict[str, Any] = {"dest": "bucket_step", "action": "store_const", "const": 64}
     add("--use_aspect_ratio_buckets", **keep, help="--bucket_step 64, under diffusers' name")
     add("--bucket_max_ratio", type=number(1, 16), default=2.0, help="of the longer side to the shorter one")
     add("--bucket_no_upscale", **SWITCH, help="enlarge no image: smaller ones have sizes of their own")
     add("--mask_column", help="masks, white where the loss counts (None: photo.mask.png beside photo.jpg)")
 
 
-def add_storage_flags(add):
+def add_storage_flags(add: Add) -> None:
     """Caches at an address, or of more rows than are permuted: what `open_latents` reads."""
     add("--shards_dir", type=PATH, help="folder of this machine for shards of --latents_dir s3://..., fetched ahead")
     add("--shards_size", type=size(1, 10**18), default=10**11, help="bytes that it may hold, such as 100GB")
     add("--shuffle_shards", type=number(1, 10**4, int), default=2, help="of a range, whose rows are shuffled together")
 
 
-def add_device_flags(add, trains=True):
+def add_device_flags(add: Add, trains: bool = True) -> None:
     """How the device computes: what `make_accelerator`, `compile_model` and a trainer's `main` read."""
     if trains:
         add("--gradient_checkpointing", **SWITCH, help="less memory, about a third slower")
@@ -66,14 +70,14 @@ def add_device_flags(add, trains=True):
     add("--mixed_precision", choices=["no", "fp16", "bf16"], help="(None: what accelerate launch says)")
 
 
-def add_family_flags(add, default=None):
+def add_family_flags(add: Add, default: str | None = None) -> None:
     """Which family the models are of, and how much of a caption it reads: what `load_models` reads."""
     families = ["sd", "sdxl", "prx", "z-image"]
     add("--model_family", choices=families, default=default, help="whose prompts (None: the pipeline's, or sd)")
     add("--max_sequence_length", type=COUNT, help="tokens of a caption, of prx and z-image (None: 256 or 512)")
 
 
-def add_encoder_flags(add):
+def add_encoder_flags(add: Add) -> None:
     """Encoders that are not those of the pipeline: what `load_models` reads."""
     names = ["--vae_name_or_path", "--pretrained_vae_model_name_or_path"]  # the second is that of diffusers' scripts
     add(*names, type=PATH, help="AutoencoderKL, AutoencoderTiny or, of prx, AutoencoderDC")
@@ -82,7 +86,9 @@ def add_encoder_flags(add):
     add("--tokenizer_name_or_path", type=PATH, help="tokenizer, if not beside the text encoder")
 
 
-def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
+def add_optimization_flags(
+    parser: argparse.ArgumentParser, lr_scheduler: str, adam_beta1: float, adam_weight_decay: float
+) -> None:
     """Steps, batches, learning rate, optimizer, averaged weights; what diffusers' scripts differ in is given."""
     add = parser.add_argument_group("optimization").add_argument
     add("--seed", type=number(0, 2**63 - 1, int), default=0, help="fixes all that is random")
@@ -92,7 +98,7 @@ def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
     add("--num_train_epochs", "--num_epochs", type=COUNT, default=100, help="passes over the images")
     add("--max_train_steps", type=COUNT, help="optimizer steps; overrides the epochs")
     add("--learning_rate", type=number(0, 100), default=1e-4, help="peak, after the warm-up")
-    scale = {"nargs": "?", "const": "linear", "choices": ["linear", "sqrt", "auto"], "default": False}
+    scale: dict[str, Any] = {"nargs": "?", "const": "linear", "choices": ["linear", "sqrt", "auto"], "default": False}
     add("--scale_lr", **scale, help="multiply it by the images per step")
     add("--no-scale_lr", dest="scale_lr", action="store_false", default=False, help="leave it as it is given")
     add("--base_batch_size", type=COUNT, default=1, help="images per step that it is given for, with --scale_lr")
@@ -102,7 +108,7 @@ def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
     add("--find_lr_steps", type=number(10, 10**6, int), default=200, help="optimizer steps between the two")
     kinds = ["adamw", "adamw8bit", "adafactor", "muon"]
     add("--optimizer", choices=kinds, default="adamw", help="8 bits, adafactor: less memory; muon: for transformers")
-    eight = {"dest": "optimizer", "action": "store_const", "const": "adamw8bit", "default": "adamw"}
+    eight: dict[str, Any] = {"dest": "optimizer", "action": "store_const", "const": "adamw8bit", "default": "adamw"}
     add("--use_8bit_adam", **eight, help="short for --optimizer adamw8bit")
     schedules = [schedule.value for schedule in SchedulerType]
     add("--lr_scheduler", choices=schedules, default=lr_scheduler, help="shape of the decay")
@@ -121,7 +127,7 @@ def add_optimization_flags(parser, lr_scheduler, adam_beta1, adam_weight_decay):
     add("--ema_max_decay", type=number(0, 1), default=0.9999, help="the decay that the warm-up ends at")
 
 
-def add_lora_flags(add):
+def add_lora_flags(add: Add) -> None:
     """What `add_lora`, `load_network_weights` and `save_lora` read."""
     add("--rank", "--lora_rank", type=number(1, 4096, int), help="of a LoRA, trained instead (None: the whole model)")
     add("--lora_alpha", type=number(1e-3, 1e6), help="its effect is times alpha / rank (None: the rank)")
@@ -132,7 +138,7 @@ def add_lora_flags(add):
     add("--output_kohya_format", **SWITCH, help="write the LoRA for ComfyUI and A1111 as well")
 
 
-def add_logging_flags(add, tracker_project_name):
+def add_logging_flags(add: Add, tracker_project_name: str) -> None:
     """Records and trackers."""
     add("--logging_steps", type=COUNT, default=10, help="steps between records, which wait for the device")
     trackers = [*LOGGER_TYPE_TO_CLASS, "all", "none"]
@@ -141,7 +147,7 @@ def add_logging_flags(add, tracker_project_name):
     add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
 
 
-def add_saving_flags(add):
+def add_saving_flags(add: Add) -> None:
     """Checkpoints and the hub."""
     add("--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints")
     add("--checkpoints_total_limit", type=COUNT, help="checkpoints to keep (None: all)")
@@ -152,7 +158,7 @@ def add_saving_flags(add):
     add("--hub_private_repo", **SWITCH, help="create it private")
 
 
-def check_data_args(parser, args):
+def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What text-to-image trainers refuse in the flags of their data: a cache, or images with captions."""
     if args.latents_dir and (args.dataset_name or args.train_data_dir):
         parser.error("--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data")
@@ -174,7 +180,7 @@ def check_data_args(parser, args):
             parser.error(f"--{name} does nothing with --latents_dir: the cache was made without or with it")
 
 
-def check_training_args(parser, args):
+def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What all trainers refuse in these flags, besides numbers out of their bounds."""
     if args.lr_scheduler == "piecewise_constant":
         try:  # as diffusers reads them

@@ -1,16 +1,22 @@
 """The held-out loss: images that are set aside, and a measure of them that is the same for every run."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 import xxhash
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diffusion_training.errors import fail
 from diffusion_training.loading import load_batches
 from diffusion_training.order import step_seed
+from diffusion_training.training.launch import StopSignal
+from diffusion_training.training.models import Models, Prepared
 
 
-def hold_out(accelerator, dataset, holdout, seed):
+def hold_out(accelerator: Accelerator, dataset: Any, holdout: float, seed: int) -> tuple[Any, dict[int, int]]:
     """Split a data set: (numbers of the rows to train on, {number: hash} of those for the held-out loss).
 
     A row's hash, of seed and name, alone decides, so that images that come or go move no others: it lies below the
@@ -30,7 +36,7 @@ def hold_out(accelerator, dataset, holdout, seed):
     return np.sort(order[count:]), {int(row): int(hashes[row]) for row in order[:count]}
 
 
-def digest_held_out(accelerator, dataset, held_out):
+def digest_held_out(accelerator: Accelerator, dataset: Any, held_out: dict[int, int]) -> str | None:
     """A hash of what the rows that are held out contain, the same on all processes; None without such rows.
 
     It tells a resumed run whether it would train on them: names and numbers may change, and content does not.
@@ -42,7 +48,10 @@ def digest_held_out(accelerator, dataset, held_out):
 
 
 @torch.no_grad()
-def log_held_out_loss(accelerator, records, dataset, held_out, models, objective, prepare, stop_signal, step):
+def log_held_out_loss(
+    accelerator: Accelerator, records: Any, dataset: Any, held_out: dict[int, int], models: Models,
+    objective: tuple[Callable, Callable], prepare: Callable[[dict], Prepared], stop_signal: StopSignal, step: int,
+) -> None:  # fmt: skip
     """Record the held-out loss at a step: a mean squared error that is the same for every run, whatever its weights.
 
     It is the mean over the images that `hold_out` chose and over nine levels of noise, .1 to .9: at random ones it

@@ -1,7 +1,10 @@
 """LoRA: an adapter beside frozen layers, kept as it is trained, and given away as any program reads it."""
 
 import json
+from argparse import Namespace
+from pathlib import Path
 
+import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.utils.state_dict_utils import convert_state_dict_to_kohya, convert_unet_state_dict_to_peft
 from safetensors.torch import load_file, save, save_file
@@ -15,7 +18,7 @@ LORA_LAYERS["all"] = [*LORA_LAYERS["attention"], "ff.net.0.proj", "ff.net.2", "p
 LORA_LAYERS["all"] += ["conv1", "conv2", "conv_shortcut"]
 
 
-def add_lora(model, base, dtype, args):
+def add_lora(model: torch.nn.Module, base: str, dtype: torch.dtype, args: Namespace) -> None:
     """Freeze a model and put an adapter of --rank beside each of --lora_layers, which alone is trained, in float32.
 
     The model comes in float32, and `base` is its hash: DoRA's magnitudes (arXiv:2402.09353) are those of the exact
@@ -48,7 +51,7 @@ def add_lora(model, base, dtype, args):
     model.adapter = {"peft_type": "LORA", **config, "base_sha256": base}  # what a checkpoint has to agree with
 
 
-def load_network_weights(model, path, name="unet"):
+def load_network_weights(model: torch.nn.Module, path: str | Path, name: str = "unet") -> None:
     """Let the adapter of `add_lora` begin as that of a file, of diffusers, kohya's or ours, with the same effect.
 
     name: what the file calls the model. Ends in a sentence where the file is of other layers or another rank. What it
@@ -79,31 +82,31 @@ def load_network_weights(model, path, name="unet"):
             own[layer].lora_B["default"].weight.data.copy_(b)
 
 
-def is_adapted(model):
+def is_adapted(model: torch.nn.Module) -> bool:
     """Whether `add_lora` was there."""
     return hasattr(model, "adapter")
 
 
-def list_lora_b(models):
+def list_lora_b(models: dict[str, torch.nn.Module]) -> list[torch.Tensor]:
     """The B of all adapters of {name: model}: 0 until something is learned."""
     return [weight for model in models.values() for name, weight in model.named_parameters() if ".lora_B." in name]
 
 
-def list_adapter(model):
+def list_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """{name: tensor} of an adapter, without the frozen weights, which `save_pretrained` would write."""
     from peft import get_peft_model_state_dict
 
     return {name: value.contiguous() for name, value in get_peft_model_state_dict(model).items()}
 
 
-def save_adapter(model, folder):
+def save_adapter(model: torch.nn.Module, folder: Path) -> None:
     """Write an adapter as it is trained, in float32, and what it belongs to."""
     folder.mkdir(parents=True)
     save_file(list_adapter(model), folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(model.adapter, indent=2))
 
 
-def load_adapter(model, folder):
+def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     """Load what `save_adapter` wrote, or end in a sentence: on another base, or of another form, it means nothing."""
     from peft import set_peft_model_state_dict
 
@@ -123,7 +126,7 @@ def load_adapter(model, folder):
     set_peft_model_state_dict(model, weights)
 
 
-def save_lora(models, folder, args):
+def save_lora(models: dict[str, torch.nn.Module], folder: Path, args: Namespace) -> None:
     """Write the adapters among {name: model}, averaged ones if there are, as files that any program reads.
 
     Some programs look for alpha in the header, some beside each layer, and some take the rank for it. So B is stored
@@ -144,7 +147,7 @@ def save_lora(models, folder, args):
         (folder / "pytorch_lora_weights_kohya.safetensors").write_bytes(sort_header(data))
 
 
-def sort_header(data):
+def sort_header(data: bytes) -> bytes:
     """A safetensors file with what is said about it in alphabetical order: the library's is another each time."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
@@ -154,7 +157,7 @@ def sort_header(data):
     return len(text).to_bytes(8, "little") + text + data[start:]
 
 
-def name_base(model):
+def name_base(model: torch.nn.Module) -> str:
     """What sd-scripts calls the family of a U-Net."""
     if model.config.get("addition_embed_type") == "text_time":
         return "sdxl_base_v1-0"

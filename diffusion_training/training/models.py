@@ -15,9 +15,10 @@ from diffusion_training.errors import explained
 from diffusion_training.training.lora import is_adapted, load_adapter, save_adapter
 
 Models = dict[str, torch.nn.Module]
+Prepared = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]  # images, condition, loss_inputs
 
 
-def load_weights(kind: Any, source: str, **options: Any) -> torch.nn.Module:
+def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Module:
     """`kind.from_pretrained`, but all weights must be there: others would be random, or not there at all."""
     model, info = kind.from_pretrained(source, output_loading_info=True, **options)
     for what in ("missing_keys", "mismatched_keys"):
@@ -39,7 +40,7 @@ def call_unet(
     return unet(noisy_images, timesteps, **others).sample.float()
 
 
-def try_shapes(unet: torch.nn.Module, source: str, shape: Sequence[int], **condition: Sequence[int]) -> None:
+def try_shapes(unet: torch.nn.Module, source: str | None, shape: Sequence[int], **condition: Sequence[int]) -> None:
     """Call a U-Net's config with images of a shape [C, H, W], without numbers, and end the program if that fails.
 
     condition: {name: shape of one image's}; what has none is a label.

@@ -1,17 +1,21 @@
 """Optimizers: made as the flags say, and any state loaded to the bit."""
 
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from diffusers.optimization import get_scheduler
 
 from diffusion_training.errors import explained, fail
-from diffusion_training.training.models import is_block_matrix, list_parameters
+from diffusion_training.training.models import Models, is_block_matrix, list_parameters
 
 # What a resumed run takes from its own flags, wherever an optimizer has it; all else goes on as it was saved. Without
 # `fused`, a run that was saved in bf16 and goes on in fp16 would pass over the scaler.
 FLAGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "fused")
 
 
-def make_optimizer(models, scaler, args):
+def make_optimizer(models: Models, scaler: torch.amp.GradScaler | None, args: Namespace) -> torch.optim.Optimizer:
     """The --optimizer of all that is trained in {name: model}; `scaler`: that of fp16, or None.
 
     adamw8bit keeps AdamW's two moments in 8 bits (arXiv:2110.02861), adafactor a mean for each row and column of the
@@ -47,7 +51,9 @@ class MuonAdamW(torch.optim.Optimizer):
     Muon's updates are scaled to the size of AdamW's, so that both go with one learning rate.
     """
 
-    def __init__(self, matrices, others, lr, weight_decay, **adamw):
+    def __init__(
+        self, matrices: list[torch.Tensor], others: list[torch.Tensor], lr: float, weight_decay: float, **adamw: Any
+    ) -> None:
         shared = {"lr": lr, "weight_decay": weight_decay}
         groups = [[{"params": weights, "initial_lr": lr}] for weights in (matrices, others)]
         self.parts = [torch.optim.Muon(groups[0], **shared, adjust_lr_fn="match_rms_adamw")]
@@ -55,20 +61,22 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.share()
 
-    def share(self):
+    def share(self) -> None:
         for part, group in zip(self.parts, self.param_groups, strict=True):
             part.state, part.param_groups = self.state, [group]
 
-    def step(self, closure=None):
+    def step(self, closure: Callable | None = None) -> None:
         for part in self.parts:
             part.step()
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         self.share()
 
 
-def make_lr_scheduler(optimizer, global_step, args):
+def make_lr_scheduler(
+    optimizer: torch.optim.Optimizer, global_step: int, args: Namespace
+) -> torch.optim.lr_scheduler.LRScheduler:
     """The schedule of --lr_scheduler, on its way since `global_step` steps.
 
     Started there, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
@@ -80,7 +88,7 @@ def make_lr_scheduler(optimizer, global_step, args):
     )  # fmt: skip
 
 
-def load_optimizer(optimizer, saved):
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Load what `state_dict` gave of an optimizer of the same kind, but for what the flags of this run say."""
     for group, own in zip(saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
         group |= {name: own[name] for name in FLAGS if name in own}

@@ -3,12 +3,17 @@
 import json
 import math
 import os
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
+from diffusers import DiffusionPipeline
+from filelock import BaseFileLock
 from huggingface_hub import create_repo, repo_info
 from PIL import Image, ImageDraw, ImageFont
 
@@ -17,10 +22,11 @@ from diffusion_training.errors import UNDO, explained, fail
 from diffusion_training.files import check_output_dir, clean, delete, leave_nothing, saving, take_folder
 from diffusion_training.order import step_seed
 from diffusion_training.training.checkpoints import find_checkpoint, find_checkpoints
+from diffusion_training.training.launch import StopSignal
 from diffusion_training.training.signs import read_best
 
 
-def open_output_dir(accelerator, script, args):
+def open_output_dir(accelerator: Accelerator, script: str, args: Namespace) -> tuple[BaseFileLock | None, Path | None]:
     """Make, lock and clean --output_dir, find the hub repository, and write run.args, which is this command again.
 
     `script`: the file that is run. Returns (the lock, None but on the first process; the checkpoint to go on from, or
@@ -57,12 +63,12 @@ def open_output_dir(accelerator, script, args):
     return lock, checkpoint
 
 
-def samples_path(output_dir, step):
+def samples_path(output_dir: str | Path, step: int) -> Path:
     """Where the samples after a step are."""
     return Path(output_dir) / "samples" / f"step-{step:07d}.png"
 
 
-def save_samples(accelerator, picture, output_dir, step):
+def save_samples(accelerator: Accelerator, picture: Image.Image, output_dir: str | Path, step: int) -> None:
     """Write a PIL picture of samples whole or not at all, and pass it to the trackers that take pictures."""
     path = samples_path(output_dir, step)
     path.parent.mkdir(exist_ok=True)
@@ -74,7 +80,11 @@ def save_samples(accelerator, picture, output_dir, step):
             tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 
-def draw_prompts(accelerator, pipeline, draw, most, step, stop_signal, args):
+def draw_prompts(
+    accelerator: Accelerator, pipeline: DiffusionPipeline,
+    draw: Callable[[list[str], list[torch.Generator]], Sequence[np.ndarray]], most: int, step: int,
+    stop_signal: StopSignal, args: Namespace,
+) -> None:  # fmt: skip
     """Draw --num_validation_images of each prompt, a share on each process, and save them as the samples of a step.
 
     draw: (up to `most` prompts, their generators) -> images float [N, H, W, C] in [0, 1]. An image starts from its own
@@ -108,7 +118,7 @@ def draw_prompts(accelerator, pipeline, draw, most, step, stop_signal, args):
         save_samples(accelerator, grid, args.output_dir, step)
 
 
-def save_pipeline(pipeline, output_dir):
+def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
     """Write the pipeline folder; the one that stood there stays until the new one is whole."""
     model = getattr(pipeline, "unet", None) or pipeline.transformer
     if not all(weight.isfinite().all() for weight in model.parameters()):
@@ -121,7 +131,7 @@ def save_pipeline(pipeline, output_dir):
                 path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def restore_best(output_dir, checkpoint):
+def restore_best(output_dir: Path, checkpoint: Path | None) -> None:
     """Let best/ be what a checkpoint, or with None a run that begins, knows: not what came after it."""
     reached = int(checkpoint.name.split("-")[-1]) if checkpoint else -1
     for folder in (output_dir / "best", output_dir / "best-before"):
@@ -134,7 +144,9 @@ def restore_best(output_dir, checkpoint):
             (output_dir / "best-before").rename(output_dir / "best")
 
 
-def keep_best(accelerator, record, step, save, args):
+def keep_best(
+    accelerator: Accelerator, record: dict, step: int, save: Callable[[Path], None], args: Namespace
+) -> None:
     """With --save_best, put what `save(folder)` writes into best/ if the held-out loss at this step is the lowest yet.
 
     record: the last of the held-out loss; that of the averaged weights counts, if there are any, since they are saved.
@@ -159,7 +171,7 @@ def keep_best(accelerator, record, step, save, args):
         delete(output_dir / "best-before")
 
 
-def draw_grid(images, prompts):
+def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:
     """Images uint8 [prompts, per prompt, H, W, C] -> a picture with a row for each prompt, which stands beside it."""
     prompts = [prompt if len(prompt) < 400 else prompt[:400] + "…" for prompt in prompts]  # measured again and again
     size = max(64, images.shape[2])

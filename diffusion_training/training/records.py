@@ -6,9 +6,13 @@ import json
 import math
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
@@ -16,6 +20,8 @@ from diffusion_training.errors import explained, fail
 from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
 from diffusion_training.training.checkpoints import find_checkpoints
+from diffusion_training.training.costs import Costs
+from diffusion_training.training.models import Prepared
 from diffusion_training.training.signs import find_signs, read_metrics
 
 
@@ -26,7 +32,10 @@ class Records:
     are any. costs: `Costs`, if they are to be recorded.
     """
 
-    def __init__(self, accelerator, global_step, num_left_out, checkpoint, args, lora_b=(), costs=None):
+    def __init__(
+        self, accelerator: Accelerator, global_step: int, num_left_out: int, checkpoint: Path | None, args: Namespace,
+        lora_b: Sequence[torch.Tensor] = (), costs: Costs | None = None,
+    ) -> None:  # fmt: skip
         self.accelerator, self.output_dir, self.args = accelerator, Path(args.output_dir), args
         kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []  # of the run that goes on
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
@@ -48,20 +57,20 @@ class Records:
         self.skipped = {name: reason for record in kept for name, reason in record.get("skipped", {}).items()}
         self.num_told, self.new_skipped, self.num_left_out = len(self.skipped), {}, num_left_out
         self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
-        self.sampled = None  # see `judge`
+        self.sampled: tuple[int, float] | None = None  # see `judge`
         self.any_decoded, self.lora_b, self.costs, self.told = checkpoint is not None, lora_b, costs, False
 
-    def watch(self, batches):
+    def watch(self, batches: Iterable[dict]) -> Iterator[dict]:
         """Pass batches on, and note what could not be decoded and how long each was waited for."""
         for batch in batches:
             self.new_skipped.update(batch["skipped"])
             self.waits.append(batch["waited"])
             yield batch
 
-    def look(self, prepare_batch):
+    def look(self, prepare_batch: Callable[[dict], Prepared]) -> Callable[[dict], Prepared]:
         """`prepare_batch`, with a look at the first images that it gives."""
 
-        def prepare(batch):
+        def prepare(batch: dict) -> Prepared:
             images, condition, loss_inputs = prepare_batch(batch)
             if self.looked_at < 100:  # of this process: enough to tell whether the model is given what it should be
                 self.looked_at += len(images)
@@ -73,12 +82,12 @@ class Records:
 
         return prepare
 
-    def judge(self, samples, step):
+    def judge(self, samples: torch.Tensor | None, step: int) -> None:
         """Take note of how rough samples [N, C, H, W] are, for `find_signs`; None: there are none here."""
         if samples is not None:
             self.sampled = step, measure_images(samples, torch.ones(len(samples)) / len(samples))[4].item()
 
-    def add(self, sums, num_images, epoch, lr):
+    def add(self, sums: torch.Tensor, num_images: int, epoch: int, lr: float) -> None:
         """Take in what `train_step` returned, of a step that all processes took with `num_images` in all."""
         one, clipped = torch.ones_like(sums[:1]), sums[2:3] > (self.args.max_grad_norm or math.inf)
         self.sums += torch.cat([sums, clipped, one])
@@ -86,7 +95,7 @@ class Records:
         self.bar.update(1)  # counts, and shows nothing that would have to be waited for
 
     @contextlib.contextmanager
-    def paused(self):
+    def paused(self) -> Iterator[None]:
         """Saving and sampling are no part of the rate."""
         begin = time.perf_counter()
         yield
@@ -96,7 +105,7 @@ class Records:
             self.bar.start_t += pause
             self.bar.last_print_t += pause
 
-    def update(self, step, log, last):
+    def update(self, step: int, log: bool, last: bool) -> None:
         """Wait for the device, check what has come since the last record and, if it is time to `log`, write one."""
         norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones_like(self.sums[0])]
         learned = torch.stack(norms).sum()[None]
@@ -161,7 +170,7 @@ class Records:
         self.sums.zero_()
         self.waits, self.num_images, self.start = [], 0, now  # each record tells of what came since the last
 
-    def write(self, record):
+    def write(self, record: dict[str, Any]) -> None:
         """Add a record to metrics.jsonl and the trackers."""
         if self.accelerator.is_main_process:
             with (self.output_dir / "metrics.jsonl").open("a") as file:
@@ -171,7 +180,7 @@ class Records:
 
 
 @torch.no_grad()
-def measure_images(images, weight):
+def measure_images(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Sums over images [N, C, H, W] of weight [N] times: lowest, highest, mean square, 1 if flat, roughness, 1.
 
     Flat: of one colour. Roughness: the square of the difference of neighbours, over twice the variance; 1 of white

@@ -3,7 +3,10 @@
 import contextlib
 import json
 import math
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from diffusion_training.files import fits
 from diffusion_training.remote import is_address
@@ -13,7 +16,7 @@ TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # what a record o
 HELD_OUT = {"step": int, "held_out_loss": float}
 
 
-def read_metrics(output_dir, last_step=math.inf):
+def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[dict]:
     """The records of metrics.jsonl up to a step; a line that a kill, a power cut or a hand has spoilt is left out."""
     path, records = Path(output_dir) / "metrics.jsonl", []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
@@ -27,13 +30,16 @@ def read_metrics(output_dir, last_step=math.inf):
     return records
 
 
-def read_best(folder):
+def read_best(folder: str | Path) -> dict[str, Any]:
     """{"step", "held_out_loss"} of what `keep_best` has written; nothing where it has not."""
     path = Path(folder) / "held_out.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def find_signs(records, images, args, learned=1.0, costs=None, sampled=None):
+def find_signs(
+    records: list[dict], images: Sequence[float] | None, args: Namespace, learned: float = 1.0, costs: Any = None,
+    sampled: tuple[int, float] | None = None,
+) -> dict[str, str]:  # fmt: skip
     """Signs that training goes wrong, as {kind: a sentence with the flag to turn}; a sane run has none.
 
     records: those of metrics.jsonl. images: means over the first images that the U-Net is given, of their lowest and

@@ -5,9 +5,13 @@ import json
 import math
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable, Generator
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from accelerate.utils.memory import should_reduce_batch_size
 from tqdm.auto import tqdm
@@ -15,11 +19,17 @@ from tqdm.auto import tqdm
 from diffusion_training.errors import end_if_stopped, fail
 from diffusion_training.files import saving
 from diffusion_training.training.costs import measure_memory
-from diffusion_training.training.models import copy_trained, put_on_device, start_average
+from diffusion_training.training.models import Models, copy_trained, put_on_device, start_average
 from diffusion_training.training.optimizers import make_optimizer
+from diffusion_training.training.progress import Progress
+
+TakeStep = Callable[..., torch.Tensor]  # `train_step` of models, optimizer, batches, micro-batches, data step
 
 
-def choose_batch_size(accelerator, models, take_step, dataset, rows, before, args):
+def choose_batch_size(
+    accelerator: Accelerator, models: Models, take_step: TakeStep, dataset: Any, rows: Any, before: dict,
+    args: Namespace,
+) -> None:  # fmt: skip
     """Put numbers for --train_batch_size auto and --total_batch_size into `args`, the same on all processes.
 
     auto is what `largest_batch` finds, or what it found for the checkpoint whose settings are `before`.
@@ -41,7 +51,9 @@ def choose_batch_size(accelerator, models, take_step, dataset, rows, before, arg
     accelerator.print(f"Batch size: {said}, {math.prod(factors)} images a step")
 
 
-def largest_batch(accelerator, models, take_step, batch, most, args):
+def largest_batch(
+    accelerator: Accelerator, models: Models, take_step: TakeStep, batch: dict, most: int, args: Namespace
+) -> int:
     """How many images like the one in `batch`, up to `most`, can be a micro-batch on the devices of all processes.
 
     Doubled until the memory is full, then bisected. A trial is two steps of a copy, with optimizer, averaged weights
@@ -49,7 +61,7 @@ def largest_batch(accelerator, models, take_step, batch, most, args):
     What is tried is printed: images, memory of the first device, images a second of its second step.
     """
 
-    def fits(size):
+    def fits(size: int) -> bool:
         full, device = False, accelerator.device
         try:
             trial = {name: put_on_device(copy_trained(model), device).train() for name, model in models.items()}
@@ -99,7 +111,7 @@ def largest_batch(accelerator, models, take_step, batch, most, args):
     return low
 
 
-def scale_learning_rate(accelerator, images_per_step, args):
+def scale_learning_rate(accelerator: Accelerator, images_per_step: int, args: Namespace) -> None:
     """Multiply --learning_rate, which is given for --base_batch_size, as --scale_lr says, and print the result.
 
     linear is what keeps SGD alike (arXiv:1706.02677), sqrt Adam (arXiv:2205.10287); auto is linear up to 512 images.
@@ -115,7 +127,7 @@ def scale_learning_rate(accelerator, images_per_step, args):
     accelerator.print(f"Learning rate ({rule}): {given} x {factor:g} = {scaled}")
 
 
-def plan_steps(accelerator, progress, args):
+def plan_steps(accelerator: Accelerator, progress: Progress, args: Namespace) -> bool:
     """Put a number for --max_train_steps into `args`. Returns whether there is anything left to do."""
     args.max_train_steps = steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
     if progress.global_step > steps and not args.find_lr:
@@ -134,7 +146,10 @@ def plan_steps(accelerator, progress, args):
     return True
 
 
-def find_learning_rate(accelerator, models, optimizer, take_step, batches, progress, args):
+def find_learning_rate(
+    accelerator: Accelerator, models: Models, optimizer: torch.optim.Optimizer, take_step: TakeStep,
+    batches: Generator[dict], progress: Progress, args: Namespace,
+) -> str:  # fmt: skip
     """Find a learning rate by a range test (arXiv:1506.01186), and write find_lr.json and find_lr.png.
 
     The rate grows by the same factor from step to step, until the loss, smoothed over about ten, is four times its

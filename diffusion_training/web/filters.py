@@ -13,7 +13,7 @@ COMPARE = {
 }  # fmt: skip
 
 
-def find_columns(where):
+def find_columns(where: str | None) -> list[str]:
     """Names of the columns in an expression such as "similarity > 0.3 and width >= 512", none of None.
 
     Raises ValueError if it is not one: comparisons of columns, numbers and texts, `in [...]`, and, or, not.
@@ -24,7 +24,7 @@ def find_columns(where):
     return sorted({node.id for node in ast.walk(ast.parse(where, mode="eval")) if isinstance(node, ast.Name)})
 
 
-def make_filter(where, schema):
+def make_filter(where: str, schema: pa.Schema | None) -> pc.Expression:
     """An expression as pyarrow's, for tables of a schema: a column of text is a number where it is compared with one.
 
     schema: None to see only whether it is an expression.
@@ -35,7 +35,7 @@ def make_filter(where, schema):
         raise ValueError(f"{where!r} is no expression ({error.msg})") from None
 
 
-def build(node, schema):
+def build(node: ast.AST, schema: pa.Schema | None) -> pc.Expression:
     """What an expression's part stands for."""
     match node:
         case ast.BoolOp(ast.And() | ast.Or() as kind, parts):
@@ -58,7 +58,7 @@ def build(node, schema):
     raise ValueError(f"{ast.unparse(node)!r} is no comparison of columns, numbers and texts, such as width >= 512")
 
 
-def compare(kind, left, right, schema):
+def compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, schema: pa.Schema | None) -> pc.Expression:
     """Two parts compared; where a column of text, such as any of CSV, is compared with a number, as numbers."""
     sides = [build(side, schema) for side in (left, right)]
     others = (right, left)

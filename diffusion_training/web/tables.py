@@ -3,15 +3,20 @@
 import contextlib
 import hashlib
 import os
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
+from typing import Any
 
 import datasets
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
+from fsspec import AbstractFileSystem
 
 from diffusion_training.errors import explained, fail
 from diffusion_training.remote import open_folder, writing
@@ -20,7 +25,7 @@ from diffusion_training.web.filters import find_columns, make_filter
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 
 
-def list_tables(args):
+def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
     """The tables that --input or --dataset_name names. Returns (file system, their paths in order); none in
     --output_dir."""
     suffixes = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES[1:]))
@@ -39,7 +44,7 @@ def list_tables(args):
     return fs, paths
 
 
-def list_split(args, suffixes):
+def list_split(args: Namespace, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem, list[str]]:
     """`list_tables` of --dataset_split of a hub data set or a folder, as `datasets` lists them; nothing is loaded."""
     with explained(f"--dataset_name {args.dataset_name} can't be read"):
         files = datasets.load_dataset_builder(args.dataset_name, args.dataset_config_name).config.data_files or {}
@@ -52,7 +57,7 @@ def list_split(args, suffixes):
         return fs, [fs._strip_protocol(url) for url in urls]
 
 
-def digest_table(fs, path):
+def digest_table(fs: AbstractFileSystem, path: str) -> str:
     """SHA-256 of a table; of parquet that of its footer, with sizes and statistics of all that the file holds."""
     with explained(f"{path} can't be used"), fs.open(path) as file:
         if not path.endswith(".parquet"):
@@ -63,7 +68,7 @@ def digest_table(fs, path):
         return hashlib.sha256(file.read(length)).hexdigest()
 
 
-def copy_tables(tables, rows, **options):
+def copy_tables(tables: Iterable[tuple[str, str]], rows: int | None, **options: Any) -> Iterator[dict]:
     """Yield what `copy_table` gives for each (source, digest), several at a time; of `rows` in all, one by one."""
     if rows is None:
         with ThreadPoolExecutor(16) as pool:
@@ -75,7 +80,10 @@ def copy_tables(tables, rows, **options):
             rows -= copied["rows"]
 
 
-def copy_table(source, digest, columns, rows_per_group, folder, where=None, most=None):
+def copy_table(
+    source: str, digest: str, columns: list[str], rows_per_group: int, folder: str, where: str | None = None,
+    most: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Copy `columns` of a table to parquet, unless that was done; a row group there is a piece of work.
 
     where: an expression that a row must fulfil. most: so many rows at most, the first ones.
@@ -101,7 +109,7 @@ def copy_table(source, digest, columns, rows_per_group, folder, where=None, most
 
 
 @contextlib.contextmanager
-def open_table(url, columns):
+def open_table(url: str, columns: list[str]) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
     """(schema of `columns`, the record batches of a table). Raises ValueError if it lacks one or has one twice.
 
     What CSV holds stays text; of JSON lines types are those that the first megabyte shows.
@@ -129,7 +137,9 @@ def open_table(url, columns):
         yield schema, (batch.select(columns) for batch in batches)
 
 
-def choose(batches, expression, columns, most):
+def choose(
+    batches: Iterator[pa.RecordBatch], expression: pc.Expression | None, columns: list[str], most: int | None
+) -> Iterator[pa.RecordBatch]:
     """Of record batches `columns` of the rows that fulfil an expression, if there is one, and at most so many rows."""
     if expression is None and most is None:
         yield from batches
@@ -142,7 +152,7 @@ def choose(batches, expression, columns, most):
             return
 
 
-def cut_groups(batches, size):
+def cut_groups(batches: Iterable[pa.RecordBatch], size: int) -> Iterator[pa.Table]:
     """Tables of `size` rows; the last has what is left."""
     parts, count = [], 0
     for batch in batches:
@@ -157,7 +167,7 @@ def cut_groups(batches, size):
         yield pa.Table.from_batches(parts)
 
 
-def make_schema(tables, args):
+def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
     """The columns of the shards, as `datasets` writes them, so that `image` is one of images and not of structs."""
     schema = tables[0]["schema"]
     for table in tables[1:]:
@@ -178,7 +188,7 @@ def make_schema(tables, args):
     return datasets.Features({"image": datasets.Image(), **kinds}).arrow_schema
 
 
-def list_items(tables, rows_per_shard):
+def list_items(tables: list[dict], rows_per_shard: int) -> list[dict]:
     """All pieces of work, in order, each a row group of a copy.
 
     [{"name" of the shard, "table": its source, "copy", "group", "first", "last" (excluded): rows of the table}]
@@ -194,7 +204,7 @@ def list_items(tables, rows_per_shard):
     return items
 
 
-def read_rows(item):
+def read_rows(item: dict) -> pa.Table:
     """The rows of a piece of work, a table. Raises OSError if the copy holds others."""
     with fsspec.open(item["copy"]) as file:
         table = pq.ParquetFile(file).read_row_group(item["group"])
@@ -203,7 +213,7 @@ def read_rows(item):
     return table
 
 
-def find_invalid(table, first=0):
+def find_invalid(table: pa.Table, first: int = 0) -> set[int]:
     """The rows of a table, counted from `first`, with text that is not UTF-8."""
     try:
         table.validate(full=True)
