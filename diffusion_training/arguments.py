@@ -32,6 +32,7 @@ def make_parser(script: str, doc: str | None) -> Parser:
     """The parser of the script whose file and docstring are given; `@FILE` stands for the flags in a file."""
     return Parser(
         prog=Path(script).name, description=(doc or "").split("\n")[0],  # `python -OO` has no docstrings
+        usage="%(prog)s [flags]  (--help lists them)",  # all of them would hide what an error says
         epilog="@FILE stands for the flags in a file, such as a run's run.args",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )  # fmt: skip

@@ -138,6 +138,8 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
     if before.get("held_out") and held_out != {name: getattr(args, name) for name in held_out}:
         flags = "--holdout {holdout:g} --seed {seed}".format(**held_out)
         fail(f"{start} held images out, and these would be trained on: give {flags}, and images of the same names")
+    if args.max_train_steps and args.max_train_steps <= (step := state["global_step"]):
+        fail(f"--max_train_steps {args.max_train_steps}: {start} is at step {step}, from which this run counts")
     state.pop("cuts", None)
     return state | {"images_seen": 0, "settings": {}}
 

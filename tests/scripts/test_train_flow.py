@@ -481,6 +481,7 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
         capfd, *other, "--holdout=0"
     )
     assert "holds no whole checkpoint, and is none" in refused(capfd, *other, f"--init_from={tmp_path / 'images'}")
+    assert "is at step 4, from which this run counts" in refused(capfd, *other, "--max_train_steps=4")
 
 
 def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached):
