@@ -85,6 +85,16 @@ def is_machines_fault(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno is not None and error.errno not in OF_A_FILE
 
 
+@contextlib.contextmanager
+def passing_rows_faults() -> Iterator[None]:
+    """Go on behind the block when what a row holds or names is at fault, and only then."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if is_machines_fault(error):
+            raise
+
+
 def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
     """A sentence on an error that can happen to any run, None on one that is not foreseen."""
     text = explain(error)

@@ -1,6 +1,5 @@
 """Captions of a folder of images: files beside them, what a folder's name says, or one for all."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from diffusion_training.errors import fail
+from diffusion_training.errors import fail, passing_rows_faults
 
 
 def has_caption_files(folder: str, extension: str) -> bool:
@@ -28,7 +27,7 @@ def add_captions(rows: datasets.Dataset, column: str, extension: str) -> dataset
 
     def read(path: str) -> str | None:
         path = Path(path).with_suffix(extension)
-        with contextlib.suppress(OSError, UnicodeDecodeError):
+        with passing_rows_faults():
             return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None  # a pipe has no end
         return None
 

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.data.folders import add_captions, has_caption_files, take_folders
 from diffusion_training.data.images import name_image
-from diffusion_training.errors import explained, fail, printable
+from diffusion_training.errors import explained, fail, passing_rows_faults, printable
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
@@ -179,7 +179,7 @@ class RowDataset(torch.utils.data.Dataset):
         for value in self.rows[row].values():
             if isinstance(value, dict):
                 data, path = value["bytes"], value["path"]
-                with contextlib.suppress(OSError, ValueError):  # gone, or a name alone, beside which the bytes are
+                with passing_rows_faults():  # gone, or a name alone, beside which the bytes are
                     if data is None or "size" in value:
                         with fsspec.open(path) as file:
                             data = file.read()

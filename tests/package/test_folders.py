@@ -1,6 +1,8 @@
 """Captions of a folder: what its folders' names say, one for all, and what is refused."""
 
 import argparse
+import errno
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +27,23 @@ def load(folder, **flags):
 def picture(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
+
+
+def test_no_caption_is_lost_to_a_machine_that_opens_no_more_files(tmp_path, monkeypatch):
+    make_images(tmp_path / "images", 2)
+    for i in range(2):
+        (tmp_path / f"images/{i}.txt").write_text("a dog")
+    for error in (PermissionError(errno.EACCES, "not for you"), OSError(errno.EMFILE, "many")):
+
+        def read_text(path, encoding, error=error):
+            raise error
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        if error.errno == errno.EACCES:
+            assert [text for _, text in load(tmp_path / "images")[0]] == [None, None]
+        else:
+            with pytest.raises(OSError, match="many"):
+                load(tmp_path / "images")
 
 
 def test_one_caption_is_that_of_all_that_have_none(tmp_path):

@@ -3,6 +3,8 @@
 import argparse
 import io
 import json
+import os
+import resource
 import shutil
 import tarfile
 from pathlib import Path
@@ -167,6 +169,13 @@ def test_a_row_is_digested_by_its_content_and_not_by_name_or_number(tmp_path, lo
         assert (sorted(map(of_table.digest, range(3))) == sorted(digests)) is same
     (tmp_path / "images/1.png").unlink()
     assert rows.digest(1) not in digests and rows.digest(0) == digests[0]
+    full = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0) + 1, full[1]))  # no further file can be opened
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            rows.digest(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, full)
 
 
 def test_items_come_in_the_order_of_their_keys(tmp_path, load):
