@@ -56,6 +56,7 @@ from diffusion_training.data.captions import (
 from diffusion_training.data.families import Tokenizers
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import load_rows, read_items
+from diffusion_training.data.texts import check_captions
 from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
 from diffusion_training.latents.cache import (
     Encoded,
@@ -136,6 +137,7 @@ def check_args(parser: argparse.ArgumentParser, args: Namespace) -> None:
     """End with one line and status 2 if flags do not fit together, before anything is loaded."""
     if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
         parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+    check_captions(parser, args)
     if args.pretrained_model_name_or_path is None:
         for name in ("vae_name_or_path", "text_encoder_name_or_path"):
             if getattr(args, name) is None:
@@ -163,7 +165,7 @@ class TransformedRows(torch.utils.data.Dataset):
     {"row", "key", "text", "skipped", "cut": lists, "groups": lists of places in the batch, of images of one size,
     "pixel_values": of each group uint8 [n, C, H, W], "mask": uint8 [n, 1, H, W] where there are masks, "input_ids" and
     of SDXL "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2]}, all these in the order of
-    the groups; "cut" says which captions have more tokens than that.
+    the groups; "cut" says which captions have more tokens than that. Of several captions "text" is a list of each row.
     """
 
     def __init__(self, rows: Any, tokenizers: Tokenizers, column: str, channels: int, args: Namespace) -> None:
@@ -242,11 +244,11 @@ def encode(
                 latents = mean + std * torch.randn(mean.shape, generator=generator, device=device)
             columns[name].append(latents.half())
     if args.text_cache == "ids":
-        texts = {name: batch[name] for name in ("input_ids", "input_ids_2", "prompt_mask") if name in batch}
-        texts = {name: ids if name == "prompt_mask" else ids.int() for name, ids in texts.items()}
+        names = [name for name in ("input_ids", "input_ids_2", "prompt_mask", "prompt_lengths") if name in batch]
+        texts = {name: batch[name] if name == "prompt_mask" else batch[name].int() for name in names}
     else:
         texts = encode_prompts(text_encoders, batch)
-        texts = {name: x if name == "prompt_mask" else x.half() for name, x in texts.items()}
+        texts = {name: x.half() if x.is_floating_point() else x for name, x in texts.items()}
     if len(text_encoders) > 1:  # SDXL is told of them
         texts |= {name: batch[name] for name in ("original_size", "crop_top_left")}
     counts = [len(group) for group in batch["groups"]]
@@ -311,8 +313,8 @@ def encode_all(
         rows = [checksum_row({name: numbers[i] for name, numbers in columns.items()}) for i in good]
         ragged = (LATENTS if args.bucket_step else ()) + (PROMPTS if "prompt_mask" in batch else ())
         arrays = {name: make_column(numbers, good, name in ragged) for name, numbers in columns.items()}
-        for name in ("text", "key"):
-            arrays[name] = pa.array([batch[name][i] for i in good], pa.string())
+        kinds = {"text": pa.list_(pa.string()) if args.caption_weights else pa.string(), "key": pa.string()}
+        arrays |= {name: pa.array([batch[name][i] for i in good], kind) for name, kind in kinds.items()}
         arrays["checksum"] = pa.array(rows, pa.uint64())
         yield batch["row"][0], pa.RecordBatch.from_pydict(arrays), skipped, counts
 

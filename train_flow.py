@@ -53,6 +53,7 @@ from diffusion_training import check_version
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
+from diffusion_training.data.texts import add_tag_flags
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.files import saving
 from diffusion_training.latents.encoders import DTYPES, hash_weights, load_models
@@ -149,6 +150,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("data: both").add_argument
     add("--random_flip", **SWITCH, help="mirrored images as well")
     add("--holdout", type=number(0, 10**9), default=0.0, help="share or number of images for the held-out loss")
+    add_tag_flags(add)
     names = ["--caption_dropout", "--proportion_empty_prompts"]
     add(*names, type=number(0, 1), default=0.1, help="share of captions left out, for guidance")
 

@@ -54,6 +54,7 @@ check_version("0.1.0", Path(__file__).name)  # before more of it is imported, wh
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.data.images import make_time_ids
+from diffusion_training.data.texts import add_tag_flags
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.files import saving
 from diffusion_training.latents.encoders import DTYPES, hash_weights, load_models
@@ -146,6 +147,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("data: both").add_argument
     add("--random_flip", **SWITCH, help="mirrored images as well")
     add("--holdout", type=number(0, 10**9), default=0.0, help="share or number of images for the held-out loss")
+    add_tag_flags(add)
     names = ["--caption_dropout", "--proportion_empty_prompts"]  # and of what has two names below: diffusers' second
     add(*names, type=number(0, 1), default=0.1, help="share of captions left out, for guidance")
 
@@ -352,6 +354,7 @@ def log_validation(
         return pipeline(
             prompts, height=args.resolution, width=args.resolution, output_type="np", callback_on_step_end=watch,
             num_inference_steps=args.num_inference_steps, guidance_scale=args.guidance_scale, generator=generators,
+            clip_skip=args.clip_skip,
         ).images  # fmt: skip
 
     draw_prompts(accelerator, pipeline, draw, args.train_batch_size, step, stop_signal, args)
@@ -372,13 +375,16 @@ for {steps}; the other models are those of
         source, more = str(base), f'\npipeline.load_lora_weights("{name}")'
         if objective := objective_flags(args):  # which the scheduler of the base does not know
             more += f"\npipeline.scheduler = DDIMScheduler.from_config({{**pipeline.scheduler.config, **{objective}}})"
+    skip = f", clip_skip={args.clip_skip}" * bool(args.clip_skip)
+    if skip and not is_sdxl(args):  # in transformers 4 it had a part of that name
+        more += '\nvars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder  # where clip_skip looks for it'
     opener, way = "DiffusionPipeline", "from_pretrained"
     if source.endswith(".safetensors"):
         opener, way = f"{kind.replace(' ', '')}Pipeline", "from_single_file"
     usage = f"""from diffusers import {"DDIMScheduler, " * ("DDIM" in more)}{opener}
 
 pipeline = {opener}.{way}("{source}"){more}
-image = pipeline({prompt}, height={args.resolution}, width={args.resolution}).images[0]"""
+image = pipeline({prompt}, height={args.resolution}, width={args.resolution}{skip}).images[0]"""
     tags = ["text-to-image", kind.lower().replace(" ", "-"), "diffusers-training"]
     return tags + ["lora"] * bool(args.rank), what, usage
 

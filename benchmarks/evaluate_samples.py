@@ -205,7 +205,8 @@ def main(argv=None):
     train_rows, held_out = hold_out(accelerator, dataset, run.holdout, run.seed)
     real_rows = sorted(held_out) or train_rows.tolist()
     if captioned:
-        captions = dataset.rows[real_rows][run.caption_column]
+        first = run.caption_column[0] if isinstance(run.caption_column, list) else run.caption_column
+        captions = dataset.rows[real_rows][first]
         captions = [text[0] if isinstance(text, list) and text else text or "" for text in captions]
         prompts = [captions[i % len(captions)] for i in range(args.num_samples)]
     with explained("the models that judge can't be loaded"):

@@ -28,6 +28,15 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
+class OneOrMore(argparse.Action):
+    """For a flag with nargs="+": one value as it is, several as a list, none of them twice."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if len({*values}) < len(values):
+            parser.error(f"{option_string} {' '.join(map(str, values))} names one twice")
+        setattr(namespace, self.dest, values if len(values) > 1 else values[0])
+
+
 def make_parser(script: str, doc: str | None) -> Parser:
     """The parser of the script whose file and docstring are given; `@FILE` stands for the flags in a file."""
     return Parser(

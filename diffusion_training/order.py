@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,15 @@ def draw_choices(seed: int, epoch: int | None, row: int) -> np.ndarray:
     """
     choices = np.random.default_rng(step_seed("image", seed, epoch or 0, row)).random(4)
     return choices if epoch is not None else np.array([0.5, 0.5, 1.0, choices[3]])
+
+
+def draw_caption(
+    seed: int, epoch: int | None, row: int, weights: Sequence[float], there: Sequence[bool] | np.ndarray
+) -> int:
+    """Which of a row's captions an epoch takes: by the weights of those that are there. Epoch None: the first."""
+    ends = np.where(there, weights, 0.0).cumsum()
+    choice = draw_choices(seed, epoch, row)[3] if epoch is not None else 0.0
+    return int(np.searchsorted(ends / ends[-1], choice, side="right"))
 
 
 class Order:

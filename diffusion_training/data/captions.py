@@ -2,7 +2,7 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import datasets
@@ -11,6 +11,7 @@ import torch
 from diffusion_training.data.buckets import choose_size
 from diffusion_training.data.families import FAMILIES, Tokenizers
 from diffusion_training.data.images import decode_image, name_image, plan_crop, shrink
+from diffusion_training.data.texts import Text, choose_caption, list_captions, take_text
 from diffusion_training.errors import explain, is_machines_fault, printable
 from diffusion_training.order import draw_choices
 
@@ -22,10 +23,10 @@ def transform(
     """Stage 1, on CPU cores: a row of the source -> its caption and its pixels, cropped and resized in uint8.
 
     target: (height, width) of what is made of it; None: what `choose_size` says of the image.
-    Returns {"row", "key", "text", "pixel_values": [channels, *target], "original_size": (height, width) of the image
-    as it is stored, "crop_top_left": (top, left) of the crop, in pixels of the image as it is resized, "mask": [1,
-    *target], if there is a column of masks, "skipped": why the row can't be used, else None}. Raises what is no fault
-    of the row.
+    Returns {"row", "key", "text" (with --caption_weights what `list_captions` returns), "pixel_values": [channels,
+    *target], "original_size": (height, width) of the image as it is stored, "crop_top_left": (top, left) of the crop,
+    in pixels of the image as it is resized, "mask": [1, *target], if there is a column of masks, "skipped": why the
+    row can't be used, else None}. Raises what is no fault of the row.
     """
     key, reason, mask = name_image(row, item[column]), None, None
     folder = args.train_data_dir or args.dataset_name
@@ -33,13 +34,7 @@ def transform(
         key = os.path.relpath(key, folder)  # the same wherever the data lies
     try:
         y, x, _, choice = draw_choices(args.seed, epoch, row)
-        text = item[args.caption_column]
-        if isinstance(text, list) and text:
-            text = text[int(choice * len(text))]
-        if not isinstance(text, str):
-            raise ValueError(f"the caption is {text!r:.60}")
-        if args.skip_empty_captions and not text.strip():
-            raise ValueError("the caption is empty")
+        text = list_captions(item, args) if args.caption_weights else take_text(item, choice, args)
         place = (0.5, 0.5) if args.center_crop else (y, x)
         image = decode_image(item[column], channels, min_size=args.min_size)
         original_size = height, width = tuple(image.shape[-2:])
@@ -53,7 +48,8 @@ def transform(
         if is_machines_fault(error):  # or rows would be left out for good, and a run go on, on nothing
             raise
         original_size = target = target or (args.resolution, args.resolution)
-        text, image, reason = "", torch.zeros(channels, *target, dtype=torch.uint8), explain(error)
+        text = [""] * len(args.caption_weights) if args.caption_weights else ""
+        image, reason = torch.zeros(channels, *target, dtype=torch.uint8), explain(error)
         crop, mask = (0, 0), image[:1]
         if isinstance(error, OSError) and error.errno is not None:  # it may be there another day
             reason = f"not read: {reason}"
@@ -85,9 +81,19 @@ def prepare(tokenizers: Tokenizers, texts: Sequence[str]) -> list[str]:
     return [family.prepare(tokenizer, text) for text in texts] if family.prepare else texts
 
 
-def tokenize(tokenizers: Tokenizers, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+def tokenize(tokenizers: Tokenizers, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
     """Captions -> {"input_ids": tokens [N, model_max_length], filled up or cut off; "input_ids_2": of a second; of a
-    family that leaves padding out "prompt_mask": bool [N, model_max_length], where there are tokens}."""
+    family that leaves padding out "prompt_mask": bool [N, model_max_length], where there are tokens}. Of K captions in
+    each of N lists [N, K, model_max_length], and "prompt_lengths": int32 [N, K], how many tokens of each a cache has,
+    -1 for one that is missing."""
+    if texts and isinstance(texts[0], list):
+        there = torch.tensor([[text is not None for text in row] for row in texts])
+        batch = tokenize(tokenizers, [text or "" for row in texts for text in row])
+        batch = {name: tokens.unflatten(0, there.shape) for name, tokens in batch.items()}
+        if "prompt_mask" in batch:
+            batch["prompt_mask"] &= there[..., None]
+        counted = batch.get("prompt_mask", torch.ones_like(batch["input_ids"])).sum(dim=-1)
+        return batch | {"prompt_lengths": torch.where(there, counted, -1).int()}
     texts, options = prepare(tokenizers, texts), {"padding": "max_length", "truncation": True}
     found = [tokenizer(texts, **options, return_tensors="pt") for tokenizer in tokenizers]
     batch = dict(zip(("input_ids", "input_ids_2"), (tokens.input_ids for tokens in found), strict=False))
@@ -96,9 +102,19 @@ def tokenize(tokenizers: Tokenizers, texts: Sequence[str]) -> dict[str, torch.Te
     return batch
 
 
-def look_at_captions(rows: datasets.Dataset, column: str) -> list[str]:
-    """Captions of up to 10,000 rows, evenly spread."""
-    captions = rows.select_columns(column)[:: max(1, len(rows) // 10**4)][column]
+def tokenize_batch(tokenizers: Tokenizers, args: Namespace, texts: Iterable[Text], keys: Iterable[tuple]) -> dict:
+    """The captions of rows, or lists of them, and their keys (epoch, row, ...) -> what a batch has of them."""
+    chosen = [choose_caption(text, key[0], key[1], args) for text, key in zip(texts, keys, strict=True)]
+    tokens: dict[str, Any] = dict(tokenize(tokenizers, chosen))
+    if "prompt_mask" in tokens:
+        tokens["prompt_lengths"] = tokens["prompt_mask"].sum(dim=1).tolist()
+    return tokens
+
+
+def look_at_captions(rows: datasets.Dataset, column: str | list[str]) -> list[str]:
+    """Captions of up to 10,000 rows, evenly spread, of a column or several."""
+    found = rows.select_columns(column)[:: max(1, len(rows) // 10**4)]
+    captions = [text for texts in found.values() for text in texts]
     texts = [text[0] if isinstance(text, list) and text else text for text in captions]
     return [text for text in texts if isinstance(text, str)]
 
@@ -131,8 +147,11 @@ def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
     return sum(lengths) / len(lengths)
 
 
-def are_cut(tokenizers: Tokenizers, texts: list[str]) -> list[bool]:
-    """For each caption whether it has more tokens than the text encoders take, and so loses its end."""
+def are_cut(tokenizers: Tokenizers, texts: Sequence[Text]) -> list[bool]:
+    """For each caption, or list of them, whether one has more tokens than text encoders take, and loses its end."""
+    if texts and isinstance(texts[0], list):
+        cut = iter(are_cut(tokenizers, [text or "" for row in texts for text in row]))
+        return [any([next(cut) for _ in row]) for row in texts]
     # A second tokenizer takes as many, and knows the same words.
     encodings = tokenizers[0](prepare(tokenizers, texts), truncation=True).encodings
     return [bool(encoding.overflowing) for encoding in encodings]

@@ -28,7 +28,7 @@ Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = ()) -> tuple[Rows, str]:
     """Open the data set. Returns (its rows, with images left undecoded as {"bytes", "path"}; the column of images).
 
-    `others`: further columns that are wanted. The rest, which may be images too, is not read for nothing.
+    `others`: further columns that are wanted, or lists of them. The rest, which may be images too, is not read.
     """
     source = args.dataset_name or args.train_data_dir
     if getattr(args, "bucket_no_upscale", False) and not args.bucket_step:
@@ -46,8 +46,9 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = 
         rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(split=args.dataset_split)
     rows = put_masks_beside(rows, args)
     masks = [args.mask_column] if getattr(args, "mask_column", None) else []
-    others = [*dict.fromkeys([*others, *masks])]
     caption_column = getattr(args, "caption_column", None)
+    others = [name for one in others for name in ([one] if isinstance(one, str) else one)]
+    others = [*dict.fromkeys([*others, *masks])]
     if captions and caption_column in others and caption_column not in rows.features:
         rows = add_captions(rows, caption_column, extension)
     if caption_column in others:
@@ -57,8 +58,8 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = 
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
     if column not in features:
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
-    if caption_column in others and caption_column in columns:
-        fail(f"column {caption_column!r} of {source} holds images: choose another --caption_column")
+    if found := [name for name in others if name in columns and name not in masks]:
+        fail(f"column {found[0]!r} of {source} holds images: choose another --caption_column")
     for name in others:
         if name not in features:
             beside = (

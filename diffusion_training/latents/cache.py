@@ -137,9 +137,10 @@ def plan_cache(rows: Any, settings: dict, tokens: float | None, args: Namespace)
     flags = "resolution center_crop image_interpolation_mode random_flip seed min_size skip_empty_captions".split()
     flags += ["bucket_step", "bucket_max_ratio"] if args.bucket_step else []  # absent from others, as from old ones
     flags += ["bucket_no_upscale"] if getattr(args, "bucket_no_upscale", False) else []
+    flags += ["caption_weights"] if getattr(args, "caption_weights", None) else []
     settings["transform"] = {name: getattr(args, name) for name in flags}
     features = {"sdxl": "text_encoder_2" in settings, "ragged latents": args.bucket_step, "masks": args.mask_column}
-    features["ragged embeddings"] = "model_family" in settings
+    features |= {"ragged embeddings": "model_family" in settings, "captions": "caption_weights" in flags}
     if features := [name for name, there in features.items() if there]:
         settings |= {"format_version": 3, "features": features}  # which a reader of 2 must not overlook
     settings["source"] = {"fingerprint": rows._fingerprint, "rows": len(rows)}

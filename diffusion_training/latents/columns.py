@@ -10,10 +10,11 @@ import xxhash
 from tqdm.auto import tqdm
 
 # Beyond what Stable Diffusion has: a cache that says of more is refused.
-FEATURES = {"sdxl", "ragged latents", "ragged embeddings", "masks"}
+FEATURES = {"sdxl", "ragged latents", "ragged embeddings", "masks", "captions"}
 EMPTY = {"prompt_embeds": "empty_prompt", "pooled_prompt_embeds": "empty_pooled"}  # files of a caption left out
 LATENTS = ("latents", "latents_flipped", "mask")  # columns that are of any length where there are several sizes
 PROMPTS = ("prompt_embeds", "input_ids")  # and those that are where padding is left out
+TEXTS = (*PROMPTS, "pooled_prompt_embeds", "input_ids_2")  # that hold all captions of an image, if it has several
 
 
 def count_rows(args: Namespace) -> int:
@@ -30,15 +31,22 @@ def make_column(numbers: list[np.ndarray], good: list[int], ragged: bool) -> pa.
     return pa.FixedSizeListArray.from_arrays(values, length)
 
 
+def count_captions(cache: dict) -> int:
+    """How many captions each row of a cache has a place for."""
+    return len(cache["transform"]["caption_weights"]) if "captions" in cache.get("features", []) else 1
+
+
 def describe_columns(cache: dict) -> dict[str, pa.DataType]:
     """The columns of numbers in a cache, and their Arrow types."""
-    features = cache.get("features", [])
+    features, count = cache.get("features", []), count_captions(cache)
     sdxl, ragged, masked = (name in features for name in ("sdxl", "ragged latents", "ragged embeddings"))
-    lengths = {name: [] if masked else [math.prod(cache[f"{name}_shape"])] for name in [*EMPTY][: 1 + sdxl]}
+    lengths = {name: [] if masked else [count * math.prod(cache[f"{name}_shape"])] for name in [*EMPTY][: 1 + sdxl]}
     kinds = {name: pa.list_(pa.float16(), *length) for name, length in lengths.items()}
     if cache["text_cache"] == "ids":
-        tokens = pa.list_(pa.int32(), *[] if masked else [cache["prompt_embeds_shape"][0]])
+        tokens = pa.list_(pa.int32(), *[] if masked else [count * cache["prompt_embeds_shape"][0]])
         kinds = dict.fromkeys(["input_ids", "input_ids_2"][: 1 + sdxl], tokens)
+    if "captions" in features:
+        kinds["prompt_lengths"] = pa.list_(pa.int32(), count)  # tokens of each, -1 of one that is missing
     if sdxl:
         kinds |= dict.fromkeys(["original_size", "crop_top_left"], pa.list_(pa.int32(), 2))
     _, *size = cache["latents_shape"]
@@ -56,6 +64,7 @@ def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
     caption, on average, where padding is left out."""
     numbers = {"latents": math.prod(cache["latents_shape"]), "mask": math.prod(cache["latents_shape"][1:])}
     if tokens is not None:
+        tokens *= count_captions(cache)
         numbers |= {"prompt_embeds": tokens * cache["prompt_embeds_shape"][1], "input_ids": tokens}
     found = {
         name: (numbers[name.removesuffix("_flipped")] if pa.types.is_list(kind) else kind.list_size)
@@ -88,6 +97,15 @@ def describe_size(rows: int, shards: int, cache: dict, tokens: float | None, arg
         sizes = [f"{show(rows * size)} as {kind}" for kind, size in compare_captions(cache, tokens).items()]
         sentence += f"; captions take {', '.join(sizes)}"
     return sentence
+
+
+def take_caption(numbers: np.ndarray, lengths: np.ndarray, number: int, ragged: bool) -> np.ndarray:
+    """Of a row's numbers of all captions those of one; `lengths`: tokens of each, -1 of one that is missing."""
+    if not ragged:
+        return numbers.reshape(len(lengths), -1)[number]
+    ends = np.maximum(lengths, 0).cumsum()
+    width = len(numbers) // ends[-1]
+    return numbers[(ends[number] - lengths[number]) * width : ends[number] * width]
 
 
 def pad_prompts(rows: list[np.ndarray], length: int, width: int) -> tuple[np.ndarray, np.ndarray]:

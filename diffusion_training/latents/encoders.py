@@ -120,6 +120,7 @@ def describe_models(
         vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), probe])
         vocabulary = hashlib.sha256(vocabulary.encode()).hexdigest()
         text = {"class": type(text_encoder).__name__, "sha256": hash_weights(text_encoder)}
+        text |= {"clip_skip": text_encoders.clip_skip} if text_encoders.clip_skip else {}
         described[f"text_encoder{suffix}"] = text
         described[f"tokenizer{suffix}"] = {"sha256": vocabulary, "model_max_length": tokenizer.model_max_length}
     if FAMILIES[tokenizers.family].masked:

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from diffusion_training.data.captions import tokenize_batch
+from diffusion_training.data.families import Tokenizers
 from diffusion_training.errors import fail
 from diffusion_training.latents.cache import fingerprint_cache
-from diffusion_training.latents.columns import EMPTY, FEATURES, PROMPTS, describe_columns, pad_prompts
+from diffusion_training.latents.columns import (
+    EMPTY,
+    FEATURES,
+    PROMPTS,
+    TEXTS,
+    describe_columns,
+    pad_prompts,
+    take_caption,
+)
 from diffusion_training.latents.fetch import Fetcher
 from diffusion_training.latents.shards import OpenShard, Shards
-from diffusion_training.order import Key, draw_choices, step_seed
+from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
 from diffusion_training.remote import is_address, read_bytes
 
 FEW = 1000  # shards that are opened at the start, and so are checked then
@@ -74,9 +85,12 @@ class CachedLatents(torch.utils.data.Dataset):
     is copied once, into its batch. A shard is opened when it is first needed, a row checked when it is first read. A
     number beyond the rows is one of them once more, as `choose_rows` counts, which is mirrored by a draw of its own.
     caches: {folder: what `load_cache` returns}. fetcher: a `Fetcher`, if some of them lie at an address.
+    tokenizers, args: for `tokenize_batch`, if tokens are not those of the cache.
     """
 
     fetcher: Fetcher
+    tokenizers: Tokenizers | None = None
+    args: Namespace
 
     def __init__(self, caches: dict[str, Cache], seed: int, random_flip: bool) -> None:
         self.seed, self.random_flip, self.folders, self.opened = seed, random_flip, list(caches), {}
@@ -89,7 +103,8 @@ class CachedLatents(torch.utils.data.Dataset):
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         first, _, _ = next(iter(caches.values()))  # others have the same columns, which `check_caches` checks
         kinds = describe_columns(first)
-        self.columns = [name for name in kinds if name not in ("latents_flipped", "size")]
+        self.columns = [name for name in kinds if name not in ("latents_flipped", "size", "prompt_lengths")]
+        self.caption_weights = first["transform"].get("caption_weights")  # where each row has several captions
         self.shape = first["latents_shape"]
         self.padded = {}  # column that is as long as the caption: (tokens, numbers of each) with padding
         if "ragged embeddings" in first.get("features", []):
@@ -140,13 +155,21 @@ class CachedLatents(torch.utils.data.Dataset):
         rows = np.array([row for _, row, _ in keys]) % len(self)
         shards = np.searchsorted(self.ends, rows, side="right")
         places = rows - self.ends[shards] + self.lengths[shards]
-        columns, flipped = {name: [] for name in self.columns}, []
+        columns, flipped, texts = {name: [] for name in self.columns}, [], []
         for (epoch, number, _), shard, place in zip(keys, shards.tolist(), places.tolist(), strict=True):
-            views, place = self.open(shard).view(place)
+            opened = self.open(shard)
+            texts += [opened.read_text(place, self.tokenizers)] if self.tokenizers else []
+            views, place = opened.view(place)
             flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
             flipped.append(flip)
+            row = {name: views["latents_flipped" if flip and name == "latents" else name][place] for name in columns}
+            if self.caption_weights:
+                lengths = views["prompt_lengths"][place]
+                which = draw_caption(self.seed, epoch, number, self.caption_weights, lengths >= 0)
+                for name in row.keys() & set(TEXTS):
+                    row[name] = take_caption(row[name], lengths, which, name in self.padded)
             for name, found in columns.items():
-                found.append(views["latents_flipped" if flip and name == "latents" else name][place])
+                found.append(row[name])
         batch, lengths = {}, {}
         for name, shape in self.padded.items():
             batch[name], batch["prompt_mask"] = pad_prompts(columns.pop(name), *shape)
@@ -154,6 +177,7 @@ class CachedLatents(torch.utils.data.Dataset):
         # Each column in one copy, for which this thread lets go of Python's lock once and not once a row
         batch |= {name: np.concatenate(found).reshape(len(keys), -1) for name, found in columns.items()}
         batch = {name: torch.from_numpy(numbers) for name, numbers in batch.items()} | lengths
+        batch |= tokenize_batch(self.tokenizers, self.args, texts, keys) if self.tokenizers else {}
         weights = torch.tensor([weight for _, _, weight in keys])
         shape = [self.shape[0], *(self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist())]
         return {**batch, "latents_shape": shape, "flipped": torch.tensor(flipped), "weight": weights, "skipped": []}

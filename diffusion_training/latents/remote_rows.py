@@ -50,7 +50,9 @@ class RemoteRows:
         for name in ("instance_prompt", "folder_repeats"):
             if getattr(args, name, None):
                 fail(f"--{name} is for images on a disk, and {url} is an address: write captions into a column")
-        self.columns = (column, args.caption_column, *[args.mask_column] * (args.mask_column is not None))
+        captions = args.caption_column if isinstance(args.caption_column, list) else [args.caption_column]
+        self.images = (column, *[args.mask_column] * (args.mask_column is not None))
+        self.columns = (*self.images, *captions)
         if missing := [name for name in self.columns if name not in features]:
             choose = "choose with --image_column, --caption_column and --mask_column"
             fail(f"{url} has no column {missing[0]!r} but {', '.join(features)}: {choose}")
@@ -68,7 +70,7 @@ class RemoteRows:
             row -= self.starts[number]
             _, starts = open_parquet(*self.files[number])
             group = bisect.bisect_right(starts, row) - 1
-            for name, column in read_group(*self.files[number], group, self.columns).items():
+            for name, column in read_group(*self.files[number], group, self.columns, self.images).items():
                 values[name].append(column[row - starts[group]].as_py())
         return values
 
@@ -100,10 +102,11 @@ def open_parquet(url: str, described: tuple[str, ...]) -> tuple[pq.ParquetFile, 
 
 
 @functools.lru_cache(2)  # the rows of one part, and of the next, lie side by side
-def read_group(url: str, described: tuple[str, ...], group: int, columns: tuple[str, ...]) -> dict[str, Any]:
-    """{column: array} of a row group; of `columns` the second are captions, and the others undecoded images."""
+def read_group(
+    url: str, described: tuple[str, ...], group: int, columns: tuple[str, ...], images: tuple[str, ...]
+) -> dict[str, Any]:
+    """{column: array} of a row group; of `columns` some are undecoded images."""
     with named(url):
         table = open_parquet(url, described)[0].read_row_group(group, columns).combine_chunks()
         arrays = {name: table[name].chunk(0) for name in columns}
-        images = [name for i, name in enumerate(columns) if i != 1]
         return arrays | {name: datasets.Image(decode=False).cast_storage(arrays[name]) for name in images}

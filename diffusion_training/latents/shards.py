@@ -9,6 +9,9 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from diffusion_training.data.captions import tokenize
+from diffusion_training.data.families import Tokenizers
+from diffusion_training.data.texts import Text
 from diffusion_training.errors import fail
 from diffusion_training.latents.columns import checksum_row, describe_columns, view_rows
 
@@ -91,6 +94,17 @@ class OpenShard:
         if self.unchecked[row]:
             self.check(row, chunk, place)
         return self.views[chunk], place
+
+    def read_text(self, row: int, tokenizers: Tokenizers) -> Text:
+        """The caption of a row, or the list of them, before `view`: when first read, it must have the row's tokens."""
+        chunk, place = self.find(row)
+        text = self.batches[chunk]["text"][place + len(self.batches[chunk])].as_py()
+        if self.unchecked[row]:
+            tokens = tokenize(tokenizers, [text])
+            ids = tokens["input_ids"][tokens.get("prompt_mask", ...)].flatten()
+            if not np.array_equal(ids, self.views[chunk]["input_ids"][place]):
+                raise OSError(f"{self.path} is damaged: {self.mend}")
+        return text
 
     def check(self, row: int, chunk: int, i: int) -> None:
         """Refuse a row that is not as it was written: as OSError, because the disk failed, or who wrote to it."""

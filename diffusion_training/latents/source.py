@@ -18,7 +18,7 @@ from diffusion_training.data.captions import (
     say_cut,
     say_emptied,
     say_equal,
-    tokenize,
+    tokenize_batch,
     transform,
 )
 from diffusion_training.data.families import FAMILIES, Tokenizers
@@ -75,12 +75,9 @@ class CaptionedImages(RowDataset):
             item["pixel_values"] = item["pixel_values"].flip(-1) if flip else item["pixel_values"]
         weights = [0.0 if item["skipped"] else weight for (_, _, weight), item in zip(keys, items, strict=True)]
         names = items[0].keys() & {"pixel_values", "mask"}
-        tokens = tokenize(self.tokenizers, [item["text"] for item in items])
-        if "prompt_mask" in tokens:
-            tokens["prompt_lengths"] = tokens["prompt_mask"].sum(dim=1).tolist()
         return {
             **{name: torch.stack([item[name] for item in items]) for name in names},
-            **tokens,
+            **tokenize_batch(self.tokenizers, self.args, [item["text"] for item in items], keys),
             **{name: torch.tensor([item[name] for item in items]) for name in ("original_size", "crop_top_left")},
             "flipped": torch.tensor(flips),
             "weight": torch.tensor(weights),
@@ -106,16 +103,22 @@ def load_data(
     if args.latents_dir:
         caches = {folder: load_cache(folder) for folder in args.latents_dir}
         cache, empty_prompt, _ = caches[args.latents_dir[0]]
+        args.clip_skip = args.clip_skip or cache["text_encoder"].get("clip_skip")
+        args.caption_weights = args.caption_weights or cache["transform"].get("caption_weights")
         if accelerator.is_main_process:
             check_caches(caches, args)
         accelerator.wait_for_everyone()
         args.resolution = args.resolution or cache["transform"]["resolution"]
         args.dataloader_num_workers = 0  # a thread reads faster than processes, which would have to pass it on
         dataset = open_latents(accelerator, caches, checkpoint, args)
+        dataset.caption_weights = args.caption_weights
         empty_prompt = {name: x if x.dtype == torch.bool else x.float() for name, x in empty_prompt.items()}
         empty_prompt = {name: x.to(accelerator.device) for name, x in empty_prompt.items()}
         if cache["text_cache"] == "ids":
-            text_encoders = load_models(args, dtype)[1].requires_grad_(False).to(accelerator.device)
+            _, text_encoders, tokenizers = load_models(args, dtype)
+            text_encoders.requires_grad_(False).to(accelerator.device)
+            if vars(args).get("shuffle_caption"):
+                dataset.tokenizers, dataset.args = tokenizers, args
     else:
         args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
         rows, column = load_rows(args, others=[args.caption_column])
@@ -145,6 +148,8 @@ def check_caches(caches: dict[str, Cache], args: Namespace) -> None:
     first, _, _ = next(iter(caches.values()))
     vae, text_encoders, tokenizers = load_models(args, torch.float32)  # to be compared, and let go
     try_models(vae, text_encoders)
+    if first["text_cache"] == "ids":
+        text_encoders.clip_skip = None  # no matter of the cache: they are encoded here
     description = describe_models(vae, text_encoders, tokenizers)
     description |= describe_latents(vae, first["transform"]["resolution"], first["latents"])
     description |= describe_prompts(encode_empty_prompt(text_encoders, tokenizers, args), args)
@@ -152,7 +157,12 @@ def check_caches(caches: dict[str, Cache], args: Namespace) -> None:
     for folder, (cache, _, _) in caches.items():
         if differences := find_differences({name: cache.get(name) for name in description}, description):
             fail(f"{folder} does not fit these models or the first cache ({', '.join(differences)}): choose others")
+        if vars(args).get("shuffle_caption") and cache["text_cache"] != "ids":
+            fail(f"--shuffle_caption: {folder} has embeddings of captions as they are: make it with --text_cache ids")
         say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0], f"{folder}: ")
+        found = len(args.caption_weights or []), len(cache["transform"].get("caption_weights") or [])
+        if found[0] != found[1]:
+            fail(f"--caption_weights: {found[0]} of them, and {folder} was made with {found[1]}")
         if args.random_flip and not cache["transform"]["random_flip"]:
             fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
         if args.resolution not in (None, cache["transform"]["resolution"]):

@@ -102,6 +102,15 @@ def load_text_encoders(args: Namespace, dtype: torch.dtype, family: str) -> tupl
     wanted = vars(args).get("max_sequence_length")
     if wanted and not masked:
         fail(f"--max_sequence_length {wanted} does nothing for {FAMILIES[family].title}: leave it out")
+    if (skip := vars(args).get("clip_skip")) is not None:
+        if masked:
+            fail(f"--clip_skip {skip} does nothing for {FAMILIES[family].title}: leave it out")
+        layers = min(encoder.config.num_hidden_layers for encoder in text_encoders)
+        if skip >= layers - (family == "sdxl"):
+            fail(f"--clip_skip {skip} leaves nothing of {layers} layers: give a smaller one")
+        for encoder in text_encoders:
+            if not hasattr(encoder, "text_model"):  # where a pipeline's clip_skip looks for the norm; no part is added
+                vars(encoder)["text_model"] = encoder
     limits = [tokenizer.model_max_length for tokenizer in tokenizers]
     limits += [getattr(encoder.config, "max_position_embeddings", math.inf) for encoder in text_encoders]
     if masked:
@@ -110,32 +119,45 @@ def load_text_encoders(args: Namespace, dtype: torch.dtype, family: str) -> tupl
         limits.append(wanted or FAMILIES[family].max_length)
     for tokenizer in tokenizers:  # old ones do not know how many the text encoder takes
         tokenizer.model_max_length = min(limits)
-    text_encoders.layer = FAMILIES[family].layer
+    text_encoders.layer, text_encoders.clip_skip = FAMILIES[family].layer, skip
     return text_encoders, tokenizers
 
 
-def encode_prompts(text_encoders: torch.nn.ModuleList, batch: dict) -> dict[str, torch.Tensor]:
+def encode_prompts(text_encoders: torch.nn.ModuleList, batch: dict, skip: bool = True) -> dict[str, torch.Tensor]:
     """Tokens {"input_ids", "input_ids_2": [N, model_max_length]} -> what the pipeline makes of them, float32.
 
     {"prompt_embeds": [N, model_max_length, D]}, the last hidden state; of SDXL the last but one of both encoders side
     by side, and "pooled_prompt_embeds" [N, D2], the second one's projection (arXiv:2307.01952, section 2.1). With
     "prompt_mask", bool [N, model_max_length], what it leaves out is 0 and comes last, and the mask of that is given.
+    skip: with --clip_skip of an earlier layer, as the pipeline has it: of Stable Diffusion with the last one's norm.
     """
+    if batch["input_ids"].dim() == 3:  # [N, captions, model_max_length]: one of each image after the other
+        names = batch.keys() & {"input_ids", "input_ids_2", "prompt_mask"}
+        numbers = range(batch["input_ids"].shape[1])
+        found = [encode_prompts(text_encoders, {name: batch[name][:, k] for name in names}) for k in numbers]
+        found = {name: torch.stack([one[name] for one in found], dim=1) for name in found[0]}
+        return found | {"prompt_lengths": batch["prompt_lengths"]}
     if "prompt_mask" in batch:
         return encode_masked(text_encoders[0], batch, text_encoders.layer)
-    if len(text_encoders) == 1:
+    clip_skip = (skip and text_encoders.clip_skip) or 0
+    if len(text_encoders) == 1 and not clip_skip:
         return {"prompt_embeds": text_encoders[0](batch["input_ids"])[0].float()}
+    if len(text_encoders) == 1:
+        found = text_encoders[0](batch["input_ids"], output_hidden_states=True).hidden_states[-1 - clip_skip]
+        return {"prompt_embeds": text_encoders[0].text_model.final_layer_norm(found).float()}
     one, two = text_encoders
     one = one(batch["input_ids"], output_hidden_states=True)
     two = two(batch["input_ids_2"], output_hidden_states=True)
-    prompt_embeds = torch.cat([one.hidden_states[-2], two.hidden_states[-2]], dim=-1)
+    layer = -2 - clip_skip
+    prompt_embeds = torch.cat([one.hidden_states[layer], two.hidden_states[layer]], dim=-1)
     return {"prompt_embeds": prompt_embeds.float(), "pooled_prompt_embeds": two.text_embeds.float()}
 
 
 def encode_masked(text_encoder: torch.nn.Module, batch: dict, layer: int) -> dict[str, torch.Tensor]:
     """`encode_prompts` where padding is left out."""
     mask = batch["prompt_mask"]
-    found = text_encoder(input_ids=batch["input_ids"], attention_mask=mask.long(), output_hidden_states=layer != -1)
+    seen = (mask | ~mask.any(dim=1, keepdim=True)).long()  # all of a caption that is missing: none would be 0 / 0
+    found = text_encoder(input_ids=batch["input_ids"], attention_mask=seen, output_hidden_states=layer != -1)
     prompt_embeds = (found.last_hidden_state if layer == -1 else found.hidden_states[layer]).float()
     order = mask.int().argsort(dim=1, descending=True, stable=True)  # some tokenizers fill up on the left
     mask = mask.gather(1, order)
@@ -149,10 +171,11 @@ def encode_empty_prompt(
 ) -> dict[str, torch.Tensor]:
     """What stands for a caption that is left out, as the pipeline has it: {name: float32}, of one image.
 
-    The encoded "", or zeros where model_index.json wants them, as SDXL's does and as it was trained.
+    The encoded "", of the last layer with --clip_skip too, or zeros where model_index.json wants them, as SDXL's does
+    and as it was trained.
     """
     ids = {name: ids.to(text_encoders[0].device) for name, ids in tokenize(tokenizers, [""]).items()}
-    empty_prompt = {name: embeds[0] for name, embeds in encode_prompts(text_encoders, ids).items()}
+    empty_prompt = {name: embeds[0] for name, embeds in encode_prompts(text_encoders, ids, skip=False).items()}
     zeros = is_sdxl(args) and read_pipeline(args).get("force_zeros_for_empty_prompt", True)
     return {name: torch.zeros_like(embeds) if zeros else embeds for name, embeds in empty_prompt.items()}
 

@@ -12,6 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size
+from diffusion_training.data.texts import add_caption_flags, check_captions
 from diffusion_training.remote import is_address
 
 Add = Callable[..., argparse.Action]  # a parser's, or a group's, add_argument
@@ -25,7 +26,7 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
     add("--train_data_dir", type=PATH, help="local folder: images, parquet or webdataset tars")
     add("--image_column", help="column of images (None: `image`, or the only one)")
     if captions:
-        add("--caption_column", default="text", help="column of captions; of a list one is drawn")
+        add_caption_flags(add)
         add("--instance_prompt", help="caption of images that have none")
         add("--folder_repeats", **SWITCH, help="images in a folder 10_name come 10 times, as `name` if they have none")
         add("--caption_extension", default=".txt", help="of files beside the images, if there is no such column")
@@ -84,6 +85,7 @@ def add_encoder_flags(add: Add) -> None:
     add("--text_encoder_name_or_path", type=PATH, help="text encoder instead, with its tokenizer")
     add("--single_file_config", type=PATH, help="configs of a base in one file (None: those of its family)")
     add("--tokenizer_name_or_path", type=PATH, help="tokenizer, if not beside the text encoder")
+    add("--clip_skip", type=number(1, 100, int), help="layers of CLIP that are left out; 1 is kohya's 2 (None: none)")
 
 
 def add_optimization_flags(
@@ -160,6 +162,7 @@ def add_saving_flags(add: Add) -> None:
 
 def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What text-to-image trainers refuse in the flags of their data: a cache, or images with captions."""
+    check_captions(parser, args)
     if args.latents_dir and (args.dataset_name or args.train_data_dir):
         parser.error("--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data")
     if args.latents_dir is None and args.dataset_name is None and not Path(args.train_data_dir).is_dir():

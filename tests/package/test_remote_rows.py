@@ -93,6 +93,15 @@ def test_columns_are_chosen_by_the_flags(folder):
     pq.write_table(table.rename_columns(["picture", "caption", "other"]), folder / "a.parquet")
     rows = open_rows(folder, "--caption_column=caption", "--image_column=picture")
     assert rows.columns == ("picture", "caption") and len(rows[[3]]["picture"][0]["bytes"]) > 100
+    several = "--caption_column", "caption", "other", "--image_column=picture"
+    row = open_rows(folder, *several)[[3, 4]]
+    assert row["caption"][0].startswith("No. 3") and row["other"] == [0, 0] and row["picture"][1]["bytes"]
+    pq.write_table(
+        table.rename_columns(["picture", "caption", "mask"]).set_column(2, "mask", table["image"]),
+        folder / "a.parquet",
+    )
+    row = open_rows(folder, "--caption_column=caption", "--image_column=picture", "--mask_column=mask")[[3]]
+    assert row["mask"] == row["picture"] and row["caption"][0].startswith("No. 3")
 
 
 def test_what_can_not_be_read_is_refused_in_a_sentence(folder, tmp_path):

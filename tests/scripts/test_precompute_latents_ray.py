@@ -219,6 +219,21 @@ def test_caches_without_padding_have_the_same_bytes_too(tmp_path, flags, here):
         assert b'"ragged embeddings"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
+def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, flags, here):
+    for kind in ("sd", "prx"):
+        lines = [json.loads(line) for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines()]
+        lines = [
+            json.dumps({**line, "long": f"the {i}"} | ({"text": None} if i == 3 else {}))
+            for i, line in enumerate(lines)
+        ]
+        (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
+        argv = [*flags, f"--model_family={kind}", "--caption_column", "text", "long", "--caption_weights", "2", "3"]
+        precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
+        code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
+        assert code == 0 and contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one"), said
+        assert b'"captions"' in contents(tmp_path / kind / "ray")["cache.json"]
+
+
 @pytest.mark.ci
 def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(tmp_path, flags, whole):
     """Ray's are launched for real, by a copy of another name and place: workers import what they are sent."""

@@ -1,0 +1,86 @@
+"""Which caption an image gets: of a column, of a list or of several columns, all kept or one drawn; its tags."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from diffusion_training.arguments import SWITCH, OneOrMore, number
+from diffusion_training.order import draw_caption, step_seed
+
+Text: TypeAlias = Any  # of a row: a caption, or the list of all that it has, None for one that is missing
+
+
+def add_caption_flags(add: Callable[..., Any]) -> None:
+    """Where captions come from: what `take_text` and `list_captions` read."""
+    several = {"nargs": "+", "action": OneOrMore, "default": "text"}
+    add("--caption_column", **several, help="column of captions; of a list, or of several columns, one is drawn")
+    add("--caption_weights", nargs="+", type=number(1e-6, 1e6), help="how often each caption of an image is drawn")
+
+
+def add_tag_flags(add: Callable[..., Any]) -> None:
+    """What becomes of a caption in each epoch: what `choose_caption` reads."""
+    add("--shuffle_caption", **SWITCH, help="captions are tags, with commas between, in another order each epoch")
+    add("--keep_tokens", type=number(0, 1000, int), default=0, help="tags at the front that --shuffle_caption leaves")
+
+
+def check_captions(parser: ArgumentParser, args: Namespace) -> None:
+    """What is refused in the flags of captions. Several of an image have equal weights unless they are given."""
+    if vars(args).get("keep_tokens") and not args.shuffle_caption:
+        parser.error("--keep_tokens does nothing without --shuffle_caption")
+    if vars(args).get("text_cache") == "ids" and args.clip_skip:
+        parser.error("--clip_skip does nothing with --text_cache ids: it is the trainer's, which encodes them")
+    if not isinstance(args.caption_column, list):
+        return
+    args.caption_weights = args.caption_weights or [1.0] * len(args.caption_column)
+    if len(args.caption_weights) != len(args.caption_column):
+        parser.error(f"--caption_weights: {len(args.caption_weights)} for {len(args.caption_column)} --caption_column")
+    for name in ("instance_prompt", "folder_repeats"):
+        if getattr(args, name):
+            parser.error(f"--{name} is for one --caption_column, of which it fills the gaps")
+
+
+def take_text(item: dict, choice: float, args: Namespace) -> str:
+    """The caption of a row, of a list the one that `choice` in [0, 1) falls on. Raises ValueError if there is none."""
+    text = item[args.caption_column]
+    if isinstance(text, list) and text:
+        text = text[int(choice * len(text))]
+    if not isinstance(text, str):
+        raise ValueError(f"the caption is {text!r:.60}")
+    if args.skip_empty_captions and not text.strip():
+        raise ValueError("the caption is empty")
+    return text
+
+
+def list_captions(item: dict, args: Namespace) -> list[str | None]:
+    """The captions of a row, as many as --caption_weights, None for one that is missing. Raises ValueError."""
+    columns = args.caption_column if isinstance(args.caption_column, list) else [args.caption_column]
+    texts, count = [item[name] for name in columns], len(args.caption_weights)
+    if len(columns) == 1 and isinstance(texts[0], list):
+        texts = texts[0] + [None] * (count - len(texts[0]))
+    if len(texts) != count:
+        raise ValueError(f"it has captions for {len(texts)} of {count} --caption_weights")
+    if wrong := [text for text in texts if not isinstance(text, str | None)]:
+        raise ValueError(f"the caption is {wrong[0]!r:.60}")
+    if args.skip_empty_captions:
+        texts = [text if text and text.strip() else None for text in texts]
+    if not any(text is not None for text in texts):
+        raise ValueError("it has no caption")
+    return texts
+
+
+def choose_caption(text: Text, epoch: int | None, row: int, args: Namespace) -> str:
+    """The caption that a trainer takes of a row in an epoch: of `list_captions` one, drawn by their weights.
+
+    With --shuffle_caption its tags come in the order of that epoch, as kohya's sd-scripts have it: what commas part,
+    the first --keep_tokens as they are. A row that is held out, epoch None, keeps its text.
+    """
+    if isinstance(text, list):
+        text = text[draw_caption(args.seed, epoch, row, args.caption_weights, [one is not None for one in text])]
+    if vars(args).get("shuffle_caption") and epoch is not None:
+        tags = [tag.strip() for tag in text.split(",")]
+        kept, rest = tags[: args.keep_tokens], tags[args.keep_tokens :]
+        order = np.random.default_rng(step_seed("tags", args.seed, epoch, row)).permutation(len(rest))
+        text = ", ".join(kept + [rest[i] for i in order])
+    return text

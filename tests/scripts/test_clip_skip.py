@@ -1,0 +1,137 @@
+"""--clip_skip: embeddings, caches, samples and the card are of the layer that diffusers' pipelines take."""
+
+import json
+
+import pytest
+import torch
+from conftest import MODELS, make_captioned, make_models, make_prx, make_sdxl, metrics, reset
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+import precompute_latents
+import train_flow
+import train_text_to_image as script
+from diffusion_training.data.captions import tokenize
+from diffusion_training.latents.encoders import load_models
+from diffusion_training.latents.text_encoders import encode_empty_prompt, encode_prompts
+
+pytestmark = pytest.mark.usefixtures("without_figures")
+
+
+@pytest.fixture
+def models(tmp_path):
+    return make_models(tmp_path)
+
+
+def precompute(tmp_path, models, *argv, name="cache"):
+    reset()
+    precompute_latents.main(precompute_latents.parse_args([
+        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={models}", "--resolution=16",
+        f"--output_dir={tmp_path / name}", "--batch_size=3", "--dataloader_num_workers=0", *argv,
+    ]))  # fmt: skip
+    reset()
+
+
+def train(tmp_path, models, *argv, kind=script):
+    reset()
+    kind.main(kind.parse_args([
+        f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2",
+        "--num_train_epochs=1", "--learning_rate=1e-3", "--lr_warmup_steps=0", "--logging_steps=1", "--report_to=none",
+        "--num_inference_steps=2", "--num_validation_images=1", *map(str, argv),
+    ]))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sd", "sdxl"])
+def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
+    folder = make_sdxl(tmp_path) if kind == "sdxl" else make_models(tmp_path)
+    for suffix in ("", "_2")[: 1 + (kind == "sdxl")]:  # three layers, so that one is left of SDXL's
+        config = CLIPTextConfig.from_pretrained(folder / f"text_encoder{suffix}")
+        config.num_hidden_layers = 3
+        torch.manual_seed(3)
+        (CLIPTextModelWithProjection if suffix else CLIPTextModel)(config).save_pretrained(
+            folder / f"text_encoder{suffix}"
+        )
+    args = precompute_latents.parse_args([f"--pretrained_model_name_or_path={folder}", "--train_data_dir=."])
+    args.resolution, found = 16, {}
+    for args.clip_skip in (None, 1):
+        vae, text_encoders, tokenizers = load_models(args, torch.float32)
+        captions = ["a digit one", "", "two " * 50]
+        with torch.no_grad():
+            ours = found[args.clip_skip] = encode_prompts(text_encoders, tokenize(tokenizers, captions))
+            if kind == "sdxl":
+                pipeline = StableDiffusionXLPipeline(
+                    vae, *text_encoders, *tokenizers, None, None, force_zeros_for_empty_prompt=False
+                )
+            else:
+                parts = vae, *text_encoders, *tokenizers, None, None, None, None
+                pipeline = StableDiffusionPipeline(*parts, requires_safety_checker=False)
+            options = {"num_images_per_prompt": 1, "do_classifier_free_guidance": True, "device": "cpu"}
+            embeds, negative, *pooled = pipeline.encode_prompt(captions, clip_skip=args.clip_skip, **options)
+        assert torch.equal(ours["prompt_embeds"], embeds)
+        empty = encode_empty_prompt(text_encoders, tokenizers, args)
+        if kind == "sdxl":  # of which zeros are the rule
+            assert torch.equal(ours["pooled_prompt_embeds"], pooled[0])
+        else:  # what the pipeline has for no prompt is of the last layer
+            torch.testing.assert_close(empty["prompt_embeds"], negative[0], rtol=0, atol=1e-6)
+        saved = text_encoders[0].state_dict().keys()
+        assert not any(name.startswith("text_model.text_model") for name in saved)
+    assert not torch.allclose(found[None]["prompt_embeds"], found[1]["prompt_embeds"])
+    args.clip_skip = 3
+    with pytest.raises(SystemExit, match="--clip_skip 3 leaves nothing of 3 layers"):
+        load_models(args, torch.float32)
+
+
+def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(tmp_path, models, monkeypatch, capfd):
+    make_captioned(tmp_path / "images", 4)
+    precompute(tmp_path, models, "--clip_skip=1", "--center_crop")
+    precompute(tmp_path, models, "--text_cache=ids", "--center_crop", name="ids")
+    precompute(tmp_path, models, "--center_crop", name="none")
+    assert json.loads((tmp_path / "cache/cache.json").read_text())["text_encoder"]["clip_skip"] == 1
+    assert "clip_skip" not in (tmp_path / "none/cache.json").read_text()
+    drawn, call = [], StableDiffusionPipeline.encode_prompt
+    monkeypatch.setattr(
+        StableDiffusionPipeline, "encode_prompt",
+        lambda self, *given, **more: drawn.append(more["clip_skip"]) or call(self, *given, **more),
+    )  # fmt: skip
+    images = f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--center_crop"
+    runs = {
+        "images": [*images, "--clip_skip=1"],
+        "cache": [f"--latents_dir={tmp_path / 'cache'}"],  # which says it
+        "ids": [f"--latents_dir={tmp_path / 'ids'}", "--clip_skip=1"],
+        "last": images,
+    }
+    losses = {}
+    for name, argv in runs.items():
+        train(tmp_path, models, *argv, "--validation_prompts=a digit", f"--output_dir={tmp_path / 'runs' / name}")
+        losses[name] = [record["loss"] for record in metrics(tmp_path / "runs" / name) if "loss" in record]
+    assert losses["cache"] == pytest.approx(losses["images"], rel=2e-4)
+    assert losses["ids"] == pytest.approx(losses["images"], rel=2e-4) != losses["last"]
+    assert drawn == [1, 1, 1, None]
+    card = (tmp_path / "runs/cache/README.md").read_text()
+    assert "clip_skip=1).images[0]" in card and 'vars(pipeline.text_encoder)["text_model"]' in card
+    for folder, flag, said in (
+        ("none", 1, "text_encoder.clip_skip None -> 1"), ("cache", 2, "--clip_skip 2 leaves nothing of 2 layers"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit):
+            train(tmp_path, models, f"--latents_dir={tmp_path / folder}", f"--clip_skip={flag}")
+        assert said in capfd.readouterr().err
+    with pytest.raises(SystemExit):  # a half-made cache is not gone on with
+        precompute(tmp_path, models, "--center_crop")
+    assert "holds another cache (text_encoder.clip_skip 1 -> None)" in capfd.readouterr().err
+
+
+def test_where_it_does_nothing_it_is_refused(tmp_path, models, capfd):
+    make_captioned(tmp_path / "images", 4)
+    with pytest.raises(SystemExit):
+        precompute(tmp_path, MODELS, "--model_family=prx", "--clip_skip=1")
+    assert "--clip_skip 1 does nothing for PRX: leave it out" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        precompute(tmp_path, models, "--text_cache=ids", "--clip_skip=1")
+    assert stop.value.code == 2 and "--clip_skip does nothing with --text_cache ids" in capfd.readouterr().err
+    config = make_prx(tmp_path / "config")
+    with pytest.raises(SystemExit):
+        train(
+            tmp_path, MODELS, f"--transformer_config_name_or_path={config}", "--resolution=16", "--clip_skip=1",
+            f"--train_data_dir={tmp_path / 'images'}", kind=train_flow,
+        )  # fmt: skip
+    assert "--clip_skip 1 does nothing for PRX: leave it out" in capfd.readouterr().err
