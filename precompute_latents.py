@@ -23,6 +23,7 @@ python -m diffusion_training.standalone precompute_latents.py > mine.py
 
 import argparse
 import itertools
+import math
 import os
 import shlex
 import time
@@ -56,6 +57,7 @@ from diffusion_training.data.captions import (
 from diffusion_training.data.families import Tokenizers
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import load_rows, read_items
+from diffusion_training.data.streams import StreamedRows, add_stream_flags, check_stream_args
 from diffusion_training.data.texts import check_captions
 from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
 from diffusion_training.latents.cache import (
@@ -63,6 +65,7 @@ from diffusion_training.latents.cache import (
     check_skipped,
     describe_damage,
     finish_cache,
+    name_shard,
     open_cache,
     plan_cache,
     write_shard,
@@ -148,11 +151,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     """Parse and check the command line."""
     parser = make_parser(__file__, __doc__)
     add_flags(parser)
+    add_stream_flags(parser.add_argument_group("stream").add_argument, trains=False)
     args = parser.parse_args(argv)
     if args.dataset_name is None and args.train_data_dir is None:
         flow = " --output_dir latents-digits-flow" * (args.model_family == "prx")  # not where the U-Net's is
         args = parse_demo(parser, DEMO + flow, argv)
     check_args(parser, args)
+    check_stream_args(parser, args)
     return args
 
 
@@ -160,7 +165,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 class TransformedRows(torch.utils.data.Dataset):
-    """Turns keys (0, row) into a batch of what `transform` makes of the rows, as the trainers see them in epoch 0.
+    """Turns keys (0, row, ...) into a batch of what `transform` makes of the rows, as trainers see them in epoch 0.
 
     {"row", "key", "text", "skipped", "cut": lists, "groups": lists of places in the batch, of images of one size,
     "pixel_values": of each group uint8 [n, C, H, W], "mask": uint8 [n, 1, H, W] where there are masks, "input_ids" and
@@ -174,7 +179,7 @@ class TransformedRows(torch.utils.data.Dataset):
     def __getitem__(self, keys: list[tuple[int, int]]) -> dict[str, Any]:
         items = [
             transform(row, epoch, item, self.column, self.channels, self.args)
-            for (epoch, row), item in zip(keys, read_items(self.rows, keys), strict=True)
+            for (epoch, row, *_), item in zip(keys, read_items(self.rows, keys), strict=True)
         ]
         batch = {name: [item[name] for item in items] for name in items[0]}
         places = range(len(items))
@@ -347,29 +352,32 @@ def main(args: Namespace) -> None:
     empty_prompt, settings = describe_encoders(vae, text_encoders, tokenizers, args)
     exact_models = vae, text_encoders
     models = place_encoders(exact_models, device, args)
-    rows, column = load_rows(args, others=[args.caption_column])
+    rows, column = load_rows(args, args.streaming, [args.caption_column])
     texts = look_at_captions(rows, args.caption_column) if accelerator.is_main_process else []
     say_equal(texts)
     say_emptied(tokenizers, texts)
 
     # What decides the content, and with it whether a cache that is there can be gone on with.
-    shards, sentence = plan_cache(rows, settings, count_tokens(tokenizers, texts), args)
+    _, sentence = plan_cache(rows, settings, count_tokens(tokenizers, texts), args)
     accelerator.print(sentence)
     if args.dry_run:
         return
     output_dir = Path(args.output_dir)
-    lock, _, records = open_cache(accelerator, settings, args)
+    lock, cache, records = open_cache(accelerator, settings, args)
+    stream = StreamedRows(rows, output_dir, cache, records) if args.streaming else None
+    num_rows = stream.count if stream else len(rows)  # as far as it is known
+    name_number = lambda number: output_dir / name_shard(number * args.rows_per_shard, settings)  # noqa: E731
 
     # Each process takes every so many shards, and checks them before it makes those that are missing or damaged.
     missing = {}  # first row of a shard: the row after its last
-    mine = range(rank, len(shards), num_processes)
+    mine = range(rank, math.ceil(num_rows / args.rows_per_shard), num_processes)
     for i in tqdm(mine, "Checking", disable=not records or rank > 0, leave=False):
-        name = shards[i]
-        if damage := describe_damage(output_dir / name, records):
-            print(f"{output_dir / name} {damage}: making it again", flush=True)
-            del records[name]
-        if name not in records:
-            missing[i * args.rows_per_shard] = min(len(rows), (i + 1) * args.rows_per_shard)
+        path = name_number(i)
+        if damage := describe_damage(path, records):
+            print(f"{path} {damage}: making it again", flush=True)
+            del records[path.name]
+        if path.name not in records:
+            missing[i * args.rows_per_shard] = min(num_rows, (i + 1) * args.rows_per_shard)
     if missing:
         (output_dir / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
 
@@ -382,20 +390,25 @@ def main(args: Namespace) -> None:
         for start, end in missing.items()
         for first in range(start, end, many)
     )
+    keys = stream.keys(missing, many, rank, num_processes) if stream else keys
     dataset = TransformedRows(rows, tokenizers, column, models[0].config.in_channels, args)
     batches, waits = load_batches(dataset, keys, args.dataloader_num_workers, device), []
-    total = sum(min(args.rows_per_shard, len(rows) - i * args.rows_per_shard) for i in mine)
+    total = sum(min(args.rows_per_shard, num_rows - i * args.rows_per_shard) for i in mine)
     done = total - sum(end - start for start, end in missing.items())
+    total = total if stream is None or stream.ended else None
     name = f"Images (process 1 of {num_processes})" if num_processes > 1 else "Images"
     progress_bar = tqdm(total=total, initial=done, desc=name, unit="img", disable=not accelerator.is_main_process)
-    skipped = [entry for i in mine if shards[i] in records for entry in records[shards[i]]["skipped"]]
+    whole = [records[path.name] for path in map(name_number, mine) if path.name in records]
+    skipped = [entry for record in whole for entry in record["skipped"]]
     # Passed on, with how long it was waited for
     noted = (waits.append(batch["waited"]) or batch for batch in batches)  # type: ignore[func-returns-value]
     encoded = work_ahead(encode_all(noted, models, exact_models, args), 16, device)
     encoded = show_progress(encoded, waits, progress_bar)
     for i, of_shard in itertools.groupby(encoded, lambda item: item[0] // args.rows_per_shard):
-        skipped += write_shard(output_dir / shards[i], of_shard)["skipped"]
-        check_skipped(skipped, len(rows), args.max_skipped)
+        skipped += write_shard(name_number(i), of_shard)["skipped"]
+        if stream:
+            num_rows = stream.keep_place(i, rank)
+        check_skipped(skipped, num_rows, args.max_skipped)
         end_if_stopped()
     batches.close()
     progress_bar.close()

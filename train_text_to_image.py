@@ -54,6 +54,7 @@ check_version("0.1.0", Path(__file__).name)  # before more of it is imported, wh
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.data.images import make_time_ids
+from diffusion_training.data.streams import add_stream_flags
 from diffusion_training.data.texts import add_tag_flags
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.files import saving
@@ -143,6 +144,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_transform_flags(add)
     add("--prefetch_factor", type=COUNT, help="batches that each of these reads ahead (None: 2)")
     add_bucket_flags(add)
+    add_stream_flags(add)
 
     add = parser.add_argument_group("data: both").add_argument
     add("--random_flip", **SWITCH, help="mirrored images as well")

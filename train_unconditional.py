@@ -25,7 +25,6 @@ import contextlib
 import math
 import os
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -49,9 +48,10 @@ from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, numbe
 from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.data.rows import RowDataset, Rows, load_rows, read_items
+from diffusion_training.data.streams import add_stream_flags
 from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
 from diffusion_training.loading import load_batches
-from diffusion_training.order import Order, draw_choices, step_batches, step_seed, stream_batches
+from diffusion_training.order import Order, draw_choices, step_batches, step_seed
 from diffusion_training.report import Description, save_model_card, save_report
 from diffusion_training.training.checkpoints import load_checkpoint, prune_checkpoints, read_state, save_checkpoint
 from diffusion_training.training.costs import Costs
@@ -105,8 +105,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add)
-    add("--streaming", **SWITCH, help="read while training; needs --max_train_steps")
-    add("--shuffle_buffer", type=COUNT, default=1000, help="images that a stream is shuffled among")
+    add_stream_flags(add)
     add("--cache_images", **SWITCH, help="decode and resize once, into --output_dir")
     add("--resolution", type=number(2, 16384, int), default=64, help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
@@ -156,12 +155,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
     if args.model_config_name_or_path and go_on:
         parser.error("--model_config_name_or_path and --pretrained_model_name_or_path exclude each other")
-    if args.streaming and args.max_train_steps is None:
-        parser.error("--streaming needs --max_train_steps: a stream has no length to count epochs by")
-    if args.streaming and args.holdout:
-        parser.error("--holdout needs the images on a disk: of a stream none can be set aside")
-    if args.streaming and args.train_batch_size == "auto":
-        parser.error("--train_batch_size auto needs the images on a disk, to try steps of them: give a number")
     if args.cache_images and (args.streaming or args.preserve_input_precision):
         parser.error("--cache_images stores 8 bits of all images: it goes with neither stream nor preserved precision")
     check_training_args(parser, args)
@@ -405,8 +398,8 @@ def main(args: Namespace) -> None:
     if args.dataloader_num_workers is None:
         args.dataloader_num_workers = min(8, cores - 1)
     dataset = ImageDataset(rows, column, channels, args)
-    train_rows, held_out = (rows, {}) if args.streaming else hold_out(accelerator, dataset, args.holdout, args.seed)
-    num_images = sys.maxsize if args.streaming else len(train_rows)  # a stream never ends its first epoch
+    train_rows, held_out = hold_out(accelerator, dataset, args.holdout, args.seed)
+    num_images = len(train_rows)
 
     # Where the run is. What sets a step's size comes before, because a checkpoint's position is counted in images.
     take_step = partial(train_step, accelerator, noise_scheduler, args, prepare_batch)
@@ -442,8 +435,7 @@ def main(args: Namespace) -> None:
     pipeline = kind(averaged.get("unet", unet), noise_scheduler)
 
     # Batches come without end, across epochs, so the device never waits for one to begin.
-    position = Order(train_rows, args.seed), progress, rank, num_processes
-    keys = stream_batches(*position, args.shuffle_buffer) if args.streaming else step_batches(*position)
+    keys = step_batches(Order(train_rows, args.seed), progress, rank, num_processes)
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device, args.prefetch_factor)
     if args.find_lr:  # and end: nothing that it trains is kept
         found = find_learning_rate(accelerator, prepared, optimizer, take_step, loaded, progress, args)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,10 +43,20 @@ def draw_caption(
     return int(np.searchsorted(ends / ends[-1], choice, side="right"))
 
 
+class Stream:
+    """The rows of a stream: without an end, so far as is known, and shuffled among a `window` of them."""
+
+    def __init__(self, rows: Any, window: int) -> None:
+        self.rows, self.window = rows, window
+
+    def __len__(self) -> int:
+        return sys.maxsize  # it never ends its first epoch
+
+
 class Order:
     """The order in which an epoch takes its rows, and how those of a step are cut into micro-batches of one size.
 
-    `rows` are numbers, or a function of the epoch that gives always as many, or a stream, or `Ranges`, which have an
+    `rows` are numbers, or a function of the epoch that gives always as many, or a `Stream`, or `Ranges`, which have an
     order of their own; `sizes` (height, width) of each row, None if all have the same. (seed, epoch) alone fixes the
     order, so a run can go on at any image, also with another batch size or number of processes.
     """
@@ -93,8 +104,10 @@ def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> 
     A step takes the next images of the `order`; the last one of an epoch takes what is left, so every number comes
     exactly once an epoch: none is dropped or repeated. The weights make the sum of loss * weight over a step's
     micro-batches, averaged over the processes as DDP does, the mean over the step's images. A process with no image
-    left gets one of weight 0, because DDP needs all to take part.
+    left gets one of weight 0, because DDP needs all to take part. For a `Stream` see `stream_batches`.
     """
+    if progress.num_images == sys.maxsize:
+        return stream_batches(order, progress, rank, num_processes)
     per_micro, per_step = progress.images_per_micro_batch, progress.images_per_step
     first_epoch, image = divmod(progress.images_seen, progress.num_images)
 
@@ -111,16 +124,14 @@ def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> 
     return keys(image)
 
 
-def stream_batches(
-    order: Order, progress: Any, rank: int, num_processes: int, window: int = 1000
-) -> Iterator[list[tuple]]:
-    """Like `step_batches` for a stream, with the item itself as fourth part of a key.
+def stream_batches(order: Order, progress: Any, rank: int, num_processes: int) -> Iterator[list[tuple]]:
+    """Like `step_batches` for a `Stream`, with the item itself as fourth part of a key.
 
     Each process reads its own share of the stream, shuffled, again and again; resuming reads up to where the run was,
     because a stream can't be entered in the middle.
     """
-    # In a window of so many images, because a stream has no order to draw from
-    shuffled = order.rows(0).shuffle(seed=order.seed, buffer_size=window)
+    stream = order.rows(0)
+    shuffled = stream.rows.shuffle(seed=order.seed, buffer_size=stream.window)
     share = split_dataset_by_node(shuffled, rank, num_processes)
     weight, start = num_processes / progress.images_per_step, math.ceil(progress.images_seen / num_processes)
 

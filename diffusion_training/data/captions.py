@@ -12,7 +12,7 @@ from diffusion_training.data.buckets import choose_size
 from diffusion_training.data.families import FAMILIES, Tokenizers
 from diffusion_training.data.images import decode_image, name_image, plan_crop, shrink
 from diffusion_training.data.texts import Text, choose_caption, list_captions, take_text
-from diffusion_training.errors import explain, is_machines_fault, printable
+from diffusion_training.errors import explain, explained, is_machines_fault, printable
 from diffusion_training.order import draw_choices
 
 
@@ -111,10 +111,14 @@ def tokenize_batch(tokenizers: Tokenizers, args: Namespace, texts: Iterable[Text
     return tokens
 
 
-def look_at_captions(rows: datasets.Dataset, column: str | list[str]) -> list[str]:
-    """Captions of up to 10,000 rows, evenly spread, of a column or several."""
-    found = rows.select_columns(column)[:: max(1, len(rows) // 10**4)]
-    captions = [text for texts in found.values() for text in texts]
+def look_at_captions(rows: datasets.Dataset | datasets.IterableDataset, column: str | list[str]) -> list[str]:
+    """Captions of up to 10,000 rows, evenly spread, of a column or several; of a stream those of the first 100."""
+    found = rows.select_columns(column)
+    if isinstance(found, datasets.IterableDataset):
+        with explained("the stream can't be read"):
+            captions = [text for row in found.take(100) for text in row.values()]
+    else:
+        captions = [text for texts in found[:: max(1, len(rows) // 10**4)].values() for text in texts]
     texts = [text[0] if isinstance(text, list) and text else text for text in captions]
     return [text for text in texts if isinstance(text, str)]
 

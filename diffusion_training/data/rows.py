@@ -20,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.data.folders import add_captions, has_caption_files, take_folders
 from diffusion_training.data.images import name_image
+from diffusion_training.data.streams import identify_stream
 from diffusion_training.errors import explained, fail, passing_rows_faults, printable
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
@@ -50,8 +51,10 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = 
     others = [name for one in others for name in ([one] if isinstance(one, str) else one)]
     others = [*dict.fromkeys([*others, *masks])]
     if captions and caption_column in others and caption_column not in rows.features:
+        if streaming:
+            fail(f"{source} has captions in files beside the images, which a stream passes by: leave --streaming out")
         rows = add_captions(rows, caption_column, extension)
-    if caption_column in others:
+    if caption_column in others and not streaming:
         rows = take_folders(rows, caption_column, args)
     features = rows.features or {}
     columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
@@ -81,7 +84,9 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = 
     elif args.max_train_samples is not None:
         rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
     rows = rows.select_columns([column, *others])
-    if not streaming and len(rows) == 0:
+    if streaming:
+        rows._fingerprint = identify_stream(builder, args.dataset_split, column, others, args.max_train_samples)
+    elif len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return rows, column
 
@@ -96,6 +101,8 @@ def put_masks_beside(rows: Rows, args: Namespace) -> Rows:
     if not isinstance((rows.features or {}).get("image"), datasets.Image):
         return rows
     if isinstance(rows, datasets.IterableDataset):
+        if getattr(args, "mask_column", "") is None and any(Path(source).rglob("*.mask.png")):
+            fail(f"{source} has masks beside the images, which a stream passes by: leave --streaming out")
         rows = rows.cast_column("image", datasets.Image(decode=False))
         return rows.filter(lambda item: not is_mask(item["image"]["path"])).cast_column("image", datasets.Image())
     paths = pc.struct_field(rows.data["image"], "path").to_pylist()

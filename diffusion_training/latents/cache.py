@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import xxhash
@@ -68,8 +69,11 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
 
 
 def name_shard(row: int, cache: dict) -> str:
-    """The file that holds a row of the source."""
-    number, count = row // cache["rows_per_shard"], math.ceil(cache["source"]["rows"] / cache["rows_per_shard"])
+    """The file that holds a row of the source; of a stream it does not say how many there are."""
+    number = row // cache["rows_per_shard"]
+    if cache["source"]["rows"] is None:
+        return f"data-{number:05d}.arrow"
+    count = math.ceil(cache["source"]["rows"] / cache["rows_per_shard"])
     digits = max(5, len(str(count)))  # as many for all, since they are sorted by name
     return f"data-{number:0{digits}d}-of-{count:0{digits}d}.arrow"
 
@@ -132,7 +136,8 @@ def check_skipped(skipped: list[dict], num_rows: int, max_skipped: float) -> Non
 def plan_cache(rows: Any, settings: dict, tokens: float | None, args: Namespace) -> tuple[list[str], str]:
     """Complete `settings`, and say how big the cache will be. Returns (names of its shards, that sentence).
 
-    tokens: of a caption, on average, where padding is left out; None if that is not known, or padding is kept.
+    tokens: of a caption, on average, where padding is left out; None if that is not known, or padding is kept. Of a
+    stream there are no names, since nobody knows how many shards it will be.
     """
     flags = "resolution center_crop image_interpolation_mode random_flip seed min_size skip_empty_captions".split()
     flags += ["bucket_step", "bucket_max_ratio"] if args.bucket_step else []  # absent from others, as from old ones
@@ -143,10 +148,11 @@ def plan_cache(rows: Any, settings: dict, tokens: float | None, args: Namespace)
     features |= {"ragged embeddings": "model_family" in settings, "captions": "caption_weights" in flags}
     if features := [name for name, there in features.items() if there]:
         settings |= {"format_version": 3, "features": features}  # which a reader of 2 must not overlook
-    settings["source"] = {"fingerprint": rows._fingerprint, "rows": len(rows)}
+    num_rows = None if isinstance(rows, datasets.IterableDataset) else len(rows)
+    settings["source"] = {"fingerprint": rows._fingerprint, "rows": num_rows}
     settings["rows_per_shard"] = args.rows_per_shard
-    shards = [name_shard(row, settings) for row in range(0, len(rows), args.rows_per_shard)]
-    return shards, describe_size(len(rows), len(shards), settings, tokens, args)
+    shards = [name_shard(row, settings) for row in range(0, num_rows or 0, args.rows_per_shard)]
+    return shards, describe_size(num_rows, len(shards), settings, tokens, args)
 
 
 def open_cache(
@@ -192,14 +198,15 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
     skipped = (entry for record in records.values() for entry in record.pop("skipped"))
     skipped = sorted(skipped, key=lambda entry: entry["row"])
     write_file(output_dir / "skipped.jsonl", "".join(json.dumps(entry) + "\n" for entry in skipped))
-    check_skipped(skipped, cache["source"]["rows"], max_skipped)
+    check_skipped(skipped, len(skipped) + sum(record["rows"] for record in records.values()), max_skipped)
     for name, embeds in empty_prompt.items():
         path = output_dir / f"{EMPTY[name]}.npy"
         np.save(output_dir / f".tmp-{path.name}", embeds)
         (output_dir / f".tmp-{path.name}").replace(path)
         cache[f"{EMPTY[name]}_sha256"] = digest_file(path)
     cache |= {name: sum(record[name] for record in records.values()) for name in RECORD if RECORD[name] is int}
-    cache["skipped"], cache["shards"] = len(skipped), dict(sorted(records.items()))
+    cache["skipped"] = len(skipped)
+    cache["shards"] = dict(sorted(records.items(), key=lambda item: (len(item[0]), item[0])))  # 100000 after 99999
     state: dict[str, Any] = dict.fromkeys(["_format_columns", "_format_type", "_split"])  # what `datasets` wants
     state |= {"_format_kwargs": {}, "_output_all_columns": False, "_fingerprint": fingerprint_cache(cache)}
     state["_data_files"] = [{"filename": name} for name in cache["shards"]]

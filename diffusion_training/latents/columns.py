@@ -84,17 +84,19 @@ def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
     return {name: count_bytes({**of, "text_cache": kind}, n)[1] for name, (of, kind, n) in kinds.items()}
 
 
-def describe_size(rows: int, shards: int, cache: dict, tokens: float | None, args: Namespace) -> str:
-    """A sentence that says how big a cache of so many rows and shards will be."""
+def describe_size(rows: int | None, shards: int, cache: dict, tokens: float | None, args: Namespace) -> str:
+    """A sentence that says how big a cache of so many rows and shards will be; rows: None of a stream."""
     most = "up to " if args.bucket_step else ""  # no size has more pixels than the square
     if "ragged embeddings" in cache.get("features", []):
         most, tokens = "about ", tokens or cache["prompt_embeds_shape"][0]
     row_bytes, text_bytes = count_bytes(cache, tokens)
     show = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
-    each = f"{rows:,} rows of {most}{show(row_bytes)} ({show(text_bytes)} of it the caption's) and the text"
-    sentence = f"{each}: {most}{show(rows * row_bytes)} in {shards:,} shards"
+    each = f"{most}{show(row_bytes)} ({show(text_bytes)} of it the caption's) and the text"
+    sentence = f"A stream, of which each row is {each}"
+    if rows is not None:
+        sentence = f"{rows:,} rows of {each}: {most}{show(rows * row_bytes)} in {shards:,} shards"
     if args.dry_run:
-        sizes = [f"{show(rows * size)} as {kind}" for kind, size in compare_captions(cache, tokens).items()]
+        sizes = [f"{show((rows or 1) * size)} as {kind}" for kind, size in compare_captions(cache, tokens).items()]
         sentence += f"; captions take {', '.join(sizes)}"
     return sentence
 

@@ -50,7 +50,7 @@ from diffusion_training.training.models import Prepared, put_on_device
 
 
 class CaptionedImages(RowDataset):
-    """Turns the keys (epoch, row, weight) of `step_batches` into a batch of images and captions: `dataset[keys]`.
+    """Turns the keys (epoch, row, weight, ...) of `step_batches` into a batch of images and captions: `dataset[keys]`.
 
     {"pixel_values": uint8 [N, C, H, W], "mask": uint8 [N, 1, H, W] where there are masks, "input_ids" and of SDXL
     "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2], "flipped": bool [N], "weight": [N],
@@ -65,15 +65,15 @@ class CaptionedImages(RowDataset):
         self.channels, self.tokenizers, self.sizes = channels, tokenizers, sizes
 
     def __getitem__(self, keys: list[Key]) -> dict[str, Any]:
-        targets = self.sizes[[row for _, row, _ in keys]].tolist() if self.sizes is not None else [None] * len(keys)
+        targets = self.sizes[[key[1] for key in keys]].tolist() if self.sizes is not None else [None] * len(keys)
         items = [
             transform(row, epoch, item, self.column, self.channels, self.args, target)
-            for (epoch, row, _), item, target in zip(keys, read_items(self.rows, keys), targets, strict=True)
+            for (epoch, row, *_), item, target in zip(keys, read_items(self.rows, keys), targets, strict=True)
         ]
-        flips = [self.args.random_flip and draw_choices(self.args.seed, epoch, row)[2] < 0.5 for epoch, row, _ in keys]
+        flips = [self.args.random_flip and draw_choices(self.args.seed, *key[:2])[2] < 0.5 for key in keys]
         for flip, item in zip(flips, items, strict=True):
             item["pixel_values"] = item["pixel_values"].flip(-1) if flip else item["pixel_values"]
-        weights = [0.0 if item["skipped"] else weight for (_, _, weight), item in zip(keys, items, strict=True)]
+        weights = [0.0 if item["skipped"] else key[2] for key, item in zip(keys, items, strict=True)]
         names = items[0].keys() & {"pixel_values", "mask"}
         return {
             **{name: torch.stack([item[name] for item in items]) for name in names},
@@ -121,7 +121,7 @@ def load_data(
                 dataset.tokenizers, dataset.args = tokenizers, args
     else:
         args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
-        rows, column = load_rows(args, others=[args.caption_column])
+        rows, column = load_rows(args, args.streaming, [args.caption_column])
         vae, text_encoders, tokenizers = load_models(args, dtype)
         put_on_device(vae.requires_grad_(False), accelerator.device)
         text_encoders.requires_grad_(False).to(accelerator.device)

@@ -12,6 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size
+from diffusion_training.data.streams import check_stream_args
 from diffusion_training.data.texts import add_caption_flags, check_captions
 from diffusion_training.remote import is_address
 
@@ -174,7 +175,7 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     images_only = ["dataset_config_name", "dataset_split", "image_column", "caption_column", "max_train_samples"]
     images_only += ["caption_extension", "center_crop", "image_interpolation_mode", "min_size", "skip_empty_captions"]
     images_only += ["dataloader_num_workers", "bucket_step", "bucket_max_ratio", "mask_column", "bucket_no_upscale"]
-    images_only += ["prefetch_factor", "instance_prompt", "folder_repeats"]
+    images_only += ["prefetch_factor", "instance_prompt", "folder_repeats", "streaming", "shuffle_buffer"]
     found = [folder for folder in args.latents_dir or [] if is_address(folder)]
     if found and not args.shards_dir:
         parser.error(f"--latents_dir {found[0]} is an address: --shards_dir says where its shards lie for a while")
@@ -185,6 +186,7 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """What all trainers refuse in these flags, besides numbers out of their bounds."""
+    check_stream_args(parser, args)
     if args.lr_scheduler == "piecewise_constant":
         try:  # as diffusers reads them
             *rules, last = (args.lr_step_rules or "").split(",")

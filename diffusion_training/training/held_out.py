@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 import xxhash
@@ -11,7 +12,7 @@ from accelerate.utils import gather_object
 
 from diffusion_training.errors import fail
 from diffusion_training.loading import load_batches
-from diffusion_training.order import step_seed
+from diffusion_training.order import Stream, step_seed
 from diffusion_training.training.launch import StopSignal
 from diffusion_training.training.models import Models, Prepared
 
@@ -24,6 +25,8 @@ def hold_out(accelerator: Accelerator, dataset: Any, holdout: float, seed: int) 
     """
     if getattr(dataset, "order", None):
         return dataset.hold_out(accelerator, holdout, seed)
+    if isinstance(rows := getattr(dataset, "rows", None), datasets.IterableDataset):
+        return Stream(rows, dataset.args.shuffle_buffer), {}  # the flags refuse to hold any of its images out
     if not holdout:
         return np.arange(len(dataset)), {}
     hashes = (xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in dataset.names())

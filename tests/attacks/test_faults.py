@@ -61,6 +61,7 @@ OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_dat
 ADAPTED = "train_text_to_image --rank"  # an adapter for SDXL, from images of several sizes with masks
 SIZES = "precompute_latents --bucket_step"  # its cache
 FLOW = "train_flow"
+STREAMS = ["precompute_latents --streaming", "train_text_to_image --streaming"]
 LONG = pytest.mark.long
 MOMENTS = ("images_per_second", "data_wait", "memory_gb", "tflops")  # of a record: what depends on the machine
 
@@ -160,7 +161,7 @@ class Target:
             --report_to=none --validation_steps=2 --checkpointing_steps=3 --checkpoints_total_limit=2
             --resume_from_checkpoint=latest"""
         if self.name == "precompute_latents":
-            argv = f"{data} {cache} --output_dir={self.out}"
+            argv = f"{data} {cache} --output_dir={self.out} {'--streaming' * (name in STREAMS)}"
         elif self.name == "train_unconditional":
             argv = f"""{data} {training} --model_config_name_or_path={make_unet_config(folder)} --eval_batch_size=2
                 --ddpm_num_inference_steps=2 --save_model_epochs=1 {"--cache_images" * (name in OTHERS)}"""
@@ -172,7 +173,8 @@ class Target:
                 --num_validation_images=1 --validation_prompts=one"""
             if name == ADAPTED:
                 argv += " --rank=2 --lora_dropout=0.1 --use_dora --optimizer=adafactor"
-            argv += f" {data}" if name in OTHERS else f" --latents_dir={folder}/cache"
+            argv += f" {data}" if name in [*OTHERS, *STREAMS] else f" --latents_dir={folder}/cache"
+            argv += " --streaming --max_train_steps=8 --shuffle_buffer=3" * (name in STREAMS)
             made = importlib.import_module("precompute_latents")
             making = f"{data} {cache} --output_dir={folder}/cache".split()
             assert finish(start(lambda: made.main(made.parse_args(making)), log=self.log)) == [0], self.log.read_text()
@@ -340,7 +342,7 @@ def die():
     100,
     {NAMES[0]: 6},
     {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4, FLOW: 4},
-    [*NAMES, *OTHERS, ADAPTED, SIZES, FLOW],
+    [*NAMES, *OTHERS, ADAPTED, SIZES, FLOW, *STREAMS],
 )
 def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, name, count):
     target = targets(name)
@@ -348,7 +350,7 @@ def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, n
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS, ADAPTED, FLOW])
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS, ADAPTED, FLOW, *STREAMS])
 def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, name):
     """Also in the middle of what is no event, such as a write."""
     target, rng, verdicts, begin = targets(name), random.Random(0), Verdicts(), time.time()

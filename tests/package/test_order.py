@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 
-from diffusion_training.order import Order, draw_choices, step_batches, step_seed, stream_batches
+from diffusion_training.order import Order, Stream, draw_choices, step_batches, step_seed, stream_batches
 from diffusion_training.training.progress import Progress
 
 START = {"global_step": 0, "data_step": 0, "images_seen": 0}
@@ -145,7 +145,7 @@ def stream(count):
 
 def take(rows, images_seen, batch_size, count, rank=0, num_processes=1):
     progress = progress_at(images_seen, 10**9, batch_size, num_processes=num_processes)
-    batches = stream_batches(Order(rows, 0), progress, rank, num_processes)
+    batches = stream_batches(Order(Stream(rows, 1000), 0), progress, rank, num_processes)
     return [key for _ in range(count) for key in next(batches)]
 
 
@@ -183,7 +183,7 @@ def test_a_stream_of_the_first_images_is_the_same_every_pass():
 def test_a_stream_is_shuffled_within_its_window_only():
     progress, rows = progress_at(0, 10**9, 1), datasets.Dataset.from_dict({"number": range(50)}).to_iterable_dataset()
     for window in (1, 5, 50):
-        batches = stream_batches(Order(rows, 0), progress, 0, 1, window)
+        batches = stream_batches(Order(Stream(rows, window), 0), progress, 0, 1)
         numbers = [next(batches)[0][3]["number"] for _ in range(50)]
         early = max(i - number for number, i in zip(numbers, range(50), strict=True))
         late = max(number - i for number, i in zip(numbers, range(50), strict=True))

