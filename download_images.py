@@ -18,6 +18,7 @@ What stands where, and why:
   shard without a record, the rows that it lacks are asked for again.
 - `open_socket` sees the very address of each connection, whatever a URL, a redirect or a name server came up with:
   there private addresses are refused. Proxies in the environment are not used, since they would connect elsewhere.
+- Which files are repeated is known when all shards are there; then a shard is made again without them.
 - What is wrong with a row is its failure; what is wrong with a machine (memory, descriptors, disk, network) ends its
   task, and costs no row.
 What is asked of the web is in diffusion_training/web/: downloads.py, pictures.py, tables.py, shards.py.
@@ -58,6 +59,7 @@ from diffusion_training.web.shards import (
     choose_items,
     choose_urls,
     describe_shard,
+    find_repeated,
     gather,
     list_sizes,
     name_record,
@@ -94,6 +96,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("images").add_argument
     add("--min_size", type=COUNT, default=1, help="least short side, pixels")
     add("--max_aspect_ratio", type=number(1, 10**9), help="of the long side to the short one (None: any)")
+    add(
+        "--skip_repeated", action="store_true", default=None, help="leave out files that an earlier row has, by sha256"
+    )
     add("--resize_to", type=COUNT, help="shrink to this short side, pixels (None: keep files as is)")
     add("--jpeg_quality", type=number(1, 100, int), default=95, help="of images that were shrunk")
     add = parser.add_argument_group("requests").add_argument
@@ -154,10 +159,16 @@ def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) 
             about = describe_shard(old) if images is not None else {}
             known = record.get("failures", ()) if record.get("sha256") == about.get("sha256") else ()
             failures = {failure["row"]: failure for failure in known}
+            there = list(images or ())
+            repeated = {there[place] for place in item.get("repeated", ()) if there}
+            images = images and {row: image for row, image in images.items() if row not in repeated}
+            for row in repeated:
+                failures[row] = {"row": row, "url": table["url"][row - item["first"]].as_py(), "tries": 1}
+                failures[row]["reason"] = "repeated: an earlier row has the same file"
             urls = choose_urls(table, item["first"], images or {}, failures, args)
             new, failed, received = asyncio.run(fetch_rows(urls, spool, args))
             failures |= {row: {"row": row, "url": urls[row], **failed[row]} for row in failed}
-            if new or images is None:
+            if new or repeated or images is None:
                 images = (images or {}) | new
                 with writing(path) as unfinished:
                     write_images(unfinished, table, item["first"], images, spool, schema)
@@ -225,7 +236,7 @@ def main(args: Namespace) -> None:
     # The table
     columns = [args.url_column, args.caption_column, *args.keep_columns]
     fixed = ["url_column", "caption_column", "keep_columns", "rows_per_shard", "min_size", "max_aspect_ratio"]
-    fixed += ["resize_to", "jpeg_quality", "max_bytes", "opt_out", "where", "limit"]
+    fixed += ["resize_to", "jpeg_quality", "max_bytes", "opt_out", "where", "limit", "skip_repeated"]
     with ThreadPoolExecutor(16) as pool:
         digests = list(pool.map(functools.partial(digest_table, tables_fs), paths))
     digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
@@ -246,6 +257,7 @@ def main(args: Namespace) -> None:
 
     # What is missing
     missing = choose_items(fs, folder, items, args.retry_failed)
+    told = not missing and fs.exists(f"{folder}/__download__/summary.json")  # it ended once
     rows_there = num_rows - sum(item["last"] - item["first"] for item in missing)
     tqdm.write(f"{num_rows:,} rows in {len(items):,} shards, {len(missing):,} of them to do")
     if missing:
@@ -265,6 +277,9 @@ def main(args: Namespace) -> None:
         bar.set_postfix_str(f"{speed}, {describe_failures(reasons, rows)}", refresh=False)
         bar.update(result["rows"])
     bar.close()
+    # When all are there, whoever was made first
+    while args.skip_repeated and not told and not errors and (repeated := find_repeated(fs, folder, items)):
+        errors = [result["error"] for result in run_items(repeated, args, folder, schema) if "error" in result]
     if errors:
         fail(f"{errors[0]}; the same command goes on from the shards that are whole")
 

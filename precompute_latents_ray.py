@@ -12,7 +12,7 @@ what the other one began: this one imports the other's two stages, so that equal
 --train_data_dir and --output_dir may be addresses too (s3://, gs://): parquet is read there, a file is one upload.
 
 What stands where, and why:
-    parse_args                 the other script's flags, and four for Ray
+    parse_args                 the other script's flags, and five for Ray
     transform_part             stage 1, tasks on CPUs: the rows of a part -> pixels and tokens
     Encoder                    stage 2, actors with the models on their devices: pixels and tokens -> a file
     make_parts, make_shards    parts go through both stages, so many at a time, and become shards
@@ -89,7 +89,8 @@ try:
 except ImportError:
     sys.exit(f"{Path(__file__).name}: Ray is missing: pip install -r requirements-ray.txt")
 
-ENGINE = ("num_encoders", "gpus_per_encoder", "num_transform_cpus", "address")  # flags that the cache knows nothing of
+# Flags that the cache knows nothing of
+ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -100,6 +101,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--address", help="of a cluster (None: RAY_ADDRESS, or a Ray of its own)")
     add("--num_encoders", type=number(1, 10**5, int), help="(None: one per GPU, or 1 on CPUs)")
     add("--gpus_per_encoder", type=number(0, 8), help="0: encode on CPUs (None: 1 if there are any)")
+    add(
+        "--accelerator_type", help="kind of the encoders' GPUs in Ray's words, such as T4, for equal bytes (None: any)"
+    )
     add("--num_transform_cpus", type=number(1, 10**6, int), help="cores that decode (None: all that are left)")
 
     args = parser.parse_args(argv)
@@ -119,6 +123,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_args(parser, local)
     if args.mixed_precision == "fp16" and args.gpus_per_encoder == 0:
         parser.error("--mixed_precision fp16 needs GPUs: use bf16 or no")
+    if args.accelerator_type and args.gpus_per_encoder == 0:
+        parser.error("--accelerator_type is of GPUs: leave it out with --gpus_per_encoder 0")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("start this script once, with python: Ray starts the processes")
     return args
@@ -235,8 +241,15 @@ def make_absolute(args: argparse.Namespace) -> argparse.Namespace:
 
 def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[int, list[dict], int, str]:
     """What Ray has room for: (encoders, what a task of each stage takes, tasks of stage 1, a sentence on all)."""
-    found = ray.cluster_resources()
-    cpus, gpus = found.get("CPU", 0), found.get("GPU", 0)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    type_key = f"accelerator_type:{args.accelerator_type}"
+    own = [node for node in nodes if args.accelerator_type is None or type_key in node]  # where encoders may be
+    if not own:
+        types = {key.split(":")[1] for node in nodes for key in node if key.startswith("accelerator_type:")}
+        fail(
+            f"no node of Ray has --accelerator_type {args.accelerator_type}, but {', '.join(sorted(types)) or 'none'}"
+        )
+    cpus, gpus = ray.cluster_resources().get("CPU", 0), sum(node.get("GPU", 0) for node in own)
     per_encoder = args.gpus_per_encoder if args.gpus_per_encoder is not None else float(gpus > 0)
     if per_encoder == 0 and args.mixed_precision == "fp16":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
@@ -247,12 +260,14 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[int, list[
     num_tasks = args.num_transform_cpus or max(1, int(cpus - busy))
     memory, kinds = 2**30 + 4 * PART_BYTES, ("CPU", "GPU", "memory")
     needs = {"a task that decodes": (1, 0, memory), "an encoder": (0, per_encoder, memory + 2 * weight_bytes)}
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for what, need in needs.items():
-        if not any(all(node.get(kind, 0) >= x for kind, x in zip(kinds, need, strict=True)) for node in nodes):
+        able = own if what == "an encoder" else nodes
+        if not any(all(node.get(kind, 0) >= x for kind, x in zip(kinds, need, strict=True)) for node in able):
             need = f"{need[0]} CPUs, {need[1]:g} GPUs and {need[2] / 1e9:.1f} GB"
             fail(f"{what} needs {need}, and no node of Ray has that: it would wait for ever")
     resources = [dict(zip(("num_cpus", "num_gpus", "memory"), need, strict=True)) for need in needs.values()]
+    if args.accelerator_type:
+        resources[1]["accelerator_type"] = args.accelerator_type
     where = f"{per_encoder:g} GPUs" if per_encoder else f"{torch.get_num_threads()} CPU threads"
     found = f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs"
     return count, resources, num_tasks, f"{found}; {count} encoders of {where}, {num_tasks} tasks that decode"

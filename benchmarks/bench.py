@@ -120,8 +120,11 @@ def make_images(folder, count, pictures):
     return folder
 
 
-def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_per_shard=1024):
-    """A finished cache of precompute_latents.py whose rows are random numbers, written as that script writes."""
+def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_per_shard=1024, written=None):
+    """A finished cache of precompute_latents.py whose rows are random numbers, written as that script writes.
+
+    written: so many shards, of which the others are links, for caches that would take long or fit on no disk.
+    """
     import datasets
     import numpy as np
     import pyarrow as pa
@@ -168,6 +171,10 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
 
     for number, name in enumerate(shards):
         start = number * rows_per_shard
+        if written and number >= written and rows - start >= rows_per_shard:
+            for path in folder / name, folder / f"unfinished/{name}.json":
+                os.link(path.with_name(path.name.replace(name, shards[number % written])), path)
+            continue
         write_shard(folder / name, encoded(start, min(rows, start + rows_per_shard)))
     finish_cache(folder, empty_prompt, 1)
     return folder

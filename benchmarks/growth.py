@@ -1,6 +1,7 @@
 """Does anything grow with the data? Start, resume, steps and memory of training from caches of 1e3 to 1e6 rows.
 
     python benchmarks/growth.py                                   # some minutes, and 1.5 GB of disk
+    python benchmarks/growth.py --rows 1000 10000000 --num_caches 1 --rows_per_shard 100 --written_shards 16
     python benchmarks/growth.py --rows --images 1000 10000 100000 [--diffusers path/to/diffusers]      # loose files
     python benchmarks/growth.py --rows 1000 --num_caches 1 --steps 20000          # a long run: its tenths
 
@@ -20,7 +21,10 @@ import bench
 def train_from_caches(folder, rows, count, cli):
     """Start, resume, the time of a step and memory, of training from `count` caches: a row of the table."""
     models, script = bench.ROOT / "demo/models", bench.ROOT / "train_text_to_image.py"
-    caches = [bench.make_cache(folder / f"{rows}-{count}-{i}", models, rows // count, 8) for i in range(count)]
+    shards = {"rows_per_shard": cli.rows_per_shard, "written": cli.written_shards}
+    caches = [
+        bench.make_cache(folder / f"{rows}-{count}-{i}", models, rows // count, 8, **shards) for i in range(count)
+    ]
     out, unet = folder / f"out-{rows}-{count}", bench.ROOT / "demo/digits_text_to_image_unet.json"
     flags = [f"--pretrained_model_name_or_path={models}", "--latents_dir", *caches, "--report_to=none", "--use_ema"]
     flags += [f"--unet_config_name_or_path={unet}", f"--train_batch_size={cli.batch_size}", f"--output_dir={out}"]
@@ -54,6 +58,8 @@ def main(argv=None):
     add = parser.add_argument
     add("--rows", type=int, nargs="*", default=[10**3, 10**4, 10**5, 10**6])
     add("--num_caches", type=int, nargs="+", default=[1, 8], help="folders that the rows are split over")
+    add("--rows_per_shard", type=int, default=1024)
+    add("--written_shards", type=int, help="the others are links to so many (None: all are written)")
     add("--images", type=int, nargs="*", default=[], help="loose files in a folder")
     add("--diffusers", help="a checkout of diffusers, to start its script from --images too")
     cli = parser.parse_args(argv)

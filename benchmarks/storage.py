@@ -5,12 +5,15 @@
 
 Makes a cache of random numbers in the shapes of Stable Diffusion 2, and reads an epoch of it as a trainer does, in
 turns: from a disk in the orders `full` and `ranges`, and in `ranges` through a folder that holds little more than the
-windows need (half of the cache), from a folder beside it and from the bucket. Prints rows and bytes a second from the
-first batch on, as medians, and the seconds to the first batch.
+windows need (half of the cache), from a folder beside it and from the bucket; with --mosaic also as mosaicml-streaming
+reads them (mosaic_reader.py says how). Prints rows and bytes a second from the first batch on, as medians, and the
+seconds to the first batch.
 """
 
+import atexit
 import functools
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -54,6 +57,13 @@ def read_epoch(cache, ranges, folder, size, batch_size):
     return read / seconds, first - begin
 
 
+def read_by_mosaic(python, *argv):
+    """What `read_epoch` gives, of mosaicml-streaming's reader in an environment of its own."""
+    command = [python, Path(__file__).parent / "mosaic_reader.py", *argv]
+    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
+
+
 def start_server():
     """An S3 server of moto's as a process, and its address for botocore."""
     with socket.socket() as listener:
@@ -61,6 +71,7 @@ def start_server():
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(server.kill)  # also after an error
     names = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     os.environ.update({f"AWS_{name}": value for name, value in names.items()}, AWS_DEFAULT_REGION="us-east-1")
     while socket.socket().connect_ex(("127.0.0.1", port)):
@@ -75,6 +86,7 @@ def main(argv=None):
     parser.add_argument("--rows_per_shard", type=int, default=16)
     parser.add_argument("--resolution", type=int, default=256)
     parser.add_argument("--bucket", help="an address to copy the cache to (None: a server of moto's)")
+    parser.add_argument("--mosaic", help="a Python with mosaicml-streaming, to read the same rows by it")
     parser.add_argument("--dir", help="where the files lie for a while (None: in the system's temporary folder)")
     cli = parser.parse_args(argv)
     server = None
@@ -90,9 +102,21 @@ def main(argv=None):
         if cli.bucket:
             fs, there = fsspec.url_to_fs(f"{cli.bucket}/cache")
             fs.put(f"{cache}/", f"{there}/", recursive=True)
-            places[f"a bounded folder, from {'moto' if server else cli.bucket}"] = f"{cli.bucket}/cache", True
+            far = f"a bounded folder, from {'moto' if server else cli.bucket}"
+            places[far] = f"{cli.bucket}/cache", True
         options = {"folder": f"{place}/shards", "size": need, "batch_size": cli.batch_size}
         runs = {name: functools.partial(read_epoch, *where, **options) for name, where in places.items()}
+        if cli.mosaic:
+            theirs, mosaic = Path(place, "mds"), functools.partial(read_by_mosaic, cli.mosaic)
+            mosaic("write", cache, theirs, max(sizes))
+            reads = functools.partial(mosaic, "read", cli.batch_size, theirs)
+            runs["mosaicml-streaming, a disk"] = reads
+            runs["mosaicml-streaming, a bounded folder, from a disk"] = functools.partial(reads, theirs, need)
+            if cli.bucket:
+                os.environ["S3_ENDPOINT_URL"] = os.environ.get("AWS_ENDPOINT_URL", "https://s3.amazonaws.com")
+                fs.put(f"{theirs}/", f"{there}-mds/", recursive=True)
+                where = f"{cli.bucket}/cache-mds", need
+                runs[f"mosaicml-streaming, {far}"] = functools.partial(reads, *where)
         found = bench.interleaved(runs, cli.rounds)
         row_bytes = sum(sizes) / cli.rows
         rows = (
@@ -103,9 +127,6 @@ def main(argv=None):
         )  # fmt: skip
         bench.show(f"{bench.machine()}; {cli.rows:,} rows of {row_bytes / 1e3:.0f} kB, folder of {need / 1e6:.0f} MB",
                    ["rows come from", "rows a second", "MB/s", "first batch after, s"], rows)  # fmt: skip
-    if server:
-        server.kill()
-        server.wait()
 
 
 if __name__ == "__main__":

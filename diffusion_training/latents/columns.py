@@ -10,7 +10,8 @@ import xxhash
 from tqdm.auto import tqdm
 
 # Beyond what Stable Diffusion has: a cache that says of more is refused.
-FEATURES = {"sdxl", "ragged latents", "ragged embeddings", "masks", "captions"}
+BY_COLUMNS = "records by columns"
+FEATURES = {"sdxl", "ragged latents", "ragged embeddings", "masks", "captions", BY_COLUMNS}
 EMPTY = {"prompt_embeds": "empty_prompt", "pooled_prompt_embeds": "empty_pooled"}  # files of a caption left out
 LATENTS = ("latents", "latents_flipped", "mask")  # columns that are of any length where there are several sizes
 PROMPTS = ("prompt_embeds", "input_ids")  # and those that are where padding is left out

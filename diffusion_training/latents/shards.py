@@ -13,7 +13,43 @@ from diffusion_training.data.captions import tokenize
 from diffusion_training.data.families import Tokenizers
 from diffusion_training.data.texts import Text
 from diffusion_training.errors import fail
-from diffusion_training.latents.columns import checksum_row, describe_columns, view_rows
+from diffusion_training.latents.columns import BY_COLUMNS, checksum_row, describe_columns, view_rows
+
+
+def list_shards(cache: dict) -> dict[str, np.ndarray]:
+    """{"name", "rows", "sha256", ...: an array, of all shards of a finished cache}, texts as bytes."""
+    shards = cache["shards"]
+    if BY_COLUMNS not in cache.get("features", []):
+        fields = next(iter(shards.values()), ("rows", "sha256", "checksums"))
+        columns = {"name": list(shards)} | {name: [record[name] for record in shards.values()] for name in fields}
+        return {name: np.array(x, "S" if x and isinstance(x[0], str) else int) for name, x in columns.items()}
+    count, columns = len(shards["rows"]), {}
+    for name, column in shards.items():  # a column of texts is one text
+        text = column.encode() if isinstance(column, str) else None
+        columns[name] = np.array(column) if text is None else np.frombuffer(text, f"S{len(text) // count}")
+    return columns
+
+
+def list_by_columns(cache: dict) -> dict:
+    """A finished cache.json whose records stand by columns, each text of a column after the other."""
+    columns = list_shards(cache).items()
+    shards = {name: x.tobytes().decode() if x.dtype.kind == "S" else x.tolist() for name, x in columns}
+    return {**cache, "shards": shards, "format_version": 3, "features": [*cache.get("features", []), BY_COLUMNS]}
+
+
+def list_by_names(cache: dict) -> dict:
+    """The same with {name: record} of the shards, as caches of few have it."""
+    features = [name for name in cache.get("features", []) if name != BY_COLUMNS]
+    if features == cache.get("features", []):
+        return cache
+    names, *columns = ((x.astype(str) if x.dtype.kind == "S" else x).tolist() for x in list_shards(cache).values())
+    _, *fields = cache["shards"]
+    shards = {name: dict(zip(fields, row, strict=True)) for name, *row in zip(names, *columns, strict=True)}
+    cache = {**cache, "shards": shards, "features": features}
+    if not features:
+        del cache["features"]
+        cache["format_version"] = 2
+    return cache
 
 
 class Shards:
@@ -23,12 +59,12 @@ class Shards:
     """
 
     def __init__(self, folder: str | Path, cache: dict) -> None:
-        records = cache["shards"].values()
+        columns = list_shards(cache)
         self.folder, self.kinds = str(folder), describe_columns(cache)
-        self.names = np.array([Path(name).name for name in cache["shards"]], "S")
-        self.rows = np.array([record["rows"] for record in records], np.int64)
-        self.checksums = np.array([record["checksums"] for record in records], "S32")
-        self.sha256 = np.array([record["sha256"] for record in records], "S64")
+        self.names, self.rows = columns["name"], columns["rows"]
+        self.checksums, self.sha256 = columns["checksums"], columns["sha256"]
+        if b"/" in self.names.tobytes():
+            raise ValueError("it names shards outside of the folder")
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -20,6 +20,7 @@ from filelock import BaseFileLock
 from huggingface_hub import upload_folder
 
 from diffusion_training.errors import SIGNALS, explained, fail, handling
+from diffusion_training.training.heartbeat import listen_to_machines
 
 
 def make_accelerator(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> tuple[Accelerator, int]:
@@ -74,6 +75,7 @@ def make_accelerator(args: Namespace, timeout: timedelta = timedelta(hours=2)) -
         keep_memory()
         if threads_are_default():
             torch.set_num_threads(cores)
+    listen_to_machines(timeout)
     threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
     accelerator.print(f"Processes: {num_processes} on {device.type}{threads}; mixed precision: {args.mixed_precision}")
     return accelerator, cores

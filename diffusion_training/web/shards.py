@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
-from diffusion_training.errors import fail
+from diffusion_training.errors import explained, fail
 from diffusion_training.files import digest_file, fits
 from diffusion_training.remote import remove, writing
 from diffusion_training.web.tables import find_invalid
@@ -139,6 +139,29 @@ def read_records(fs: AbstractFileSystem, folder: str, items: list[Item]) -> Iter
             yield from zip(
                 some, pool.map(lambda x: read_record(fs, name_record(folder, x["name"])), some), strict=True
             )
+
+
+def find_repeated(fs: AbstractFileSystem, folder: str, items: list[Item]) -> list[Item]:
+    """The pieces of work whose shards hold files that an earlier row has too, byte for byte: with "repeated", the
+    places of these in their shards. The first row of the tables stays, so that it does not matter when who was made.
+
+    Takes about 50 bytes an image.
+    """
+
+    def read(item: Item) -> np.ndarray:
+        path = f"{folder}/{item['name']}"
+        with explained(f"{path} is damaged: delete it, and the same command mends it"), fs.open(path) as file:
+            texts = pq.read_table(file, columns=["sha256"])["sha256"].to_pylist()
+            return np.frombuffer(bytes.fromhex("".join(text[:32] for text in texts)), "S16")
+
+    fs.invalidate_cache()  # or sizes would be those of before
+    with ThreadPoolExecutor(16) as pool:
+        digests = list(pool.map(read, items))
+    _, first = np.unique(np.concatenate(digests), return_index=True)
+    again, ends = np.ones(sum(map(len, digests)), bool), np.cumsum([len(part) for part in digests])
+    again[first] = False
+    places = (np.flatnonzero(part).tolist() for part in np.split(again, ends[:-1]))
+    return [{**item, "repeated": some} for item, some in zip(items, places, strict=True) if some]
 
 
 def choose_items(fs: AbstractFileSystem, folder: str, items: list[Item], retry_failed: bool) -> list[Item]:

@@ -233,7 +233,7 @@ def test_tables_of_all_that_is_trained(tmp_path, capsys):
     for benchmark, argv in (
         (step_overhead, TOY),
         (peers, TOY),
-        (growth, ["--rows=64", "--num_caches=2", "--steps=20"]),
+        (growth, ["--rows=64", "--num_caches=2", "--steps=20", "--rows_per_shard=4", "--written_shards=2"]),
         (growth, ["--rows", "--images", "8", "32"]),
         (gpu, [*TOY[:2], "--mixed_precision=no", "--resolutions=64", "--batch_sizes=4", "--no_compile"]),
     ):

@@ -20,6 +20,7 @@ from filelock import FileLock
 import precompute_latents
 from diffusion_training import __version__
 from diffusion_training.latents import cache as module
+from diffusion_training.latents import reader, shards
 from diffusion_training.latents.columns import checksum_row
 
 LATENTS, PROMPT = [2, 3, 4], [5, 6]  # shapes
@@ -283,6 +284,29 @@ def test_flags_decide_the_transform_and_the_shards(tmp_path):
         "--rows_per_shard=4": "rows_per_shard 3 -> 4",
     }.items():
         refused(rf"holds another cache \({name}\)", make_args(tmp_path / "out", argv))
+
+
+def test_records_of_many_shards_are_written_by_columns_and_say_the_same(tmp_path, monkeypatch):
+    """Gone on with they give the same bytes, and a reader that does not know them refuses them by name."""
+    few = make_cache(tmp_path / "few")
+    monkeypatch.setattr(module, "MANY", 2)
+    many = make_cache(tmp_path / "many")
+    whole = contents(tmp_path / "many")
+    assert (many["format_version"], many["features"]) == (3, ["records by columns"])
+    assert few["format_version"] == 2 and module.read_cache(tmp_path / "many") == module.read_cache(tmp_path / "few")
+    one, other = shards.list_shards(few), shards.list_shards(many)
+    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    make_cache(tmp_path / "many")  # with nothing missing
+    assert contents(tmp_path / "many") == whole
+    opened = [reader.load_cache(tmp_path / name)[2] for name in ("few", "many")]
+    assert [batch for _, batch in opened[0]] == [batch for _, batch in opened[1]]
+    for cache in few, {"features": ["masks"], **few, "format_version": 3}:  # the same bytes however often
+        packed = shards.list_by_columns(cache)
+        assert json.dumps(shards.list_by_names(packed)) == json.dumps(cache)
+        assert shards.list_by_names(cache) is cache
+    monkeypatch.setattr(reader, "FEATURES", set())
+    with pytest.raises(SystemExit, match="holds records by columns, which this version does not know"):
+        reader.load_cache(tmp_path / "many")
 
 
 def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path, capsys):

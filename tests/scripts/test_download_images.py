@@ -269,6 +269,48 @@ def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tm
 GIVEN = ["--input", "x", "--output_dir", "y"]
 
 
+def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(here, server, tmp_path, monkeypatch):
+    numbers = [0, 1, 0, 2, 1, 3, 3, 4, 0, 5, 0, 0]  # rows in shards of 3; the last holds nothing new but image 5
+    kinds = ["image", "slow", "type"]  # by other ways the same bytes
+    urls = [f"{server.url}/{kinds[i % 3]}/{number}" for i, number in enumerate(numbers)]
+    table, flags = (
+        make_table(tmp_path / "urls.parquet", urls),
+        ["--rows_per_shard", "3", "--keep_columns", "id", "--skip_repeated"],
+    )
+    run(table, tmp_path / "out", *flags)
+    rows, first = read_rows(tmp_path / "out"), [numbers.index(number) for number in range(6)]
+    assert [row["id"] for row in rows] == first and len({row["sha256"] for row in rows}) == 6
+    failures = list(map(json.loads, (tmp_path / "out/__download__/failures.jsonl").read_text().splitlines()))
+    assert [failure["row"] for failure in failures] == [row for row in range(12) if row not in first]
+    assert {failure["reason"] for failure in failures} == {"repeated: an earlier row has the same file"}
+    assert all(failure["url"] == urls[failure["row"]] for failure in failures)
+    whole, asked = contents(tmp_path / "out"), server.requests.copy()
+    run(table, tmp_path / "out", *flags)
+    assert contents(tmp_path / "out") == whole and server.requests == asked  # nothing is looked through again
+    # A kill when all shards are there, and at each one that is made again; then a shard that is lost
+    work = script.download_shard
+    for count in range(3):
+        with monkeypatch.context() as m:
+            calls = []
+
+            def kill(item, *args, calls=calls, count=count):
+                calls.extend([1] if "repeated" in item else [])
+                if len(calls) > count:
+                    raise KeyboardInterrupt
+                return work(item, *args)
+
+            m.setattr(script, "download_shard", kill)
+            with pytest.raises(KeyboardInterrupt):
+                run(table, tmp_path / str(count), *flags)
+        run(table, tmp_path / str(count), *flags)
+        assert contents(tmp_path / str(count)) == whole
+    (tmp_path / "0/data-00002-of-00004.parquet").unlink()
+    run(table, tmp_path / "0", *flags)
+    assert contents(tmp_path / "0") == whole
+    with pytest.raises(SystemExit, match="1"):
+        run(table, tmp_path / "0", *flags[:-1])  # without the flag it is another download
+
+
 @pytest.mark.parametrize("flags, message", [
     ([], "--output_dir and one of --input and --dataset_name are needed"),
     (["--input=a", "--dataset_name=b", "--output_dir=c"], "--output_dir and one of --input and --dataset_name are"),

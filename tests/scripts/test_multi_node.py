@@ -55,16 +55,20 @@ def nodes(tmp_path):
             **{name: str(value) for name, value in slurm.items()}}  # fmt: skip
 
 
-def kill_node(nodes, node):
-    """End all processes of a node, also those that have a session of their own, as a lost machine would."""
+def signal_node(nodes, node, number=signal.SIGKILL):
+    """Send a signal to all processes of a node, also to those that have a session of their own, as if the machine were
+    lost. Returns how many there were."""
+    found = 0
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if f"HF_HOME={nodes['NODES']}/{node}".encode() in path.read_bytes().split(b"\0"):
-                os.kill(int(path.parent.name), signal.SIGKILL)
+                os.kill(int(path.parent.name), number)
+                found += 1
+    return found
 
 
 @pytest.mark.long
-def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_ends_all(tmp_path, nodes):
+def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_or_falls_silent_ends_all(tmp_path, nodes):
     make_captioned(tmp_path / "images", 7)
     flags = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--train_batch_size=1", "--report_to=none",
              f"--model_config_name_or_path={make_unet_config(tmp_path)}", "--eval_batch_size=1", "--logging_steps=1",
@@ -73,17 +77,21 @@ def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_ends_all(tmp_pa
     out, many = tmp_path / "two machines", "--max_train_steps=2000"
     job = [ROOT / "accelerate_configs/slurm.sh", "train_unconditional.py", *flags, f"--output_dir={out}"]
     logs = lambda: [(tmp_path / f"nodes/{node}.log").read_text() for node in "01"]  # noqa: E731
-    run = subprocess.Popen([*job, many], cwd=ROOT, env=nodes)
-    try:
-        wait_until(lambda: out.exists() and checkpoints(out), 120)
-        kill_node(nodes, 1)
-        killed = time.time()
-        assert run.wait(60) != 0, logs()
-    finally:
-        for node in "01":
-            kill_node(nodes, node)
-        run.wait()
-    assert time.time() - killed < 60 and "another process has ended" in logs()[0], logs()
+    for number, sentence in (signal.SIGKILL, "another process has ended"), (signal.SIGSTOP, "has been silent for 34"):
+        before = checkpoints(out) if out.exists() else set()
+        run = subprocess.Popen([*job, many], cwd=ROOT, env=nodes)
+        try:
+            wait_until(lambda: out.exists() and checkpoints(out) - before, 120)  # noqa: B023
+            time.sleep(5)  # so that they have heard each other
+            signal_node(nodes, 1, number)
+            begin = time.time()
+            wait_until(lambda: not signal_node(nodes, 0, 0), 60)
+            print(f"{number.name}: {time.time() - begin:.0f} s")
+        finally:
+            for node in "01":
+                signal_node(nodes, node)
+            assert run.wait(60) != 0, logs()
+        assert sentence in logs()[0], logs()
     last = max(int(name.split("-")[1]) for name in checkpoints(out)) + 3
     whole = tmp_path / "one machine"
     subprocess.run([*job, f"--max_train_steps={last}"], cwd=ROOT, env=nodes, check=True)

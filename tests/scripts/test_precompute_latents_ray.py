@@ -500,9 +500,11 @@ def test_other_settings_too_many_bad_rows_and_bad_folders_are_refused(tmp_path, 
 def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flags, monkeypatch):
     """And not waited for."""
 
-    def plan(*argv, nodes=((4, 0), (4, 0)), memory=2**34, weights=10**9):
+    def plan(*argv, nodes=((4, 0), (4, 0)), types=(), memory=2**34, weights=10**9):
         nodes = [{"CPU": cpus, "GPU": gpus, "memory": memory} for cpus, gpus in nodes]
         total = {kind: sum(node[kind] for node in nodes) for kind in ("CPU", "GPU")}
+        for node, kind in zip(nodes, types, strict=False):
+            node |= {f"accelerator_type:{kind}": 1} if kind else {}
         found = [{"Alive": True, "Resources": node} for node in nodes]
         monkeypatch.setattr(script.ray, "cluster_resources", lambda: total)
         gone = {"Alive": False, "Resources": {"CPU": 99, "GPU": 99, "memory": 2**50}}
@@ -521,7 +523,14 @@ def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flag
     assert plan("--gpus_per_encoder=0.5", nodes=((8, 4),))[0] == 8
     assert plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))[::2] == (3, 5)
     assert plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))[1][1]["num_gpus"] == 0
+    assert "accelerator_type" not in plan(nodes=((8, 4),))[1][1]
+    types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
+    count, (task, encoder), num_tasks, _ = plan("--accelerator_type=T4", **types)
+    assert (count, encoder["accelerator_type"], num_tasks) == (2, "T4", 24 - 2) and "accelerator_type" not in task
     for argv, options, said in [
+        (["--accelerator_type=H100"], types, "no node of Ray has --accelerator_type H100, but A100, T4"),
+        (["--accelerator_type=H100"], {}, "no node of Ray has --accelerator_type H100, but none"),
+        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "an encoder needs 0 CPUs, 3 GPUs and"),
         (["--gpus_per_encoder=1"], {}, "an encoder needs 0 CPUs, 1 GPUs and .* GB, and no node of Ray has that"),
         ([], {"memory": 2**29}, "a task that decodes needs 1 CPUs, 0 GPUs and 1.3 GB, and no node"),
         ([], {"weights": 2**34}, "an encoder needs 0 CPUs, 0 GPUs and 35.7 GB, and no node"),
@@ -540,6 +549,7 @@ def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flag
     (["--train_data_dir=s3://a/b", "--output_dir=s3://a/b/c"], "--output_dir s3://a/b/c lies in --train_data_dir"),
     (["--train_data_dir=s3://a/b/", "--output_dir=s3://a/b"], "--output_dir s3://a/b lies in --train_data_dir"),
     (["--mixed_precision=fp16", "--gpus_per_encoder=0"], "--mixed_precision fp16 needs GPUs"),
+    (["--accelerator_type=T4", "--gpus_per_encoder=0"], "--accelerator_type is of GPUs"),
     (["--num_encoders=0"], "--num_encoders: 0 is not between 1 and"),
 ])  # fmt: skip
 def test_bad_arguments_end_with_one_line(argv, sentence, capsys):

@@ -1,0 +1,75 @@
+"""A machine that falls silent ends the job; one that is busy, has left, or was stopped together with all, does not."""
+
+import argparse
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import finish, kill, patch, reset, start, wait_until
+
+from diffusion_training.training.launch import make_accelerator
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    patch(monkeypatch, "BEAT", 0.1)  # 1.7 seconds of silence
+
+
+def start_machines(folder, seconds, after=lambda rank: None):
+    """Two machines of a process each, which meet again and again for some seconds of work, and then do `after`."""
+
+    def work():
+        reset()
+        os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
+        accelerator, _ = make_accelerator(argparse.Namespace(mixed_precision=None, compile=None))
+        for _ in range(int(seconds / 0.05)):
+            time.sleep(0.05)
+            torch.distributed.all_reduce(torch.ones(1))
+            Path(folder, f"met-{accelerator.process_index}").touch()
+        after(accelerator.process_index)
+        print("the end", flush=True)
+
+    return start(work, 2, folder / "log")
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_machine_that_is_silent_ends_the_job_in_a_sentence(tmp_path, quick, stopped):
+    """Also that which has the store (0), of which nothing is heard any more, not even an answer."""
+    pids = start_machines(tmp_path, 60)
+    wait_until(lambda: (tmp_path / f"met-{stopped}").exists())
+    time.sleep(1)  # they have heard each other
+    os.killpg(pids[stopped], signal.SIGSTOP)
+    try:
+        assert finish([pids[1 - stopped]], 20) == [1]
+    finally:
+        kill(pids)
+    said = (tmp_path / "log").read_text()
+    assert f"machine {stopped} ({os.uname().nodename}) has been silent for 2 seconds; what is saved is whole" in said
+    assert "Traceback" not in said and "the end" not in said
+
+
+def test_all_that_were_stopped_go_on_together(tmp_path, quick):
+    pids = start_machines(tmp_path, 3)
+    wait_until(lambda: (tmp_path / "met-1").exists())
+    time.sleep(1)
+    for number, wait in (signal.SIGSTOP, 3), (signal.SIGCONT, 0):
+        for pid in pids:
+            os.killpg(pid, number)
+        time.sleep(wait)
+    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+
+
+def test_one_that_computes_alone_or_goes_on_after_the_others_have_left_is_not_ended(tmp_path, quick):
+    def work(rank):
+        deadline = time.time() + 3 * (rank == 0)
+        while time.time() < deadline:  # in Python, which holds its lock, or outside
+            hashlib.sha256(bytes(2**20))
+            sum(range(100_000))
+
+    pids = start_machines(tmp_path, 1, work)
+    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text().count("the end") == 2
