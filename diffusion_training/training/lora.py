@@ -60,7 +60,8 @@ def load_network_weights(model: torch.nn.Module, path: str | Path, name: str = "
     kind = StableDiffusionXLPipeline if name_base(model).startswith("sdxl") else StableDiffusionPipeline
     own = {name: layer for name, layer in model.named_modules() if getattr(layer, "lora_A", None)}
     with explained(f"--network_weights {path} does not fit; choose --rank and --lora_layers as it was trained"):
-        given = kind.lora_state_dict(str(path), unet_config=model.config, return_lora_metadata=True)
+        file = {"pretrained_model_name_or_path_or_dict": str(Path(path).parent), "weight_name": Path(path).name}
+        given = kind.lora_state_dict(**file, unet_config=model.config, return_lora_metadata=True)
         weights, alphas, about = ({**(part or {})} for part in given)
         weights, alphas, about = (
             {key.removeprefix(f"{name}."): value for key, value in part.items() if key.startswith(f"{name}.")}

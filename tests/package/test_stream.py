@@ -213,7 +213,7 @@ class Bucket:
         self.fetcher, self.folder = fetch.Fetcher(describe, folder, most), folder
 
     def here(self):
-        return {int(path.name.split("-")[0]) for path in self.folder.glob("*.arrow")}
+        return {int(path.name.split("-")[0]) for path in self.folder.glob("[0-9]*.arrow")}
 
 
 def test_shards_come_ahead_as_far_as_the_folder_holds_and_go_with_their_windows(tmp_path):
