@@ -354,7 +354,7 @@ def main(args: Namespace) -> None:
     models = place_encoders(exact_models, device, args)
     rows, column = load_rows(args, args.streaming, [args.caption_column])
     texts = look_at_captions(rows, args.caption_column) if accelerator.is_main_process else []
-    say_equal(texts)
+    say_equal(texts, args)
     say_emptied(tokenizers, texts)
 
     # What decides the content, and with it whether a cache that is there can be gone on with.

@@ -409,7 +409,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         rows, column = load_rows(args, others=[args.caption_column])
         texts = look_at_captions(rows, args.caption_column)
-    say_equal(texts)
+    say_equal(texts, args)
     say_emptied(tokenizers, texts)
     shards, sentence = plan_cache(rows, settings, count_tokens(tokenizers, texts), args)
     print(sentence)

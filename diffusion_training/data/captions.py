@@ -123,9 +123,9 @@ def look_at_captions(rows: datasets.Dataset | datasets.IterableDataset, column: 
     return [text for text in texts if isinstance(text, str)]
 
 
-def say_equal(texts: list[str]) -> None:
-    """Say it if captions are all the same: as a rule that is a wrong column."""
-    if len(texts) > 1 and len(set(texts)) == 1:
+def say_equal(texts: list[str], args: Namespace) -> None:
+    """Say it if captions are all the same, and not by --instance_prompt: as a rule that is a wrong column."""
+    if len(texts) > 1 and len(set(texts)) == 1 and texts[0] != args.instance_prompt:
         print(f"All captions that were looked at say {printable(texts[0][:60])!r}: is it the right --caption_column?")
 
 

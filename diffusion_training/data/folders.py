@@ -56,6 +56,8 @@ def take_folders(rows: datasets.Dataset, column: str, args: Namespace) -> datase
         return rows
     captions = rows[column][:] if column in rows.features else [None] * len(rows)
     captions = [name if caption is None else caption for name, caption in zip(names, captions, strict=True)]
+    if prompt is not None and prompt not in captions:
+        fail(f"--instance_prompt does nothing: all images of {source} have captions")
     rows = rows.remove_columns([column] if column in rows.features else [])
     fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions, repeats]).encode()).hexdigest()[:16]
     rows = rows.add_column(column, captions, new_fingerprint=fingerprint)

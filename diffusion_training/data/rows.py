@@ -65,9 +65,8 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = 
         fail(f"column {found[0]!r} of {source} holds images: choose another --caption_column")
     for name in others:
         if name not in features:
-            beside = (
-                f"choose with --caption_column, or put captions beside the images (photo{extension} for photo.jpg)"
-            )
+            beside = "choose with --caption_column, put captions beside the images "
+            beside += f"(photo{extension} for photo.jpg), or give all one with --instance_prompt"
             turn = "choose with --mask_column" if name in masks else beside
             fail(f"{source} has no column {name!r} but {', '.join(features)}: {turn}")
     with explained(f"column {column!r} of {source} can't be read as images"):

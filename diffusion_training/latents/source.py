@@ -131,7 +131,7 @@ def load_data(
         cache = {"vae": describe_scale(vae), **describe_latents(vae, args.resolution, kind)}
         if accelerator.is_main_process:
             texts = look_at_captions(rows, args.caption_column)
-            say_equal(texts)
+            say_equal(texts, args)
             say_emptied(tokenizers, texts)
             cut = are_cut(tokenizers, texts or [""])
             say_cut(sum(cut), len(cut), tokenizers[0].model_max_length)

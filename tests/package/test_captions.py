@@ -1,5 +1,6 @@
 """Rows with captions: what becomes of one, why one is skipped, and what is said of captions."""
 
+import argparse
 import io
 import time
 
@@ -158,12 +159,13 @@ def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
 
 
 def test_what_is_said_of_captions(capsys):
-    def look(captions):
-        module.say_equal(module.look_at_captions(datasets.Dataset.from_dict({"c": captions}), "c"))
+    def look(captions, prompt=None):
+        args = argparse.Namespace(instance_prompt=prompt)
+        module.say_equal(module.look_at_captions(datasets.Dataset.from_dict({"c": captions}), "c"), args)
         return capsys.readouterr().out
 
     assert "say 'x?[2J': is it the right --caption_column?" in look(["x\x1b[2J"] * 3)
-    assert look(["x"]) == look(["x", "y"]) == look([None, "x"]) == look([]) == ""
+    assert look(["x"] * 3, prompt="x") == look(["x"]) == look(["x", "y"]) == look([None, "x"]) == look([]) == ""
     assert "say 'x'" in look([["x", "y"], ["x", "z"], []])  # of each row the first
     assert f"say '{'x' * 60}'" in look(["x" * 99] * 2)
     rows = datasets.Dataset.from_dict({"c": [str(i) for i in range(25_000)]})

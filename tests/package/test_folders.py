@@ -58,6 +58,9 @@ def test_one_caption_is_that_of_all_that_have_none(tmp_path):
     (folder / "2.txt").write_text("")
     assert [text for _, text in load(folder, instance_prompt="a sks dog")[0]] == ["a sks dog", "my own", ""]
     assert [text for _, text in load(folder)[0]] == [None, "my own", ""]
+    (folder / "0.txt").write_text("another")
+    with pytest.raises(SystemExit, match="--instance_prompt does nothing: all images of .* have captions"):
+        load(folder, instance_prompt="a sks dog")
 
 
 def test_folders_say_how_often_and_what(tmp_path):
