@@ -8,7 +8,8 @@
 Reads a hub data set, or a local folder of anything that `datasets.load_dataset` opens, with a column of captions.
 Writes into --output_dir: data-*.arrow, which `datasets.load_from_disk` opens, empty_prompt.npy, skipped.jsonl,
 run.args (the flags again), and cache.json, which says what the cache was made from. The same command again finishes
-what is missing, checks what is there, and redoes nothing that is whole.
+what is missing, checks what is there, and redoes nothing that is whole. Several --resolution become a cache each, in
+one pass: --output_dir/256, --output_dir/512.
 
 What stands where:
     parse_args                       the flags, one a line; bad values end here, before anything is loaded or written
@@ -28,7 +29,7 @@ import os
 import shlex
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,11 @@ from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
+from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, make_parser, number, parse_demo
 from diffusion_training.data.captions import (
     are_cut,
     count_tokens,
+    decode_ahead,
     look_at_captions,
     say_cut,
     say_emptied,
@@ -61,14 +63,13 @@ from diffusion_training.data.streams import StreamedRows, add_stream_flags, chec
 from diffusion_training.data.texts import check_captions
 from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
 from diffusion_training.latents.cache import (
-    Encoded,
     check_skipped,
     describe_damage,
     finish_cache,
     name_shard,
     open_cache,
     plan_cache,
-    write_shard,
+    writing_shard,
 )
 from diffusion_training.latents.columns import LATENTS, PROMPTS, checksum_row, count_rows, make_column
 from diffusion_training.latents.encoders import (
@@ -83,7 +84,16 @@ from diffusion_training.latents.encoders import (
     try_models,
     vae_scale_factor,
 )
-from diffusion_training.latents.text_encoders import describe_prompts, encode_empty_prompt, encode_prompts, is_sdxl
+from diffusion_training.latents.passes import (
+    CacheEncoded,
+    find_batch_size,
+    find_begun,
+    set_batch_size,
+    split_caches,
+    take_resolutions,
+    write_each,
+)
+from diffusion_training.latents.text_encoders import describe_prompts, encode_empty_prompt, encode_prompts
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.order import KEYS, step_seed
 from diffusion_training.training.flags import (
@@ -111,7 +121,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags, which precompute_latents_ray.py has as well."""
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add, captions=True)
-    add("--resolution", type=number(2, 16384, int), help="side of the square images, pixels")
+    side = number(2, 16384, int)
+    add("--resolution", type=side, nargs="+", action=OneOrMore, help="side of the square images, pixels; or several")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add("--random_flip", **SWITCH, help="mirrored images as well")
     add_transform_flags(add)
@@ -130,7 +141,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--latents", choices=["moments", "sample"], help="mean and std, or one draw (None: moments if there are any)")
     add("--text_cache", choices=["embeddings", "ids"], default="embeddings", help="ids: small; the trainer encodes")
     add("--rows_per_shard", type=COUNT, default=1024, help="source rows per file; a kill loses no more")
-    add("--batch_size", type=number(1, 10**5, int), default=16, help="images per process and forward pass")
+    add("--batch_size", type=number(1, 10**5, int, "auto"), default=16, help="images per process and forward pass")
     add("--max_skipped", type=number(0, 1), default=0.05, help="share of rows that may fail")
     add("--seed", type=number(0, 2**63 - 1, int), default=0, help="fixes all that is random")
     add("--dry_run", **SWITCH, help="say how big the cache will be, and stop")
@@ -158,6 +169,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args = parse_demo(parser, DEMO + flow, argv)
     check_args(parser, args)
     check_stream_args(parser, args)
+    args.streaming = (
+        args.streaming or None
+    )  # a cache keeps no word of it otherwise: the script on Ray has no such flag
     return args
 
 
@@ -165,27 +179,36 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 class TransformedRows(torch.utils.data.Dataset):
-    """Turns keys (0, row, ...) into a batch of what `transform` makes of the rows, as trainers see them in epoch 0.
+    """Turns (places of `caches`, keys (0, row)) into {"batches": [a batch for each of these caches]}, decoded once.
 
-    {"row", "key", "text", "skipped", "cut": lists, "groups": lists of places in the batch, of images of one size,
-    "pixel_values": of each group uint8 [n, C, H, W], "mask": uint8 [n, 1, H, W] where there are masks, "input_ids" and
-    of SDXL "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2]}, all these in the order of
-    the groups; "cut" says which captions have more tokens than that. Of several captions "text" is a list of each row.
+    caches: the flags of each. A batch is of what `transform` makes of the rows, as the trainers see them in epoch 0:
+    {"cache": its place, "row", "key", "text", "skipped", "cut": lists, "groups": lists of places in the batch, of
+    images of one size, "pixel_values": of each group uint8 [n, C, H, W], "mask": uint8 [n, 1, H, W] where there are
+    masks, "input_ids" and of SDXL "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2]}, all
+    these in the order of the groups; "cut" says which captions have more tokens than that. Of several captions "text"
+    is a list of each row.
     """
 
-    def __init__(self, rows: Any, tokenizers: Tokenizers, column: str, channels: int, args: Namespace) -> None:
-        self.rows, self.tokenizers, self.column, self.channels, self.args = rows, tokenizers, column, channels, args
+    def __init__(self, rows: Any, tokenizers: Tokenizers, column: str, channels: int, caches: list[Namespace]) -> None:
+        self.rows, self.tokenizers, self.column, self.channels = rows, tokenizers, column, channels
+        self.caches = caches
 
-    def __getitem__(self, keys: list[tuple[int, int]]) -> dict[str, Any]:
-        items = [
-            transform(row, epoch, item, self.column, self.channels, self.args)
-            for (epoch, row, *_), item in zip(keys, read_items(self.rows, keys), strict=True)
-        ]
-        batch = {name: [item[name] for item in items] for name in items[0]}
+    def __getitem__(self, key: tuple[Sequence[int], list[tuple]]) -> dict[str, Any]:
+        places, keys = key
+        found: dict[int, list] = {place: [] for place in places}
+        for (epoch, row, *_), item in zip(keys, read_items(self.rows, keys), strict=True):
+            if len(places) > 1:
+                item = decode_ahead(item, self.column, self.channels, self.caches[0])
+            for place, items in found.items():
+                items.append(transform(row, epoch, item, self.column, self.channels, self.caches[place]))
+        return {"batches": [self.collate(place, items) for place, items in found.items()]}
+
+    def collate(self, place: int, items: list[dict]) -> dict[str, Any]:
+        batch: dict[str, Any] = {"cache": place} | {name: [item[name] for item in items] for name in items[0]}
         places = range(len(items))
         sizes = dict.fromkeys(image.shape for image in batch["pixel_values"])
         groups = [[i for i in places if batch["pixel_values"][i].shape == size] for size in sizes]
-        most = self.args.batch_size
+        most = self.caches[place].batch_size
         groups = [group[i : i + most] for group in groups for i in range(0, len(group), most)]
         for name in batch.keys() & {"pixel_values", "mask"}:
             batch[name] = [torch.stack([batch[name][i] for i in group]) for group in groups]
@@ -229,13 +252,24 @@ def describe_encoders(
 
 
 @torch.inference_mode()
+def encode_texts(batch: dict, text_encoders: torch.nn.ModuleList, args: Namespace) -> dict[str, torch.Tensor]:
+    """Stage 2 of the captions of a batch, on the device: {column: [N, numbers per row]; float16, token ids int32}."""
+    if args.text_cache == "ids":
+        names = [name for name in ("input_ids", "input_ids_2", "prompt_mask", "prompt_lengths") if name in batch]
+        return {name: batch[name] if name == "prompt_mask" else batch[name].int() for name in names}
+    texts = encode_prompts(text_encoders, batch)
+    return {name: x.half() if x.is_floating_point() else x for name, x in texts.items()}
+
+
+@torch.inference_mode()
 def encode(
-    batch: dict, vae: torch.nn.Module, text_encoders: torch.nn.ModuleList, args: Namespace
+    batch: dict, vae: torch.nn.Module, text_encoders: torch.nn.ModuleList, args: Namespace, texts: dict | None = None
 ) -> tuple[dict, torch.cuda.Event | None]:
     """Stage 2, on the device: a batch of `transform`ed rows -> the columns of the cache that are numbers.
 
-    Returns ({column: of each group of rows [n, numbers per row]; float16, token ids and sizes int32, masks uint8},
-    event): the columns are on their way to the CPU, and there once the event has happened (None on a CPU).
+    texts: of `encode_texts`, if they are there. Returns ({column: of each group of rows [n, numbers per row]; float16,
+    token ids and sizes int32, masks uint8}, event): the columns are on their way to the CPU, and there once the event
+    has happened (None on a CPU).
     """
     device, columns = vae.device, {}
     # Batches begin where shards do, so this does not depend on the number of processes.
@@ -248,14 +282,9 @@ def encode(
                 mean, std = latents.chunk(2, dim=1)
                 latents = mean + std * torch.randn(mean.shape, generator=generator, device=device)
             columns[name].append(latents.half())
-    if args.text_cache == "ids":
-        names = [name for name in ("input_ids", "input_ids_2", "prompt_mask", "prompt_lengths") if name in batch]
-        texts = {name: batch[name] if name == "prompt_mask" else batch[name].int() for name in names}
-    else:
-        texts = encode_prompts(text_encoders, batch)
-        texts = {name: x.half() if x.is_floating_point() else x for name, x in texts.items()}
+    texts = encode_texts(batch, text_encoders, args) if texts is None else texts
     if len(text_encoders) > 1:  # SDXL is told of them
-        texts |= {name: batch[name] for name in ("original_size", "crop_top_left")}
+        texts = texts | {name: batch[name] for name in ("original_size", "crop_top_left")}
     counts = [len(group) for group in batch["groups"]]
     columns |= {name: numbers.split(counts) for name, numbers in texts.items()}
     if "mask" in batch:
@@ -290,19 +319,23 @@ def collect(
 
 
 def encode_all(
-    batches: Iterable[dict], models: Encoders, exact_models: Encoders, args: Namespace
-) -> Iterator[Encoded]:
-    """Encode batch after batch; yields (first row, record batch of the good rows, skipped, counts of other things).
+    batches: Iterable[dict], models: Encoders, exact_models: Encoders, caches: list[Namespace]
+) -> Iterator[CacheEncoded]:
+    """Encode batch after batch of `caches`, of which the flags are given, captions that come again in a row once.
 
+    Yields (place of the cache, first row, record batch of the good rows, skipped, counts of other things).
     What is not finite in `models` (Stable Diffusion's VAEs overflow in float16) is encoded again by `exact_models`,
     the same in float32. A row that is not finite even then, or too large for the cache's float16, is skipped.
     """
-    queued = None
+    queued = order = texts = None
     for batch in itertools.chain(batches, [None]):
-        ready, queued = queued, batch and (batch, *encode(batch, *models, args))
+        if batch and order != (order := (batch["row"], batch["groups"])):
+            texts = encode_texts(batch, models[1], caches[batch["cache"]])
+        ready, queued = queued, batch and (batch, *encode(batch, *models, caches[batch["cache"]], texts))
         if ready is None:
             continue  # one batch stays queued: the device computes it while the one before is checked and written
         batch, columns, event = ready
+        args = caches[batch["cache"]]
         (columns, finite), counts = collect(batch["groups"], columns, event), {"encoded_again": 0}
         if not all(finite) and exact_models is not models:
             counts["encoded_again"] = len(finite)
@@ -321,20 +354,27 @@ def encode_all(
         kinds = {"text": pa.list_(pa.string()) if args.caption_weights else pa.string(), "key": pa.string()}
         arrays |= {name: pa.array([batch[name][i] for i in good], kind) for name, kind in kinds.items()}
         arrays["checksum"] = pa.array(rows, pa.uint64())
-        yield batch["row"][0], pa.RecordBatch.from_pydict(arrays), skipped, counts
+        yield batch["cache"], batch["row"][0], pa.RecordBatch.from_pydict(arrays), skipped, counts
 
 
 # ------------------------------------------------------------------------------------------------- the run
 
 
-def show_progress(encoded: Iterable[Encoded], waits: list, progress_bar: tqdm) -> Iterator[Encoded]:
+def list_batches(loaded: Iterable[dict], waits: list) -> Iterator[dict]:
+    """Yield all that `TransformedRows` makes, one after the other, and note in `waits` how long it was waited for."""
+    for made in loaded:
+        waits.append(made["waited"])
+        yield from made["batches"]
+
+
+def show_progress(encoded: Iterable[CacheEncoded], waits: list, progress_bar: tqdm) -> Iterator[CacheEncoded]:
     """Pass on what `encode_all` yields, and show the speed and how long the device waited for images."""
     start, waited = time.perf_counter(), 0.0
     for item in encoded:
         while len(waits) > 2:  # on CUDA the last may not have happened yet
             waited += seconds_between(*waits.pop(0))
         progress_bar.set_postfix_str(f"{waited / (time.perf_counter() - start):.1%} waiting for images", refresh=False)
-        progress_bar.update(len(item[1]) + len(item[2]))
+        progress_bar.update(len(item[2]) + len(item[3]))
         yield item
 
 
@@ -347,7 +387,7 @@ def main(args: Namespace) -> None:
     device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
 
     # The models before the data, because the VAE says whether images are decoded to grey or to colour.
-    args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
+    sides = take_resolutions(args)
     vae, text_encoders, tokenizers = load_models(args, torch.float32)
     empty_prompt, settings = describe_encoders(vae, text_encoders, tokenizers, args)
     exact_models = vae, text_encoders
@@ -358,64 +398,73 @@ def main(args: Namespace) -> None:
     say_emptied(tokenizers, texts)
 
     # What decides the content, and with it whether a cache that is there can be gone on with.
-    _, sentence = plan_cache(rows, settings, count_tokens(tokenizers, texts), args)
-    accelerator.print(sentence)
+    plans, tokens = split_caches(vae, settings, sides, args), count_tokens(tokenizers, texts)
+    for each, settings in plans:
+        _, sentence = plan_cache(rows, settings, tokens, each)
+        accelerator.print(sentence if len(plans) == 1 else f"{each.output_dir}: {sentence}")
     if args.dry_run:
         return
-    output_dir = Path(args.output_dir)
-    lock, cache, records = open_cache(accelerator, settings, args)
-    stream = StreamedRows(rows, output_dir, cache, records) if args.streaming else None
+    caches, folders = [each for each, _ in plans], [Path(each.output_dir) for each, _ in plans]
+    dataset = TransformedRows(rows, tokenizers, column, models[0].config.in_channels, caches)
+    if args.batch_size == "auto":  # a cache is finished as it was begun
+        size = find_begun(folders) or find_batch_size(accelerator, device, dataset, models, encode)
+        set_batch_size(size, args, *caches)
+    locks, begun, records = zip(*(open_cache(accelerator, settings, each) for each, settings in plans), strict=True)
+    stream = StreamedRows(rows, folders[0], begun[0], records[0]) if args.streaming else None
     num_rows = stream.count if stream else len(rows)  # as far as it is known
-    name_number = lambda number: output_dir / name_shard(number * args.rows_per_shard, settings)  # noqa: E731
+    name_number = lambda number: name_shard(number * args.rows_per_shard, settings)  # noqa: E731
 
     # Each process takes every so many shards, and checks them before it makes those that are missing or damaged.
-    missing = {}  # first row of a shard: the row after its last
+    missing: dict[int, dict[int, Path]] = {}  # number of a shard: {place of a cache that lacks it: its file}
     mine = range(rank, math.ceil(num_rows / args.rows_per_shard), num_processes)
-    for i in tqdm(mine, "Checking", disable=not records or rank > 0, leave=False):
-        path = name_number(i)
-        if damage := describe_damage(path, records):
-            print(f"{path} {damage}: making it again", flush=True)
-            del records[path.name]
-        if path.name not in records:
-            missing[i * args.rows_per_shard] = min(num_rows, (i + 1) * args.rows_per_shard)
-    if missing:
-        (output_dir / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
+    for i in tqdm(mine, "Checking", disable=not any(records) or rank > 0, leave=False):
+        for place, (folder, known) in enumerate(zip(folders, records, strict=True)):
+            path = folder / name_number(i)
+            if damage := describe_damage(path, known):
+                print(f"{path} {damage}: making it again", flush=True)
+                del known[path.name]
+            if path.name not in known:
+                missing.setdefault(i, {})[place] = path
+                (folder / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
 
     # Encode. Batches begin where shards do, so that their bytes do not depend on the number of processes.
     many = count_rows(args)
     if args.dataloader_num_workers is None:  # a core per process stays free for the encoder
         args.dataloader_num_workers = min(8, cores - 1)
+    ends = {i: min(num_rows, (i + 1) * args.rows_per_shard) for i in mine}
     keys = (
-        [(0, row) for row in range(first, min(first + many, end))]
-        for start, end in missing.items()
-        for first in range(start, end, many)
+        (list(paths), [(0, row) for row in range(first, min(first + many, ends[i]))])
+        for i, paths in missing.items()
+        for first in range(i * args.rows_per_shard, ends[i], many)
     )
-    keys = stream.keys(missing, many, rank, num_processes) if stream else keys
-    dataset = TransformedRows(rows, tokenizers, column, models[0].config.in_channels, args)
+    if stream:
+        lacking = {i * args.rows_per_shard: ends[i] for i in missing}
+        keys = ((range(1), batch) for batch in stream.keys(lacking, many, rank, num_processes))
     batches, waits = load_batches(dataset, keys, args.dataloader_num_workers, device), []
-    total = sum(min(args.rows_per_shard, num_rows - i * args.rows_per_shard) for i in mine)
-    done = total - sum(end - start for start, end in missing.items())
+    counts = {i: ends[i] - i * args.rows_per_shard for i in mine}
+    total = len(caches) * sum(counts.values())
+    done = total - sum(len(paths) * counts[i] for i, paths in missing.items())
     total = total if stream is None or stream.ended else None
     name = f"Images (process 1 of {num_processes})" if num_processes > 1 else "Images"
     progress_bar = tqdm(total=total, initial=done, desc=name, unit="img", disable=not accelerator.is_main_process)
-    whole = [records[path.name] for path in map(name_number, mine) if path.name in records]
-    skipped = [entry for record in whole for entry in record["skipped"]]
-    # Passed on, with how long it was waited for
-    noted = (waits.append(batch["waited"]) or batch for batch in batches)  # type: ignore[func-returns-value]
-    encoded = work_ahead(encode_all(noted, models, exact_models, args), 16, device)
+    skipped = [[x for i in mine for x in known.get(name_number(i), {"skipped": []})["skipped"]] for known in records]
+    encoded = work_ahead(encode_all(list_batches(batches, waits), models, exact_models, caches), 16, device)
     encoded = show_progress(encoded, waits, progress_bar)
-    for i, of_shard in itertools.groupby(encoded, lambda item: item[0] // args.rows_per_shard):
-        skipped += write_shard(name_number(i), of_shard)["skipped"]
+    for i, of_shard in itertools.groupby(encoded, lambda item: item[1] // args.rows_per_shard):
+        paths = missing.get(i) or {0: folders[0] / name_number(i)}  # a stream goes beyond what was known
+        made = write_each(writing_shard, paths, of_shard)
         if stream:
             num_rows = stream.keep_place(i, rank)
-        check_skipped(skipped, num_rows, args.max_skipped)
+        for place, record in made.items():
+            skipped[place] += record["skipped"]
+            check_skipped(skipped[place], num_rows, args.max_skipped)
         end_if_stopped()
     batches.close()
     progress_bar.close()
 
     # The records become one cache.json when all processes are done.
     accelerator.wait_for_everyone()
-    if lock is not None:  # on the first process
+    for output_dir, lock in zip(folders, filter(None, locks), strict=False):  # there are locks on the first process
         try:
             cache = finish_cache(output_dir, empty_prompt, args.max_skipped)
         except OSError as error:

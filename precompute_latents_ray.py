@@ -27,6 +27,7 @@ import collections
 import contextlib
 import functools
 import importlib
+import io
 import json
 import os
 import pickle
@@ -75,20 +76,29 @@ from diffusion_training.latents.parts import (
     name_part,
     read_parts,
     upload_finished,
-    write_part,
     write_shard_to,
+    writing_part,
+)
+from diffusion_training.latents.passes import (
+    find_batch_size,
+    find_begun,
+    set_batch_size,
+    split_caches,
+    take_resolutions,
+    write_each,
 )
 from diffusion_training.latents.remote_rows import RemoteRows
-from diffusion_training.latents.text_encoders import is_sdxl
 from diffusion_training.remote import is_address, list_files, reading, remove
 from diffusion_training.training.launch import keep_memory
-from precompute_latents import DEMO, TransformedRows, add_flags, check_args, describe_encoders, encode_all
+from precompute_latents import DEMO, TransformedRows, add_flags, check_args, describe_encoders, encode, encode_all
 
 try:
     import ray
 except ImportError:
     sys.exit(f"{Path(__file__).name}: Ray is missing: pip install -r requirements-ray.txt")
 
+CachePart = tuple[int, int, tuple[int, ...]]  # first row, row after the last, the places of caches that it is for
+Shard = tuple[int, str]  # the place of a cache, a name
 # Flags that the cache knows nothing of
 ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
 
@@ -136,25 +146,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 @functools.lru_cache(1)  # a worker process keeps the data set open
 def open_rows(pickled: bytes) -> TransformedRows:
     """The `TransformedRows` of this run. Where the driver's files are not, a node loads the data set by itself."""
-    args, column, channels, tokenizers, fingerprint, rows = pickle.loads(pickled)
+    caches, column, channels, tokenizers, fingerprint, rows = pickle.loads(pickled)
     try:
         rows = pickle.loads(rows)  # no pixels, only where they are
     except OSError:
-        rows, _ = load_rows(args, others=[args.caption_column])
+        rows, _ = load_rows(caches[0], others=[caches[0].caption_column])
         if rows._fingerprint != fingerprint:
             raise ValueError("this node reads other data: let all nodes share the folder --cache_dir") from None
-    return TransformedRows(rows, tokenizers, column, channels, args)
+    return TransformedRows(rows, tokenizers, column, channels, caches)
 
 
-def transform_part(part: Part, pickled: bytes) -> list[dict] | str:
-    """Stage 1 as a task: the rows of a part (first, end) -> batches of `TransformedRows`, or why it can't."""
+def transform_part(part: CachePart, pickled: bytes) -> list[dict] | str | None:
+    """Stage 1 as a task: the rows of a part (first, end, caches) -> batches of `TransformedRows`, or why it can't."""
 
     def load() -> Iterator[dict]:
-        rows, (first, end) = open_rows(pickled), part
-        many = count_rows(rows.args)
+        rows, (first, end, places) = open_rows(pickled), part
+        many = count_rows(rows.caches[0])
         for start in range(first, end, many):
-            batch = rows[[(0, row) for row in range(start, min(start + many, end))]]
-            yield map_tensors(batch, lambda x: x.numpy())
+            made = rows[places, [(0, row) for row in range(start, min(start + many, end))]]
+            yield from (map_tensors(batch, lambda x: x.numpy()) for batch in made["batches"])
 
     batches, reason = attempt(lambda: list(load()))
     return reason or batches or []
@@ -167,10 +177,10 @@ def map_tensors(batch: dict, change: Callable) -> dict[str, Any]:
 
 
 class Encoder:
-    """Stage 2 as an actor: what stage 1 made of a part -> its file. Loads the models once."""
+    """Stage 2 as an actor: what stage 1 made of a part -> its file, in each cache. Loads the models once."""
 
-    def __init__(self, args: argparse.Namespace, folder: str, settings: dict, threads: int) -> None:
-        self.args, self.folder = args, folder
+    def __init__(self, caches: list[argparse.Namespace], folders: list[str], settings: dict, threads: int) -> None:
+        self.args, self.caches, self.folders = caches[0], caches, folders
         self.device = torch.device("cuda" if ray.get_gpu_ids() else "cpu")
         if self.device.type == "cpu":
             keep_memory()
@@ -188,14 +198,29 @@ class Encoder:
         self.exact_models = vae, text_encoders
         self.models = place_encoders(self.exact_models, self.device, self.args)
 
-    def make(self, part: Part, batches: list[dict] | str) -> dict[str, Any]:
-        """Write a part's file. Returns {"part", "failed": why not, "busy", "waited": seconds}."""
+    def make(self, part: CachePart, batches: list[dict] | str) -> dict[str, Any]:
+        """Write a part's files. Returns {"part", "failed": why not, "busy", "waited": seconds}."""
         begin, reason = time.perf_counter(), batches if isinstance(batches, str) else self.reason
         if not reason:
-            path, models = f"{self.folder}/{name_part(*part, self.args)}", (self.models, self.exact_models)
-            _, reason = attempt(lambda: write_part(path, encode_all(self.load(batches), *models, self.args)))
+            first, end, places = part
+            paths = {place: f"{self.folders[place]}/{name_part(first, end, self.args)}" for place in places}
+            models = self.models, self.exact_models, self.caches
+            _, reason = attempt(lambda: write_each(writing_part, paths, encode_all(self.load(batches), *models)))
         waited, self.idle_since = begin - self.idle_since, time.perf_counter()
         return {"part": part, "failed": reason, "busy": self.idle_since - begin, "waited": waited}
+
+    def find_batch_size(self, pickled: bytes) -> tuple[int | None, str, str | None]:
+        """--batch_size auto. Returns (the size, the table that was printed, why there is none)."""
+
+        def find() -> int:
+            if self.reason:
+                fail(self.reason)
+            return find_batch_size(accelerator, self.device, rows, self.models, encode)
+
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            accelerator, rows = Accelerator(cpu=True), open_rows(pickled)
+            size, reason = attempt(find)
+        return size, said.getvalue(), reason
 
     def load(self, batches: Iterable) -> Iterator[dict]:
         """Batches as `load_batches` yields them, with their tensors on the way to the device."""
@@ -278,7 +303,7 @@ def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> di
     names, damages = [name for name in shards if name in records], {}
     groups = [names[i : i + 16] for i in range(0, len(names), 16)]
 
-    def check(group: list[str]) -> ray.ObjectRef:
+    def check(group: list[str]) -> Any:
         return check_shards.remote([f"{folder}/{name}" for name in group], {name: records[name] for name in group})
 
     checked = work_off(groups, check, lambda: 1000)
@@ -290,16 +315,17 @@ def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> di
 
 
 def make_parts(
-    parts: list[Part], rows: bytes, folder: str, settings: dict, engine: Sequence, args: argparse.Namespace
-) -> Generator[dict]:
-    """Send parts [(first, end)] through both stages; yields what `Encoder.make` returns of each as it is done.
+    parts: list[CachePart], rows: bytes, folders: list[str], settings: dict, engine: Sequence,
+    caches: list[argparse.Namespace],
+) -> Generator[dict]:  # fmt: skip
+    """Send parts [(first, end, caches)] through both stages; yields what `Encoder.make` returns of each as it is done.
 
     `rows`: for `open_rows`; `engine`: of `plan_engine`. No more waits in memory than tasks and encoders have at hand.
     """
     num_encoders, (resources, encoder_resources), num_tasks = engine
     transform = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **resources)(transform_part)
     encoder = ray.remote(scheduling_strategy="SPREAD", **encoder_resources)(Encoder)
-    shared = [ray.put(x) for x in (args, folder, settings, torch.get_num_threads())]
+    shared = [ray.put(x) for x in (caches, folders, settings, torch.get_num_threads())]
     encoders = [(encoder.remote(*shared), {}) for _ in range(min(num_encoders, len(parts)))]
     most = num_tasks + len(encoders)
     left, transforming, ready, tries, rows = list(parts)[::-1], {}, [], collections.Counter(), ray.put(rows)
@@ -341,46 +367,58 @@ def make_parts(
             ray.cancel(ref, force=True)
 
 
-def make_shards(
-    missing: dict[str, list[Part]], left: dict[str, int], done: Iterator[dict], settings: dict, folder: str,
-    args: argparse.Namespace, progress_bar: tqdm,
-) -> Generator[tuple[str, dict]]:  # fmt: skip
-    """Turn parts into shards as soon as a shard's parts are there; yields (its name, its record) of each shard.
+def try_batch_sizes(pickled: bytes, settings: dict, engine: Sequence, caches: list[argparse.Namespace]) -> int:
+    """--batch_size auto, found by an encoder on its device."""
+    encoder = ray.remote(scheduling_strategy="SPREAD", **engine[1][1])(Encoder)
+    encoder = encoder.remote(caches, [], settings, torch.get_num_threads())
+    size, said, reason = ray.get(encoder.find_batch_size.remote(pickled))
+    ray.kill(encoder)
+    print(said, end="", flush=True)
+    return size or fail(reason)
 
-    `missing`, `left`: of `find_missing`; `done`: the rows that `make_parts` yields.
+
+def make_shards(
+    missing: dict[Shard, list[Part]], left: dict[Shard, int], done: Iterator[dict], settings: dict, folders: list[str],
+    args: argparse.Namespace, progress_bar: tqdm,
+) -> Generator[tuple[Shard, dict]]:  # fmt: skip
+    """Turn parts into shards as soon as a shard's parts are there; yields (place, name), its record, of each shard.
+
+    `missing`, `left`: of `find_missing`, with the places of caches; `done`: the rows that `make_parts` yields.
     """
     pending, busy, waited = {}, 0.0, 0.0
 
-    def submit(name: str) -> None:
-        paths = [f"{folder}/unfinished/{name_part(*part, args)}" for part in missing[name]]
-        count = missing[name][-1][1] - missing[name][0][0]
-        pending[assemble.remote(f"{folder}/{name}", paths, count)] = name
+    def submit(shard: Shard) -> None:
+        folder = folders[shard[0]]
+        paths = [f"{folder}/unfinished/{name_part(*part, args)}" for part in missing[shard]]
+        count = missing[shard][-1][1] - missing[shard][0][0]
+        pending[assemble.remote(f"{folder}/{shard[1]}", paths, count)] = shard
 
-    def collect(most: int) -> Iterator[tuple[str, dict]]:
+    def collect(most: int) -> Iterator[tuple[Shard, dict]]:
         while pending:
             ready, _ = ray.wait(list(pending), timeout=None if len(pending) > most else 0)
             if not ready:
                 return
-            name, (record, reason) = pending.pop(ready[0]), ray.get(ready[0])
+            shard, (record, reason) = pending.pop(ready[0]), ray.get(ready[0])
             if reason:
-                fail(f"{name} could not be written: {reason}; the same command goes on from what is whole")
-            yield name, record
+                fail(f"{shard[1]} could not be written: {reason}; the same command goes on from what is whole")
+            yield shard, record
 
     try:
-        for name in [name for name, count in left.items() if count == 0]:  # stopped before they became a shard
-            submit(name)
+        for shard in [shard for shard, count in left.items() if count == 0]:  # stopped before they became a shard
+            submit(shard)
             yield from collect(100)
         for row in done:
-            first, end = row["part"]
+            first, end, places = row["part"]
             if row["failed"]:
                 named = f"rows {first} to {end - 1} could not be made, tried {TRIES} times"
                 fail(f"{named}: {row['failed']}; the same command goes on from what is whole")
-            busy, waited, name = busy + row["busy"], waited + row["waited"], name_shard(first, settings)
+            busy, waited = busy + row["busy"], waited + row["waited"]
             progress_bar.set_postfix_str(f"{waited / (busy + waited):.1%} waiting for images", refresh=False)
-            progress_bar.update(end - first)
-            left[name] -= 1
-            if left[name] == 0:
-                submit(name)
+            progress_bar.update((end - first) * len(places))
+            for shard in [(place, name_shard(first, settings)) for place in places]:
+                left[shard] -= 1
+                if left[shard] == 0:
+                    submit(shard)
             yield from collect(100)
         yield from collect(0)
     finally:
@@ -397,11 +435,13 @@ def main(args: argparse.Namespace) -> None:
     accelerator = Accelerator(cpu=True)  # of one process, which is what `open_cache` asks it about
 
     # The driver finds out what the models are and make, on its CPU: they are hashed here, and the encoders compare.
-    args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
+    sides = take_resolutions(args)
     vae, text_encoders, tokenizers = load_models(args, torch.float32)
     empty_prompt, settings = describe_encoders(vae, text_encoders, tokenizers, args)
     channels = vae.config.in_channels
     weight_bytes = sum(4 * weight.numel() for model in (vae, text_encoders) for weight in model.parameters())
+    plans = split_caches(vae, settings, sides, args)
+    caches, pixels = [each for each, _ in plans], sum(side**2 for side in sides)
     del vae, text_encoders
     if is_address(args.train_data_dir):
         rows, texts = RemoteRows(args), []
@@ -411,8 +451,10 @@ def main(args: argparse.Namespace) -> None:
         texts = look_at_captions(rows, args.caption_column)
     say_equal(texts, args)
     say_emptied(tokenizers, texts)
-    shards, sentence = plan_cache(rows, settings, count_tokens(tokenizers, texts), args)
-    print(sentence)
+    tokens = count_tokens(tokenizers, texts)
+    for each, settings in plans:
+        shards, sentence = plan_cache(rows, settings, tokens, each)
+        print(sentence if len(plans) == 1 else f"{each.output_dir}: {sentence}")
     if args.dry_run:
         return
 
@@ -421,57 +463,74 @@ def main(args: argparse.Namespace) -> None:
     *engine, sentence = plan_engine(engine, weight_bytes)
     print(sentence, flush=True)
     remote = is_address(args.output_dir)
-    folder = args.output_dir.rstrip("/") if remote else os.path.abspath(args.output_dir)
-    copy = tempfile.TemporaryDirectory() if remote else None  # of what is small in the folder
-    output_dir = Path(copy.name if copy else folder)
-    begun = fetch_cache(folder, output_dir) if remote else None
-    lock, _, records = open_cache(accelerator, settings, args, output_dir if remote else None)
+    folders = [each.output_dir.rstrip("/") if remote else os.path.abspath(each.output_dir) for each in caches]
+    copies = [tempfile.TemporaryDirectory() if remote else None for _ in caches]  # of what is small in the folders
+    output_dirs = [Path(copy.name if copy else folder) for folder, copy in zip(folders, copies, strict=True)]
+    begun = [remote and fetch_cache(*pair) for pair in zip(folders, output_dirs, strict=True)]
+    locks, missing, left, wanted, skipped, num_there = [], {}, {}, {}, [], 0
+    data = column, channels, tokenizers, rows._fingerprint, pickle.dumps(rows)
     try:
-        if remote and not begun:
-            begin_cache(output_dir, folder)
+        if args.batch_size == "auto":
+            there = [make_absolute(each) for each in caches]
+            size = find_begun(output_dirs) or try_batch_sizes(pickle.dumps((there, *data)), settings, engine, there)
+            set_batch_size(size, args, *caches)
+        for place, (each, settings) in enumerate(plans):
+            folder, output_dir = folders[place], output_dirs[place]
+            lock, _, records = open_cache(accelerator, settings, each, output_dir if remote else None)
+            locks += [lock] if lock else []  # there is one: this is the only process
+            if remote and not begun[place]:
+                begin_cache(output_dir, folder)
 
-        # What is missing: of shards that have no record, or are damaged, the parts that have no file.
-        for name, damage in find_damaged(folder, shards, records).items():
-            print(f"{folder}/{name} {damage}: making it again", flush=True)
-            del records[name]
-        missing, left, parts = find_missing(shards, records, len(rows), list_files(f"{folder}/unfinished"), args)
-        if missing:
-            remove(f"{folder}/state.json")  # an unfinished cache does not open
+            # What is missing: of shards that have no record, or are damaged, the parts that have no file.
+            for name, damage in find_damaged(folder, shards, records).items():
+                print(f"{folder}/{name} {damage}: making it again", flush=True)
+                del records[name]
+            names = list_files(f"{folder}/unfinished")
+            of_shards, counts, to_make = find_missing(shards, records, len(rows), names, args, pixels)
+            if of_shards:
+                remove(f"{folder}/state.json")  # an unfinished cache does not open
+            missing |= {(place, name): parts for name, parts in of_shards.items()}
+            left |= {(place, name): count for name, count in counts.items()}
+            for part in to_make:
+                wanted.setdefault(part, []).append(place)
+            skipped.append([entry for record in records.values() for entry in record["skipped"]])
+            num_there += len(rows) - sum(end - first for first, end in to_make)
 
         # Make it. Parts come back in any order, and are put together by their names.
-        there = make_absolute(args)
-        pickled = pickle.dumps((there, column, channels, tokenizers, rows._fingerprint, pickle.dumps(rows)))
-        done = make_parts(parts, pickled, f"{folder}/unfinished", settings, engine, there)
-        skipped = [entry for record in records.values() for entry in record["skipped"]]
-        num_there = len(rows) - sum(end - first for first, end in parts)
-        progress_bar = tqdm(total=len(rows), initial=num_there, desc="Images", unit="img")
-        made = make_shards(missing, left, done, settings, folder, args, progress_bar)
+        there = [make_absolute(each) for each in caches]
+        pickled, unfinished = pickle.dumps((there, *data)), [f"{folder}/unfinished" for folder in folders]
+        parts = [(*part, tuple(places)) for part, places in wanted.items()]
+        done = make_parts(parts, pickled, unfinished, settings, engine, there)
+        progress_bar = tqdm(total=len(rows) * len(plans), initial=num_there, desc="Images", unit="img")
+        made = make_shards(missing, left, done, settings, folders, args, progress_bar)
         with contextlib.closing(made), contextlib.closing(done):
-            for name, record in made:
+            for (place, name), record in made:
                 if remote:
-                    (output_dir / "unfinished" / f"{name}.json").write_text(json.dumps(record))
-                skipped += record["skipped"]
-                check_skipped(skipped, len(rows), args.max_skipped)
+                    (output_dirs[place] / "unfinished" / f"{name}.json").write_text(json.dumps(record))
+                skipped[place] += record["skipped"]
+                check_skipped(skipped[place], len(rows), args.max_skipped)
         progress_bar.close()
 
         # The records become one cache.json.
-        with explained(f"{folder} could not be finished; its shards are whole, the same command goes on"):
-            cache = finish_cache(output_dir, empty_prompt, args.max_skipped)
-            if remote:
-                upload_finished(output_dir, folder)
-        say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
-        print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {args.output_dir}")
+        for folder, output_dir, each in zip(folders, output_dirs, caches, strict=True):
+            with explained(f"{folder} could not be finished; its shards are whole, the same command goes on"):
+                cache = finish_cache(output_dir, empty_prompt, args.max_skipped)
+                if remote:
+                    upload_finished(output_dir, folder)
+            say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
+            print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {each.output_dir}")
     except Exception as error:  # Ray's are long; the last line with an error's name says what happened
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = next((line for line in lines[::-1] if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1])
         fail(f"Ray could not go on ({reason}); the same command goes on from here")
     finally:
         disconnect()
-        for leftover in output_dir.rglob(".tmp-*"):  # of workers that ended with this process
-            leftover.unlink(missing_ok=True)
-        if lock is not None:
+        for output_dir, lock in zip(output_dirs, locks, strict=False):  # as many as were opened
+            for leftover in output_dir.rglob(".tmp-*"):  # of workers that ended with this process
+                leftover.unlink(missing_ok=True)
             lock.release(force=True)
-    (output_dir / ".lock").unlink(missing_ok=True)  # some versions of filelock have deleted it
+    for output_dir in output_dirs:
+        (output_dir / ".lock").unlink(missing_ok=True)  # some versions of filelock have deleted it
 
 
 if __name__ == "__main__":

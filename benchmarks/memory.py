@@ -5,16 +5,18 @@
 In GB of 1e9 bytes, for one process: weights, gradients, what the optimizer keeps, and averaged weights. What the
 forward pass keeps for the backward pass comes to it, and grows with images and their size; a GPU needs some more.
 The second table is of encoders: what tokens in place of embeddings (`--text_cache ids`) add to a step. The third says
-how many operations a step takes for an image.
+how many operations a step takes for an image. The fourth is of what the forward pass keeps of an image, in float32 and
+with attention in one kernel, which keeps queries, keys, values and result.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import UNet2DConditionModel, UNet2DModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -36,6 +38,8 @@ MODELS = {
     "Stable Diffusion 2": (SD2, [(CLIPTextModel, VIT_H)], (256, 512)),
     "SDXL": (SDXL, [(CLIPTextModel, VIT_L), (CLIPTextModelWithProjection, VIT_G)], (512, 1024)),
 }
+KEPT = {"unet_64.json": (64, 128, 256), "unet_256.json": (64, 128, 256)}  # configs of `train_unconditional.py`
+KEPT |= {name: sides for name, (_, _, sides) in MODELS.items() if name != "Stable Diffusion 1.5"}
 WAYS = {  # flags: (the optimizer, whether weights are averaged, rank of an adapter)
     "as it stands: AdamW, averaged weights": ("adamw", True, None),
     "`--optimizer adamw8bit`": ("adamw8bit", True, None),
@@ -69,13 +73,51 @@ def count_bytes(unet, optimizer, averaged):
     }  # fmt: skip
 
 
-def count_step(config, resolution):
-    """Operations of a forward and a backward pass on one image, as the trainers count them."""
+def give_inputs(config, resolution):
+    """(latents of one image of so many pixels, what else a U-Net of Stable Diffusion is given)."""
     condition = {"encoder_hidden_states": torch.zeros(1, 77, config["cross_attention_dim"])}
     if config.get("addition_embed_type"):
         condition |= {"text_embeds": torch.zeros(1, 1280), "time_ids": torch.zeros(1, 6)}
-    images = torch.zeros(1, 4, resolution // 8, resolution // 8)
-    return count_flops({"unet": make_unet(config)}, call_unet, images, condition)
+    return torch.zeros(1, 4, resolution // 8, resolution // 8), condition
+
+
+def count_step(config, resolution):
+    """Operations of a forward and a backward pass on one image, as the trainers count them."""
+    return count_flops({"unet": make_unet(config)}, call_unet, *give_inputs(config, resolution))
+
+
+class OneKernel(torch.autograd.Function):
+    """Attention as a fused kernel keeps it, of shapes."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        result = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, result)
+        return result
+
+
+def count_kept(name, resolution):
+    """Bytes that a forward pass of a model of KEPT keeps of one image for the backward pass."""
+    with torch.device("meta"):
+        if name in MODELS:
+            unet, inputs = make_unet(MODELS[name][0]), give_inputs(MODELS[name][0], resolution)
+        else:
+            unet = UNet2DModel.from_config(UNet2DModel.load_config(CONFIGS / name))
+            inputs = torch.zeros(1, 3, resolution, resolution), {}
+        weights, kept = {id(weight) for weight in unet.parameters()}, {}
+
+        def keep(tensor):
+            base, storage = tensor if tensor._base is None else tensor._base, tensor.untyped_storage()
+            if id(base) not in weights:
+                kept[storage._cdata] = storage  # held, so that none comes to lie where another was
+            return tensor
+
+        attend = lambda query, key, value, **options: OneKernel.apply(query, key, value)  # noqa: E731
+        with patch("torch.nn.functional.scaled_dot_product_attention", attend):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                result = call_unet(unet.train(), inputs[0], torch.zeros(1), inputs[1])
+    assert result.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def count_encoders(config, kinds, resolution):
@@ -110,6 +152,11 @@ def main(argv=None):
     for name, (config, _, resolutions) in MODELS.items():
         for side in resolutions:
             print(f"| {name} | {side} | {count_step(config, side) / 1e12:.2f} |", flush=True)
+    print("\n| U-Net | px | MB an image | times the smallest |\n|---|---|---|---|")
+    for name, sides in KEPT.items():
+        counts = [count_kept(name, side) for side in sides]
+        for side, count in zip(sides, counts, strict=True):
+            print(f"| {name} | {side} | {count / 1e6:,.0f} | {count / counts[0]:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

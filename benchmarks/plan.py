@@ -71,13 +71,13 @@ def main(args):
         cells = " | ".join(f"{flops:.2f}" for _, flops in found)
         print(f"| {name} | {found[0][0] / 1e6:,.0f} M | {cells} | {price(trained[name])} |", flush=True)
 
-    first = TRANSFORMERS[0]
+    first, texts = TRANSFORMERS[0], {}
     print(f"\n| text encoder | TFLOP, {TOKENS} tokens | times {first}'s step | padded, a row | {MEAN_TOKENS} tokens |")
     print("|---|---|---|---|---|")
     for name, (make, width) in TEXT.items():
         with torch.device("meta"):
             model = make()
-        flops = count(lambda model=model: model(torch.ones(1, TOKENS, dtype=torch.long)))
+        texts[name] = flops = count(lambda model=model: model(torch.ones(1, TOKENS, dtype=torch.long)))
         sizes = " | ".join(f"{2 * width * tokens / 1e3:,.0f} kB" for tokens in (TOKENS, MEAN_TOKENS))
         print(f"| {name} | {flops:.2f} | {flops / trained[first]:.1f} | {sizes} |", flush=True)
 
@@ -87,6 +87,12 @@ def main(args):
     for name, vae in vaes.items():
         found = [count(lambda vae=vae, side=side: vae.encode(torch.zeros(1, 3, side, side))) for side in sides]
         print(f"| {name} | {' | '.join(f'{flops:.2f}' for flops in found)} |", flush=True)
+        if name == "AutoencoderKL":
+            images = sum(found)
+    print("\n| text encoder, and AutoencoderKL | TFLOP in a pass each | in one pass | share |\n|---|---|---|---|")
+    for name, flops in texts.items():
+        each, one = images + len(sides) * flops, images + flops
+        print(f"| {name} | {each:.2f} | {one:.2f} | {one / each:.2f} |")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """How fast are images decoded, cropped and resized, and how near does precompute_latents.py come to its encoder alone?
+What do two resolutions in one pass save?
 
     python benchmarks/precompute_speed.py transform     # pip install scikit-learn; opencv-python-headless joins in
     python benchmarks/precompute_speed.py script        # 2 cores: one decodes, one encodes
     python benchmarks/precompute_speed.py script --size sd2 --mixed_precision bf16 --rows 8192 --batch_size 64 \\
         --resolutions 512 --threads 16                  # on a GPU
+    python benchmarks/precompute_speed.py passes        # --resolutions 256 512 in one pass, and in a pass each
 
 transform: ways to make --resolutions pixels square of the centre of two photographs, on one core, take turns: ours,
 diffusers' transform, Pillow, OpenCV as img2dataset calls it, torchcodec with torchvision. Prints images per second and
@@ -15,11 +17,17 @@ the whole script from `main(parse_args(...))` to the end, with models and data t
 --dataloader_num_workers processes, rows to check and shards to write. "Running" leaves out what comes before the first
 batch is encoded. Images that one core decodes to batches in a second say how many cores an encoder needs. By default
 the models are small, but a caption's embedding has the bytes of Stable Diffusion 2's.
+
+passes: seconds of CPU, of all processes, for all images, in turns: of stage 1 alone (decoding, cropping, resizing,
+tokens) and of the whole script, for each of --resolutions alone and for all in one pass.
 """
 
+import argparse
 import contextlib
 import functools
 import io
+import itertools
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -167,6 +175,12 @@ def run(flags, output_dir):
     return (end := time.perf_counter()) - start, end - begun[0]
 
 
+def list_keys(rows, args, caches=(0,)):
+    """What `TransformedRows` is asked for, batch by batch, to make all rows."""
+    starts = range(0, rows, args.batch_size)
+    return [(caches, [(0, row) for row in range(i, min(rows, i + args.batch_size))]) for i in starts]
+
+
 def measure(folder, rows, rounds, flags):
     """Images per second as {"decode": one core's, "encode": , "whole": , "running": }, each a list over the turns."""
     args = precompute_latents.parse_args(flags)
@@ -175,18 +189,18 @@ def measure(folder, rows, rounds, flags):
     precompute_latents.describe_encoders(*exact_models, tokenizers, args)
     models = precompute_latents.place_encoders(exact_models, accelerator.device, args)
     images, column = load_rows(args, others=[args.caption_column])
-    dataset = precompute_latents.TransformedRows(images, tokenizers, column, 3, args)
-    keys = [[(0, row) for row in range(i, min(rows, i + args.batch_size))] for i in range(0, rows, args.batch_size)]
+    dataset = precompute_latents.TransformedRows(images, tokenizers, column, 3, [args])
+    keys = list_keys(rows, args)
     few, speeds = keys[: max(1, len(keys) // 4)], {name: [] for name in ("decode", "encode", "whole", "running")}
     batches = list(load_batches(dataset, keys, 0, accelerator.device))
     for turn in range(rounds):
         start = time.perf_counter()
         for key in few:
             dataset[key]
-        speeds["decode"].append(sum(map(len, few)) / (time.perf_counter() - start))
+        speeds["decode"].append(sum(len(key) for _, key in few) / (time.perf_counter() - start))
         start = time.perf_counter()
-        for batch in batches:
-            _, event = precompute_latents.encode(batch, *models, args)
+        for made in batches:
+            _, event = precompute_latents.encode(made["batches"][0], *models, args)
         if event is not None:
             event.synchronize()
         speeds["encode"].append(rows / (time.perf_counter() - start))
@@ -195,18 +209,24 @@ def measure(folder, rows, rounds, flags):
     return speeds
 
 
+def make_flags(folder, args):
+    """Models and images in a folder, and the flags of the script for them, but for the resolution."""
+    models = bench.make_models(folder / "models", args.size)
+    images = bench.make_images(folder / "images", args.rows, make_photos(args.widths[0]))
+    flags = [f"--{name}={getattr(args, name)}" for name in ("batch_size", "mixed_precision")]
+    flags += [f"--train_data_dir={images}", f"--pretrained_model_name_or_path={models}", "--center_crop"]
+    flags += [f"--cache_dir={folder / 'datasets'}"]
+    if args.dataloader_num_workers is not None:
+        flags += [f"--dataloader_num_workers={args.dataloader_num_workers}"]
+    return flags
+
+
 def time_script(args):
     def rows():
         for resolution in args.resolutions or [64, 128]:
             with tempfile.TemporaryDirectory() as folder:
                 folder = Path(folder)
-                models = bench.make_models(folder / "models", args.size)
-                images = bench.make_images(folder / "images", args.rows, make_photos(args.widths[0]))
-                flags = [f"--{name}={getattr(args, name)}" for name in ("batch_size", "mixed_precision")]
-                flags += [f"--train_data_dir={images}", f"--pretrained_model_name_or_path={models}", "--center_crop"]
-                flags += [f"--resolution={resolution}", f"--cache_dir={folder / 'datasets'}"]
-                if args.dataloader_num_workers is not None:
-                    flags += [f"--dataloader_num_workers={args.dataloader_num_workers}"]
+                flags = [*make_flags(folder, args), f"--resolution={resolution}"]
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                     speeds = measure(folder, args.rows, args.rounds, flags)
             cells = [bench.spread(found, "{:.0f}") for found in speeds.values()]
@@ -218,12 +238,48 @@ def time_script(args):
     bench.show(f"{bench.machine()}; {title}", [*header, "cores needed"], rows())
 
 
+# ------------------------------------------------------------------- passes
+
+
+def time_passes(args):
+    sides = list(map(str, args.resolutions or [256, 512]))
+    sets = {" and ".join(each): each for each in [*([side] for side in sides), sides]}
+
+    def count(function):
+        before = sum(os.times()[:4])  # of this process and of the loader's
+        function()
+        return sum(os.times()[:4]) - before
+
+    with tempfile.TemporaryDirectory() as folder:
+        flags, runs, number = make_flags(Path(folder), args), {}, itertools.count()
+        for name, chosen in sets.items():
+            argv = [*flags, "--resolution", *chosen]
+            given = precompute_latents.parse_args(argv)
+            caches = [argparse.Namespace(**vars(given) | {"resolution": int(side)}) for side in chosen]
+            *_, tokenizers = load_models(caches[0], torch.float32)
+            images, column = load_rows(given, others=[given.caption_column])
+            dataset = precompute_latents.TransformedRows(images, tokenizers, column, 3, caches)
+            keys = list_keys(args.rows, given, range(len(caches)))
+            runs["stage 1", name] = functools.partial(count, lambda d=dataset, k=keys: [d[key] and None for key in k])
+            again = lambda argv=argv: run(argv, Path(folder, str(next(number))))  # noqa: E731
+            runs["whole", name] = functools.partial(count, again)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            found = bench.interleaved(runs, args.rounds)
+    rows = []
+    for what in ("stage 1", "whole"):
+        cells = [bench.spread(found[what, name], "{:.1f}") for name in sets]
+        *alone, together = [np.array(found[what, name]) for name in sets]
+        rows.append([what, *cells, bench.spread(together / sum(alone))])
+    title = f"{bench.machine()}; {args.rows} photographs of {args.widths[0]} px; seconds of CPU"
+    bench.show(title, ["", *sets, "one pass / a pass each"], rows)
+
+
 def main(argv=None):
     parser = bench.make_parser(__doc__, size="small", batch_size=16, steps=None, rounds=5)
     add = parser.add_argument
-    add("what", choices=["transform", "script"])
+    add("what", choices=["transform", "script", "passes"])
     add("--widths", type=int, nargs="+", default=[640, 1024, 2048], help="of photographs; the script has the first")
-    add("--resolutions", type=int, nargs="+", help="pixels (None: 256 of transform, 64 and 128 of script)")
+    add("--resolutions", type=int, nargs="+", help="pixels (None: 256 of transform, 64, 128 of script, 256, 512)")
     add("--seconds", type=float, default=0.5, help="of a turn of transform")
     add("--rows", type=int, default=256, help="of the script")
     add("--dataloader_num_workers", type=int, help="(None: as the script chooses)")
@@ -231,7 +287,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
-    (compare_transforms if args.what == "transform" else time_script)(args)
+    {"transform": compare_transforms, "script": time_script, "passes": time_passes}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -38,12 +38,14 @@ def load_batches(
     def move(value: Any) -> Any:
         if isinstance(value, list):
             return [move(part) for part in value]
+        if isinstance(value, dict):
+            return {name: move(part) for name, part in value.items()}
         return value.to(device, non_blocking=True) if torch.is_tensor(value) else value
 
     def load() -> dict | None:
         # On the stream that computes: the copy is queued there, and nobody waits for it.
         batch = next(batches, None)
-        return batch and {name: move(value) for name, value in batch.items()}
+        return move(batch)
 
     with ThreadPoolExecutor(1) as thread:
         ahead = [thread.submit(load) for _ in range(2)]

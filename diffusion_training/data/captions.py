@@ -1,5 +1,6 @@
 """Rows with captions -> images and tokens, and what is said of captions."""
 
+import contextlib
 import os
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -56,6 +57,15 @@ def transform(
     made = {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
     made |= {"mask": mask} if args.mask_column else {}
     return {**made, "original_size": original_size, "crop_top_left": crop}
+
+
+def decode_ahead(item: dict, column: str, channels: int, args: Namespace) -> dict:
+    """A row whose image and mask are decoded, for whoever has `transform` make several sizes of it."""
+    ahead = {}
+    for name, kind, least in ((column, channels, args.min_size), (args.mask_column, 1, 0)):
+        with contextlib.suppress(Exception):  # `transform` meets it again, and judges
+            ahead[name] = {**item[name], "pixels": decode_image(item[name], kind, min_size=least)}
+    return item | ahead
 
 
 def decode_mask(source: dict | None, size: Sequence[int]) -> torch.Tensor:

@@ -42,12 +42,14 @@ def decode_image(
     """Decode an image to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
 
     `source` is the {"bytes", "path"} of an undecoded `datasets.Image`; a "size" beside them says that the bytes are
-    those of such a tensor. `channels` is 1 or 3.
+    those of such a tensor, "pixels" is the tensor. `channels` is 1 or 3.
     EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
     Raises ValueError for less than `min_size` pixels on a side, and what Pillow raises for what it can't read whole.
     """
     if source is None or source["bytes"] is source["path"] is None:
         raise ValueError("there is no image")
+    if "pixels" in source:
+        return source["pixels"]
     data = source["bytes"]
     if "size" in source:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])

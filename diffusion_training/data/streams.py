@@ -29,8 +29,11 @@ def check_stream_args(parser: argparse.ArgumentParser, args: argparse.Namespace)
         parser.error("--streaming needs --max_train_steps: a stream has no length to count epochs by")
     if given.get("holdout"):
         parser.error("--holdout needs the images on a disk: of a stream none can be set aside")
-    if given.get("train_batch_size") == "auto":
-        parser.error("--train_batch_size auto needs the images on a disk, to try steps of them: give a number")
+    for name in ("train_batch_size", "batch_size"):
+        if given.get(name) == "auto":
+            parser.error(f"--{name} auto needs the images on a disk, to try some of them: give a number")
+    if isinstance(given.get("resolution"), list):
+        parser.error("--streaming makes one cache in a pass: give one --resolution, or data on a disk")
     if given.get("bucket_step") and "max_train_steps" in given:
         parser.error("--bucket_step needs all sizes at the start: make a cache with precompute_latents.py --streaming")
     for name in ("instance_prompt", "folder_repeats"):

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +91,33 @@ def write_batches(
 
 
 def write_shard(path: Path, encoded: Iterable[Encoded]) -> dict[str, Any]:
-    """Write what `encode_all` yields for one shard, whole or not at all, and then its record."""
+    """Write the rows of one shard, as they are read back from parts, whole or not at all, and then its record."""
+    with writing_shard(path) as (record, add):
+        for item in encoded:
+            add(*item)
+    return record
+
+
+@contextlib.contextmanager
+def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
+    """Give a shard's record and a function that takes its rows, batch by batch; at the end both are whole, or gone."""
     unfinished, record = name_unfinished(path), {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []}
     checksums = xxhash.xxh3_128()  # with it a trainer knows a shard, and by its rows' checksums each row
     try:
         with contextlib.ExitStack() as stack:
             file, writer, held = stack.enter_context(unfinished.open("wb")), None, []
-            for _, rows, skipped, counts in encoded:
+
+            def add(_: int, rows: pa.RecordBatch, skipped: list[dict], counts: dict) -> None:
+                nonlocal writer
                 writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
                 held.append(rows)
                 for name, more in {"rows": len(rows), "skipped": skipped, **counts}.items():
                     record[name] += more
                 if sum(batch.nbytes for batch in held) >= BATCH_BYTES:
                     write_batches(writer, held, checksums)
-                    held = []
+                    held.clear()
+
+            yield record, add
             write_batches(writer, held, checksums)
         write_out(unfinished)
         record["sha256"], record["checksums"] = digest_file(unfinished), checksums.hexdigest()
@@ -114,7 +127,6 @@ def write_shard(path: Path, encoded: Iterable[Encoded]) -> dict[str, Any]:
         fail(f"{path} could not be written ({error}); the same command goes on from what is whole", alone=True)
     finally:
         unfinished.unlink(missing_ok=True)
-    return record
 
 
 def describe_damage(path: Path, records: dict[str, dict]) -> str | None:

@@ -43,12 +43,17 @@ def load_models(args: Namespace, dtype: torch.dtype) -> tuple[torch.nn.Module, t
             if vae.config.get(name) and (name != "shift_factor" or not FAMILIES[family].masked):
                 raise ValueError(f"it has a {name}, which a {FAMILIES[family].pipeline}Pipeline would leave out")
     text_encoders, tokenizers = load_text_encoders(args, dtype, family)
+    check_sides(vae, args)
+    return vae.eval(), text_encoders.eval(), tokenizers
+
+
+def check_sides(vae: torch.nn.Module, args: Namespace) -> None:
+    """End the program if images of --resolution, or of its buckets, can't become latents of a VAE."""
     if args.resolution is not None and args.resolution % vae_scale_factor(vae):
         fail(f"--resolution {args.resolution} is not a multiple of {vae_scale_factor(vae)}, which this VAE needs")
     if args.bucket_step and (args.bucket_step % vae_scale_factor(vae) or (args.resolution or 0) % args.bucket_step):
         turn = f"it must divide --resolution {args.resolution} and be a multiple of {vae_scale_factor(vae)}"
         fail(f"--bucket_step {args.bucket_step} does not suit: {turn}, as this VAE needs")
-    return vae.eval(), text_encoders.eval(), tokenizers
 
 
 def vae_scale_factor(vae: torch.nn.Module) -> int:

@@ -25,10 +25,13 @@ Made = TypeVar("Made")
 Part = tuple[int, int]  # first row, row after the last
 
 
-def plan_parts(start: int, end: int, args: argparse.Namespace) -> list[Part]:
-    """Cut the rows of a shard into parts: [(first row, row after the last)]. Batches begin where they always do."""
+def plan_parts(start: int, end: int, args: argparse.Namespace, pixels: int | None = None) -> list[Part]:
+    """Cut the rows of a shard into parts: [(first row, row after the last)]. Batches begin where they always do.
+
+    pixels: of a row in all caches that are made of it, None: of --resolution.
+    """
     many = count_rows(args)
-    step = many * max(1, PART_BYTES // (3 * args.resolution**2 * many))
+    step = many * max(1, PART_BYTES // (3 * (pixels or args.resolution**2) * many))
     return [(first, min(first + step, end)) for first in range(start, end, step)]
 
 
@@ -38,17 +41,22 @@ def name_part(first: int, end: int, args: argparse.Namespace) -> str:
 
 
 def find_missing(
-    shards: list[str], records: Container[str], num_rows: int, there: Iterable[str], args: argparse.Namespace
+    shards: list[str],
+    records: Container[str],
+    num_rows: int,
+    there: Iterable[str],
+    args: argparse.Namespace,
+    pixels: int | None = None,
 ) -> tuple[dict[str, list[Part]], dict[str, int], list[Part]]:
     """What has to be made: ({shard: [its parts]}, {shard: number of its parts that have no file}, those parts).
 
-    `there`: names of files, among them those of parts that are whole.
+    `there`: names of files, among them those of parts that are whole. pixels: of `plan_parts`.
     """
     missing, left, parts, there = {}, {}, [], set(there)
     for number, name in enumerate(shards):
         if name not in records:
             start = number * args.rows_per_shard
-            of_shard = plan_parts(start, min(num_rows, start + args.rows_per_shard), args)
+            of_shard = plan_parts(start, min(num_rows, start + args.rows_per_shard), args, pixels)
             todo = [part for part in of_shard if name_part(*part, args) not in there] if there else of_shard
             missing[name], left[name] = of_shard, len(todo)
             parts += todo
@@ -69,14 +77,19 @@ def attempt(work: Callable[[], Made]) -> tuple[Made | None, str | None]:
     return None, f"{reason} (on {socket.gethostname()})"
 
 
-def write_part(path: str | Path, encoded: Iterable[Encoded]) -> None:
-    """Write what `encode_all` yields for a part, whole or not at all: record batches, and with each the rest of it."""
+@contextlib.contextmanager
+def writing_part(path: str | Path) -> Iterator[tuple[None, Callable[..., None]]]:
+    """As `writing_shard`, of a part, which has no record: its rows batch by batch, and with each the rest of it."""
     with writing(path) as unfinished, contextlib.ExitStack() as stack:
         file, writer = stack.enter_context(unfinished.open("wb")), None
-        for first, rows, skipped, counts in encoded:
+
+        def add(first: int, rows: pa.RecordBatch, skipped: list[dict], counts: dict) -> None:
+            nonlocal writer
             writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
             about = {"first": first, "skipped": skipped, "counts": counts}
             writer.write_batch(rows, custom_metadata={"about": json.dumps(about)})
+
+        yield None, add
 
 
 def read_parts(paths: Iterable[str], count: int) -> Iterator[Encoded]:

@@ -56,44 +56,65 @@ def largest_batch(
 ) -> int:
     """How many images like the one in `batch`, up to `most`, can be a micro-batch on the devices of all processes.
 
-    Doubled until the memory is full, then bisected. A trial is two steps of a copy, with optimizer, averaged weights
-    and what DDP takes for gradients; a tenth of a GPU stays free. A CPU never says that it is full: 64 is the end.
-    What is tried is printed: images, memory of the first device, images a second of its second step.
+    Tried with steps of a copy, with optimizer, averaged weights and what DDP takes for gradients.
+    """
+    device = accelerator.device
+
+    def prepare(size: int) -> Callable[[int], Any]:
+        trial = {name: put_on_device(copy_trained(model), device).train() for name, model in models.items()}
+        if args.gradient_checkpointing:
+            for model in trial.values():
+                model.enable_gradient_checkpointing()
+        others = [start_average(trial) for wanted in (args.use_ema, accelerator.num_processes > 1) if wanted]
+        optimizer = accelerator.prepare(make_optimizer(trial, accelerator.scaler, args))
+        # Without DDP: a process whose memory is full would leave the others waiting.
+        trial = {name: accelerator.prepare_model(model, evaluation_mode=True) for name, model in trial.items()}
+        many = {k: v.repeat_interleave(size, 0).to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+        return lambda step: (take_step(trial, optimizer, iter([many]), 1, step), others)
+
+    scaler = accelerator.scaler and accelerator.scaler.state_dict()
+    found = find_largest(accelerator, device, prepare, most)
+    if scaler:  # the trials have moved its scale
+        accelerator.scaler.load_state_dict(scaler)
+    if found == 0:
+        fail("not even one image fits: try --gradient_checkpointing, --mixed_precision bf16 or a smaller model")
+    return found
+
+
+def find_largest(
+    accelerator: Accelerator, device: torch.device, prepare: Callable[[int], Callable[[int], Any]], most: int
+) -> int:
+    """For how many images, up to `most`, there is memory on the devices of all processes; 0: not for one.
+
+    Doubled until the memory is full, then bisected; a tenth of a GPU stays free. A CPU never says that it is full: 64
+    is the end. prepare(size): puts what is tried onto the device, and returns compute(step), which is called for steps
+    0 and 1. What is tried is printed: images, memory of the first device, images a second of step 1.
     """
 
     def fits(size: int) -> bool:
-        full, device = False, accelerator.device
+        full, compute = False, None
         try:
-            trial = {name: put_on_device(copy_trained(model), device).train() for name, model in models.items()}
-            if args.gradient_checkpointing:
-                for model in trial.values():
-                    model.enable_gradient_checkpointing()
-            others = [start_average(trial) for wanted in (args.use_ema, accelerator.num_processes > 1) if wanted]
-            optimizer = accelerator.prepare(make_optimizer(trial, accelerator.scaler, args))
-            # Without DDP: a process whose memory is full would leave the others waiting.
-            trial = {name: accelerator.prepare_model(model, evaluation_mode=True) for name, model in trial.items()}
-            many = {k: v.repeat_interleave(size, 0).to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+            compute = prepare(size)
             if cuda:
                 torch.cuda.reset_peak_memory_stats(device)
             for step in range(2):
                 begin = time.perf_counter()
-                take_step(trial, optimizer, iter([many]), 1, step)
+                compute(step)
                 if cuda:
                     torch.cuda.synchronize(device)
             found = f"{measure_memory(device)[0] / 1e9:12.3g}{size / (time.perf_counter() - begin):10.1f}"
         except RuntimeError as error:
             if not (full := should_reduce_batch_size(error)):
                 raise
-        trial = others = optimizer = many = None  # noqa: F841
+        compute = None
         accelerator.free_memory()
         full = any(gather_object([full]))
         accelerator.print(f"{size:8}{'too many' if full else found:>12}")
         return not full
 
-    scaler = accelerator.scaler and accelerator.scaler.state_dict()
-    if cuda := accelerator.device.type == "cuda":
+    if cuda := device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.9)
-    most = min(most, 64) if accelerator.device.type == "cpu" else most
+    most = min(most, 64) if device.type == "cpu" else most
     gc.freeze()  # so that collecting what a trial leaves behind does not look through all else
     accelerator.print(f"{'images':>8}{'memory, GB':>12}{'images/s':>10}")
     low, high = 0, most + 1  # so many fit, so many do not
@@ -104,10 +125,6 @@ def largest_batch(
     gc.unfreeze()
     if cuda:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    if scaler:  # the trials have moved its scale
-        accelerator.scaler.load_state_dict(scaler)
-    if low == 0:
-        fail("not even one image fits: try --gradient_checkpointing, --mixed_precision bf16 or a smaller model")
     return low
 
 

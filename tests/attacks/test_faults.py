@@ -60,6 +60,7 @@ NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
 OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_data_dir"]
 ADAPTED = "train_text_to_image --rank"  # an adapter for SDXL, from images of several sizes with masks
 SIZES = "precompute_latents --bucket_step"  # its cache
+SIDES = "precompute_latents --resolution"  # several: a cache each
 FLOW = "train_flow"
 STREAMS = ["precompute_latents --streaming", "train_text_to_image --streaming"]
 LONG = pytest.mark.long
@@ -154,7 +155,7 @@ class Target:
         data = f"""--train_data_dir={folder}/images --cache_dir={folder}/datasets --resolution=16
             --dataloader_num_workers=1"""
         cache = f"""--pretrained_model_name_or_path={models} --random_flip --rows_per_shard=2 --batch_size=1
-            --latents=sample {"--bucket_step=4" * several}"""
+            --latents=sample {"--bucket_step=4" * several} {"--resolution 8 16" * (name == SIDES)}"""
         training = f"""--output_dir={self.out} --train_batch_size=2 --num_train_epochs=2 --learning_rate=1e-3
             --lr_scheduler=cosine --lr_warmup_steps=2 --random_flip --logging_steps=1
             {"--optimizer=muon" if name == FLOW else "--noise_offset=0.1"}
@@ -341,8 +342,8 @@ def die():
 @cases(
     100,
     {NAMES[0]: 6},
-    {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4, FLOW: 4},
-    [*NAMES, *OTHERS, ADAPTED, SIZES, FLOW, *STREAMS],
+    {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4, SIDES: 6, FLOW: 4},
+    [*NAMES, *OTHERS, ADAPTED, SIZES, SIDES, FLOW, *STREAMS],
 )
 def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, name, count):
     target = targets(name)

@@ -77,6 +77,15 @@ def test_the_speed_of_precomputing(ramp, capsys):
     assert share == pytest.approx(running / encode, rel=0.8) and cores == pytest.approx(encode / decode, abs=1)
 
 
+def test_two_resolutions_in_one_pass_are_timed(ramp, capsys):
+    flags = ["--size=toy", "--rows=6", "--resolutions", "16", "32", "--batch_size=4", "--rounds=1", "--widths=120"]
+    precompute_speed.main(["passes", *flags, "--dataloader_num_workers=0"])
+    stage, whole = table(capsys.readouterr().out)
+    assert stage[0] == "stage 1" and whole[0] == "whole" and all(first(cell) >= 0 for cell in stage[1:4])
+    one, other, together = map(first, whole[1:4])
+    assert min(one, other, together) > 0 and float(whole[4]) == pytest.approx(together / (one + other), abs=0.2)
+
+
 def test_all_readers_read_the_same_numbers(tmp_path, capsys):
     models = bench.make_models(tmp_path / "models", "toy")
     folder = bench.make_cache(tmp_path / "cache", models, 21, 16, rows_per_shard=8)
@@ -214,11 +223,21 @@ def test_optimizers_keep_what_is_counted(optimizer):
 @pytest.mark.long
 def test_the_page_says_what_memory_prints(capsys):
     memory.main([])
-    training, encoders, steps = capsys.readouterr().out.split("\n\n")
+    training, encoders, steps, kept = capsys.readouterr().out.split("\n\n")
     page = (ROOT / "docs/training.md").read_text()
     rows = [row for row in table(training) if row[0] != "Stable Diffusion 2"]
     assert len(rows) == 10 and all(f"| {' | '.join(row)} |\n" in page for row in rows)
     assert all(f"| {' | '.join(row)} |\n" in (ROOT / "docs/speed.md").read_text() for row in table(steps))
+    assert len(table(kept)) == 10 and all(f"| {' | '.join(row)} |\n" in page for row in table(kept))
+    # What tutorials say: beside an image of float32, in a step of 64 images, and of SDXL with its weights in bf16 too.
+    sizes = {(name, int(side)): int(count.replace(",", "")) for name, side, count, _ in table(kept)}
+    small, large = (sizes[f"unet_{side}.json", side] * 1e6 / (3 * side**2 * 4) for side in (64, 256))
+    fixed, added, sdxl = 20 * 35_746_307 / 1e9, 64 * sizes["unet_64.json", 64] / 1e3, sizes["SDXL", 512] / 1e3
+    cast, whole = PUBLISHED["SDXL"] * 2 / 1e9, PUBLISHED["SDXL"] * 20 / 1e9
+    said = [f"{small:,.0f} times an image at 64 px", f"{large:,.0f} times at 256 px"]
+    said += [f"| {fixed + added:.1f} GB: {fixed:.2f} in a step and", f"; {1.1 * fixed + added / 2:.1f} with bf16 |"]
+    said += [f"{whole + sdxl:.1f} GB become {whole + cast + sdxl / 2:.1f} |"]
+    assert [part for part in said if part not in page] == []
     # diffusers' own table says 5,979.1 for the forward pass of SDXL, a third of a step: without attention's products.
     products = sum(4 * tokens * (tokens + 77) * width * n for tokens, width, n in ((4096, 640, 10), (1024, 1280, 60)))
     assert memory.count_step(memory.SDXL, 1024) / 3 - products == pytest.approx(5979.1e9, rel=0.01)

@@ -10,6 +10,7 @@ from test_cache import contents, encode_rows, make_args, make_cache, open_cache
 from diffusion_training.errors import fail
 from diffusion_training.latents import cache
 from diffusion_training.latents import parts as module
+from diffusion_training.latents.passes import write_each
 
 
 @pytest.fixture(params=["disk", "address"])
@@ -20,6 +21,10 @@ def folder(request, tmp_path):
         return str(tmp_path / "folder")
     MemoryFileSystem.store.clear()
     return "memory://bucket/folder"
+
+
+def write_part(path, items):
+    write_each(module.writing_part, {0: path}, ((0, *item) for item in items))
 
 
 def objects(url):
@@ -33,6 +38,7 @@ def test_parts_are_cut_where_batches_are_and_named_by_what_they_hold():
     assert parts[0] == (1024, 1104) and parts[-1][1] == 2048  # 5 batches of 16 are 63 MB
     assert [first for first, _ in parts] == list(range(1024, 2048, 80))
     assert module.plan_parts(0, 7, args) == [(0, 7)]
+    assert module.plan_parts(0, 100, args, 256**2 + 512**2)[0] == (0, 64)  # of both
     args.resolution = 16384  # of which a batch is more than a part
     assert module.plan_parts(0, 40, args) == [(0, 16), (16, 32), (32, 40)]
     names = [module.name_part(*part, args) for part in parts]
@@ -56,7 +62,7 @@ def test_a_part_holds_what_encode_all_yields(folder):
     skipped = [{"row": 3, "key": "3.png", "reason": "broken"}]
     items = [(1, rows, [], {"encoded_again": 0}), (3, rows.slice(0, 0), skipped, {"encoded_again": 2})]
     path = f"{folder}/x.part"
-    module.write_part(path, iter(items))
+    write_part(path, iter(items))
     assert list(module.read_parts([path], 3)) == items and list(objects(folder)) == ["x.part"]
     with pytest.raises(ValueError, match="1 rows too few"):
         list(module.read_parts([path], 4))
@@ -64,7 +70,7 @@ def test_a_part_holds_what_encode_all_yields(folder):
 
 def test_a_damaged_part_is_named_and_deleted_to_be_made_again(folder):
     path = f"{folder}/x.part"
-    module.write_part(path, encode_rows(0, 4))
+    write_part(path, encode_rows(0, 4))
     fs, file = module.fsspec.url_to_fs(path)
     whole = fs.cat_file(file)
     for changed in (b"\1" * 16 + whole[16:], whole[:100], whole.replace(b'"first"', b'"fIrst"', 1), b"", None):
@@ -80,7 +86,7 @@ def test_a_part_is_written_whole_or_not_at_all(folder):
         raise RuntimeError("CUDA error: too hot")
 
     with pytest.raises(RuntimeError):
-        module.write_part(f"{folder}/x.part", broken())
+        write_part(f"{folder}/x.part", broken())
     assert objects(folder) == {}
 
 
@@ -91,7 +97,7 @@ def test_a_shard_of_parts_is_the_shard_of_one_process(folder, tmp_path):
     paths = []
     for first, end in ((0, 2), (2, 6), (6, 7)):
         paths.append(f"{folder}/unfinished/rows-{first}-{end}.part")
-        module.write_part(paths[-1], encode_rows(first, end))
+        write_part(paths[-1], encode_rows(first, end))
     assert module.write_shard_to(f"{folder}/data.arrow", module.read_parts(paths, 7)) == record
     made = {name: data for name, data in objects(folder).items() if not name.endswith(".part")}
     assert made == contents(tmp_path / "one")

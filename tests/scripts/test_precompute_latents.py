@@ -308,7 +308,7 @@ def test_the_same_command_again_redoes_only_what_is_damaged_or_gone(tmp_path, fl
         if damage == "delete":
             path.unlink()
         with monkeypatch.context() as broken:  # stopped while it mends: the cache does not open half-mended
-            broken.setattr(script, "write_shard", lambda *args: pytest.fail("stopped"))
+            broken.setattr(script, "write_each", lambda *args: pytest.fail("stopped"))
             with pytest.raises(pytest.fail.Exception):
                 precompute(*flags)
         assert not (tmp_path / "out/state.json").exists()

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -161,11 +162,17 @@ def here(monkeypatch):
         function = getattr(script, name)._function
         monkeypatch.setattr(script, name, argparse.Namespace(remote=functools.partial(Ref, function)))
 
-    def make_parts(todo, rows, folder, settings, engine, args):
-        encoders = [script.Encoder(args, folder, settings, torch.get_num_threads()) for _ in range(engine[0])]
-        for first, end in random.Random(0).sample(todo, len(todo)):
-            yield encoders[first % len(encoders)].make((first, end), script.transform_part((first, end), rows))
+    def make_parts(todo, rows, folders, settings, engine, caches):
+        encoders = [script.Encoder(caches, folders, settings, torch.get_num_threads()) for _ in range(engine[0])]
+        for part in random.Random(0).sample(todo, len(todo)):
+            yield encoders[part[0] % len(encoders)].make(part, script.transform_part(part, rows))
 
+    def try_batch_sizes(pickled, settings, engine, caches):
+        size, said, reason = script.Encoder(caches, [], settings, 1).find_batch_size(pickled)
+        print(said)
+        return size or script.fail(reason)
+
+    monkeypatch.setattr(script, "try_batch_sizes", try_batch_sizes)
     monkeypatch.setattr(script, "make_parts", make_parts)
     once = lambda items, submit, most: ((item, submit(item).result, None) for item in items)  # noqa: E731
     monkeypatch.setattr(script, "work_off", once)
@@ -217,6 +224,44 @@ def test_caches_without_padding_have_the_same_bytes_too(tmp_path, flags, here):
         assert code == 0, said
         assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
         assert b'"ragged embeddings"' in contents(tmp_path / kind / "ray")["cache.json"]
+
+
+def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_path, flags, here):
+    """Begun by the other script; one cache lacks a shard and has parts of another, the second is not there."""
+    for side in ("8", "16"):
+        precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / 'alone' / side}")
+    flags += ["--resolution", "8", "16"]
+    half = tmp_path / "out/8"
+    shutil.copytree(tmp_path / "alone/8", half)
+    (half / "state.json").unlink()
+    (half / "data-00001-of-00004.arrow").write_bytes(b"half")
+    (half / "data-00003-of-00004.arrow").unlink()
+    code, said = here(*flags, "--num_encoders=2")
+    assert code == 0 and said.count("making it again") == 2 and said.count("Done: 24 rows, 2 skipped") == 2, said
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+    shutil.rmtree(tmp_path / "out/16")
+    precompute(*flags)
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
+def test_a_batch_size_is_tried_by_an_encoder_and_kept(tmp_path, flags, here):
+    flags += ["--batch_size=auto", "--rows_per_shard=12"]
+    precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
+    code, said = here(*flags)
+    assert code == 0 and re.search(r"images  memory, GB  images/s\n +1 .*\n +2 .*\n +4 .*\n +8 .*\n +12 ", said), said
+    assert "Batch size: 12\n" in said and contents(tmp_path / "out") == contents(tmp_path / "whole")
+    (tmp_path / "out/data-00001-of-00003.arrow").unlink()
+    code, said = here(*flags)
+    assert code == 0 and "Batch size: 12\n" in said and "memory, GB" not in said
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    code, said = here(*flags, f"--output_dir={tmp_path / 'other'}", setup=other_models)
+    assert code == 1 and "the models are other ones here" in said and not (tmp_path / "other").exists(), said
+
+
+@pytest.mark.long
+def test_an_encoder_of_ray_tries_batch_sizes(tmp_path, flags, driver):
+    code, said = driver(*flags, "--batch_size=auto", "--rows_per_shard=4")
+    assert code == 0 and "images  memory" in said and "Batch size: 4\n" in said and "Done: 24 rows" in said, said
 
 
 def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, flags, here):
@@ -293,7 +338,7 @@ class Dies(script.Encoder):
     """An encoder that is killed once as it begins with row 8, and once when the file of the next part is there."""
 
     def make(self, part, batch):
-        first, _ = part
+        first = part[0]
         begun, done = (marker(self.args, name) for name in ("begun", "done"))
         if first == 8 and not begun.exists():
             begun.touch()
@@ -310,19 +355,19 @@ def kill_both():
     transform, shards = script.transform_part, script.make_shards
 
     def transform_part(part, pickled):
-        done, mark = transform(part, pickled), marker(pickle.loads(pickled)[0], f"transformed-{part[0]}")
+        done, mark = transform(part, pickled), marker(pickle.loads(pickled)[0][0], f"transformed-{part[0]}")
         if part[0] == 4 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return done
 
-    def make_shards(missing, left, done, settings, folder, args, progress_bar):
+    def make_shards(missing, left, done, settings, folders, args, progress_bar):
         late = []
-        for name, record in shards(missing, left, done, settings, folder, args, progress_bar):
-            if name < "data-00002":
-                yield name, record
+        for shard, record in shards(missing, left, done, settings, folders, args, progress_bar):
+            if shard[1] < "data-00002":
+                yield shard, record
             else:
-                late.append((name, record))
+                late.append((shard, record))
         wait_until(marker(args, "go").exists, 600)
         yield from late
 
@@ -470,7 +515,7 @@ def test_an_encoder_whose_node_has_other_models_is_refused(tmp_path, flags, here
 def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp_path, flags):
     args = single.parse_args(flags)
     rows, column = load_rows(args, others=["text"])
-    pickled = lambda fingerprint: pickle.dumps((args, column, 3, None, fingerprint, pickle.dumps(rows)))  # noqa: E731
+    pickled = lambda fingerprint: pickle.dumps(([args], column, 3, None, fingerprint, pickle.dumps(rows)))  # noqa: E731
     assert len(pickle.dumps(rows)) < 20_000
     assert len(script.open_rows(pickled(rows._fingerprint)).rows) == NUM_ROWS
     script.open_rows.cache_clear()
@@ -668,7 +713,18 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_pa
     }.items():
         code, said = here(*there, "--output_dir=s3://bucket/latents", argv)
         assert code == 1 and sentence in said, said
+    both = [*there, "--rows_per_shard=26", "--resolution", "8", "16"]
+    code, said = here(*both, "--output_dir=s3://bucket/latents")
+    assert code == 1 and "s3://bucket/latents is a cache itself" in said, said
     assert objects(bucket, "bucket/latents") == made
+
+    # Two resolutions, then each again alone: nothing else is there, and nothing is made again
+    for side in ([], ["--resolution=8", "--output_dir=s3://bucket/both/8"]):
+        code, said = here(*both, "--output_dir=s3://bucket/both", *side)
+        assert code == 0 and "Done: 24 rows, 2 skipped, are in s3://bucket/both/8" in said, said
+    code, said = here(*there, "--rows_per_shard=26", f"--output_dir={tmp_path / '16'}")
+    assert code == 0 and objects(bucket, "bucket/both/16") == contents(tmp_path / "16"), said
+    assert {path.split("/")[2] for path in bucket.find("bucket/both")} == {"8", "16"}
 
 
 def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket):
