@@ -62,15 +62,7 @@ from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.data.streams import StreamedRows, add_stream_flags, check_stream_args
 from diffusion_training.data.texts import check_captions
 from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
-from diffusion_training.latents.cache import (
-    check_skipped,
-    describe_damage,
-    finish_cache,
-    name_shard,
-    open_cache,
-    plan_cache,
-    writing_shard,
-)
+from diffusion_training.latents.cache import check_skipped, describe_damage, finish_cache, open_cache, writing_shard
 from diffusion_training.latents.columns import LATENTS, PROMPTS, checksum_row, count_rows, make_column
 from diffusion_training.latents.encoders import (
     DTYPES,
@@ -93,6 +85,7 @@ from diffusion_training.latents.passes import (
     take_resolutions,
     write_each,
 )
+from diffusion_training.latents.plan import name_shard, plan_cache
 from diffusion_training.latents.text_encoders import describe_prompts, encode_empty_prompt, encode_prompts
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.order import KEYS, step_seed
@@ -412,14 +405,13 @@ def main(args: Namespace) -> None:
     locks, begun, records = zip(*(open_cache(accelerator, settings, each) for each, settings in plans), strict=True)
     stream = StreamedRows(rows, folders[0], begun[0], records[0]) if args.streaming else None
     num_rows = stream.count if stream else len(rows)  # as far as it is known
-    name_number = lambda number: name_shard(number * args.rows_per_shard, settings)  # noqa: E731
 
     # Each process takes every so many shards, and checks them before it makes those that are missing or damaged.
     missing: dict[int, dict[int, Path]] = {}  # number of a shard: {place of a cache that lacks it: its file}
     mine = range(rank, math.ceil(num_rows / args.rows_per_shard), num_processes)
     for i in tqdm(mine, "Checking", disable=not any(records) or rank > 0, leave=False):
         for place, (folder, known) in enumerate(zip(folders, records, strict=True)):
-            path = folder / name_number(i)
+            path = folder / name_shard(i, settings)
             if damage := describe_damage(path, known):
                 print(f"{path} {damage}: making it again", flush=True)
                 del known[path.name]
@@ -447,11 +439,13 @@ def main(args: Namespace) -> None:
     total = total if stream is None or stream.ended else None
     name = f"Images (process 1 of {num_processes})" if num_processes > 1 else "Images"
     progress_bar = tqdm(total=total, initial=done, desc=name, unit="img", disable=not accelerator.is_main_process)
-    skipped = [[x for i in mine for x in known.get(name_number(i), {"skipped": []})["skipped"]] for known in records]
+    skipped = [
+        [x for i in mine for x in known.get(name_shard(i, settings), {"skipped": []})["skipped"]] for known in records
+    ]
     encoded = work_ahead(encode_all(list_batches(batches, waits), models, exact_models, caches), 16, device)
     encoded = show_progress(encoded, waits, progress_bar)
     for i, of_shard in itertools.groupby(encoded, lambda item: item[1] // args.rows_per_shard):
-        paths = missing.get(i) or {0: folders[0] / name_number(i)}  # a stream goes beyond what was known
+        paths = missing.get(i) or {0: folders[0] / name_shard(i, settings)}  # a stream goes beyond what was known
         made = write_each(writing_shard, paths, of_shard)
         if stream:
             num_rows = stream.keep_place(i, rank)

@@ -55,14 +55,7 @@ from diffusion_training.data.captions import count_tokens, look_at_captions, say
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import Refused, end_if_stopped, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences
-from diffusion_training.latents.cache import (
-    check_skipped,
-    describe_damage,
-    finish_cache,
-    name_shard,
-    open_cache,
-    plan_cache,
-)
+from diffusion_training.latents.cache import check_skipped, describe_damage, finish_cache, open_cache
 from diffusion_training.latents.columns import count_rows
 from diffusion_training.latents.encoders import describe_models, load_models, place_encoders
 from diffusion_training.latents.parts import (
@@ -87,6 +80,7 @@ from diffusion_training.latents.passes import (
     take_resolutions,
     write_each,
 )
+from diffusion_training.latents.plan import name_shard, plan_cache
 from diffusion_training.latents.remote_rows import RemoteRows
 from diffusion_training.remote import is_address, list_files, reading, remove
 from diffusion_training.training.launch import keep_memory
@@ -415,7 +409,7 @@ def make_shards(
             busy, waited = busy + row["busy"], waited + row["waited"]
             progress_bar.set_postfix_str(f"{waited / (busy + waited):.1%} waiting for images", refresh=False)
             progress_bar.update((end - first) * len(places))
-            for shard in [(place, name_shard(first, settings)) for place in places]:
+            for shard in [(place, name_shard(first // args.rows_per_shard, settings)) for place in places]:
                 left[shard] -= 1
                 if left[shard] == 0:
                     submit(shard)

@@ -132,9 +132,11 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
 
     import precompute_latents
     from diffusion_training.files import write_file
-    from diffusion_training.latents.cache import finish_cache, plan_cache, write_shard
+    from diffusion_training.latents.cache import finish_cache
     from diffusion_training.latents.columns import checksum_row
     from diffusion_training.latents.encoders import load_models
+    from diffusion_training.latents.parts import write_shard
+    from diffusion_training.latents.plan import plan_cache
 
     folder = Path(folder)
     (folder / "unfinished").mkdir(parents=True)

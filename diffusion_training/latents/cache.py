@@ -1,17 +1,15 @@
-"""The files of a latent cache: planned, opened, written, checked, finished."""
+"""The files of a latent cache: opened, written, checked, finished."""
 
 import contextlib
 import hashlib
 import json
-import math
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import xxhash
@@ -33,7 +31,8 @@ from diffusion_training.files import (
     write_file,
     write_out,
 )
-from diffusion_training.latents.columns import EMPTY, describe_size
+from diffusion_training.latents.columns import EMPTY
+from diffusion_training.latents.plan import name_shard
 from diffusion_training.latents.shards import list_by_columns, list_by_names
 
 Encoded = tuple[int, pa.RecordBatch, list[dict], dict]  # of `encode_all`
@@ -63,7 +62,7 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
     records = {name: {**record, "skipped": []} for name, record in cache.get("shards", {}).items()}
     if records:  # finished once: what was skipped is in one file
         for entry in map(json.loads, (output_dir / "skipped.jsonl").read_text().splitlines()):
-            records[name_shard(entry["row"], cache)]["skipped"].append(entry)
+            records[name_shard(entry["row"] // cache["rows_per_shard"], cache)]["skipped"].append(entry)
     for path in output_dir.glob("unfinished/data-*.json"):
         with contextlib.suppress(ValueError):  # a record that can't be read is that of a shard that is missing
             if fits(record := json.loads(path.read_text()), RECORD):
@@ -71,31 +70,11 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
     return cache, records
 
 
-def name_shard(row: int, cache: dict) -> str:
-    """The file that holds a row of the source; of a stream it does not say how many there are."""
-    number = row // cache["rows_per_shard"]
-    if cache["source"]["rows"] is None:
-        return f"data-{number:05d}.arrow"
-    count = math.ceil(cache["source"]["rows"] / cache["rows_per_shard"])
-    digits = max(5, len(str(count)))  # as many for all, since they are sorted by name
-    return f"data-{number:0{digits}d}-of-{count:0{digits}d}.arrow"
-
-
-def write_batches(
-    writer: pa.RecordBatchStreamWriter, batches: list[pa.RecordBatch], checksums: xxhash.xxh3_128
-) -> None:
+def write_batches(writer: Any, batches: list[pa.RecordBatch], checksums: xxhash.xxh3_128) -> None:
     """Write record batches as one; those without a row as none, which would be in the way of who reads by batches."""
     for batch in pa.Table.from_batches(batches).combine_chunks().to_batches() if batches else ():
         writer.write_batch(batch)
         checksums.update(batch["checksum"].to_numpy())
-
-
-def write_shard(path: Path, encoded: Iterable[Encoded]) -> dict[str, Any]:
-    """Write the rows of one shard, as they are read back from parts, whole or not at all, and then its record."""
-    with writing_shard(path) as (record, add):
-        for item in encoded:
-            add(*item)
-    return record
 
 
 @contextlib.contextmanager
@@ -146,28 +125,6 @@ def check_skipped(skipped: list[dict], num_rows: int, max_skipped: float) -> Non
         such = f"such as {skipped[-1]['key']} ({skipped[-1]['reason']})"
         many = f"{len(skipped)} of {num_rows} rows could not be used, more than --max_skipped {max_skipped:g} allows"
         fail(f"{many}, {such}; the same command goes on from here with a larger --max_skipped", alone=True)
-
-
-def plan_cache(rows: Any, settings: dict, tokens: float | None, args: Namespace) -> tuple[list[str], str]:
-    """Complete `settings`, and say how big the cache will be. Returns (names of its shards, that sentence).
-
-    tokens: of a caption, on average, where padding is left out; None if that is not known, or padding is kept. Of a
-    stream there are no names, since nobody knows how many shards it will be.
-    """
-    flags = "resolution center_crop image_interpolation_mode random_flip seed min_size skip_empty_captions".split()
-    flags += ["bucket_step", "bucket_max_ratio"] if args.bucket_step else []  # absent from others, as from old ones
-    flags += ["bucket_no_upscale"] if getattr(args, "bucket_no_upscale", False) else []
-    flags += ["caption_weights"] if getattr(args, "caption_weights", None) else []
-    settings["transform"] = {name: getattr(args, name) for name in flags}
-    features = {"sdxl": "text_encoder_2" in settings, "ragged latents": args.bucket_step, "masks": args.mask_column}
-    features |= {"ragged embeddings": "model_family" in settings, "captions": "caption_weights" in flags}
-    if features := [name for name, there in features.items() if there]:
-        settings |= {"format_version": 3, "features": features}  # which a reader of 2 must not overlook
-    num_rows = None if isinstance(rows, datasets.IterableDataset) else len(rows)
-    settings["source"] = {"fingerprint": rows._fingerprint, "rows": num_rows}
-    settings["rows_per_shard"] = args.rows_per_shard
-    shards = [name_shard(row, settings) for row in range(0, num_rows or 0, args.rows_per_shard)]
-    return shards, describe_size(num_rows, len(shards), settings, tokens, args)
 
 
 def open_cache(

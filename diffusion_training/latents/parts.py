@@ -7,14 +7,14 @@ import socket
 import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 import pyarrow as pa
 import torch
 
 from diffusion_training.errors import Refused, explain, explained, fail
-from diffusion_training.latents.cache import Encoded, write_shard
+from diffusion_training.latents.cache import Encoded, writing_shard
 from diffusion_training.latents.columns import count_rows
 from diffusion_training.remote import is_address, list_files, reading, remove, upload, writing
 
@@ -106,6 +106,14 @@ def read_parts(paths: Iterable[str], count: int) -> Iterator[Encoded]:
             raise ValueError(f"{path} is damaged or gone; the same command makes it again") from error
     if count:
         raise ValueError(f"the parts hold {count} rows too few")
+
+
+def write_shard(path: Path, encoded: Iterable[Encoded]) -> dict[str, Any]:
+    """Write the rows of one shard, as they are read back from parts, whole or not at all, and then its record."""
+    with writing_shard(path) as (record, add):
+        for item in encoded:
+            add(*item)
+    return record
 
 
 def write_shard_to(path: str, encoded: Iterable[Encoded]) -> dict:

@@ -22,6 +22,8 @@ from diffusion_training import __version__
 from diffusion_training.latents import cache as module
 from diffusion_training.latents import reader, shards
 from diffusion_training.latents.columns import checksum_row
+from diffusion_training.latents.parts import write_shard
+from diffusion_training.latents.plan import name_shard, plan_cache
 
 LATENTS, PROMPT = [2, 3, 4], [5, 6]  # shapes
 NUM_ROWS, ROWS_PER_SHARD = 7, 3
@@ -89,7 +91,7 @@ ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_R
 def open_cache(args, settings=None):
     """Plan and open a cache as the scripts do. Returns (names of its shards, its lock, cache.json, records)."""
     settings = settings or make_settings(args.text_cache)
-    shards, _ = module.plan_cache(ROWS, settings, None, args)
+    shards, _ = plan_cache(ROWS, settings, None, args)
     return shards, *module.open_cache(ACCELERATOR, settings, args)
 
 
@@ -100,7 +102,7 @@ def make_cache(folder, *argv, seed=0):
     for i, name in enumerate(shards):
         if name not in records:
             rows = range(i * ROWS_PER_SHARD, min(NUM_ROWS, (i + 1) * ROWS_PER_SHARD))
-            module.write_shard(folder / name, encode_rows(rows[0], rows[-1] + 1, seed, args.text_cache))
+            write_shard(folder / name, encode_rows(rows[0], rows[-1] + 1, seed, args.text_cache))
     empty_prompt = np.random.default_rng(seed).normal(size=PROMPT).astype(np.float16)
     try:
         return module.finish_cache(folder, {"prompt_embeds": empty_prompt}, 0.5)
@@ -124,7 +126,7 @@ def refused(match, *args, **options):
 
 def test_a_shard_holds_the_good_rows_and_its_record_says_the_rest(tmp_path):
     (tmp_path / "unfinished").mkdir()
-    record = module.write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
+    record = write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
     rows = pa.ipc.open_stream((tmp_path / "data.arrow").read_bytes()).read_all()
     assert rows["key"].to_pylist() == [f"{row}.png" for row in (0, 1, 2, 3, 5, 6)]
     assert rows == pa.Table.from_batches([batch for _, batch, _, _ in encode_rows(0, 7)])
@@ -139,7 +141,7 @@ def test_a_shard_holds_the_good_rows_and_its_record_says_the_rest(tmp_path):
 def test_a_shard_without_a_good_row_opens(tmp_path):
     (tmp_path / "unfinished").mkdir()
     bad = dict.fromkeys(range(3), "broken")
-    assert module.write_shard(tmp_path / "data.arrow", encode_rows(0, 3, skipped=bad))["rows"] == 0
+    assert write_shard(tmp_path / "data.arrow", encode_rows(0, 3, skipped=bad))["rows"] == 0
     read = pa.ipc.open_stream((tmp_path / "data.arrow").read_bytes())
     assert "latents" in read.schema.names and list(read) == []
 
@@ -151,7 +153,7 @@ def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
     rows, counts = pa.RecordBatch.from_pydict(arrays), {"encoded_again": 0, "captions_cut": 0}
     (tmp_path / "unfinished").mkdir()
     batches = [rows.slice(start, 0 if start == 32 else 16) for start in range(0, 640, 16)]
-    record = module.write_shard(tmp_path / "shard.arrow", [(0, batch, [], counts) for batch in batches])
+    record = write_shard(tmp_path / "shard.arrow", [(0, batch, [], counts) for batch in batches])
     written = list(pa.ipc.open_stream(tmp_path / "shard.arrow"))
     assert [len(batch) for batch in written] == [256, 256, 112]
     assert pa.Table.from_batches(written) == pa.Table.from_batches([rows.slice(0, 32), rows.slice(48)])
@@ -174,13 +176,13 @@ def test_a_shard_is_there_whole_or_not_at_all(tmp_path, monkeypatch, where):
     owner = {"new_stream": module.pa.ipc, "fsync": module.os}.get(where, module)
     if where == "encoding":
         with pytest.raises(RuntimeError, match="too hot"):
-            module.write_shard(tmp_path / "data.arrow", broken())
+            write_shard(tmp_path / "data.arrow", broken())
     else:
         monkeypatch.setattr(owner, where, full)
         with pytest.raises(
             SystemExit, match=r"data.arrow could not be written \(.*No space left.*the same command goes on"
         ):
-            module.write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
+            write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
         monkeypatch.undo()
     found = contents(tmp_path)
     if where == "write_file":  # without its record it is made again
@@ -191,7 +193,7 @@ def test_a_shard_is_there_whole_or_not_at_all(tmp_path, monkeypatch, where):
 def test_every_damage_of_a_shard_is_seen(tmp_path):
     (tmp_path / "unfinished").mkdir()
     path = tmp_path / "data.arrow"
-    records = {path.name: module.write_shard(path, encode_rows(0, 7))}
+    records = {path.name: write_shard(path, encode_rows(0, 7))}
     whole = path.read_bytes()
     assert module.describe_damage(path, records) is None
     assert module.describe_damage(tmp_path / "another.arrow", records) is None  # it has no record: it is missing
@@ -235,13 +237,13 @@ def test_too_many_skipped_rows_end_it():
 
 def test_a_cache_is_planned_in_shards_that_hold_every_row_once(tmp_path):
     settings, args = make_settings(), make_args(tmp_path)
-    shards, sentence = module.plan_cache(ROWS, settings, None, args)
+    shards, sentence = plan_cache(ROWS, settings, None, args)
     assert shards == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
-    assert [module.name_shard(row, settings) for row in range(7)] == [shards[i] for i in (0, 0, 0, 1, 1, 1, 2)]
+    assert [name_shard(i, settings) for i in range(3)] == shards
     # latents of 24 numbers twice, embeddings of 30, two bytes each
     assert sentence.startswith("7 rows of 156B (60.0B of it the caption's) and the text: 1.09kB in 3 shards")
     args, settings = make_args(tmp_path, "--text_cache=ids", "--no-random_flip"), settings | {"text_cache": "ids"}
-    assert "7 rows of 68.0B (20.0B of" in module.plan_cache(ROWS, settings, None, args)[1]
+    assert "7 rows of 68.0B (20.0B of" in plan_cache(ROWS, settings, None, args)[1]
 
 
 def leaves(tree, path=()):
@@ -253,7 +255,7 @@ def test_whatever_decides_the_content_is_compared(tmp_path):
     """A cache that was made with one other setting is refused, and the sentence says which."""
     make_cache(tmp_path / "out")
     before, args, settings = contents(tmp_path / "out"), make_args(tmp_path / "out"), make_settings()
-    module.plan_cache(ROWS, settings, None, args)
+    plan_cache(ROWS, settings, None, args)
     paths = list(leaves(settings))
     assert len(paths) == 24 and ("transform", "image_interpolation_mode") in paths
     for path in paths:
@@ -334,7 +336,7 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
 
 def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
     settings, args = make_settings(), make_args(tmp_path / "out")
-    module.plan_cache(ROWS, settings, None, args)
+    plan_cache(ROWS, settings, None, args)
     (tmp_path / "copy").mkdir()
     lock, _, _ = module.open_cache(ACCELERATOR, settings, args, tmp_path / "copy")
     lock.release(force=True)
@@ -350,7 +352,7 @@ def test_a_reader_of_plain_caches_is_kept_from_those_with_more(tmp_path):
         ({"model_family": "prx"}, [], ["ragged embeddings"]),
     ):
         settings = make_settings() | more
-        module.plan_cache(ROWS, settings, None, make_args(tmp_path, *flags))
+        plan_cache(ROWS, settings, None, make_args(tmp_path, *flags))
         assert (settings["format_version"], settings.get("features")) == (3 if features else 2, features)
 
 
@@ -390,7 +392,7 @@ def test_what_a_kill_left_half_written_is_deleted_and_made_again(tmp_path):
     assert not records and cache["made_with"]["rows_per_shard"] == ROWS_PER_SHARD
     lock.release(force=True)
     for i in (0, 1):
-        module.write_shard(tmp_path / "out" / shards[i], encode_rows(3 * i, 3 * i + 3))
+        write_shard(tmp_path / "out" / shards[i], encode_rows(3 * i, 3 * i + 3))
     unfinished = tmp_path / "out/unfinished"
     (unfinished / f"{shards[1]}.json").write_text('{"rows": 3, "sha')  # without fsync, after a power cut
     (unfinished / f".tmp-{shards[2]}.json").write_text("")
@@ -467,7 +469,7 @@ def test_what_was_skipped_is_listed_in_order_and_too_much_of_it_leaves_a_cache_u
     lock.release(force=True)
     for i, name in reversed([*enumerate(shards)]):
         skipped = {row: f"broken {row}" for row in (5, 1, 0)}
-        module.write_shard(tmp_path / name, encode_rows(3 * i, min(3 * i + 3, NUM_ROWS), skipped=skipped))
+        write_shard(tmp_path / name, encode_rows(3 * i, min(3 * i + 3, NUM_ROWS), skipped=skipped))
     with pytest.raises(SystemExit, match=r"3 of 7 rows could not be used, .* such as 5.png \(broken 5\)"):
         module.finish_cache(tmp_path, EMPTY, 0.4)
     assert not (tmp_path / "state.json").exists() and (tmp_path / "unfinished").exists()

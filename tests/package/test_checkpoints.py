@@ -18,8 +18,10 @@ from diffusion_training.training import checkpoints
 from diffusion_training.training.checkpoints import (
     find_checkpoint,
     find_checkpoints,
+    find_start,
     load_checkpoint,
     prune_checkpoints,
+    read_start,
     read_state,
     save_checkpoint,
 )
@@ -313,3 +315,20 @@ def test_the_scale_of_fp16_goes_on_where_it_was(tmp_path, accelerator, save, loa
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     load(tmp_path / "out/checkpoint-3")
     assert accelerator.scaler.get_scale() == 8.0
+
+
+def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_held_out(tmp_path, save):
+    assert find_start(None) is None
+    with pytest.raises(SystemExit, match="--init_from .* holds no whole checkpoint, and is none"):
+        find_start(str(tmp_path))
+    save(2, 3, settings=SETTINGS | {"holdout": 2.0, "held_out": "a hash"})
+    start = find_start(str(tmp_path / "out"))
+    assert start == find_start(str(start)) == tmp_path / "out/checkpoint-3"
+    args = argparse.Namespace(holdout=2.0, seed=0, max_train_steps=4)
+    state = read_start(start, args)
+    assert (state["global_step"], state["data_step"], state["images_seen"], state["settings"]) == (3, 3, 0, {})
+    for name, other in ("holdout", 0.0), ("seed", 1):
+        with pytest.raises(SystemExit, match="would be trained on: give --holdout 2 --seed 0, and images of the same"):
+            read_start(start, argparse.Namespace(**vars(args) | {name: other}))
+    with pytest.raises(SystemExit, match="--max_train_steps 3: .*checkpoint-3 is at step 3"):
+        read_start(start, argparse.Namespace(**vars(args) | {"max_train_steps": 3}))

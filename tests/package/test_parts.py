@@ -8,7 +8,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from test_cache import contents, encode_rows, make_args, make_cache, open_cache
 
 from diffusion_training.errors import fail
-from diffusion_training.latents import cache
 from diffusion_training.latents import parts as module
 from diffusion_training.latents.passes import write_each
 
@@ -93,7 +92,7 @@ def test_a_part_is_written_whole_or_not_at_all(folder):
 def test_a_shard_of_parts_is_the_shard_of_one_process(folder, tmp_path):
     """The same bytes, wherever the parts were cut and the folder lies."""
     (tmp_path / "one/unfinished").mkdir(parents=True)
-    record = cache.write_shard(tmp_path / "one/data.arrow", encode_rows(0, 7))
+    record = module.write_shard(tmp_path / "one/data.arrow", encode_rows(0, 7))
     paths = []
     for first, end in ((0, 2), (2, 6), (6, 7)):
         paths.append(f"{folder}/unfinished/rows-{first}-{end}.part")

@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from diffusion_training.data.streams import StreamedRows
-from diffusion_training.latents.cache import name_shard
+from diffusion_training.latents.plan import name_shard
 
 
 def make_stream(tmp_path, count, files=3):

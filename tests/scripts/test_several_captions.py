@@ -256,3 +256,14 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
         assert said.format(tmp_path / folder) in refused(train, *argv)
     both = [pipeline, "--latents_dir", tmp_path / "cache", tmp_path / "plain", out]
     assert "features None -> " in refused(train, *both)
+
+
+def test_a_stream_has_the_same_captions(tmp_path, models):
+    data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
+    flags = [pipeline, f"--train_data_dir={data}", "--resolution=16", *COLUMNS]
+    train(*flags, "--streaming", "--shuffle_caption", "--max_train_steps=2", f"--output_dir={tmp_path / 'out'}")
+    assert len(metrics(tmp_path / "out")) >= 2
+    precompute(*flags, f"--output_dir={tmp_path / 'one'}")
+    precompute(*flags, "--streaming", f"--output_dir={tmp_path / 'other'}")
+    one, other = (datasets.load_from_disk(str(tmp_path / name)).to_dict() for name in ("one", "other"))
+    assert one.keys() == other.keys() and all(one[name] == other[name] for name in one if name != "key")
