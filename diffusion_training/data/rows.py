@@ -61,7 +61,8 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = 
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
     if column not in features:
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
-    if found := [name for name in others if name in columns and name not in masks]:
+    text_columns = caption_column if isinstance(caption_column, list) else [caption_column]
+    if found := [name for name in text_columns if name in others and name in columns]:
         fail(f"column {found[0]!r} of {source} holds images: choose another --caption_column")
     for name in others:
         if name not in features:

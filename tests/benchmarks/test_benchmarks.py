@@ -83,7 +83,8 @@ def test_two_resolutions_in_one_pass_are_timed(ramp, capsys):
     stage, whole = table(capsys.readouterr().out)
     assert stage[0] == "stage 1" and whole[0] == "whole" and all(first(cell) >= 0 for cell in stage[1:4])
     one, other, together = map(first, whole[1:4])
-    assert min(one, other, together) > 0 and float(whole[4]) == pytest.approx(together / (one + other), abs=0.2)
+    low, high = (together - 0.05) / (one + other + 0.1), (together + 0.05) / (one + other - 0.1)  # they are rounded
+    assert min(one, other, together) > 0 and low - 0.01 <= float(whole[4]) <= high + 0.01
 
 
 def test_all_readers_read_the_same_numbers(tmp_path, capsys):
