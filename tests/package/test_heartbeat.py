@@ -52,6 +52,7 @@ def test_a_machine_that_is_silent_ends_the_job_in_a_sentence(tmp_path, quick, st
     assert "Traceback" not in said and "the end" not in said
 
 
+@pytest.mark.ci
 def test_all_that_were_stopped_go_on_together(tmp_path, quick):
     pids = start_machines(tmp_path, 3)
     wait_until(lambda: (tmp_path / "met-1").exists())

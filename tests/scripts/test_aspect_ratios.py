@@ -164,6 +164,7 @@ def test_what_a_mask_hides_does_not_move_the_weights(tmp_path, data):
     assert script.make_unet is unet and 0.3 < losses[0] / losses[1] < 0.7  # the mean is over all pixels
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("source", ["cache", "images"])
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_stopped_and_resumed_is_bit_identical(tmp_path, data, source, num_processes):

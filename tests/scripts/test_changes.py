@@ -88,6 +88,7 @@ def test_there_are_five_changes_of_less_than_ten_lines(tmp_path):
     assert [len(apply(change, tmp_path)[1]) < 10 for change in CHANGES] == [True] * 5
 
 
+@pytest.mark.ci
 def test_a_change_trains_with_held_out_images_resumes_and_finds_a_rate(tmp_path, changed):
     """The same bits whether it was stopped half-way or not."""
     name, script, flags = changed

@@ -677,6 +677,7 @@ def without_source(files):
     return {name: data for name, data in files.items() if name not in ("cache.json", "run.args", "state.json")}
 
 
+@pytest.mark.ci
 def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_path, flags, here, bucket):
     precompute(*flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}")
     disk = contents(tmp_path / "disk")

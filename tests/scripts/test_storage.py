@@ -147,6 +147,7 @@ def faulty(tmp_path, storage, monkeypatch):
         server.wait()
 
 
+@pytest.mark.ci
 def test_what_a_bucket_does_wrong_is_tried_again(tmp_path, stored, in_ranges, faulty, monkeypatch):
     patch(monkeypatch, "WAITS", (0.05,) * 3)
     flags, address = stored
@@ -161,6 +162,7 @@ def test_what_a_bucket_does_wrong_is_tried_again(tmp_path, stored, in_ranges, fa
         assert sum(line.startswith("GET") and line.endswith(name(number)) for line in asked) >= 3
 
 
+@pytest.mark.ci
 def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
     tmp_path, stored, in_ranges, faulty, monkeypatch
 ):

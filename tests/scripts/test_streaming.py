@@ -161,6 +161,7 @@ def stream_of(tmp_path):
     return [f"--train_data_dir={tmp_path / 'parquet'}", "--streaming", "--shuffle_buffer=5", "--resolution=16"]
 
 
+@pytest.mark.ci
 def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer):
     script, argv = trainer
     num_processes = 2 if script is train_text_to_image else 1

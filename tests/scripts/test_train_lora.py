@@ -89,6 +89,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_processes, more", [
     (1, ["--mixed_precision=bf16", "--lora_dropout=0.1", "--lora_layers=all"]),
     (1, ["--use_dora", "--mixed_precision=bf16", "--no-use_ema", "--optimizer=adafactor"]),
