@@ -13,31 +13,33 @@ what the other one began: this one imports the other's two stages, so that equal
 
 What stands where, and why:
     parse_args                 the other script's flags, and five for Ray
-    transform_part             stage 1, tasks on CPUs: the rows of a part -> pixels and tokens
-    Encoder                    stage 2, actors with the models on their devices: pixels and tokens -> a file
-    make_parts, make_shards    parts go through both stages, so many at a time, and become shards
+    decode_part                stage 1, tasks on CPUs: the rows of a part of a shard -> pixels and tokens
+    Encoder                    stage 2, actors with the models on their devices: have a shard decoded, and write it
+    make_shards                hands out shards, and counts how often a process died of one
     main                       the run in phases
-A part is some batches of a shard, cut where the other script cuts them; its name says which rows it holds, so that
-it does not matter who makes it, when, or how often (diffusion_training/latents/parts.py). Ray schedules, and the files
-are the state: what is whole stays, whoever is killed. How often a process died of a part is counted here.
+A part is some batches, cut where the other script cuts them. Ray schedules, and the files are the state: a shard shows
+up whole or not at all, whoever is killed, and it does not matter who makes it, when, or how often.
 """
 
 import argparse
 import collections
 import contextlib
 import functools
+import heapq
 import importlib
 import io
 import json
 import os
 import pickle
 import re
+import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -53,26 +55,13 @@ from diffusion_training.arguments import make_parser, number, parse_demo
 from diffusion_training.cluster import connect, find_modules, work_off
 from diffusion_training.data.captions import count_tokens, look_at_captions, say_cut, say_emptied, say_equal
 from diffusion_training.data.rows import load_rows
-from diffusion_training.errors import Refused, end_if_stopped, explained, fail, in_one_sentence
+from diffusion_training.errors import Refused, end_if_stopped, explain, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences
 from diffusion_training.latents.cache import check_skipped, describe_damage, finish_cache, open_cache
 from diffusion_training.latents.columns import count_rows
 from diffusion_training.latents.encoders import describe_models, load_models, place_encoders
-from diffusion_training.latents.parts import (
-    PART_BYTES,
-    TRIES,
-    Part,
-    attempt,
-    begin_cache,
-    fetch_cache,
-    find_missing,
-    name_part,
-    read_parts,
-    upload_finished,
-    write_shard_to,
-    writing_part,
-)
 from diffusion_training.latents.passes import (
+    CacheEncoded,
     find_batch_size,
     find_begun,
     set_batch_size,
@@ -80,9 +69,10 @@ from diffusion_training.latents.passes import (
     take_resolutions,
     write_each,
 )
-from diffusion_training.latents.plan import name_shard, plan_cache
+from diffusion_training.latents.plan import plan_cache
+from diffusion_training.latents.remote_cache import begin_cache, fetch_cache, upload_finished, writing_shard_to
 from diffusion_training.latents.remote_rows import RemoteRows
-from diffusion_training.remote import is_address, list_files, reading, remove
+from diffusion_training.remote import is_address, reading, remove
 from diffusion_training.training.launch import keep_memory
 from precompute_latents import DEMO, TransformedRows, add_flags, check_args, describe_encoders, encode, encode_all
 
@@ -91,8 +81,12 @@ try:
 except ImportError:
     sys.exit(f"{Path(__file__).name}: Ray is missing: pip install -r requirements-ray.txt")
 
-CachePart = tuple[int, int, tuple[int, ...]]  # first row, row after the last, the places of caches that it is for
-Shard = tuple[int, str]  # the place of a cache, a name
+Made = TypeVar("Made")
+Shard = tuple[int, dict[int, str]]  # its number, {place of a cache that lacks it: its file}
+Part = tuple[int, int, tuple[int, ...]]  # first row, row after the last, places of caches
+PART_BYTES = 2**26  # of pixels in a part: enough to keep a GPU busy, and a node's memory holds many of them
+TRIES = 4  # of a shard, if the process that makes it dies or raises
+DEPTH = 3  # shards at an encoder: one is being written, one encoded, one decoded
 # Flags that the cache knows nothing of
 ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
 
@@ -150,18 +144,12 @@ def open_rows(pickled: bytes) -> TransformedRows:
     return TransformedRows(rows, tokenizers, column, channels, caches)
 
 
-def transform_part(part: CachePart, pickled: bytes) -> list[dict] | str | None:
-    """Stage 1 as a task: the rows of a part (first, end, caches) -> batches of `TransformedRows`, or why it can't."""
-
-    def load() -> Iterator[dict]:
-        rows, (first, end, places) = open_rows(pickled), part
-        many = count_rows(rows.caches[0])
-        for start in range(first, end, many):
-            made = rows[places, [(0, row) for row in range(start, min(start + many, end))]]
-            yield from (map_tensors(batch, lambda x: x.numpy()) for batch in made["batches"])
-
-    batches, reason = attempt(lambda: list(load()))
-    return reason or batches or []
+def decode_part(part: Part, pickled: bytes) -> list[dict]:
+    """Stage 1 as a task: the rows of a part -> batches of `TransformedRows`, as numpy's arrays."""
+    rows, (first, end, places) = open_rows(pickled), part
+    many = count_rows(rows.caches[0])
+    keys = [[(0, row) for row in range(start, min(start + many, end))] for start in range(first, end, many)]
+    return [map_tensors(batch, lambda x: x.numpy()) for some in keys for batch in rows[places, some]["batches"]]
 
 
 def map_tensors(batch: dict, change: Callable) -> dict[str, Any]:
@@ -170,71 +158,127 @@ def map_tensors(batch: dict, change: Callable) -> dict[str, Any]:
     return {name: [*map(one, x)] if isinstance(x, list) else one(x) for name, x in batch.items()}
 
 
-class Encoder:
-    """Stage 2 as an actor: what stage 1 made of a part -> its file, in each cache. Loads the models once."""
+def attempt(work: Callable[[], Made]) -> tuple[Made | None, str | None]:
+    """Call `work` up to TRIES times. Returns (its result, None), or (None, why it failed the last time)."""
+    for _ in range(TRIES):
+        try:
+            return work(), None
+        except Refused as refused:  # its sentence is what counts, and this process goes on
+            reason = str(refused)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {explain(error)}"
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+    return None, f"{reason} (on {socket.gethostname()}, tried {TRIES} times)"
 
-    def __init__(self, caches: list[argparse.Namespace], folders: list[str], settings: dict, threads: int) -> None:
-        self.args, self.caches, self.folders = caches[0], caches, folders
+
+def list_parts(shard: Shard, job: argparse.Namespace) -> list[Part]:
+    """The parts of a shard, in order."""
+    number, paths = shard
+    begin = number * job.caches[0].rows_per_shard
+    end = min(job.num_rows, begin + job.caches[0].rows_per_shard)
+    return [(first, min(first + job.part_rows, end), tuple(paths)) for first in range(begin, end, job.part_rows)]
+
+
+class Encoder:
+    """Stage 2 as an actor: has the rows of shards decoded by tasks, and writes their files. Loads the models once.
+
+    Calls of `make` run side by side, DEPTH at a time: while one encodes, the one before writes what it has, and tasks
+    decode what the next one needs. `job`: of `main`.
+    """
+
+    def __init__(self, job: argparse.Namespace) -> None:
+        self.job, self.args = job, job.caches[0]
         self.device = torch.device("cuda" if ray.get_gpu_ids() else "cpu")
         if self.device.type == "cpu":
             keep_memory()
-        torch.set_num_threads(threads)  # other sums, other bits: as many as the driver has, and so as the other script
         transformers.utils.logging.disable_progress_bar()
-        _, self.reason = attempt(lambda: self.load_models(settings))
-        self.idle_since = time.perf_counter()
+        self.decode = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **job.task)(decode_part)
+        self.queue: list[list[Part]] = []  # of each shard, in order, the parts that no task has been given
+        self.decoding: dict[Part, Any] = {}  # those that were given to tasks, until they are encoded
+        self.turn = threading.Condition()
+        _, self.reason = attempt(self.load_models)
 
-    def load_models(self, settings: dict) -> None:
+    def load_models(self) -> None:
         """Load what the driver loaded, and make sure that it is the same."""
         vae, text_encoders, tokenizers = load_models(self.args, torch.float32)
         described = describe_models(vae, text_encoders, tokenizers)
-        if differences := find_differences({name: settings[name] for name in described}, described):
+        if differences := find_differences({name: self.job.settings[name] for name in described}, described):
             raise ValueError(f"the models are other ones here ({', '.join(differences)})")
         self.exact_models = vae, text_encoders
         self.models = place_encoders(self.exact_models, self.device, self.args)
 
-    def make(self, part: CachePart, batches: list[dict] | str) -> dict[str, Any]:
-        """Write a part's files. Returns {"part", "failed": why not, "busy", "waited": seconds}."""
-        begin, reason = time.perf_counter(), batches if isinstance(batches, str) else self.reason
-        if not reason:
-            first, end, places = part
-            paths = {place: f"{self.folders[place]}/{name_part(first, end, self.args)}" for place in places}
-            models = self.models, self.exact_models, self.caches
-            _, reason = attempt(lambda: write_each(writing_part, paths, encode_all(self.load(batches), *models)))
-        waited, self.idle_since = begin - self.idle_since, time.perf_counter()
-        return {"part": part, "failed": reason, "busy": self.idle_since - begin, "waited": waited}
+    def make(self, shard: Shard) -> dict[str, Any]:
+        """Write a shard's file in each cache. Returns {"records": {place: record}, "failed": why not, and of the time
+        that it took "waited": for images, "busy": with the rest, in seconds}."""
+        spent = dict.fromkeys(("waited", "busy"), 0.0)
 
-    def find_batch_size(self, pickled: bytes) -> tuple[int | None, str, str | None]:
-        """--batch_size auto. Returns (the size, the table that was printed, why there is none)."""
+        def write() -> dict[int, dict]:
+            with contextlib.closing(self.encode(shard, spent)) as encoded:
+                return write_each(writing_shard_to, shard[1], encoded)
 
-        def find() -> int:
-            if self.reason:
-                fail(self.reason)
-            return find_batch_size(accelerator, self.device, rows, self.models, encode)
+        records, reason = (None, self.reason) if self.reason else attempt(write)
+        return {"records": records, "failed": reason, **spent}
 
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            accelerator, rows = Accelerator(cpu=True), open_rows(pickled)
-            size, reason = attempt(find)
-        return size, said.getvalue(), reason
+    def encode(self, shard: Shard, spent: dict[str, float]) -> Generator[CacheEncoded]:
+        """Yield the rows of a shard as `encode_all` does, when those before it are encoded."""
+        parts = list_parts(shard, self.job)
+        left = list(parts)
+        with self.turn:
+            self.queue.append(left)
+            self.turn.wait_for(lambda: self.queue[0] is left)
+        try:
+            torch.set_num_threads(self.job.threads)  # other sums, other bits: as many as the driver has
+            begin = time.perf_counter()
+            yield from encode_all(self.load(parts, spent), self.models, self.exact_models, self.job.caches)
+            spent["busy"] += time.perf_counter() - begin - spent["waited"]
+        finally:
+            with self.turn:
+                self.queue.pop(0)
+                self.turn.notify_all()
+            for part in parts:  # if it failed
+                self.decoding.pop(part, None)
 
-    def load(self, batches: Iterable) -> Iterator[dict]:
+    def load(self, parts: list[Part], spent: dict[str, float]) -> Iterator[dict]:
         """Batches as `load_batches` yields them, with their tensors on the way to the device."""
 
         def move(array: np.ndarray) -> torch.Tensor:
             tensor = torch.tensor(array)  # a copy: Ray's memory is not to be written to
             return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)
 
-        return (map_tensors(batch, move) for batch in batches)
+        self.decode_ahead()
+        for part in parts:
+            begin = time.perf_counter()
+            try:
+                batches = ray.get(self.decoding.pop(part))
+            except Exception as error:
+                reason = explain(getattr(error, "cause", None) or error)
+                raise RuntimeError(f"rows {part[0]} to {part[1] - 1} could not be decoded: {reason}") from error
+            spent["waited"] += time.perf_counter() - begin
+            self.decode_ahead()
+            yield from (map_tensors(batch, move) for batch in batches)
 
+    def decode_ahead(self) -> None:
+        """Give tasks what comes next, as many at a time as there are cores for this encoder."""
+        for left in list(self.queue):
+            while left and len(self.decoding) < self.job.ahead:
+                part = left.pop(0)
+                self.decoding[part] = self.decode.remote(part, self.job.rows)
+        if self.decoding:
+            ray.wait(list(self.decoding.values()), num_returns=len(self.decoding), timeout=0)  # has them sent here
 
-@ray.remote(num_cpus=0, scheduling_strategy="SPREAD")
-def assemble(path: str, parts: list[str], count: int) -> tuple[dict | None, str | None]:
-    """Turn parts into a shard as the other script writes it. Returns (its record, None), or (None, why not)."""
-    done = attempt(lambda: write_shard_to(path, read_parts(parts, count)))
-    if done[0]:
-        with contextlib.suppress(Exception):  # what stays is deleted at the end
-            for part in parts:
-                remove(part)
-    return done
+    def find_batch_size(self) -> tuple[int | None, str, str | None]:
+        """--batch_size auto. Returns (the size, the table that was printed, why there is none)."""
+
+        def find() -> int:
+            if self.reason:
+                fail(self.reason)
+            rows = open_rows(ray.get(self.job.rows))
+            return find_batch_size(Accelerator(cpu=True), self.device, rows, self.models, encode)
+
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            size, reason = attempt(find)
+        return size, said.getvalue(), reason
 
 
 @ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD", max_retries=0)
@@ -308,116 +352,50 @@ def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> di
     return damages
 
 
-def make_parts(
-    parts: list[CachePart], rows: bytes, folders: list[str], settings: dict, engine: Sequence,
-    caches: list[argparse.Namespace],
-) -> Generator[dict]:  # fmt: skip
-    """Send parts [(first, end, caches)] through both stages; yields what `Encoder.make` returns of each as it is done.
-
-    `rows`: for `open_rows`; `engine`: of `plan_engine`. No more waits in memory than tasks and encoders have at hand.
-    """
-    num_encoders, (resources, encoder_resources), num_tasks = engine
-    transform = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **resources)(transform_part)
-    encoder = ray.remote(scheduling_strategy="SPREAD", **encoder_resources)(Encoder)
-    shared = [ray.put(x) for x in (caches, folders, settings, torch.get_num_threads())]
-    encoders = [(encoder.remote(*shared), {}) for _ in range(min(num_encoders, len(parts)))]
-    most = num_tasks + len(encoders)
-    left, transforming, ready, tries, rows = list(parts)[::-1], {}, [], collections.Counter(), ray.put(rows)
+def make_shards(
+    missing: dict[int, dict[int, str]], job: argparse.Namespace, num_encoders: int, resources: dict
+) -> Generator[tuple[int, dict]]:
+    """Have encoders make shards, {number: {place of a cache: file}}; yields a number and what `make` returns of it."""
+    actor, job = ray.remote(max_concurrency=DEPTH, scheduling_strategy="SPREAD", **resources)(Encoder), ray.put(job)
+    encoders = [actor.remote(job) for _ in range(min(num_encoders, len(missing)))]
+    left, pending, tries = sorted(missing), {}, collections.Counter()
     try:
-        while left or transforming or ready or any(queue for _, queue in encoders):
-            while left and len(transforming) < num_tasks and len(transforming) + len(ready) < most:
-                part = left.pop()
-                transforming[transform.remote(part, rows)] = part
-            for depth in (1, 2):  # two parts at an encoder: the next one is there before this one is done
-                for actor, queue in encoders:
-                    if ready and len(queue) < depth:
-                        batch, part = ready.pop(0)
-                        queue[actor.make.remote(part, batch)] = part
-            first = {next(iter(queue)): number for number, (_, queue) in enumerate(encoders) if queue}
-            done, _ = ray.wait([*transforming, *first], timeout=1, fetch_local=False)
+        while left or pending:
+            load = collections.Counter(place for _, place, _ in pending.values())
+            # Of which shard a process died Ray does not say: those that were with it are tried again one by one
+            load.update({place: DEPTH for number, place, _ in pending.values() if tries[number]})
+            for depth in range(DEPTH):
+                for place, encoder in enumerate(encoders):
+                    if left and load[place] == depth and (depth == 0 or not tries[left[0]]):
+                        number = heapq.heappop(left)
+                        pending[encoder.make.remote((number, missing[number]))] = number, place, encoder
+                        load[place] += DEPTH if tries[number] else 1
+            done, _ = ray.wait(list(pending), timeout=1, fetch_local=False)
             end_if_stopped()
             for ref in done:
-                if ref in transforming:
-                    ready.append((ref, transforming.pop(ref)))  # or why not, which its encoder says
-                    continue
-                queue = encoders[first[ref]][1]
-                part = queue.pop(ref)
+                number, place, encoder = pending.pop(ref)
                 try:
-                    yield ray.get(ref)
-                except ray.exceptions.RayError as error:  # a process died, or its node, also of stage 1
-                    again, reason = [part], str(error).strip().splitlines()[-1][:200]
-                    if isinstance(error, ray.exceptions.RayActorError):
-                        encoders[first[ref]] = (encoder.remote(*shared), {})
-                        again += queue.values()  # Ray does not say of which it died
-                    left += again[::-1]
-                    tries.update(again)
-                    for part in again:
-                        if tries[part] == TRIES:
-                            yield {"part": part, "failed": f"its process died, did it run out of memory? ({reason})"}
+                    yield number, ray.get(ref)
+                except ray.exceptions.RayError as error:  # its process died, or its node
+                    if encoders[place] is encoder:
+                        encoders[place] = actor.remote(job)
+                    tries[number] += 1
+                    heapq.heappush(left, number)
+                    if tries[number] == TRIES:
+                        reason = str(error).strip().splitlines()[-1][:200]
+                        yield number, {"failed": f"its process died {TRIES} times, of memory? ({reason})"}
     finally:
-        for actor, _ in encoders:
-            ray.kill(actor)
-        for ref in transforming:
-            ray.cancel(ref, force=True)
+        for encoder in encoders:
+            ray.kill(encoder)
 
 
-def try_batch_sizes(pickled: bytes, settings: dict, engine: Sequence, caches: list[argparse.Namespace]) -> int:
+def try_batch_sizes(job: argparse.Namespace, resources: dict) -> int:
     """--batch_size auto, found by an encoder on its device."""
-    encoder = ray.remote(scheduling_strategy="SPREAD", **engine[1][1])(Encoder)
-    encoder = encoder.remote(caches, [], settings, torch.get_num_threads())
-    size, said, reason = ray.get(encoder.find_batch_size.remote(pickled))
+    encoder = ray.remote(scheduling_strategy="SPREAD", **resources)(Encoder).remote(job)
+    size, said, reason = ray.get(encoder.find_batch_size.remote())
     ray.kill(encoder)
     print(said, end="", flush=True)
     return size or fail(reason)
-
-
-def make_shards(
-    missing: dict[Shard, list[Part]], left: dict[Shard, int], done: Iterator[dict], settings: dict, folders: list[str],
-    args: argparse.Namespace, progress_bar: tqdm,
-) -> Generator[tuple[Shard, dict]]:  # fmt: skip
-    """Turn parts into shards as soon as a shard's parts are there; yields (place, name), its record, of each shard.
-
-    `missing`, `left`: of `find_missing`, with the places of caches; `done`: the rows that `make_parts` yields.
-    """
-    pending, busy, waited = {}, 0.0, 0.0
-
-    def submit(shard: Shard) -> None:
-        folder = folders[shard[0]]
-        paths = [f"{folder}/unfinished/{name_part(*part, args)}" for part in missing[shard]]
-        count = missing[shard][-1][1] - missing[shard][0][0]
-        pending[assemble.remote(f"{folder}/{shard[1]}", paths, count)] = shard
-
-    def collect(most: int) -> Iterator[tuple[Shard, dict]]:
-        while pending:
-            ready, _ = ray.wait(list(pending), timeout=None if len(pending) > most else 0)
-            if not ready:
-                return
-            shard, (record, reason) = pending.pop(ready[0]), ray.get(ready[0])
-            if reason:
-                fail(f"{shard[1]} could not be written: {reason}; the same command goes on from what is whole")
-            yield shard, record
-
-    try:
-        for shard in [shard for shard, count in left.items() if count == 0]:  # stopped before they became a shard
-            submit(shard)
-            yield from collect(100)
-        for row in done:
-            first, end, places = row["part"]
-            if row["failed"]:
-                named = f"rows {first} to {end - 1} could not be made, tried {TRIES} times"
-                fail(f"{named}: {row['failed']}; the same command goes on from what is whole")
-            busy, waited = busy + row["busy"], waited + row["waited"]
-            progress_bar.set_postfix_str(f"{waited / (busy + waited):.1%} waiting for images", refresh=False)
-            progress_bar.update((end - first) * len(places))
-            for shard in [(place, name_shard(first // args.rows_per_shard, settings)) for place in places]:
-                left[shard] -= 1
-                if left[shard] == 0:
-                    submit(shard)
-            yield from collect(100)
-        yield from collect(0)
-    finally:
-        if pending:  # on the way out: what is being written becomes whole, if that does not take long
-            ray.wait(list(pending), num_returns=len(pending), timeout=5)
 
 
 @in_one_sentence
@@ -425,7 +403,7 @@ def main(args: argparse.Namespace) -> None:
     """Make the cache; ends with status 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
     transformers.utils.logging.disable_progress_bar()
     args.mixed_precision = args.mixed_precision or "no"
-    engine, args = args, argparse.Namespace(**{name: x for name, x in vars(args).items() if name not in ENGINE})
+    flags, args = args, argparse.Namespace(**{name: x for name, x in vars(args).items() if name not in ENGINE})
     accelerator = Accelerator(cpu=True)  # of one process, which is what `open_cache` asks it about
 
     # The driver finds out what the models are and make, on its CPU: they are hashed here, and the encoders compare.
@@ -435,7 +413,7 @@ def main(args: argparse.Namespace) -> None:
     channels = vae.config.in_channels
     weight_bytes = sum(4 * weight.numel() for model in (vae, text_encoders) for weight in model.parameters())
     plans = split_caches(vae, settings, sides, args)
-    caches, pixels = [each for each, _ in plans], sum(side**2 for side in sides)
+    caches = [each for each, _ in plans]
     del vae, text_encoders
     if is_address(args.train_data_dir):
         rows, texts = RemoteRows(args), []
@@ -453,21 +431,23 @@ def main(args: argparse.Namespace) -> None:
         return
 
     # Ray before the cache, which is not to be begun if there are no nodes for it.
-    disconnect = connect(engine.address, find_modules(Encoder, TransformedRows, Refused))
-    *engine, sentence = plan_engine(engine, weight_bytes)
+    disconnect = connect(flags.address, find_modules(Encoder, TransformedRows, Refused))
+    num_encoders, (task, resources), num_tasks, sentence = plan_engine(flags, weight_bytes)
     print(sentence, flush=True)
     remote = is_address(args.output_dir)
     folders = [each.output_dir.rstrip("/") if remote else os.path.abspath(each.output_dir) for each in caches]
     copies = [tempfile.TemporaryDirectory() if remote else None for _ in caches]  # of what is small in the folders
     output_dirs = [Path(copy.name if copy else folder) for folder, copy in zip(folders, copies, strict=True)]
     begun = [remote and fetch_cache(*pair) for pair in zip(folders, output_dirs, strict=True)]
-    locks, missing, left, wanted, skipped, num_there = [], {}, {}, {}, [], 0
+    locks, missing, skipped = [], {}, []
+    there = [make_absolute(each) for each in caches]
     data = column, channels, tokenizers, rows._fingerprint, pickle.dumps(rows)
+    job = argparse.Namespace(caches=there, settings=settings, num_rows=len(rows))
+    job.rows, job.threads, job.task = ray.put(pickle.dumps((there, *data))), torch.get_num_threads(), task
     try:
         if args.batch_size == "auto":
-            there = [make_absolute(each) for each in caches]
-            size = find_begun(output_dirs) or try_batch_sizes(pickle.dumps((there, *data)), settings, engine, there)
-            set_batch_size(size, args, *caches)
+            set_batch_size(find_begun(output_dirs) or try_batch_sizes(job, resources), args, *caches, *there)
+            job.rows = ray.put(pickle.dumps((there, *data)))
         for place, (each, settings) in enumerate(plans):
             folder, output_dir = folders[place], output_dirs[place]
             lock, _, records = open_cache(accelerator, settings, each, output_dir if remote else None)
@@ -475,34 +455,39 @@ def main(args: argparse.Namespace) -> None:
             if remote and not begun[place]:
                 begin_cache(output_dir, folder)
 
-            # What is missing: of shards that have no record, or are damaged, the parts that have no file.
+            # What is missing: shards that have no record, or are damaged
             for name, damage in find_damaged(folder, shards, records).items():
                 print(f"{folder}/{name} {damage}: making it again", flush=True)
                 del records[name]
-            names = list_files(f"{folder}/unfinished")
-            of_shards, counts, to_make = find_missing(shards, records, len(rows), names, args, pixels)
-            if of_shards:
+            if lacking := [number for number, name in enumerate(shards) if name not in records]:
                 remove(f"{folder}/state.json")  # an unfinished cache does not open
-            missing |= {(place, name): parts for name, parts in of_shards.items()}
-            left |= {(place, name): count for name, count in counts.items()}
-            for part in to_make:
-                wanted.setdefault(part, []).append(place)
+            for number in lacking:
+                missing.setdefault(number, {})[place] = f"{folder}/{shards[number]}"
             skipped.append([entry for record in records.values() for entry in record["skipped"]])
-            num_there += len(rows) - sum(end - first for first, end in to_make)
 
-        # Make it. Parts come back in any order, and are put together by their names.
-        there = [make_absolute(each) for each in caches]
-        pickled, unfinished = pickle.dumps((there, *data)), [f"{folder}/unfinished" for folder in folders]
-        parts = [(*part, tuple(places)) for part, places in wanted.items()]
-        done = make_parts(parts, pickled, unfinished, settings, engine, there)
-        progress_bar = tqdm(total=len(rows) * len(plans), initial=num_there, desc="Images", unit="img")
-        made = make_shards(missing, left, done, settings, folders, args, progress_bar)
-        with contextlib.closing(made), contextlib.closing(done):
-            for (place, name), record in made:
-                if remote:
-                    (output_dirs[place] / "unfinished" / f"{name}.json").write_text(json.dumps(record))
-                skipped[place] += record["skipped"]
-                check_skipped(skipped[place], len(rows), args.max_skipped)
+        # Make it
+        many = count_rows(args)
+        job.part_rows = many * max(1, PART_BYTES // (3 * sum(side**2 for side in sides) * many))
+        job.ahead = max(1, num_tasks // min(num_encoders, max(1, len(missing))))
+        counts = {number: min(args.rows_per_shard, len(rows) - number * args.rows_per_shard) for number in missing}
+        total = len(rows) * len(plans)
+        done = total - sum(len(paths) * counts[number] for number, paths in missing.items())
+        progress_bar = tqdm(total=total, initial=done, desc="Images", unit="img")
+        busy = waited = 0.0
+        with contextlib.closing(make_shards(missing, job, num_encoders, resources)) as made:
+            for number, shard in made:
+                if shard["failed"]:
+                    first = number * args.rows_per_shard
+                    named = f"rows {first} to {first + counts[number] - 1} could not be made"
+                    fail(f"{named}: {shard['failed']}; the same command goes on from what is whole")
+                busy, waited = busy + shard["busy"], waited + shard["waited"]
+                progress_bar.set_postfix_str(f"{waited / (busy + waited):.1%} waiting for images", refresh=False)
+                progress_bar.update(counts[number] * len(missing[number]))
+                for place, record in shard["records"].items():
+                    if remote:
+                        (output_dirs[place] / "unfinished" / f"{shards[number]}.json").write_text(json.dumps(record))
+                    skipped[place] += record["skipped"]
+                    check_skipped(skipped[place], len(rows), args.max_skipped)
         progress_bar.close()
 
         # The records become one cache.json.

@@ -132,10 +132,9 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
 
     import precompute_latents
     from diffusion_training.files import write_file
-    from diffusion_training.latents.cache import finish_cache
+    from diffusion_training.latents.cache import finish_cache, writing_shard
     from diffusion_training.latents.columns import checksum_row
     from diffusion_training.latents.encoders import load_models
-    from diffusion_training.latents.parts import write_shard
     from diffusion_training.latents.plan import plan_cache
 
     folder = Path(folder)
@@ -177,7 +176,9 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
             for path in folder / name, folder / f"unfinished/{name}.json":
                 os.link(path.with_name(path.name.replace(name, shards[number % written])), path)
             continue
-        write_shard(folder / name, encoded(start, min(rows, start + rows_per_shard)))
+        with writing_shard(folder / name) as (_, add):
+            for item in encoded(start, min(rows, start + rows_per_shard)):
+                add(*item)
     finish_cache(folder, empty_prompt, 1)
     return folder
 

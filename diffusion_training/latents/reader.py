@@ -162,14 +162,14 @@ class CachedLatents(torch.utils.data.Dataset):
             views, place = opened.view(place)
             flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
             flipped.append(flip)
-            row = {name: views["latents_flipped" if flip and name == "latents" else name][place] for name in columns}
             if self.caption_weights:
                 lengths = views["prompt_lengths"][place]
                 which = draw_caption(self.seed, epoch, number, self.caption_weights, lengths >= 0)
-                for name in row.keys() & set(TEXTS):
-                    row[name] = take_caption(row[name], lengths, which, name in self.padded)
             for name, found in columns.items():
-                found.append(row[name])
+                numbers = views["latents_flipped" if flip and name == "latents" else name][place]
+                if self.caption_weights and name in TEXTS:
+                    numbers = take_caption(numbers, lengths, which, name in self.padded)
+                found.append(numbers)
         batch, lengths = {}, {}
         for name, shape in self.padded.items():
             batch[name], batch["prompt_mask"] = pad_prompts(columns.pop(name), *shape)

@@ -22,7 +22,6 @@ from diffusion_training import __version__
 from diffusion_training.latents import cache as module
 from diffusion_training.latents import reader, shards
 from diffusion_training.latents.columns import checksum_row
-from diffusion_training.latents.parts import write_shard
 from diffusion_training.latents.plan import name_shard, plan_cache
 
 LATENTS, PROMPT = [2, 3, 4], [5, 6]  # shapes
@@ -49,6 +48,13 @@ def make_settings(text_cache="embeddings"):
         "text_cache": text_cache,
         "dtype": "float32",
     }
+
+
+def write_shard(path, encoded):
+    with module.writing_shard(path) as (record, add):
+        for item in encoded:
+            add(*item)
+    return record
 
 
 def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):

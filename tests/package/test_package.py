@@ -38,7 +38,7 @@ latents.text_encoders training.checkpoints training.tuning web.shards
 latents.encoders training.output training.records
 latents.shards latents.fetch latents.passes latents.plan
 latents.cache
-latents.reader latents.parts
+latents.reader latents.remote_cache
 latents.stream
 latents.source
 """

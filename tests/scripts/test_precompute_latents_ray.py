@@ -1,4 +1,4 @@
-"""The cache of precompute_latents.py made on Ray: the same bytes, whoever dies. Parts are tested in test_parts.py."""
+"""The cache of precompute_latents.py made on Ray: the same bytes, whoever dies."""
 
 import argparse
 import ast
@@ -22,7 +22,6 @@ from pathlib import Path
 import datasets
 import fsspec
 import pytest
-import torch
 from conftest import (
     MODELS,
     ROOT,
@@ -37,6 +36,7 @@ from conftest import (
     wait_until,
 )
 from filelock import FileLock
+from fsspec.implementations.memory import MemoryFileSystem
 from test_precompute_latents import contents
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
@@ -46,7 +46,7 @@ os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 import precompute_latents as single
 import precompute_latents_ray as script
 from diffusion_training.data.rows import load_rows
-from diffusion_training.latents import parts, remote_rows
+from diffusion_training.latents import remote_rows
 
 NUM_ROWS, ROWS_PER_SHARD, ROWS_PER_PART = 26, 8, 4
 MODULES = script.find_modules(script.Encoder, script.TransformedRows, script.Refused)  # what the script sends
@@ -97,8 +97,8 @@ def serve(folder):
 def run(argv, setup=None):
     """Run the script in this process, changed by `setup()`. Returns (status, what it printed)."""
     reset()
-    was, size = dict(vars(script)), parts.PART_BYTES
-    parts.PART_BYTES = ROWS_PER_PART * 3 * 16 * 16
+    was = dict(vars(script))
+    script.PART_BYTES = ROWS_PER_PART * 3 * 16 * 16
     script.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have this file
     if setup:
         setup()
@@ -112,7 +112,6 @@ def run(argv, setup=None):
         return stop.code, said.getvalue()
     finally:
         vars(script).update(was)
-        parts.PART_BYTES = size
 
 
 @pytest.fixture
@@ -143,38 +142,37 @@ def whole(tmp_path, flags):
 
 
 class Ref:
-    """What a call without Ray gives back."""
+    """What a call without Ray gives back, as soon as it is asked for."""
 
     def __init__(self, function, *args):
-        self.result = function(*args)
+        self.call = functools.cache(functools.partial(function, *args))
+
+
+class Remote:
+    """A function or a class as Ray has it, without Ray."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def remote(self, *args):
+        if not isinstance(self.what, type):
+            return Ref(self.what, *args)
+        actor = self.what(*args)
+        return argparse.Namespace(**{name: Remote(getattr(actor, name)) for name in ("make", "find_batch_size")})
 
 
 @pytest.fixture
 def here(monkeypatch):
-    """Runs the script as `driver` does, but without Ray: parts in any order, shards as they come."""
-    nodes = [{"Alive": True, "Resources": {"CPU": 2, "memory": 2**34}}]
+    """Runs the script as `driver` does, but without Ray: shards in any order, one after the other."""
+    nodes, rng = [{"Alive": True, "Resources": {"CPU": 2, "memory": 2**34}}], random.Random(0)
     monkeypatch.setattr(script, "ray", argparse.Namespace(
-        get_gpu_ids=lambda: [],
-        cluster_resources=lambda: {"CPU": 2}, nodes=lambda: nodes, cloudpickle=script.ray.cloudpickle,
-        wait=lambda refs, **options: (refs, []), get=lambda ref: ref.result,
+        get_gpu_ids=lambda: [], exceptions=script.ray.exceptions, cluster_resources=lambda: {"CPU": 2},
+        nodes=lambda: nodes, cloudpickle=script.ray.cloudpickle, remote=lambda **options: Remote, put=lambda x: x,
+        wait=lambda refs, **options: (rng.sample(refs, 1), []), kill=lambda encoder: None,
+        get=lambda ref: ref.call() if isinstance(ref, Ref) else ref,
     ))  # fmt: skip
-    for name in ("assemble", "check_shards"):
-        function = getattr(script, name)._function
-        monkeypatch.setattr(script, name, argparse.Namespace(remote=functools.partial(Ref, function)))
-
-    def make_parts(todo, rows, folders, settings, engine, caches):
-        encoders = [script.Encoder(caches, folders, settings, torch.get_num_threads()) for _ in range(engine[0])]
-        for part in random.Random(0).sample(todo, len(todo)):
-            yield encoders[part[0] % len(encoders)].make(part, script.transform_part(part, rows))
-
-    def try_batch_sizes(pickled, settings, engine, caches):
-        size, said, reason = script.Encoder(caches, [], settings, 1).find_batch_size(pickled)
-        print(said)
-        return size or script.fail(reason)
-
-    monkeypatch.setattr(script, "try_batch_sizes", try_batch_sizes)
-    monkeypatch.setattr(script, "make_parts", make_parts)
-    once = lambda items, submit, most: ((item, submit(item).result, None) for item in items)  # noqa: E731
+    monkeypatch.setattr(script, "check_shards", Remote(script.check_shards._function))
+    once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)  # noqa: E731
     monkeypatch.setattr(script, "work_off", once)
     monkeypatch.setattr(script, "connect", lambda address, modules: lambda: None)
     yield lambda *argv, setup=None: run([str(arg) for arg in argv], setup)
@@ -184,7 +182,7 @@ def here(monkeypatch):
 # ------------------------------------------------------------------- the same bytes
 
 
-def test_parts_in_any_order_by_any_encoders_make_the_bytes_of_one_process(tmp_path, flags, whole, here):
+def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(tmp_path, flags, whole, here):
     assert len(whole) == 4 + 6 and whole["skipped.jsonl"].count(b"\n") == 2
     for count in (1, 3):
         code, said = here(*flags, f"--num_encoders={count}", f"--output_dir={tmp_path / str(count)}")
@@ -193,7 +191,7 @@ def test_parts_in_any_order_by_any_encoders_make_the_bytes_of_one_process(tmp_pa
     assert "3 encoders of 1 CPU threads" in said and "waiting for images" in said
 
 
-def test_images_of_several_sizes_and_masks_in_parts_are_the_bytes_of_one_process(tmp_path, flags, here):
+def test_images_of_several_sizes_and_masks_are_the_bytes_of_one_process(tmp_path, flags, here):
     make_masked(tmp_path / "data")
     flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
@@ -227,7 +225,7 @@ def test_caches_without_padding_have_the_same_bytes_too(tmp_path, flags, here):
 
 
 def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_path, flags, here):
-    """Begun by the other script; one cache lacks a shard and has parts of another, the second is not there."""
+    """Begun by the other script; one cache lacks a shard and half of another, the second is not there."""
     for side in ("8", "16"):
         precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / 'alone' / side}")
     flags += ["--resolution", "8", "16"]
@@ -334,17 +332,29 @@ def marker(args, name):
     return Path(args.cache_dir).parent / name
 
 
-class Dies(script.Encoder):
-    """An encoder that is killed once as it begins with row 8, and once when the file of the next part is there."""
+def dying_decoder(part, pickled):
+    """A task that is killed once when it has decoded row 4."""
+    done, mark = script.decode_part(part, pickled), marker(pickle.loads(pickled)[0][0], f"decoded-{part[0]}")
+    if part[0] == 4 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done
 
-    def make(self, part, batch):
-        first = part[0]
+
+class Dies(script.Encoder):
+    """An encoder that is killed once as it begins with the second shard, and once when it has made the third."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        self.decode = script.ray.remote(max_retries=0)(dying_decoder)
+
+    def make(self, shard):
         begun, done = (marker(self.args, name) for name in ("begun", "done"))
-        if first == 8 and not begun.exists():
+        if shard[0] == 1 and not begun.exists():
             begun.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        result = super().make(part, batch)
-        if first == 12 and not done.exists():
+        result = super().make(shard)
+        if shard[0] == 2 and not done.exists():
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
@@ -352,29 +362,22 @@ class Dies(script.Encoder):
 
 def kill_both():
     """Also the driver notes the last two shards only when it is told to: until then it can be killed."""
-    transform, shards = script.transform_part, script.make_shards
+    shards = script.make_shards
 
-    def transform_part(part, pickled):
-        done, mark = transform(part, pickled), marker(pickle.loads(pickled)[0][0], f"transformed-{part[0]}")
-        if part[0] == 4 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return done
-
-    def make_shards(missing, left, done, settings, folders, args, progress_bar):
+    def make_shards(missing, job, *engine):
         late = []
-        for shard, record in shards(missing, left, done, settings, folders, args, progress_bar):
-            if shard[1] < "data-00002":
-                yield shard, record
+        for number, made in shards(missing, job, *engine):
+            if number < 2:
+                yield number, made
             else:
-                late.append((shard, record))
-        wait_until(marker(args, "go").exists, 600)
+                late.append((number, made))
+        wait_until(marker(job.caches[0], "go").exists, 600)
         yield from late
 
-    script.transform_part, script.make_shards, script.Encoder = transform_part, make_shards, Dies
+    script.make_shards, script.Encoder = make_shards, Dies
 
 
-MARKS = {"begun", "done", "transformed-4"}
+MARKS = {"begun", "done", "decoded-4"}
 
 
 def start_driver(log, setup, *argv):
@@ -391,7 +394,7 @@ def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver
     process = start_driver(tmp_path / "log", kill_both, *flags, f"--address={driver.address}")
     record = "bucket/latents/unfinished/data-00001-of-00004.arrow.json"
     killed = lambda: MARKS < set(os.listdir(tmp_path)) and bucket.exists(record)  # noqa: E731
-    wait_until(lambda: killed() or process.poll() is not None, 400)
+    wait_until(lambda: killed() or process.poll() is not None, 200)
     process.kill()
     process.wait()
     made = objects(bucket, "bucket/latents")
@@ -414,12 +417,12 @@ def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flag
 
 
 class DiesAlways(script.Encoder):
-    def make(self, part, batch):
-        if part[0] == 12:
+    def make(self, shard):
+        if shard[0] == 1:
             with marker(self.args, "tries").open("a") as file:
                 file.write("x")
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().make(part, batch)
+        return super().make(shard)
 
 
 def dying_encoder():
@@ -429,15 +432,15 @@ def dying_encoder():
 @pytest.mark.ci
 def test_rows_that_end_every_process_are_named_after_four(tmp_path, flags, whole, driver):
     code, said = driver(*flags, setup=dying_encoder)
-    assert code == 1 and "rows 12 to 15 could not be made, tried 4 times: its process died" in said, said
+    assert code == 1 and "rows 8 to 15 could not be made: its process died 4 times" in said, said
     assert (tmp_path / "tries").read_text() == "xxxx"
-    assert "data-00000-of-00004.arrow" in os.listdir(tmp_path / "out")
 
 
 class Slow(script.Encoder):
-    def make(self, part, batch):
-        time.sleep(0.5)
-        return super().make(part, batch)
+    def load(self, parts, spent):
+        for batch in super().load(parts, spent):
+            time.sleep(0.3)
+            yield batch
 
 
 def slow_encoder():
@@ -480,12 +483,13 @@ def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(tmp_path, flags,
 
 
 class Raises(script.Encoder):
-    def load(self, batches):
-        if batches[0]["row"][0] == 12:
-            with marker(self.args, "tries").open("a") as file:
-                file.write("x")
-            raise RuntimeError("CUDA error: too hot")
-        return super().load(batches)
+    def load(self, parts, spent):
+        for batch in super().load(parts, spent):
+            if batch["row"][0] == 12:
+                with marker(self.args, "tries").open("a") as file:
+                    file.write("x")
+                raise RuntimeError("CUDA error: too hot")
+            yield batch
 
 
 def raising_encoder():
@@ -495,10 +499,51 @@ def raising_encoder():
 def test_a_model_that_raises_is_tried_again_and_then_named(tmp_path, flags, whole, here):
     code, said = here(*flags, setup=raising_encoder)
     assert code == 1 and said.count("precompute_latents_ray.py:") == 1 and "Traceback" not in said, said
-    assert "rows 12 to 15 could not be made, tried 4 times: RuntimeError: CUDA error: too hot" in said
+    assert "rows 8 to 15 could not be made: RuntimeError: CUDA error: too hot (on" in said and "tried 4 times" in said
     assert (tmp_path / "tries").read_text() == "xxxx"
     made = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("data-*")}
     assert all(whole[name] == data for name, data in made.items()) and "state.json" not in os.listdir(tmp_path / "out")
+
+
+def test_what_fails_is_tried_four_times_and_its_reason_kept():
+    calls = []
+
+    def work(error=None):
+        calls.append(error)
+        if error is not None and len(calls) <= script.TRIES:
+            raise error
+        return "done"
+
+    result, reason = script.attempt(lambda: work(RuntimeError("too\nhot")))
+    assert result is None and len(calls) == 4 and re.match(r"RuntimeError: too hot \(on .*, tried 4 times", reason)
+    assert script.attempt(lambda: work(RuntimeError())) == ("done", None) and len(calls) == 5
+    result, reason = script.attempt(lambda: script.fail("the disk is full"))
+    assert result is None and reason.startswith("the disk is full (on ")
+    with pytest.raises(KeyboardInterrupt):
+        script.attempt(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+
+
+def broken_decoder():
+    def decode_part(part, pickled, real=script.decode_part):
+        if part[0] == 20:
+            raise MemoryError("no more of it")
+        return real(part, pickled)
+
+    script.decode_part = decode_part
+
+
+def test_rows_that_can_not_be_decoded_are_named(tmp_path, flags, whole, here):
+    """Those of the part; other shards are made, and the same command goes on."""
+    code, said = here(*flags, setup=broken_decoder)
+    assert code == 1 and "rows 16 to 23 could not be made: RuntimeError: rows 20 to 23 could not be decoded" in said
+    assert "no more of it" in said and not (tmp_path / "out/state.json").exists()
+    assert here(*flags)[0] == 0 and contents(tmp_path / "out") == whole
+
+
+def test_parts_are_some_batches_and_end_with_their_shard(flags):
+    job = argparse.Namespace(caches=[single.parse_args([*flags, "--rows_per_shard=100"])], num_rows=250, part_rows=48)
+    assert script.list_parts((0, {0: "a", 1: "b"}), job) == [(0, 48, (0, 1)), (48, 96, (0, 1)), (96, 100, (0, 1))]
+    assert script.list_parts((2, {1: "b"}), job) == [(200, 248, (1,)), (248, 250, (1,))]
 
 
 def other_models():
@@ -694,10 +739,8 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_pa
     names = sorted(name for name in made if name.endswith(".arrow"))
     bucket.pipe_file(f"bucket/latents/{names[1]}", made[names[1]][:-8])
     bucket.rm_file(f"bucket/latents/{names[2]}")
-    bucket.pipe_file("bucket/latents/unfinished/rows-16-20-by-2.part", b"half")
-    code, said = here(*there, "--output_dir=s3://bucket/latents")
+    code, said = here(*there, "--output_dir=s3://bucket/latents", setup=raising_encoder)
     assert code == 1 and f"{names[1]} is damaged" in said and f"{names[2]} is gone" in said, said
-    assert "s3://bucket/latents/unfinished/rows-16-20-by-2.part is damaged or gone" in said
     assert not bucket.exists("bucket/latents/state.json")
     code, said = here(*there, "--output_dir=s3://bucket/latents")
     assert code == 0 and objects(bucket, "bucket/latents") == made, said
@@ -726,6 +769,22 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_pa
     code, said = here(*there, "--rows_per_shard=26", f"--output_dir={tmp_path / '16'}")
     assert code == 0 and objects(bucket, "bucket/both/16") == contents(tmp_path / "16"), said
     assert {path.split("/")[2] for path in bucket.find("bucket/both")} == {"8", "16"}
+
+
+def test_two_runs_at_an_address_write_the_same_files(flags, whole, here):
+    """There is no lock: one begins, another does all of it, the first goes on."""
+    MemoryFileSystem.store.clear()
+    flags.append("--output_dir=memory://bucket/latents")
+
+    def make_shards(*args, real=script.make_shards):
+        script.make_shards, made = real, real(*args)
+        yield next(made)
+        script.main(script.parse_args(flags))
+        yield from made
+
+    code, said = here(*flags, setup=lambda: setattr(script, "make_shards", make_shards))
+    assert code == 0 and said.count("Done: 24 rows, 2 skipped, are in memory://bucket/latents") == 2, said
+    assert objects(fsspec.filesystem("memory"), "/bucket/latents") == whole
 
 
 def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket):
@@ -787,7 +846,7 @@ def test_losing_workers_at_random_and_a_node_changes_nothing(tmp_path, flags, wh
         time.sleep(10)
         options = ["--num_encoders=2", "--num_transform_cpus=1", f"--address=127.0.0.1:{port}"]
         process = start_driver(tmp_path / "said", slow_encoder, *flags, *options)
-        wait_until(lambda: list((tmp_path / "out/unfinished").glob("*.part")) or process.poll() is not None, 120)
+        wait_until(lambda: list((tmp_path / "out/unfinished").glob("data-*")) or process.poll() is not None, 120)
         for _ in range(2):
             for pid in rng.sample(encoders_and_tasks(nodes[0]), 1):
                 os.kill(pid, signal.SIGKILL)
@@ -805,21 +864,22 @@ def test_losing_workers_at_random_and_a_node_changes_nothing(tmp_path, flags, wh
 class Slower(script.Encoder):
     """A slow encoder that notes how much Ray holds in its object store."""
 
-    def make(self, part, batch):
+    def load(self, parts, spent):
         from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-        state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
-        store = get_memory_info_reply(state).store_stats
-        with marker(self.args, "memory").open("a") as file:
-            file.write(f"{store.object_store_bytes_used} {store.spilled_bytes_total}\n")
-        time.sleep(0.2)
         single.encode_images = lambda vae, images: images[:, :1, ::8, ::8].float().repeat(1, 8, 1, 1)
-        return super().make(part, batch)
+        state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
+        for batch in super().load(parts, spent):
+            store = get_memory_info_reply(state).store_stats
+            with marker(self.args, "memory").open("a") as file:
+                file.write(f"{store.object_store_bytes_used} {store.spilled_bytes_total}\n")
+            time.sleep(0.05)
+            yield batch
 
 
 def slower_encoder():
     script.Encoder = Slower
-    parts.PART_BYTES = 4 * 2**20
+    script.PART_BYTES = 4 * 2**20
 
 
 @pytest.mark.long

@@ -1,0 +1,63 @@
+"""A latent cache at an address (s3://, gs://): begun, written and finished there as on a disk."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from diffusion_training.errors import explained, fail
+from diffusion_training.latents.cache import writing_shard
+from diffusion_training.remote import is_address, list_files, upload
+
+
+@contextlib.contextmanager
+def writing_shard_to(path: str) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
+    """`writing_shard` to a folder, or for an address to this disk first, and then an upload each of both files."""
+    if not is_address(path):
+        with writing_shard(Path(path)) as shard:
+            yield shard
+        return
+    folder, name = path.rsplit("/", 1)
+    with tempfile.TemporaryDirectory() as work:
+        Path(work, "unfinished").mkdir()
+        with writing_shard(Path(work, name)) as shard:
+            yield shard
+        upload(f"{work}/{name}", path)
+        upload(f"{work}/unfinished/{name}.json", f"{folder}/unfinished/{name}.json")
+
+
+def fetch_cache(url: str, folder: str | Path) -> bool:
+    """Copy what there is of a cache at an address, but for its shards, into a folder on this disk.
+
+    Returns whether there is one.
+    """
+    with explained(f"--output_dir {url} can't be read"):
+        names = list_files(url)
+        if names and "cache.json" not in names:
+            fail(f"--output_dir {url} holds {names[0]} and no latent cache: choose another address")
+        fs, root = fsspec.url_to_fs(url)
+        small = [name for name in names if name.endswith((".json", ".jsonl", ".npy", ".args"))]
+        fs.get([f"{root}/{name}" for name in small], [f"{folder}/{name}" for name in small])
+    return "cache.json" in names
+
+
+def begin_cache(folder: str | Path, url: str) -> None:
+    """Send what `open_cache` has begun to an address, unless another run has just begun there."""
+    with explained(f"--output_dir {url} can't be written to, or another run has just begun there"):
+        fs, root = fsspec.url_to_fs(url)
+        fs.put_file(f"{folder}/cache.json", f"{root}/cache.json", mode="create")
+        upload(f"{folder}/run.args", f"{url}/run.args")
+
+
+def upload_finished(folder: str | Path, url: str) -> None:
+    """Send what `finish_cache` has written to an address, in its order."""
+    empty = sorted(path.name for path in Path(folder).glob("empty_*.npy"))
+    for name in ("run.args", "skipped.jsonl", *empty, "cache.json", "dataset_info.json", "state.json"):
+        upload(f"{folder}/{name}", f"{url}/{name}")
+    fs, root = fsspec.url_to_fs(url)
+    fs.invalidate_cache()
+    if fs.exists(f"{root}/unfinished"):
+        fs.rm(f"{root}/unfinished", recursive=True)
