@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -156,6 +157,8 @@ class Remote:
 
     def remote(self, *args):
         if not isinstance(self.what, type):
+            if begin := getattr(getattr(self.what, "__self__", None), "begin", None):
+                begin(*args)
             return Ref(self.what, *args)
         actor = self.what(*args)
         return argparse.Namespace(**{name: Remote(getattr(actor, name)) for name in ("make", "find_batch_size")})
@@ -429,7 +432,38 @@ def dying_encoder():
     script.Encoder = DiesAlways
 
 
-@pytest.mark.ci
+class Gone(script.Encoder):
+    """What Ray says of an encoder whose process ends with the second shard: all that it has is lost, what is first."""
+
+    gone = False
+
+    def begin(self, shard):
+        self.gone |= shard[0] == 1
+        with marker(self.args, "tries").open("a") as file:
+            file.write(str(shard[0]))
+
+    def make(self, shard):
+        if self.gone:
+            raise script.ray.exceptions.RayActorError(None, "no memory")
+        return super().make(shard)
+
+
+def gone_encoder():
+    script.Encoder = Gone
+    script.ray.wait = lambda refs, **options: (refs[:1], [])
+
+
+def test_rows_that_end_every_encoder_are_named_after_four(tmp_path, flags, whole, here):
+    """And no others, though they were with them."""
+    code, said = here(*flags, setup=gone_encoder)
+    assert code == 1 and "rows 8 to 15 could not be made: its process died 4 times, of memory?" in said, said
+    assert (tmp_path / "tries").read_text() == "0120111" and "data-00000-of-00004.arrow" in os.listdir(
+        tmp_path / "out"
+    )
+    assert here(*flags)[0] == 0 and contents(tmp_path / "out") == whole
+
+
+@pytest.mark.long
 def test_rows_that_end_every_process_are_named_after_four(tmp_path, flags, whole, driver):
     code, said = driver(*flags, setup=dying_encoder)
     assert code == 1 and "rows 8 to 15 could not be made: its process died 4 times" in said, said
@@ -544,6 +578,38 @@ def test_parts_are_some_batches_and_end_with_their_shard(flags):
     job = argparse.Namespace(caches=[single.parse_args([*flags, "--rows_per_shard=100"])], num_rows=250, part_rows=48)
     assert script.list_parts((0, {0: "a", 1: "b"}), job) == [(0, 48, (0, 1)), (48, 96, (0, 1)), (96, 100, (0, 1))]
     assert script.list_parts((2, {1: "b"}), job) == [(200, 248, (1,)), (248, 250, (1,))]
+
+
+def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypatch):
+    """As many at a time as there are cores for the encoder; shards are encoded in the order of the calls."""
+    job = argparse.Namespace(
+        caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, ahead=3, threads=1
+    )
+    encoder, given, encoded, steps = object.__new__(script.Encoder), [], [], threading.Semaphore(0)
+    decode = Remote(lambda part, rows: [{"part": part}])
+    task = argparse.Namespace(remote=lambda part, rows: given.append(part[0]) or decode.remote(part, rows))
+    vars(encoder).update(job=job, queue=[], decoding={}, turn=threading.Condition(), reason=None, decode=task)
+    vars(encoder).update(models=(), exact_models=(), device=None)
+
+    def encode_all(batches, *models):
+        for batch in batches:
+            encoded.append(batch["part"][0])
+            assert steps.acquire(timeout=20)
+            yield batch
+
+    monkeypatch.setattr(script, "encode_all", encode_all)
+    monkeypatch.setattr(script, "write_each", lambda writing, paths, encoded: list(encoded))
+    threads = []
+    for number in range(3):
+        threads.append(threading.Thread(target=encoder.make, args=((number, {0: "x"}),)))
+        threads[-1].start()
+        wait_until(lambda: len(encoder.queue) == number + 1 and encoded, 20)  # noqa: B023
+    for step in range(12):
+        wait_until(lambda: len(encoded) == step + 1, 20)  # noqa: B023
+        assert given == list(range(0, min(24, 2 * step + 8), 2)) or step == 0  # when the others were not there yet
+        steps.release()
+    [thread.join(20) for thread in threads]
+    assert encoded == list(range(0, 24, 2)) and not encoder.queue and not encoder.decoding
 
 
 def other_models():
