@@ -131,7 +131,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             parser.error(f"--keep_columns would give two columns {twice[0]!r}: leave it out, or rename it")
     try:
         find_columns(args.where)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         parser.error(f"--where: {error}")
     try:
         args.allow_private_addresses = args.allow_private_addresses and [

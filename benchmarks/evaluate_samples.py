@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_text_to_image
 import train_unconditional
-from diffusion_training.arguments import number
+from diffusion_training.arguments import list_values, number
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import explained
 from diffusion_training.order import step_seed
@@ -205,8 +205,7 @@ def main(argv=None):
     train_rows, held_out = hold_out(accelerator, dataset, run.holdout, run.seed)
     real_rows = sorted(held_out) or train_rows.tolist()
     if captioned:
-        first = run.caption_column[0] if isinstance(run.caption_column, list) else run.caption_column
-        captions = dataset.rows[real_rows][first]
+        captions = dataset.rows[real_rows][list_values(run.caption_column)[0]]
         captions = [text[0] if isinstance(text, list) and text else text or "" for text in captions]
         prompts = [captions[i % len(captions)] for i in range(args.num_samples)]
     with explained("the models that judge can't be loaded"):

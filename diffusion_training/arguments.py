@@ -37,6 +37,11 @@ class OneOrMore(argparse.Action):
         setattr(namespace, self.dest, values if len(values) > 1 else values[0])
 
 
+def list_values(value: Any) -> list:
+    """What a flag of `OneOrMore` holds, as a list."""
+    return value if isinstance(value, list) else [value]
+
+
 def make_parser(script: str, doc: str | None) -> Parser:
     """The parser of the script whose file and docstring are given; `@FILE` stands for the flags in a file."""
     return Parser(

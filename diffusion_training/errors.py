@@ -46,12 +46,12 @@ def fail(sentence: str, alone: bool = False) -> NoReturn:
 
 
 @contextlib.contextmanager
-def explained(sentence: str) -> Iterator[None]:
-    """Ends the program with `sentence` and, in parentheses, the reason if what is done inside fails."""
+def explained(sentence: str, alone: bool = False) -> Iterator[None]:
+    """Ends the program with `sentence` and, in parentheses, the reason if what is inside fails. alone: of `fail`."""
     try:
         yield
     except Exception as error:
-        fail(f"{sentence} ({explain(error)})")
+        fail(f"{sentence} ({explain(error)})", alone)
 
 
 def explain(error: BaseException) -> str:

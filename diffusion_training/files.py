@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
+from diffusion_training.arguments import list_values
 from diffusion_training.errors import explain, explained, fail
 
 
@@ -115,7 +116,7 @@ def check_output_dir(args: argparse.Namespace) -> None:
     with explained(f"--output_dir {args.output_dir} can't be written to"):
         written = Path(args.output_dir).resolve()  # a link may lead to itself
     for name, value in vars(args).items():
-        values = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
+        values = [x for x in list_values(value) if isinstance(x, str)]
         if any("\ud800" <= character <= "\udfff" for character in "".join(values)):
             fail(f"--{name} {value!a} can't be read as text: rename it, or write it in UTF-8")
         if name in ("latents_dir", "train_data_dir", "dataset_name") or name.endswith("name_or_path"):
@@ -124,11 +125,13 @@ def check_output_dir(args: argparse.Namespace) -> None:
                     fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
 
 
-def write_file(path: Path, text: str | bytes) -> None:
-    """Write a small file, of text in UTF-8 or of bytes, whole or not at all."""
+def write_file(path: Path, text: str | bytes, lasting: bool = True) -> None:
+    """Write a small file, of text in UTF-8 or of bytes, whole or not at all. lasting: also if the power is cut."""
     unfinished = name_unfinished(path)
     try:
         unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
+        if lasting:
+            write_out(unfinished)
         unfinished.replace(path)
     except OSError:
         unfinished.unlink(missing_ok=True)

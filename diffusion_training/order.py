@@ -139,7 +139,7 @@ def stream_batches(order: Order, progress: Any, rank: int, num_processes: int) -
         for epoch in itertools.count():
             share.set_epoch(epoch)  # another order in each
             row = None
-            with explained("the stream can't be read on"):
+            with explained("the stream can't be read on", alone=True):
                 for row, item in enumerate(share):
                     yield epoch, row, weight, item
             if row is None:

@@ -86,7 +86,7 @@ def read_bytes(path: str) -> bytes:
         return fs.cat_file(there)
 
     # What is not there, or not ours to read, is not so for a moment only: at the start it is said at once
-    return persist(path, read, ("FileNotFoundError", "PermissionError", "NoCredentialsError"))
+    return persist(path, read, ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError"))
 
 
 def persist(path: str, action: Callable[[AbstractFileSystem, str], Done], hopeless: Sequence[str] = ()) -> Done:

@@ -11,6 +11,7 @@ import torch
 
 from diffusion_training.data.buckets import choose_size
 from diffusion_training.data.families import FAMILIES, Tokenizers
+from diffusion_training.data.folders import find_source
 from diffusion_training.data.images import decode_image, name_image, plan_crop, shrink
 from diffusion_training.data.texts import Text, choose_caption, list_captions, take_text
 from diffusion_training.errors import explain, explained, is_machines_fault, printable
@@ -30,8 +31,7 @@ def transform(
     row can't be used, else None}. Raises what is no fault of the row.
     """
     key, reason, mask = name_image(row, item[column]), None, None
-    folder = args.train_data_dir or args.dataset_name
-    if os.path.isabs(key) and os.path.isdir(folder):
+    if os.path.isabs(key) and os.path.isabs(folder := find_source(args)):
         key = os.path.relpath(key, folder)  # the same wherever the data lies
     try:
         y, x, _, choice = draw_choices(args.seed, epoch, row)
@@ -61,8 +61,8 @@ def transform(
 
 def decode_ahead(item: dict, column: str, channels: int, args: Namespace) -> dict:
     """A row whose image and mask are decoded, for whoever has `transform` make several sizes of it."""
-    ahead = {}
-    for name, kind, least in ((column, channels, args.min_size), (args.mask_column, 1, 0)):
+    ahead, images = {}, ((column, channels, args.min_size), (args.mask_column, 1, 0))
+    for name, kind, least in images[: 1 + bool(args.mask_column)]:
         with contextlib.suppress(Exception):  # `transform` meets it again, and judges
             ahead[name] = {**item[name], "pixels": decode_image(item[name], kind, min_size=least)}
     return item | ahead

@@ -11,7 +11,13 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from diffusion_training.errors import fail, passing_rows_faults
+from diffusion_training.errors import fail, passing_rows_faults, printable
+
+
+def find_source(args: Namespace) -> str:
+    """Where rows come from, by which its files are named: of a folder the path without links, as `datasets` has it."""
+    source = args.dataset_name or args.train_data_dir
+    return os.path.realpath(source) if os.path.isdir(source) else source
 
 
 def has_caption_files(folder: str, extension: str) -> bool:
@@ -25,14 +31,17 @@ def has_caption_files(folder: str, extension: str) -> bool:
 def add_captions(rows: datasets.Dataset, column: str, extension: str) -> datasets.Dataset:
     """Add the captions that lie beside a folder's images, None where there is none; they enter the fingerprint."""
 
-    def read(path: str) -> str | None:
-        path = Path(path).with_suffix(extension)
+    def read(path: Path) -> str | None:
         with passing_rows_faults():
             return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None  # a pipe has no end
         return None
 
     images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
-    captions = [read(image["path"]) for image in images]
+    paths = [Path(image["path"]).with_suffix(extension) for image in images]
+    captions = [read(path) for path in paths]
+    unread = [path for path, text in zip(paths, captions, strict=True) if text is None and path.is_file()]
+    if unread and os.environ.get("RANK", "0") == "0":
+        print(printable(f"{len(unread)} captions can't be read, such as {unread[0]}: are they UTF-8?"))
     fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions]).encode()).hexdigest()[:16]
     return rows.add_column(column, captions, new_fingerprint=fingerprint)
 
@@ -41,7 +50,7 @@ def take_folders(rows: datasets.Dataset, column: str, args: Namespace) -> datase
     """With --folder_repeats images in a folder `10_name` come 10 times, and `name` is the caption of those that have
     none; --instance_prompt is that of all others. Both enter the fingerprint.
     """
-    prompt, source = getattr(args, "instance_prompt", None), args.dataset_name or args.train_data_dir
+    prompt, source = getattr(args, "instance_prompt", None), find_source(args)
     repeats, names = [1] * len(rows), [prompt] * len(rows)
     if getattr(args, "folder_repeats", False):
         if not os.path.isdir(source) or "image" not in rows.features:

@@ -18,7 +18,8 @@ import torch
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
-from diffusion_training.data.folders import add_captions, has_caption_files, take_folders
+from diffusion_training.arguments import list_values
+from diffusion_training.data.folders import add_captions, find_source, has_caption_files, take_folders
 from diffusion_training.data.images import name_image
 from diffusion_training.data.streams import identify_stream
 from diffusion_training.errors import explained, fail, passing_rows_faults, printable
@@ -31,7 +32,7 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = 
 
     `others`: further columns that are wanted, or lists of them. The rest, which may be images too, is not read.
     """
-    source = args.dataset_name or args.train_data_dir
+    source = find_source(args)
     if getattr(args, "bucket_no_upscale", False) and not args.bucket_step:
         fail("--bucket_no_upscale is for images of several sizes: give --bucket_step as well")
     extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
@@ -48,8 +49,7 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = 
     rows = put_masks_beside(rows, args)
     masks = [args.mask_column] if getattr(args, "mask_column", None) else []
     caption_column = getattr(args, "caption_column", None)
-    others = [name for one in others for name in ([one] if isinstance(one, str) else one)]
-    others = [*dict.fromkeys([*others, *masks])]
+    others = [*dict.fromkeys([*(name for one in others for name in list_values(one)), *masks])]
     if captions and caption_column in others and caption_column not in rows.features:
         if streaming:
             fail(f"{source} has captions in files beside the images, which a stream passes by: leave --streaming out")
@@ -61,8 +61,7 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[str] = 
     column = args.image_column or ("image" if "image" in features or len(columns) != 1 else columns[0])
     if column not in features:
         fail(f"{source} has no column {column!r} but {', '.join(features)}: choose with --image_column")
-    text_columns = caption_column if isinstance(caption_column, list) else [caption_column]
-    if found := [name for name in text_columns if name in others and name in columns]:
+    if found := [name for name in list_values(caption_column) if name in others and name in columns]:
         fail(f"column {found[0]!r} of {source} holds images: choose another --caption_column")
     for name in others:
         if name not in features:
@@ -97,7 +96,7 @@ def put_masks_beside(rows: Rows, args: Namespace) -> Rows:
     Then args.mask_column says so, for scripts that have such a flag and were given none; they enter the fingerprint.
     """
     is_mask = lambda name: (name or "").endswith(".mask.png")  # noqa: E731
-    source = args.dataset_name or args.train_data_dir
+    source = find_source(args)
     if not isinstance((rows.features or {}).get("image"), datasets.Image):
         return rows
     if isinstance(rows, datasets.IterableDataset):
@@ -178,7 +177,7 @@ class RowDataset(torch.utils.data.Dataset):
         if self.rows._indices is not None:  # --max_train_samples has drawn them
             paths = [paths[i] for i in self.rows._indices.column(0).to_pylist()]
         names = [name_image(row, {"path": path}) for row, path in enumerate(paths)]
-        folder = self.args.train_data_dir or self.args.dataset_name
+        folder = find_source(self.args)
         return [os.path.relpath(name, folder) if os.path.isabs(name) else name for name in names]
 
     def digest(self, row: int) -> str:

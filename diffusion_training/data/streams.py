@@ -132,5 +132,5 @@ class StreamedRows:
         """
         if state := self.places.pop(shard, None):
             place = {"row": (shard + 1) * self.per_shard, "datasets": datasets.__version__, "state": state}
-            write_file(self.folder / f"place-{rank}.json", json.dumps(place))
+            write_file(self.folder / f"place-{rank}.json", json.dumps(place), lasting=False)
         return self.count if self.ended else max((shard + 1) * self.per_shard, 10_000)

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from diffusion_training.arguments import SWITCH, OneOrMore, number
+from diffusion_training.arguments import SWITCH, OneOrMore, list_values, number
 from diffusion_training.order import draw_caption, step_seed
 
 Text: TypeAlias = Any  # of a row: a caption, or the list of all that it has, None for one that is missing
@@ -55,9 +55,8 @@ def take_text(item: dict, choice: float, args: Namespace) -> str:
 
 def list_captions(item: dict, args: Namespace) -> list[str | None]:
     """The captions of a row, as many as --caption_weights, None for one that is missing. Raises ValueError."""
-    columns = args.caption_column if isinstance(args.caption_column, list) else [args.caption_column]
-    texts, count = [item[name] for name in columns], len(args.caption_weights)
-    if len(columns) == 1 and isinstance(texts[0], list):
+    texts, count = [item[name] for name in list_values(args.caption_column)], len(args.caption_weights)
+    if len(texts) == 1 and isinstance(texts[0], list):
         texts = texts[0] + [None] * (count - len(texts[0]))
     if len(texts) != count:
         raise ValueError(f"it has captions for {len(texts)} of {count} --caption_weights")

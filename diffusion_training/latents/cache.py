@@ -101,7 +101,7 @@ def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., No
         write_out(unfinished)
         record["sha256"], record["checksums"] = digest_file(unfinished), checksums.hexdigest()
         unfinished.replace(path)
-        write_file(path.parent / "unfinished" / f"{path.name}.json", json.dumps(record))
+        write_file(path.parent / "unfinished" / f"{path.name}.json", json.dumps(record), lasting=False)
     except OSError as error:
         fail(f"{path} could not be written ({error}); the same command goes on from what is whole", alone=True)
     finally:

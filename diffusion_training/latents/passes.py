@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 from accelerate import Accelerator
 
+from diffusion_training.arguments import list_values
 from diffusion_training.errors import explained, fail
 from diffusion_training.latents.columns import count_rows
 from diffusion_training.latents.encoders import check_sides, describe_latents
@@ -29,8 +30,7 @@ CacheEncoded = tuple[int, int, pa.RecordBatch, list[dict], dict]  # of `encode_a
 
 def take_resolutions(args: argparse.Namespace) -> list[int]:
     """All sides of --resolution. `args` has the first from here on, with which models are loaded and described."""
-    default = 1024 if is_sdxl(args) else 512
-    sides = args.resolution if isinstance(args.resolution, list) else [args.resolution or default]
+    sides = list_values(args.resolution or (1024 if is_sdxl(args) else 512))
     args.resolution = sides[0]
     return sides
 

@@ -15,6 +15,7 @@ import datasets
 import fsspec
 import pyarrow.parquet as pq
 
+from diffusion_training.arguments import list_values
 from diffusion_training.errors import explain, explained, fail
 
 
@@ -50,9 +51,8 @@ class RemoteRows:
         for name in ("instance_prompt", "folder_repeats"):
             if getattr(args, name, None):
                 fail(f"--{name} is for images on a disk, and {url} is an address: write captions into a column")
-        captions = args.caption_column if isinstance(args.caption_column, list) else [args.caption_column]
         self.images = (column, *[args.mask_column] * (args.mask_column is not None))
-        self.columns = (*self.images, *captions)
+        self.columns = (*self.images, *list_values(args.caption_column))
         if missing := [name for name in self.columns if name not in features]:
             choose = "choose with --image_column, --caption_column and --mask_column"
             fail(f"{url} has no column {missing[0]!r} but {', '.join(features)}: {choose}")

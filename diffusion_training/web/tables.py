@@ -26,14 +26,14 @@ SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 
 
 def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
-    """The tables that --input or --dataset_name names. Returns (file system, their paths in order); none in
-    --output_dir."""
+    """(file system, paths in order) of the tables that --input or --dataset_name names; none in --output_dir."""
     suffixes = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES[1:]))
     if args.input is None:
         return list_split(args, suffixes)
     try:
         fs, path = fsspec.url_to_fs(args.input)
-        paths = fs.find(path) if fs.isdir(path) else [path] if fs.exists(path) else fs.glob(path)
+        visible = [p for p in fs.find(path) if "/." not in p[len(path) :]] if fs.isdir(path) else []
+        paths = visible or ([path] if fs.exists(path) else fs.glob(path))
         own = f"{open_folder(args.output_dir)[1]}/"
         paths = [p for p in sorted(paths) if p.endswith(suffixes) and not PurePosixPath(p).name.startswith((".", "_"))]
         paths = [p for p in paths if not fs.unstrip_protocol(p).removeprefix("file://").startswith(own)]
@@ -62,8 +62,7 @@ def digest_table(fs: AbstractFileSystem, path: str) -> str:
     with explained(f"{path} can't be used"), fs.open(path) as file:
         if not path.endswith(".parquet"):
             return hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(-8, os.SEEK_END)
-        length = int.from_bytes(file.read(4), "little")
+        length = pq.read_metadata(file).serialized_size
         file.seek(-8 - length, os.SEEK_END)
         return hashlib.sha256(file.read(length)).hexdigest()
 
@@ -93,7 +92,7 @@ def copy_table(
     described = (source, digest, columns, rows_per_group, *((where, most) if where or most else ()))
     name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
     fs, _, copy = open_folder(f"{folder}/__download__/tables/{name}.parquet")
-    with explained(f"{source} can't be used: see --url_column, --caption_column and --keep_columns"):
+    with explained(f"{source} can't be used"):
         if not fs.exists(copy):
             more = [name for name in find_columns(where) if name not in columns]
             with open_table(source, [*columns, *more]) as (schema, batches), writing(copy) as file:
@@ -132,7 +131,8 @@ def open_table(url: str, columns: list[str]) -> Iterator[tuple[pa.Schema, Iterat
         for name in columns:
             if schema.names.count(name) != 1:
                 many = "two columns" if name in schema.names else "no column"
-                raise ValueError(f"{many} {name!r} but {', '.join(schema.names)}")
+                turn = "see --url_column, --caption_column, --keep_columns and --where"
+                raise ValueError(f"{many} {name!r} but {', '.join(schema.names)}: {turn}")
         schema = pa.schema([schema.field(name).remove_metadata() for name in columns])
         yield schema, (batch.select(columns) for batch in batches)
 
@@ -176,7 +176,7 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
     url, text, *kept = schema
     if not (pa.types.is_string(url.type) or pa.types.is_large_string(url.type)):
         fail(f"--url_column {args.url_column} holds {url.type}, not text")
-    inner = text.type.value_type if pa.types.is_list(text.type) else text.type
+    inner = getattr(text.type, "value_type", text.type)  # of all kinds of lists, and of categories
     if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
         fail(f"--caption_column {args.caption_column} holds {text.type}, neither text nor lists of text")
     own = {"text": text.type, "url": pa.string(), "width": pa.int32(), "height": pa.int32(), "sha256": pa.string()}

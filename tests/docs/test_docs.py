@@ -163,3 +163,17 @@ def test_every_sentence_of_troubleshooting_is_one_that_is_said():
     for sentence in quoted:
         for part in sentence.split("..."):
             assert part.strip() in said, f"nothing says {part.strip()!r} of {sentence!r}"
+
+
+def test_every_sign_stands_in_troubleshooting():
+    tree = ast.parse((ROOT / "diffusion_training/training/signs.py").read_text())
+    (found,) = (x for x in ast.walk(tree) if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "sentences")
+    signs = [ast.unparse(sign) for sign in found.value.values]
+    table = (ROOT / "docs/troubleshooting.md").read_text().split('"Worth a look:" |')[1].split("\n## ")[0]
+    said = [
+        [part.strip() for part in sentence.split("...")]
+        for cell in re.findall(r"^\| (`.*?`) \|", table, re.M)
+        for sentence in re.findall("`([^`]+)`", cell)
+    ]
+    assert len(said) == len(signs)
+    assert all(sum(all(part in sign for part in parts) for sign in signs) == 1 for parts in said)

@@ -172,7 +172,7 @@ def test_a_shard_is_there_whole_or_not_at_all(tmp_path, monkeypatch, where):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "data.arrow").write_bytes(b"before")
 
-    def full(*args):
+    def full(*args, **options):
         raise OSError(28, "No space left on device")
 
     def broken():

@@ -145,6 +145,8 @@ def test_keys_are_the_same_wherever_the_data_lies(row, tmp_path):
     assert row(image={"bytes": b"", "path": f"{row.folder}/sub/9.png"})["key"] == "sub/9.png"
     assert row(image={"bytes": b"", "path": "hf://of/a/hub.png"})["key"] == "hf://of/a/hub.png"
     assert row(image={"bytes": b"", "path": None})["key"] == "row 3"
+    (tmp_path / "link").symlink_to(row.folder)  # which `datasets` follows
+    assert row(f"--train_data_dir={tmp_path / 'link'}")["key"] == "3.png"
     assert row(image={"bytes": b"", "path": "a\x1b[2J.png"})["key"] == "a?[2J.png"
 
 

@@ -233,6 +233,9 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatc
     monkeypatch.setattr(os, "replace", watch("replace", replace))
     save(tmp_path / "out", "new")
     assert calls[:3] == ["fsync"] * 3 and "replace" in calls
+    calls.clear()
+    write_file(tmp_path / "small", "text")
+    assert calls == ["fsync", "replace"]
 
 
 def test_a_name_on_the_hub_is_no_folder_that_is_read(tmp_path, monkeypatch):

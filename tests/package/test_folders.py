@@ -12,13 +12,18 @@ from PIL import Image
 from diffusion_training.data.rows import load_rows
 
 
-def load(folder, **flags):
-    """(names and captions of the rows, their fingerprint)."""
+def read(folder, **flags):
+    """What `load_rows` returns."""
     flags = {"caption_column": "text", "caption_extension": ".txt", "instance_prompt": None, **flags}
     flags = {"folder_repeats": False, "dataset_name": None, "train_data_dir": str(folder), **flags}
     flags |= {"dataset_config_name": None, "dataset_split": "train", "cache_dir": str(folder.parent / "kept")}
     args = argparse.Namespace(**flags, image_column=None, max_train_samples=None, mask_column=None)
-    rows, column = load_rows(args, others=["text"])
+    return load_rows(args, others=["text"])
+
+
+def load(folder, **flags):
+    """(names and captions of the rows, their fingerprint)."""
+    rows, column = read(folder, **flags)
     assert rows[column][:] == [rows[i][column] for i in range(len(rows))]
     names = [image["path"].removeprefix(f"{folder}/") for image in rows[column][:]]
     return list(zip(names, rows["text"][:], strict=True)), rows._fingerprint
@@ -84,3 +89,21 @@ def test_what_has_no_such_folders_is_refused(tmp_path):
     make_images(tmp_path / "images", 2)
     with pytest.raises(SystemExit, match="images has no folder that is named like 10_name"):
         load(tmp_path / "images", folder_repeats=True)
+
+
+def test_a_folder_behind_a_link_has_the_same_rows_captions_and_masks(tmp_path):
+    for name in ("2_cat/a.png", "2_cat/a.mask.png", "2_cat/b.png"):
+        picture(tmp_path / "disk/images" / name)
+    (tmp_path / "data").symlink_to("disk")
+    rows = [read(tmp_path / place / "images", folder_repeats=True)[0] for place in ("disk", "data")]
+    assert rows[0]["text"][:] == rows[1]["text"][:] == ["cat"] * 4
+    assert [Path(mask["path"]).name for mask in rows[1]["mask"][:] if mask] == ["a.mask.png"] * 2
+    assert rows[0]._fingerprint == rows[1]._fingerprint
+
+
+def test_captions_that_are_not_utf_8_are_said(tmp_path, capsys):
+    make_images(tmp_path / "images", 3)
+    for i, text in enumerate((b"a dog", "a café".encode("latin1"))):
+        (tmp_path / f"images/{i}.txt").write_bytes(text)
+    assert [text for _, text in load(tmp_path / "images")[0]] == ["a dog", None, None]
+    assert f"1 captions can't be read, such as {tmp_path}/images/1.txt: are they UTF-8?" in capsys.readouterr().out

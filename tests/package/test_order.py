@@ -188,3 +188,13 @@ def test_a_stream_is_shuffled_within_its_window_only():
         early = max(i - number for number, i in zip(numbers, range(50), strict=True))
         late = max(number - i for number, i in zip(numbers, range(50), strict=True))
         assert sorted(numbers) == list(range(50)) and late < window and (early > 0) == (window > 1)
+
+
+def test_a_stream_that_breaks_off_is_told_by_whoever_meets_it():
+    def read():
+        yield {"number": 0}
+        raise OSError("cut off")
+
+    with pytest.raises(SystemExit, match=r"the stream can't be read on \(cut off\)") as stop:
+        take(datasets.IterableDataset.from_generator(read), 0, 1, 2)
+    assert stop.value.alone  # the others' shares are whole

@@ -25,8 +25,8 @@ SCRIPTS = [
 ]  # fmt: skip
 # A module imports only from layers above its own line.
 LAYERS = """
-__init__ errors pillow standalone
-arguments files order loading web.pictures web.filters
+__init__ arguments errors pillow standalone
+files order loading web.pictures web.filters
 remote data.ranges data.texts
 data.folders data.streams
 training.signs training.heartbeat training.flags training.lora training.progress

@@ -85,3 +85,9 @@ def test_files_are_written_beside_their_place_and_synced(tmp_path, monkeypatch):
         assert path.parent == tmp_path
         path.write_bytes(b"1")
     assert (tmp_path / "data").read_bytes() == b"1" and len(synced) == 1
+
+
+def test_an_address_of_no_kind_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(module.time, "sleep", None)
+    with pytest.raises(SystemExit, match="nowhere://x can't be read .*Protocol not known"):
+        module.read_bytes("nowhere://x")

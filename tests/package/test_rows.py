@@ -146,6 +146,8 @@ def known(rows, column, folder):
 def test_rows_are_known_by_their_file_in_the_folder_or_their_number(tmp_path, load):
     make_images(tmp_path / "images/a", 3)
     assert known(*load(tmp_path / "images"), tmp_path / "images").names() == ["a/0.png", "a/1.png", "a/2.png"]
+    (tmp_path / "link").symlink_to("images")
+    assert known(*load(tmp_path / "link"), tmp_path / "link").names() == ["a/0.png", "a/1.png", "a/2.png"]
     drawn, column = load(tmp_path / "images", max_train_samples=2, seed=1)
     expected = [Path(row[column]["path"]).name for row in drawn]
     assert [Path(name).name for name in known(drawn, column, tmp_path / "images").names()] == expected

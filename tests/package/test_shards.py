@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import io
 import json
+import tracemalloc
 
 import datasets
 import fsspec
@@ -212,3 +213,15 @@ def test_rows_that_can_not_be_asked_for_and_those_to_ask_again():
     failures = {}
     assert module.choose_urls(pa.table({"url": bad, "text": ["a", "b"]}), 7, {}, failures, args) == {7: "u"}
     assert failures == {8: {"row": 8, "url": None, "reason": "not UTF-8", "tries": 0}}
+
+
+def test_who_looks_for_repeated_files_takes_a_hundred_bytes_an_image(tmp_path):
+    items, count = [{"name": f"{i:03}.parquet"} for i in range(100)], 2000
+    for i, item in enumerate(items):
+        digests = [hashlib.sha256(b"%d" % number).hexdigest() for number in range(i * count, (i + 1) * count)]
+        pq.write_table(pa.table({"sha256": digests}), tmp_path / item["name"])
+    tracemalloc.start()
+    assert module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items) == []
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most / (len(items) * count) < 120

@@ -259,3 +259,10 @@ def test_folders_of_killed_runs_are_deleted_and_those_of_others_are_not(tmp_path
     mine = fetch.take_folder_of_run(tmp_path)
     other = fetch.take_folder_of_run(tmp_path)
     assert mine.is_dir() and other.is_dir() and (tmp_path / "photos").is_dir() and not (tmp_path / "run-dead").exists()
+
+
+def test_a_server_that_says_no_sizes_is_asked_for_a_shard(address, monkeypatch, tmp_path):
+    known, info = open_caches(address, shards_dir=tmp_path / "a")[0], MemoryFileSystem.info
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda *args, **options: {**info(*args, **options), "size": None})
+    assert stream.weigh_rows(known.parts[0]) > 0
+    assert len(open_caches(address, shards_dir=tmp_path / "b")[0]) == NUM_ROWS

@@ -111,7 +111,8 @@ def test_text_that_is_not_utf_8_is_found_row_by_row(tmp_path):
 
 
 def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
-    for name in ("b.parquet", "a.csv", "sub/c.jsonl", ".hidden.parquet", "_metadata.parquet", "d.parquet.gz"):
+    named = ["b.parquet", "a.csv", "sub/c.jsonl", ".hidden.parquet", "_metadata.parquet", "d.parquet.gz"]
+    for name in (*named, "sub/.ipynb_checkpoints/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert [path.removeprefix(f"{tmp_path}/") for path in list_tables(tmp_path)] == [
@@ -125,6 +126,11 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
     for source in ("none.parquet", "*.ndjson", "d.parquet.gz", "nowhere"):
         with pytest.raises(SystemExit, match="can't be read: there is no file that ends in .parquet, .csv"):
             list_tables(tmp_path / source)
+    (tmp_path / ".kept").mkdir()
+    (tmp_path / ".kept/a1.csv").touch()
+    assert (
+        list_tables(tmp_path / ".kept") == list_tables(tmp_path / ".kept/a?.csv") == [str(tmp_path / ".kept/a1.csv")]
+    )
     with pytest.raises(SystemExit, match="--input nowhere://x can't be read"):
         list_tables("nowhere://x")
     # What the download itself has written there is no table
@@ -183,8 +189,17 @@ def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):
     with pytest.raises(SystemExit) as stop:
         copy_table(tmp_path / name, tmp_path)
     assert said in str(stop.value)
-    assert name == "a.parquet" or "see --url_column, --caption_column and --keep_columns" in str(stop.value)
+    assert ("see --url_column, --caption_column, --keep_columns and --where" in str(stop.value)) == ("column" in said)
     assert not list((tmp_path / COPIES).iterdir())
+
+
+def test_what_is_no_parquet_or_was_cut_off_is_named_as_such(tmp_path):
+    pq.write_table(pa.table({"url": ["a"] * 99}), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for content in (whole[:-9], whole[:9], b"version https://git-lfs.github.com/spec/v1"):
+        (tmp_path / "a.parquet").write_bytes(content)
+        with pytest.raises(SystemExit, match="a.parquet can't be used .*(magic bytes|footer).*parquet"):
+            module.digest_table(fsspec.filesystem("file"), str(tmp_path / "a.parquet"))
 
 
 def make_schema(tables, keep=("id",)):
@@ -197,7 +212,8 @@ def test_columns_of_shards_are_images_to_datasets():
     features = datasets.Features.from_arrow_schema(make_schema([table, table]))
     assert isinstance(features["image"], datasets.Image)
     assert list(features) == ["image", "text", "url", "width", "height", "sha256", "id"]
-    for text in (pa.large_string(), pa.list_(pa.large_string())):  # as pandas and polars write it
+    category = pa.dictionary(pa.int8(), pa.string())
+    for text in (pa.large_string(), pa.list_(pa.large_string()), pa.large_list(pa.large_string()), category):
         assert "text" in make_schema([pa.schema({"url": pa.large_string(), "text": text, "id": pa.int64()})]).names
     for change, said in {
         "other": "file:///1 has other types of columns than file:///0: make them the same",

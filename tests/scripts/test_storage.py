@@ -83,9 +83,10 @@ def assert_same_run(one, other):
 
 def folder_bytes(folder):
     found = 0
-    for path in Path(folder).rglob("*.arrow"):
-        with contextlib.suppress(FileNotFoundError):
-            found += path.stat().st_size
+    for place, _, names in os.walk(folder):  # which passes over what goes meanwhile
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += os.path.getsize(f"{place}/{name}") * name.endswith(".arrow")
     return found
 
 
