@@ -296,9 +296,10 @@ def check_shards(paths: list[str], records: dict[str, dict]) -> list[str | None]
 
 def make_absolute(args: argparse.Namespace) -> argparse.Namespace:
     """The flags as workers need them, which start in other folders: paths that exist here from the root."""
-    names = ["dataset_name", "train_data_dir", "cache_dir", *(name for name in vars(args) if "name_or_path" in name)]
+    names = ["dataset_name", "train_data_dir", "cache_dir", "single_file_config"]
+    names += [name for name in vars(args) if "name_or_path" in name]
     values = {name: getattr(args, name) for name in names}
-    paths = {name: os.path.abspath(value) for name, value in values.items() if value and os.path.isdir(value)}
+    paths = {name: os.path.abspath(value) for name, value in values.items() if value and os.path.exists(value)}
     return argparse.Namespace(**vars(args) | paths)
 
 
@@ -412,15 +413,15 @@ def main(args: argparse.Namespace) -> None:
     empty_prompt, settings = describe_encoders(vae, text_encoders, tokenizers, args)
     channels = vae.config.in_channels
     weight_bytes = sum(4 * weight.numel() for model in (vae, text_encoders) for weight in model.parameters())
-    plans = split_caches(vae, settings, sides, args)
-    caches = [each for each, _ in plans]
-    del vae, text_encoders
     if is_address(args.train_data_dir):
         rows, texts = RemoteRows(args), []
         column = rows.columns[0]
     else:
         rows, column = load_rows(args, others=[args.caption_column])
         texts = look_at_captions(rows, args.caption_column)
+    plans = split_caches(vae, settings, sides, args)  # after the rows, which say whether there are masks
+    caches = [each for each, _ in plans]
+    del vae, text_encoders
     say_equal(texts, args)
     say_emptied(tokenizers, texts)
     tokens = count_tokens(tokenizers, texts)

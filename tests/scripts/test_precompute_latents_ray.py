@@ -203,6 +203,12 @@ def test_images_of_several_sizes_and_masks_are_the_bytes_of_one_process(tmp_path
     described = json.loads((tmp_path / "out/cache.json").read_text())
     assert described["features"] == ["ragged latents", "masks"]
 
+    flags += ["--resolution", "8", "16"]
+    precompute(*flags, f"--output_dir={tmp_path / 'each'}")
+    code, said = here(*flags, f"--output_dir={tmp_path / 'ray'}")
+    assert code == 0 and contents(tmp_path / "ray") == contents(tmp_path / "each"), said
+    assert b'"masks"' in contents(tmp_path / "ray")["8/cache.json"]
+
 
 def test_caches_of_sdxl_have_the_same_bytes_too(tmp_path, flags, here):
     """Random crops and images of two shapes; embeddings and tokens; float32's VAE beside bfloat16's text encoders."""
@@ -722,11 +728,17 @@ def test_a_neighbour_whose_name_begins_alike_is_no_part_of_the_data(flags):
 def test_workers_get_paths_from_the_root_and_nothing_else_changes(tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").mkdir()  # also the name of a split, which is no path
-    args = script.parse_args([*flags, "--train_data_dir=images", "--vae_name_or_path=some/model"])
+    (tmp_path / "base.safetensors").touch()
+    argv = ["--train_data_dir=images", "--vae_name_or_path=some/model", "--single_file_config=train"]
+    args = script.parse_args([*flags, *argv, "--pretrained_model_name_or_path=base.safetensors"])
     there = script.make_absolute(args)
+    assert there.pretrained_model_name_or_path == str(tmp_path / "base.safetensors")
     assert there.train_data_dir == str(tmp_path / "images") and args.train_data_dir == "images"
     changed = {name for name in vars(args) if getattr(args, name) != getattr(there, name)}
-    assert changed == {"train_data_dir"} and there.dataset_split == "train"
+    assert (
+        changed == {"train_data_dir", "pretrained_model_name_or_path", "single_file_config"}
+        and there.dataset_split == "train"
+    )
 
 
 def test_dry_run_needs_no_ray(flags, capsys, monkeypatch, tmp_path):
