@@ -44,7 +44,7 @@ from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, make_parser, number, parse_demo
+from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, check_source, make_parser, number, parse_demo
 from diffusion_training.data.captions import (
     are_cut,
     count_tokens,
@@ -142,8 +142,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def check_args(parser: argparse.ArgumentParser, args: Namespace) -> None:
     """End with one line and status 2 if flags do not fit together, before anything is loaded."""
-    if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
-        parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+    check_source(parser, args)
     check_captions(parser, args)
     if args.pretrained_model_name_or_path is None:
         for name in ("vae_name_or_path", "text_encoder_name_or_path"):

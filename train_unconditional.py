@@ -44,7 +44,7 @@ from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
+from diffusion_training.arguments import COUNT, PATH, SWITCH, check_source, make_parser, number, parse_demo
 from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.data.rows import RowDataset, Rows, load_rows, read_items
@@ -151,8 +151,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         demo = [line for line in DEMO.splitlines() if not (go_on and "--model_config_name_or_path" in line)]
         args = parse_demo(parser, "\n".join(demo), argv)
 
-    if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
-        parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+    check_source(parser, args)
     if args.model_config_name_or_path and go_on:
         parser.error("--model_config_name_or_path and --pretrained_model_name_or_path exclude each other")
     if args.cache_images and (args.streaming or args.preserve_input_precision):
@@ -222,8 +221,8 @@ def make_unet(args: Namespace) -> UNet2DModel:
         fail(f"{source} takes {channels} and gives {unet.config.out_channels} channels; images have 1 or 3")
     if args.resolution % multiple:
         fail(f"--resolution {args.resolution} is not a multiple of {multiple}, which this U-Net needs")
-    labels = {} if unet.class_embedding is None else {"class_labels": ()}
-    try_shapes(unet, source, [channels, args.resolution, args.resolution], **labels)
+    condition: dict[str, tuple] = {}  # shapes of what `prepare_batch` gives of an image besides, () of a label
+    try_shapes(unet, source, [channels, args.resolution, args.resolution], **condition)
     return unet
 
 

@@ -83,6 +83,14 @@ def size(low: int, high: int) -> Callable[[str], int]:
 COUNT = number(1, 10**9, int)  # a type
 
 
+def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a folder that is not there, and two sources, of which one would be passed over."""
+    if args.dataset_name and args.train_data_dir:
+        parser.error("--dataset_name and --train_data_dir exclude each other")
+    if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
+        parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+
+
 def parse_demo(
     parser: Parser, demo: str, argv: list[str] | None, launcher: str = "accelerate launch"
 ) -> argparse.Namespace:

@@ -76,9 +76,10 @@ def look_up(chunk: Chunk, name: str, folder: Path) -> tuple[Chunk | None, Iterab
         return chunk.module.home[name], ()
     imports = chunk.module.imports.get(name, ())
     for source, original, alias in imports:
-        if other := open_module(source, folder):
+        if other := open_module(source or original, folder):
             if alias or original not in other.home:
-                sys.exit(f"{chunk.module.path} imports {original} of {source} as a module or under another name")
+                where = source or "its folder"
+                sys.exit(f"{chunk.module.path} imports {original} of {where} as a module or under another name")
             return other.home[original], ()
     return None, imports
 
@@ -141,12 +142,13 @@ def make_standalone(path: str | Path) -> str:
     for part in range(4):
         for module in order:
             texts = [chunk.text for chunk in module.chunks if chunk in chunks and place(chunk) == part]
-            title = [f"# {'-' * 20} {module.doc.splitlines()[0]}"] if texts and module is not script else []
+            said = (module.doc or module.path.name).splitlines()[0]
+            title = [f"# {'-' * 20} {said}"] if texts and module is not script else []
             parts += title + texts
     return "\n\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
         sys.exit("usage: python -m diffusion_training.standalone SCRIPT > mine.py")
     sys.stdout.write(make_standalone(sys.argv[1]))

@@ -134,8 +134,8 @@ def look_at_captions(rows: datasets.Dataset | datasets.IterableDataset, column: 
 
 
 def say_equal(texts: list[str], args: Namespace) -> None:
-    """Say it if captions are all the same, and not by --instance_prompt: as a rule that is a wrong column."""
-    if len(texts) > 1 and len(set(texts)) == 1 and texts[0] != args.instance_prompt:
+    """Say it if captions are all the same, and not by a flag: as a rule that is a wrong column."""
+    if len(texts) > 1 and len(set(texts)) == 1 and texts[0] != args.instance_prompt and not args.folder_repeats:
         print(f"All captions that were looked at say {printable(texts[0][:60])!r}: is it the right --caption_column?")
 
 

@@ -140,7 +140,10 @@ def say_unused(folder: str, builder: datasets.DatasetBuilder, rows: Rows, split:
             used += filter(None, pc.struct_field(rows.data[name], "path").to_pylist())
     real = functools.cache(os.path.realpath)
     used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
-    found = [os.path.join(place, name) for place, _, names in os.walk(real(folder)) for name in names]
+    shut = lambda path: os.path.islink(path) or not os.access(path, os.R_OK | os.X_OK)  # noqa: E731  # of a folder
+    walk = os.walk(real(folder))
+    walk = ((place, names + [name for name in folders if shut(f"{place}/{name}")]) for place, folders, names in walk)
+    found = [os.path.join(place, name) for place, names in walk for name in names]
     meant = ("/.", "/__download__/")  # hidden files, and what download_images.py keeps for itself
     found = [path for path in found if not any(part in path.removeprefix(real(folder)) for part in meant)]
     unused = sorted(path for path in found if path not in used)

@@ -5,13 +5,12 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size
+from diffusion_training.arguments import COUNT, PATH, SWITCH, check_source, number, size
 from diffusion_training.data.streams import check_stream_args
 from diffusion_training.data.texts import add_caption_flags, check_captions
 from diffusion_training.remote import is_address
@@ -166,8 +165,8 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     check_captions(parser, args)
     if args.latents_dir and (args.dataset_name or args.train_data_dir):
         parser.error("--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data")
-    if args.latents_dir is None and args.dataset_name is None and not Path(args.train_data_dir).is_dir():
-        parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+    if args.latents_dir is None:
+        check_source(parser, args)
     if len({*map(os.path.realpath, args.latents_dir or [])}) < len(args.latents_dir or []):
         parser.error("--latents_dir names a cache twice: --latents_weights says how often an epoch takes its rows")
     if args.latents_weights and len(args.latents_weights) != len(args.latents_dir or []):

@@ -32,9 +32,11 @@ def hold_out(accelerator: Accelerator, dataset: Any, holdout: float, seed: int) 
     hashes = (xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in dataset.names())
     hashes = np.fromiter(hashes, np.uint64, len(dataset))
     count = int(holdout if holdout >= 1 else (hashes < holdout * 2.0**64).sum())
+    if 0 < count < len(hashes):  # rows of one name, as --folder_repeats makes of an image, stay together
+        count = int((hashes <= np.sort(hashes)[count - 1]).sum())
     if not 0 < count < len(hashes):
         fail(f"--holdout {holdout:g} sets {count} of {len(hashes)} images aside: choose another share or number")
-    order = hashes.argsort(kind="stable")
+    order = hashes.argsort()
     accelerator.print(f"Held out: {count} of {len(hashes)} images")
     return np.sort(order[count:]), {int(row): int(hashes[row]) for row in order[:count]}
 

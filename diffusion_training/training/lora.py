@@ -76,7 +76,7 @@ def load_network_weights(model: torch.nn.Module, path: str | Path, name: str = "
         for layer, a in found.items():
             mine, scale = own[layer].lora_A["default"].weight, about.get("lora_alpha", len(a)) / about.get("r", len(a))
             if a.shape != mine.shape:
-                raise ValueError(f"its rank is {len(a)}")
+                raise ValueError(f"its rank is {len(a)}" if len(a) != len(mine) else f"{layer} has another width")
             scale = alphas[layer] / len(a) if layer in alphas else scale
             mine.data.copy_(a)
             b = weights[f"{layer}.lora_B.weight"].float() * (float(scale) / own[layer].scaling["default"])

@@ -81,6 +81,8 @@ def make_lr_scheduler(
 
     Started there, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
     """
+    for group in optimizer.param_groups:  # of any optimizer: one that goes on is asked for it, and all do here
+        group["initial_lr"] = group["lr"]
     return get_scheduler(
         args.lr_scheduler, optimizer, step_rules=args.lr_step_rules, num_warmup_steps=args.lr_warmup_steps,
         num_training_steps=args.max_train_steps + 1, num_cycles=args.lr_num_cycles, power=args.lr_power,

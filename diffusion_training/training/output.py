@@ -21,7 +21,7 @@ from diffusion_training.arguments import format_args
 from diffusion_training.errors import UNDO, explained, fail
 from diffusion_training.files import check_output_dir, clean, delete, leave_nothing, saving, take_folder
 from diffusion_training.order import step_seed
-from diffusion_training.training.checkpoints import find_checkpoint, find_checkpoints
+from diffusion_training.training.checkpoints import find_checkpoint, find_checkpoints, read_state
 from diffusion_training.training.launch import StopSignal
 from diffusion_training.training.signs import read_best
 
@@ -36,7 +36,8 @@ def open_output_dir(accelerator: Accelerator, script: str, args: Namespace) -> t
     output_dir = Path(args.output_dir)
     lock = None
     if accelerator.is_main_process:
-        own = {"run.args", "metrics.jsonl", "find_lr.json"}  # one of which each run leaves; a cache has run.args too
+        own = {"run.args", "metrics.jsonl", "find_lr.json", "image_cache"}  # each leaves one; so does a cache
+        own |= {path.name for path in find_checkpoints(output_dir)}  # which may be all that was copied here
         is_own = lambda names: own & names and "cache.json" not in names  # noqa: E731
         if not output_dir.exists():
             UNDO.append(partial(leave_nothing, output_dir))
@@ -133,7 +134,7 @@ def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
 
 def restore_best(output_dir: Path, checkpoint: Path | None) -> None:
     """Let best/ be what a checkpoint, or with None a run that begins, knows: not what came after it."""
-    reached = int(checkpoint.name.split("-")[-1]) if checkpoint else -1
+    reached = read_state(checkpoint, None)["global_step"] if checkpoint else -1
     for folder in (output_dir / "best", output_dir / "best-before"):
         if read_best(folder).get("step", -1) > reached:
             delete(folder)

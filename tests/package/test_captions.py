@@ -161,12 +161,13 @@ def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
 
 
 def test_what_is_said_of_captions(capsys):
-    def look(captions, prompt=None):
-        args = argparse.Namespace(instance_prompt=prompt)
+    def look(captions, prompt=None, repeats=False):
+        args = argparse.Namespace(instance_prompt=prompt, folder_repeats=repeats)
         module.say_equal(module.look_at_captions(datasets.Dataset.from_dict({"c": captions}), "c"), args)
         return capsys.readouterr().out
 
     assert "say 'x?[2J': is it the right --caption_column?" in look(["x\x1b[2J"] * 3)
+    assert look(["dog"] * 3, repeats=True) == ""
     assert look(["x"] * 3, prompt="x") == look(["x"]) == look(["x", "y"]) == look([None, "x"]) == look([]) == ""
     assert "say 'x'" in look([["x", "y"], ["x", "z"], []])  # of each row the first
     assert f"say '{'x' * 60}'" in look(["x" * 99] * 2)

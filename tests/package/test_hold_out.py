@@ -62,10 +62,14 @@ def test_which_are_held_out_stays_what_it_is():
     assert split([f"{i}.png" for i in range(12)], 4)[1] == {"0.png", "1.png", "5.png", "10.png"}
 
 
-def test_of_rows_of_one_name_the_first_are_held_out():
-    """On any machine: numpy sorts alike on all only if it is to be stable."""
-    _, held = hold_out(Accelerator(cpu=True), Named(["a.png", "b.png"] * 250), 7, 0)
-    assert sorted(held) in (list(range(0, 14, 2)), list(range(1, 14, 2)))
+def test_of_rows_of_one_name_all_are_held_out_or_none():
+    """--folder_repeats makes several of an image: what is measured must not be trained on under another number."""
+    names = [f"{i % 10}.png" for i in range(50)]
+    for holdout, count in (1, 5), (5, 5), (7, 10), (0.3, 15):
+        trained, held = split(names, holdout)
+        assert not trained & held and 5 * len(held) == count
+    with pytest.raises(SystemExit, match="sets 50 of 50 images aside"):
+        split(names, 46)
 
 
 def test_what_is_held_out_is_known_by_its_content_in_any_order():

@@ -174,6 +174,10 @@ def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
     ]:  # fmt: skip
         with pytest.raises(SystemExit, match=rf"does not fit; choose --rank and --lora_layers .* \({said}"):
             load_network_weights(adapted(base, **flags), path)
+    narrow = UNet2DConditionModel.load_config(base / "unet") | {"cross_attention_dim": 16}
+    UNet2DConditionModel.from_config(narrow).save_pretrained(tmp_path / "narrow/unet")
+    with pytest.raises(SystemExit, match=r"\(.*attn2.to_[kv] has another width\)"):
+        load_network_weights(adapted(tmp_path / "narrow"), path)
     for name in ("nothing.safetensors", "test.safetensors"):
         (tmp_path / "test.safetensors").write_bytes(b"no weights")
         with pytest.raises(SystemExit, match="--network_weights .* does not fit"):

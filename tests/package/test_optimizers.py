@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from diffusion_training.training.optimizers import load_optimizer, make_optimizer
+from diffusion_training.training.optimizers import load_optimizer, make_lr_scheduler, make_optimizer
 
 KINDS = ["adamw", "adamw8bit", "adafactor"]
 
@@ -108,3 +108,19 @@ def test_another_model_is_an_error():
     other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError):
         go_on(optimizer, other)
+
+
+def test_any_optimizer_that_somebody_puts_there_has_a_schedule_and_goes_on_with_it():
+    args = argparse.Namespace(lr_scheduler="linear", lr_warmup_steps=0, max_train_steps=9, lr_step_rules=None)
+    args.lr_num_cycles, args.lr_power = 1, 1.0
+    weight, rates = torch.nn.Parameter(torch.ones(2)), []
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    lr_scheduler = make_lr_scheduler(optimizer, 0, args)
+    for _ in range(4):
+        rates += lr_scheduler.get_last_lr()
+        optimizer.step()
+        lr_scheduler.step()
+    assert rates == pytest.approx([0.9, 0.8, 0.7, 0.6])
+    other = torch.optim.SGD([weight], lr=2.0)
+    go_on(optimizer, other)
+    assert make_lr_scheduler(other, 2, args).get_last_lr() == pytest.approx([1.4])

@@ -62,12 +62,17 @@ def test_folders_of_others_are_left_alone(tmp_path, args):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="can't be written to"):
         take(args(f"--output_dir={tmp_path / 'file'}"))
-    for name in ("metrics.jsonl", "find_lr.json", "run.args"):  # one of which each run leaves
+    for name in ("metrics.jsonl", "find_lr.json", "run.args", "image_cache"):  # one of which each run leaves
         own = tmp_path / f"own-{name}"
         own.mkdir()
         (own / name).touch()
         (own / "README.md").touch()
         assert take(args(f"--output_dir={own}")) is None
+    kept = tmp_path / "copied/checkpoint-3"
+    kept.mkdir(parents=True)
+    (kept / "trainer_state.json").touch()
+    with pytest.raises(SystemExit, match="checkpoint-3 is damaged"):  # and not that the folder is another's
+        take(args(f"--output_dir={tmp_path / 'copied'}", "--resume_from_checkpoint=latest"))
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path, args):

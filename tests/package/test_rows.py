@@ -128,8 +128,12 @@ def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, ca
         (tmp_path / "images" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "images" / name).touch()
     shutil.copy(tmp_path / "images/0.png", tmp_path / "images/left.png")  # which the metadata do not name
+    (tmp_path / "images/linked").symlink_to(tmp_path / "images/more")  # a folder, which is not followed
+    (tmp_path / "images/shut").mkdir()  # to us
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, *how, **more: "shut" not in f"{path}" and access(path, *how))
     load(tmp_path / "images")
-    said = "4 of 8 files are not used (2 .cr2, 1 .png, 1 no suffix), such as left.png"
+    said = "6 of 10 files are not used (3 no suffix, 2 .cr2, 1 .png), such as left.png"
     assert capsys.readouterr().out == f"{tmp_path / 'images'}: {said}\n"
     monkeypatch.setenv("RANK", "1")
     load(tmp_path / "images")

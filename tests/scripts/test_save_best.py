@@ -128,3 +128,14 @@ def test_without_images_held_out_it_is_refused(flags, capsys):
     with pytest.raises(SystemExit):
         script.parse_args([*flags, "--holdout=0"])
     assert "--save_best goes by the held-out loss: say with --holdout how many images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("best", [2, 3])
+def test_a_checkpoint_that_was_copied_may_have_any_name(tmp_path, flags, losses, without_figures, best):
+    """Its step stands in it, and so what is best knows what came after it."""
+    train(*flags, "--max_train_steps=2", "--validation_steps=2")
+    kept = (tmp_path / "out/checkpoint-2").rename(tmp_path / "kept")
+    (tmp_path / "out/best/held_out.json").write_text(json.dumps({"step": best, "held_out_loss": 0.1}))
+    train(*flags, "--max_train_steps=3", f"--resume_from_checkpoint={kept}")
+    assert steps(tmp_path / "out") == [best, None]
+    assert read_best(tmp_path / "out/best")["held_out_loss"] == (0.1 if best == 2 else losses[2])

@@ -583,6 +583,7 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
 
 @pytest.mark.parametrize("argv, sentence", [
     (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
+    (["--train_data_dir=.", "--dataset_name=a"], "--dataset_name and --train_data_dir exclude each other"),
     (["--latents_dir=a", "--max_train_samples=3"], "--max_train_samples does nothing with --latents_dir"),
     (["--latents_dir=a", "--center_crop"], "--center_crop does nothing with"),
     (["--latents_dir=a", "--min_size=19"], "--min_size does nothing with --latents_dir"),

@@ -611,6 +611,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(tmp_pa
     (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
     (["--dataloader_num_workers=2147483648"], "--dataloader_num_workers: 2147483648 is not between 0 and 1024"),
     (["--model_config_name_or_path=a", "--pretrained_model_name_or_path=b"], "exclude each other"),
+    (["--dataset_name=a", "--train_data_dir=."], "--dataset_name and --train_data_dir exclude each other"),
 ])  # fmt: skip
 def test_bad_arguments_end_with_one_line_before_anything_is_written(argv, sentence, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -635,6 +636,7 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
         ({"norm_num_groups": -1}, "odd.json can't be trained here|holds no UNet2DModel"),
         ({"mid_block_scale_factor": "x"}, r"the U-Net of .*odd.json can't be trained here \("),
         ({"in_channels": 4}, "odd.json takes 4 and gives 3 channels; images have 1 or 3"),
+        ({"num_class_embeds": 3}, r"can't be trained here \(class_labels should be provided"),
     ):
         (tmp_path / "odd.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(SystemExit, match=sentence):

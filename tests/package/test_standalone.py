@@ -1,0 +1,37 @@
+"""One file of a script that has modules of its own beside it."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from diffusion_training.standalone import make_standalone
+
+SCRIPT = """'''A script.'''
+import math
+%s
+
+if __name__ == "__main__":
+    print(%s(math.tau))
+"""
+
+
+def test_what_lies_beside_the_script_comes_along_or_is_refused(tmp_path):
+    (tmp_path / "my_losses.py").write_text("def half(x):\n    return x / 2\n")  # without a docstring
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT % ("from my_losses import half", "half"))
+    one = make_standalone(script)
+    assert "my_losses import" not in one
+    said = subprocess.run([sys.executable, "-I", "-c", one], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("3.14159")
+    for line in ("import my_losses", "import my_losses as mine", "from diffusion_training.training import order as x"):
+        script.write_text(SCRIPT % (line, f"{line.split()[-1]}.half"))
+        with pytest.raises(SystemExit, match="script.py imports .* as a module or under another name"):
+            make_standalone(script)
+
+
+def test_no_file_is_the_usage(tmp_path):
+    command = [sys.executable, "-m", "diffusion_training.standalone", tmp_path / "none.py"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 1 and found.stderr.startswith("usage: ")
