@@ -101,7 +101,7 @@ def persist(path: str, action: Callable[[AbstractFileSystem, str], Done], hopele
         except Exception as error:
             if "FileNotFoundError" in hopeless and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(None, "no such file", path) from error
-            if wait is None or is_a(error, "ImportError", "ModuleNotFoundError", *hopeless):
+            if wait is None or is_a(error, "ImportError", *hopeless):
                 turn = "the same command goes on when it can be read"
                 fail(f"{path} can't be read ({explain(error)}): what was saved is whole, and {turn}", alone=True)
             time.sleep(wait)

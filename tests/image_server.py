@@ -70,12 +70,12 @@ class ImageServer:
     """Serves on a free port of 127.0.0.1, in a thread of its own, until `close`.
 
     `requests`: how often each path was asked for. `most`: the most requests at a time. `delay`: seconds before each
-    answer. `sent`: bytes of bodies that do not end.
+    answer. `sent`: bytes of bodies that do not end. `headers`: of the last request.
     """
 
     def __init__(self, ssl=None):
         self.requests, self.open, self.most, self.delay, self.sent = collections.Counter(), 0, 0, 0.0, 0
-        self.loop = asyncio.new_event_loop()
+        self.loop, self.headers = asyncio.new_event_loop(), {}
         self.server = self.loop.run_until_complete(
             asyncio.start_server(self.serve, "127.0.0.1", 0, backlog=1024, ssl=ssl)
         )
@@ -117,6 +117,7 @@ class ImageServer:
 
     async def answer(self, writer, path, headers):
         """Returns whether the connection stays open."""
+        self.headers = headers
         self.requests[path] += 1
         await asyncio.sleep(self.delay)
         kind, _, rest = path.strip("/").partition("/")
@@ -156,6 +157,8 @@ class ImageServer:
             return True
         if kind == "hop":  # to another spelling of the same host, and on
             return send("302 Found", Location=f"/image/{number}" if path.endswith("#") else f"../image/{number}")
+        if kind.startswith("moved-"):  # with a number to there, without one to nowhere
+            return send(f"{kind[6:]} Moved", Location=f"/image/{number}" if rest else "")
         if kind == "busy":  # once
             return send(body=image) if self.requests[path] > 1 else send("429 Too Many Requests", Retry_After="1")
         if kind == "flaky":  # twice

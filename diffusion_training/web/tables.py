@@ -34,7 +34,7 @@ def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
         fs, path = fsspec.url_to_fs(args.input)
         visible = [p for p in fs.find(path) if "/." not in p[len(path) :]] if fs.isdir(path) else []
         paths = visible or ([path] if fs.exists(path) else fs.glob(path))
-        own = f"{open_folder(args.output_dir)[1]}/"
+        own = f"{open_folder(args.output_dir)[2]}/"
         paths = [p for p in sorted(paths) if p.endswith(suffixes) and not PurePosixPath(p).name.startswith((".", "_"))]
         paths = [p for p in paths if not fs.unstrip_protocol(p).removeprefix("file://").startswith(own)]
         if not paths:

@@ -16,6 +16,7 @@ import precompute_latents
 from diffusion_training.data import captions as module
 from diffusion_training.data.families import Tokenizers
 from diffusion_training.data.images import decode_image, shrink
+from diffusion_training.data.texts import choose_caption
 from diffusion_training.order import draw_choices
 
 TOKENIZER = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
@@ -193,3 +194,10 @@ def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):
     monkeypatch.setattr(module, "shrink", lambda image, *how: sizes.append(len(image)) or shrink(image, *how))
     assert "mask" not in row() and sizes == [3]
     assert row("--mask_column=where", where=None)["mask"].unique().tolist() == [255] and sizes == [3, 3, 1]
+
+
+def test_the_order_of_tags_stays_what_it_is():
+    """Who goes on with another version must go on with the same captions."""
+    args = argparse.Namespace(seed=4, shuffle_caption=True, keep_tokens=1)
+    found = [choose_caption("a,b,c,d,e,f,g", epoch, 7, args) for epoch in (0, 1)]
+    assert found == ["a, g, b, c, f, d, e", "a, e, c, g, b, f, d"]

@@ -20,6 +20,7 @@ from diffusion_training.training.checkpoints import (
     find_checkpoints,
     find_start,
     load_checkpoint,
+    load_start,
     prune_checkpoints,
     read_start,
     read_state,
@@ -61,12 +62,12 @@ def make(config):
 def save(tmp_path, accelerator, make):
     """Save checkpoints at steps."""
 
-    def save(*steps, limit=None, ema=True, settings=SETTINGS):
+    def save(*steps, limit=None, ema=True, settings=SETTINGS, **more):
         models, optimizer = make(1, ema)
         (tmp_path / "out").mkdir(exist_ok=True)
         args = argparse.Namespace(output_dir=str(tmp_path / "out"), checkpoints_total_limit=limit)
         for step in steps:
-            state = {"global_step": step, "data_step": step, "images_seen": 2 * step, "settings": settings}
+            state = {"global_step": step, "data_step": step, "images_seen": 2 * step, "settings": settings, **more}
             save_checkpoint(accelerator, models, optimizer, state, args)
         return models, optimizer
 
@@ -153,8 +154,9 @@ def test_another_model_is_refused(tmp_path, save, load, config):
     save(2)
     config["block_out_channels"] = (8, 24)
     try:
-        with pytest.raises(SystemExit, match="checkpoint-2 is damaged or from another model"):
+        with pytest.raises(SystemExit, match="checkpoint-2 is damaged or from another model") as stop:
             load(tmp_path / "out/checkpoint-2")
+        assert "\n" not in str(stop.value)
     finally:
         config["block_out_channels"] = (8, 16)
 
@@ -332,3 +334,62 @@ def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_
             read_start(start, argparse.Namespace(**vars(args) | {name: other}))
     with pytest.raises(SystemExit, match="--max_train_steps 3: .*checkpoint-3 is at step 3"):
         read_start(start, argparse.Namespace(**vars(args) | {"max_train_steps": 3}))
+
+
+def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(tmp_path, accelerator, make, save, capsys):
+    models, _ = save(3, cuts=[4, 2])
+    start, args = tmp_path / "out/checkpoint-3", argparse.Namespace(holdout=0.0, seed=1, max_train_steps=None)
+    state, (found, _) = read_start(start, args), make(2)
+    assert "cuts" not in state
+    load_start(accelerator, start, found, state)
+    for name, model in models.items():
+        one, other = model.state_dict(), found[name].state_dict()
+        assert all(torch.equal(one[key], other[key]) for key in one), name
+    assert capsys.readouterr().out == f"Going on from the weights of {start}, at step 3\n"
+    (start / "unet/config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"checkpoint-3 is damaged or from another model \(unet/config.json is not"):
+        load_start(accelerator, start, found, state)
+
+
+class Harm:
+    """What pickle makes a file of."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "scaler.bin"])
+def test_of_a_checkpoint_that_somebody_made_up_nothing_is_run(tmp_path, accelerator, save, load, monkeypatch, name):
+    accelerator.scaler, dump, harm = torch.amp.GradScaler("cpu"), torch.save, Harm(tmp_path / "harm")
+    with monkeypatch.context() as m:
+        m.setattr(torch, "save", lambda saved, path: dump(harm if path.name == name else saved, path))
+        save(2)
+    with pytest.raises(SystemExit, match="checkpoint-2 is damaged or from another model"):
+        load(tmp_path / "out/checkpoint-2")
+    assert not (tmp_path / "harm").exists()
+
+
+def test_an_optimizer_of_another_kind_is_refused(tmp_path, save, load):
+    save(2)  # of before there was a choice
+    load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "optimizer": "adamw"})
+    with pytest.raises(SystemExit, match="checkpoint-2 was trained with --optimizer adamw, not prodigy: go on with"):
+        load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "optimizer": "prodigy"})
+    save(3, settings={**SETTINGS, "optimizer": "prodigy"})
+    with pytest.raises(SystemExit, match="checkpoint-3 was trained with --optimizer prodigy, not adamw"):
+        load(tmp_path / "out/checkpoint-3")
+
+
+def test_the_first_process_writes_and_speaks_and_the_others_wait(tmp_path, accelerator, save, capsys, monkeypatch):
+    met, out = [], tmp_path / "out"
+    monkeypatch.setattr(
+        accelerator, "wait_for_everyone", lambda: met.append([path.name for path in find_checkpoints(out)])
+    )
+    save(3)
+    monkeypatch.setattr(Accelerator, "is_main_process", False)
+    save(4)
+    assert met == [["checkpoint-3"]] * 2
+    monkeypatch.setenv("RANK", "1")
+    assert find_checkpoint("latest", str(tmp_path)) is None and not capsys.readouterr().out

@@ -42,7 +42,8 @@ def fetch(urls, *flags):
     """([file or None], [failure or None]) of each URL, with FAST and these flags."""
     with tempfile.TemporaryFile() as spool:
         urls = dict(enumerate(urls))
-        images, failures, _ = asyncio.run(module.fetch_rows(urls, spool, make_args(*FAST, *flags)))
+        images, failures, received = asyncio.run(module.fetch_rows(urls, spool, make_args(*FAST, *flags)))
+        assert received >= sum(image["last"] - image["first"] for image in images.values())
         assert images.keys() | failures.keys() == urls.keys() and not images.keys() & failures.keys()
         files = dict.fromkeys(urls)
         for row, image in images.items():
@@ -188,6 +189,7 @@ def test_a_full_disk_is_no_failure_of_the_image(server):
     (["unavailable_after: 25 Jun 2030 15:00:00 PST, noai"], "noai"),
     (["unavailable_after: Tue, 25 Jun 2030 15:00:00 GMT, noai"], "noai"),
     (["max-image-preview: none, noindex"], "noindex"),
+    (["max-snippet: -1, max-video-preview: 0, noai"], "noai"),
     ([], None),
 ])  # fmt: skip
 def test_opt_out(values, found):
@@ -372,3 +374,104 @@ def test_nobody_waits_longer_than_a_minute_between_tries(server, monkeypatch):
     monkeypatch.setattr(module, "asyncio", argparse.Namespace(**{**vars(asyncio), "sleep": sleep}))
     fetch([f"{server.url}/broken/1"], "--retries", 12)
     assert len(slept) == 12 and 30 <= max(slept) <= 90 and slept[0] < 1
+
+
+def test_waits_between_tries_double_up_to_a_minute_and_are_never_the_same(server, monkeypatch):
+    slept, drawn = [], []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(module, "asyncio", argparse.Namespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(module.random, "uniform", lambda *bounds: drawn.append(bounds) or 1)
+    fetch([f"{server.url}/broken/1"], "--retries", 9)
+    assert slept == [0.5, 1, 2, 4, 8, 16, 32, 60, 60] and {*drawn} == {(0.5, 1.5)}
+    slept.clear()
+    fetch([f"{server.url}/mute/1"], "--retries", 1, "--idle_timeout", 0.1)
+    assert slept == [0.5]
+
+
+def test_what_is_said_with_a_request_and_what_is_received(server):
+    args = make_args(*FAST)
+    urls = dict(enumerate(good_urls(server, 2, "chunked")))
+    *_, received = asyncio.run(module.fetch_rows(urls, io.BytesIO(), args))
+    assert received == len(make_image(0)) + len(make_image(1))
+    said = {name: server.headers.get(name) for name in ("user-agent", "accept", "accept-encoding")}
+    expected = {"user-agent": args.user_agent, "accept": "image/*,*/*;q=0.5", "accept-encoding": "identity"}
+    assert said == expected and args.user_agent
+
+
+def test_only_what_redirects_is_followed_and_all_hops_have_one_time(server):
+    found = reasons([f"{server.url}/moved-{status}/1" for status in (301, 302, 303, 307, 308, 300, 304)])
+    assert found == [None] * 5 + ["HTTP 300", "HTTP 304"]
+    assert reasons([f"{server.url}/moved-302"]) == ["HTTP 302"]
+    server.delay = 0.35
+    assert reasons([f"{server.url}/hop/7"], "--timeout", 0.6, "--retries", 0) == ["timed out"]
+    assert server.requests["/image/7"] == 1  # it was on its way
+
+
+def test_a_body_may_be_as_large_as_is_said_and_has_no_encoding(server):
+    size = len(make_image(2))
+    urls = [f"{server.url}/image/2", f"{server.url}/chunked/2"]
+    assert reasons(urls, "--max_bytes", size) == [None] * 2
+    assert reasons(urls, "--max_bytes", size - 1) == [f"too large: {size} bytes", "too large: it does not end"]
+    kinds = ("gzip", "x-gzip", "deflate", "BR", "zstd", "compress", "identity,br")
+    assert reasons([f"{server.url}/header-{kind}/1" for kind in kinds]) == ["compressed body"] * 7
+
+
+def test_what_a_directive_says_is_no_directive_and_a_time_that_has_passed_is_now():
+    values = CIMultiDict([("x-robots-tag", "max-image-preview: none")])
+    assert module.find_opt_out(values, "me", ["none"]) is None
+    headers = {"Retry-After": module.email.utils.formatdate(time.time() - 60, usegmt=True)}
+    assert module.read_retry_after(headers) == 0
+
+
+def test_names_are_looked_up_as_many_at_a_time_as_there_are_connections(server, monkeypatch):
+    """Or a name server that is slow for some would hold up all."""
+    together = threading.Barrier(12, timeout=10)
+
+    def look_up(host, *args, **kwargs):
+        together.wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", server.port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    urls = [f"http://{i}.test:{server.port}/image/{i}" for i in range(12)]
+    assert reasons(urls, "--connections", 12, "--timeout", 20) == [None] * 12
+
+
+def test_a_machine_that_can_start_no_thread_is_at_fault_and_what_nobody_foresees_is_said(server, monkeypatch):
+    def open_socket(address, allowed):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(module, "open_socket", open_socket)
+    said = "can't start new thread"
+    with pytest.raises(OSError, match="can't start new thread: lower --connections"):
+        fetch(good_urls(server, 1))
+    said = "strange"
+    assert reasons(good_urls(server, 1)) == ["connection: RuntimeError strange"]
+
+
+def test_how_many_hosts_tell_that_there_is_no_network(monkeypatch):
+    def look_up(host, *args, **kwargs):
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    for rows, hosts in ((20, 10), (30, 30)):
+        with pytest.raises(OSError, match=f"none of {hosts} hosts could be reached"):
+            fetch([f"http://{i % hosts}.test/{i}" for i in range(rows)])
+    for rows, hosts in ((19, 19), (20, 9)):
+        assert len(reasons([f"http://{i % hosts}.test/{i}" for i in range(rows)])) == rows
+
+
+@pytest.mark.parametrize("error, reason", [
+    (TimeoutError(), "timed out"), (aiohttp.ClientPayloadError("x"), "broken off"),
+    (aiohttp.ServerDisconnectedError(), "broken off"), (ConnectionResetError(104, "x"), "broken off"),
+    (aiohttp.ClientOSError(32, "Broken pipe"), "broken off"), (ValueError("x"), "bad URL: x"),
+    (aiohttp.ClientResponseError(argparse.Namespace(real_url="x"), ()), "bad answer: not as HTTP has it"),
+])  # fmt: skip
+def test_each_way_to_fail_has_its_reason(error, reason):
+    def get(*args, **options):
+        raise error
+
+    downloads = module.Downloads(argparse.Namespace(get=get), None, None, make_args("--retries", 0))
+    assert asyncio.run(downloads.download("http://a/")) == {"reason": reason, "tries": 1}

@@ -177,3 +177,33 @@ def test_what_is_stored_is_found_again_and_a_full_disk_is_no_failure_of_the_imag
 
     with pytest.raises(OSError, match="No space left"):
         module.store_image(files[0], Full(), make_args())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(5, "Input/output error"), OSError("broken data stream")])
+def test_want_of_memory_is_no_fault_of_the_image(monkeypatch, error):
+    def fail(self):
+        raise error
+
+    data = encode(photograph())
+    monkeypatch.setattr(Image.Image, "load", fail)
+    with pytest.raises(module.Failure if error.args == ("broken data stream",) else type(error)):
+        module.check_image(data, make_args())
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_that_lies_on_its_side_is_measured_as_it_is_displayed(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(photograph(), "JPEG", exif=exif)
+    assert module.check_image(data, make_args())[1:] == ((300, 200) if orientation < 5 else (200, 300))
+
+
+def test_grey_stays_grey_and_white_white():
+    for image in (photograph("L"), Image.fromarray(np.full((200, 300), 65535, np.uint16))):
+        stored = Image.open(io.BytesIO(module.check_image(encode(image), make_args("--resize_to", 64))[0]))
+        assert stored.mode == "L" and (image.mode == "L" or stored.getextrema() == (255, 255))
+
+
+def test_as_many_pixels_as_may_be_are_decoded(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 200)
+    assert module.check_image(encode(photograph()), make_args())[1:] == (300, 200)

@@ -169,3 +169,13 @@ def test_the_order_stays_what_it_is():
     ranges = Ranges([3, 4, 5], 7, 3, 2, held_out=[4])
     expected = [5, 1, 10, 3, 2, 9, 6, 7, 11, 0, 8]
     assert lay_out(ranges, 0) == expected and ranges[5] == expected[5]
+
+
+def test_windows_do_not_all_change_together_and_end_with_their_last_image():
+    ranges = Ranges([10] * 64, 0, 4, 4)
+    for number in range(4):
+        pieces, bounds, rows = ranges.cut_windows(0, number)
+        assert bounds[1] == 1 + number and len(pieces) == 16 and rows[-1] == 160
+        windows = list(ranges.plan_range(0, number, 0))
+        assert [begin for begin, _, _ in windows] == (rows[:-1] * 4 + number).tolist()
+        assert [end for _, end, _ in windows] == ((rows[1:] - 1) * 4 + number + 1).tolist()

@@ -87,6 +87,63 @@ def test_files_are_written_beside_their_place_and_synced(tmp_path, monkeypatch):
     assert (tmp_path / "data").read_bytes() == b"1" and len(synced) == 1
 
 
+@pytest.fixture
+def ask(monkeypatch):
+    """ask(error, times) does what fails so often; it keeps the file system of each try, and the seconds between."""
+    ask = lambda error, times, *hopeless: module.persist("memory://bucket/x", action(error, times), hopeless)  # noqa: E731
+    ask.tried, ask.slept = [], []
+    monkeypatch.setattr(module.time, "sleep", ask.slept.append)
+
+    def action(error, times):
+        ask.tried.clear(), ask.slept.clear()
+
+        def act(fs, path):
+            ask.tried.append(fs)
+            if len(ask.tried) <= times:
+                raise error
+            return path
+
+        return act
+
+    return ask
+
+
+def test_what_can_not_be_read_is_asked_for_again_for_a_minute(ask):
+    assert ask(OSError("reset by peer"), 0) == "/bucket/x" and ask.slept == []
+    known = ask.tried[0]
+    assert ask(OSError("reset by peer"), 7) == "/bucket/x" and ask.slept == [0.5, 1, 2, 4, 8, 16, 32]
+    assert ask.tried[0] is known and len({*map(id, ask.tried)}) == 8  # then with credentials read anew
+    with pytest.raises(SystemExit, match=r"memory://bucket/x can't be read \(reset by peer\): what was saved") as stop:
+        ask(OSError("reset by peer"), 8)
+    assert stop.value.alone and len(ask.tried) == 8
+    assert ask(FileNotFoundError(), 2) == ask(PermissionError(), 2) == "/bucket/x"
+
+
+@pytest.mark.parametrize("error", [ImportError("no s3fs"), ModuleNotFoundError("no s3fs"), PermissionError("denied")])
+def test_what_no_waiting_mends_is_said_at_once(ask, error):
+    with pytest.raises(SystemExit, match="can't be read .no s3fs|can't be read .denied"):
+        ask(error, 1, "FileNotFoundError", "PermissionError")
+    assert ask.slept == []
+
+
+def test_small_files_are_read_and_one_that_is_not_there_is_said_at_once(folder, monkeypatch):
+    url, _ = folder
+    monkeypatch.setattr(module.time, "sleep", None)
+    with module.writing(f"{url}/a") as path:
+        path.write_bytes(b"1")
+    assert module.read_bytes(f"{url}/a") == b"1"
+    with pytest.raises(FileNotFoundError, match=f"{url}/gone"):
+        module.read_bytes(f"{url}/gone")
+    for error in ("PermissionError", "NoCredentialsError") if module.is_address(url) else ():
+
+        def refuse(self, path, error=error):
+            raise type(error, (OSError,), {})("not yours")
+
+        monkeypatch.setattr(MemoryFileSystem, "cat_file", refuse)
+        with pytest.raises(SystemExit, match="can't be read .not yours"):
+            module.read_bytes(f"{url}/a")
+
+
 def test_an_address_of_no_kind_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(module.time, "sleep", None)
     with pytest.raises(SystemExit, match="nowhere://x can't be read .*Protocol not known"):

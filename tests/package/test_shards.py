@@ -215,6 +215,37 @@ def test_rows_that_can_not_be_asked_for_and_those_to_ask_again():
     assert failures == {8: {"row": 8, "url": None, "reason": "not UTF-8", "tries": 0}}
 
 
+def test_what_an_earlier_row_holds_byte_for_byte_is_found(tmp_path):
+    shards = {"a": "xyx", "b": "zyx", "c": "", "d": "w", "e": "wvw"}
+    items = [{"name": f"{name}.parquet", "table": "t"} for name in shards]
+    for name, files in shards.items():
+        digests = [hashlib.sha256(file.encode()).hexdigest() for file in files]
+        pq.write_table(pa.table({"sha256": pa.array(digests, pa.string())}), tmp_path / f"{name}.parquet")
+    found = module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items)
+    assert found == [items[0] | {"repeated": [2]}, items[1] | {"repeated": [1, 2]}, items[4] | {"repeated": [0, 2]}]
+    (tmp_path / "d.parquet").write_bytes(b"")
+    with pytest.raises(SystemExit, match="d.parquet is damaged: delete it, and the same command mends it"):
+        module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items)
+
+
+def test_a_record_describes_the_file_that_is_there(tmp_path):
+    (tmp_path / "a").write_bytes(b"12")
+    assert module.describe_shard(tmp_path / "a") == {"bytes": 2, "sha256": hashlib.sha256(b"12").hexdigest()}
+
+
+def test_what_others_have_written_meanwhile_is_seen(folder, monkeypatch):
+    """Object storage keeps what it has listed."""
+    fs, root, _ = folder
+    if type(fs).protocol != "memory":
+        return
+    listed, ls = {}, MemoryFileSystem.ls
+    monkeypatch.setattr(MemoryFileSystem, "ls", lambda self, path, **how: listed.get(path) or ls(self, path, **how))
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self: listed.clear())
+    listed[root] = ls(fs, root, detail=True)
+    fs.store[f"{root}/new"] = fs.store[next(iter(fs.store))]
+    assert "new" in module.list_sizes(fs, root)
+
+
 def test_who_looks_for_repeated_files_takes_a_hundred_bytes_an_image(tmp_path):
     items, count = [{"name": f"{i:03}.parquet"} for i in range(100)], 2000
     for i, item in enumerate(items):

@@ -261,8 +261,109 @@ def test_folders_of_killed_runs_are_deleted_and_those_of_others_are_not(tmp_path
     assert mine.is_dir() and other.is_dir() and (tmp_path / "photos").is_dir() and not (tmp_path / "run-dead").exists()
 
 
+def test_a_folder_of_a_run_is_locked_while_it_lives_and_gone_when_it_ends(tmp_path, monkeypatch):
+    leave = []
+    monkeypatch.setattr(fetch.atexit, "register", leave.append)
+    mine = fetch.take_folder_of_run(tmp_path / "not/yet")
+    (mine / "0.arrow").write_bytes(b"0")
+    with pytest.raises(fetch.Timeout), fetch.FileLock(f"{mine}.lock", timeout=0):
+        pass
+    leave[0]()
+    assert not list((tmp_path / "not/yet").iterdir())
+    with fetch.FileLock(f"{mine}.lock", timeout=0):
+        pass
+
+
+def test_another_plan_takes_the_place_of_the_one_before(tmp_path):
+    bucket = Bucket(tmp_path / "shards", 6, 10**6)
+    bucket.fetcher.follow(iter([(0, 9, (0, 1)), (0, 9, (2,))]))
+    bucket.fetcher.reach(0)
+    wait_until(lambda: bucket.here() == {0, 1, 2})
+    bucket.fetcher.follow(iter([(0, 9, (1, 3))]))
+    assert {0, 2} <= bucket.fetcher.reach(0)
+    wait_until(lambda: bucket.here() == {1, 3})
+    bucket.fetcher.follow(iter([(0, 4, (4,)), (2, 6, (5,))]))  # of which one has passed
+    bucket.fetcher.reach(4)
+    assert 5 in bucket.fetcher.files and 4 not in bucket.fetcher.files
+
+
+def test_a_copy_that_fails_after_it_has_passed_ends_no_thread(tmp_path, monkeypatch):
+    others = {*threading.enumerate()}
+    bucket, gate, begun = Bucket(tmp_path / "shards", 4, 10**6), threading.Event(), []
+    assert [thread.daemon for thread in {*threading.enumerate()} - others] == [True] * 2  # or no process would end
+    whole = fetch.persist
+
+    def fail(address, copy):
+        begun.append(address)
+        gate.wait(10)
+        raise SystemExit("it stays away")
+
+    monkeypatch.setattr(fetch, "persist", fail)
+    failed = [bucket.fetcher.want(shard) for shard in (0, 1)]  # of each thread one
+    wait_until(lambda: len(begun) == 2)
+    assert bucket.fetcher.reach(0) == {0, 1}
+    gate.set()
+    for future in failed:
+        with pytest.raises(SystemExit, match="it stays away"):
+            future.result(10)
+    monkeypatch.setattr(fetch, "persist", whole)
+    assert bucket.fetcher.want(2).result(10).read_bytes() == bucket.data[2]
+
+
+def test_processes_of_a_machine_share_its_folder(tmp_path, address, monkeypatch):
+    in_ranges(monkeypatch)
+
+    def needs(num_processes):
+        with pytest.raises(SystemExit) as stop:
+            open_caches(address, shards_dir=tmp_path, shards_size=10, processes=(0, num_processes))
+        return size(1, 10**18)(str(stop.value).split("give --shards_size ")[1].split(",")[0])
+
+    alone = needs(1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert needs(2) == pytest.approx(2 * alone, rel=0.02)
+    assert open_caches(address, shards_dir=tmp_path, processes=(0, 2))[0].fetcher.most == 10**11 / 2
+
+
+def test_a_cache_that_fits_comes_whole_before_it_is_asked_for(tmp_path, address):
+    dataset, _ = open_caches(address, shards_dir=tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("whole-*/*.arrow"))) == 3)
+    assert not dataset.opened
+    largest = MemoryFileSystem().size("/bucket/cache/data-00000-of-00003.arrow")
+    assert stream.weigh_rows(dataset.parts[0]) == pytest.approx(1.05 * largest / 3)
+
+
+def test_of_a_shard_that_stays_wrong_no_half_is_left(tmp_path):
+    bucket = Bucket(tmp_path / "shards", 1, 10**6)
+    MemoryFileSystem().pipe("/bucket/0", b"other bytes")
+    with pytest.raises(SystemExit, match="can't be read .it is not what cache.json says"):
+        bucket.fetcher.path(0)
+    assert {path.name for path in bucket.folder.iterdir()} <= {".0.lock"}
+
+
 def test_a_server_that_says_no_sizes_is_asked_for_a_shard(address, monkeypatch, tmp_path):
     known, info = open_caches(address, shards_dir=tmp_path / "a")[0], MemoryFileSystem.info
     monkeypatch.setattr(MemoryFileSystem, "info", lambda *args, **options: {**info(*args, **options), "size": None})
     assert stream.weigh_rows(known.parts[0]) > 0
     assert len(open_caches(address, shards_dir=tmp_path / "b")[0]) == NUM_ROWS
+
+
+def test_a_folder_holds_two_windows_of_each_range_that_a_process_has_and_what_stays(monkeypatch):
+    dataset = stream.StoredLatents.__new__(stream.StoredLatents)
+    dataset.order, dataset.process, dataset.bytes_of = (
+        {"num_ranges": 4, "shuffle_shards": 3},
+        (0, 2),
+        np.full(99, 1000),
+    )
+    for most, stay in ((12_000, ()), (14_000, (0, 1))):  # 2 ranges, 2 windows of 3 shards each
+        dataset.most = most
+        dataset.check_size(stay)
+        dataset.most -= 1
+        with pytest.raises(
+            SystemExit, match=f"for 2 ranges with windows of 3 shards.*: give --shards_size {most / 990:.1f}"
+        ):
+            dataset.check_size(stay)
+
+
+def test_a_share_of_the_rows_is_held_out(cache, monkeypatch):
+    in_ranges(monkeypatch)
+    assert len(open_caches(cache)[0].hold_out(accelerator(), 0.3, 7)[1]) == 2

@@ -6,6 +6,8 @@ import random
 import datasets
 import pytest
 
+import precompute_latents
+import train_text_to_image
 from diffusion_training.data.streams import StreamedRows
 from diffusion_training.latents.plan import name_shard
 
@@ -34,6 +36,7 @@ def work(opened, missing, many, rank, num_processes, folder, records, stop_after
             return
         (shard,) = {row // per_shard for _, row, _, _ in keys}
         assert keys[0][1] % per_shard % many == 0 and len(keys) <= many
+        assert {(epoch, weight) for epoch, _, weight, _ in keys} == {(0, None)}
         assert [item["number"] for *_, item in keys] == [row for _, row, _, _ in keys]
         for other in [other for other in shards if other != shard]:  # as groupby has it: the next one has begun
             records[name(other)] = shards.pop(other)
@@ -147,3 +150,23 @@ def test_skipped_rows_are_a_share_of_what_is_known(tmp_path):
     assert opened.keep_place(0, 0) == 10_000 and opened.keep_place(9999, 0) == 20_000
     opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2, "rows": 8, "skipped": 1}, {})
     assert opened.keep_place(0, 0) == 9
+
+
+def test_a_stream_that_ends_where_a_run_goes_on_is_counted(tmp_path):
+    stream, records = make_stream(tmp_path / "data", 8), {}
+    describe = lambda: StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, records)  # noqa: E731
+    opened = describe()
+    for shard, keys in zip(range(4), opened.keys({}, 2, 0, 1), strict=False):  # killed behind the last one
+        records[name(shard)] = [row for _, row, _, _ in keys]
+        opened.keep_place(shard, 0)
+    assert not (tmp_path / "data/unfinished/rows.json").exists() and len(records) == 4
+    assert list(describe().keys({}, 2, 0, 1)) == [] and describe().count == 8 and describe().ended
+
+
+def test_flags_of_a_stream(capsys):
+    own = ["--streaming", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"]
+    assert train_text_to_image.parse_args([*own, "--max_train_steps=1"]).shuffle_buffer == 1000
+    assert "shuffle_buffer" not in precompute_latents.parse_args(own)  # a cache keeps the order
+    with pytest.raises(SystemExit):
+        precompute_latents.parse_args([*own, "--resolution", "16", "32"])
+    assert "--streaming makes one cache in a pass: give one --resolution, or data on a disk" in capsys.readouterr().err

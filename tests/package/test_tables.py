@@ -262,3 +262,52 @@ def test_a_half_made_copy_is_none(tmp_path, monkeypatch):
         copy_table(tmp_path / "a.csv", tmp_path)
     assert not list((tmp_path / COPIES).iterdir())
     assert len(read_copy(copy_table(tmp_path / "a.csv", tmp_path))[0]) == 25
+
+
+def test_rows_are_chosen_and_counted_while_a_table_is_copied(tmp_path):
+    (tmp_path / COPIES).mkdir(parents=True)
+    for name in ("a", "b", "c"):
+        make_table(tmp_path / f"{name}.parquet", 10)
+    tables = [(f"file://{tmp_path}/{name}.parquet", "digest") for name in ("a", "b", "c")]
+
+    def copy(rows=None, where=None, columns=("url", "text")):
+        options = {"columns": [*columns], "rows_per_group": 4, "folder": str(tmp_path), "where": where}
+        copies = list(module.copy_tables(tables, rows, **options))
+        assert [table["source"] for table in copies] == [source for source, _ in tables][: len(copies)]
+        groups = [pq.ParquetFile(table["copy"]).metadata for table in copies]
+        assert {metadata.row_group(0).num_rows for metadata in groups} <= {1, 2, 3, 4}
+        found = [read_copy(table, 4)[0] for table in copies]
+        assert [len(rows) for rows in found] == [table["rows"] for table in copies]
+        assert all(list(row) == [*columns] for rows in found for row in rows)
+        return [[int(row["text"].split()[1][:-1]) for row in rows] for rows in found]
+
+    whole = list(range(10))
+    assert copy() == [whole] * 3
+    assert copy(12) == [whole, [0, 1]] and copy(10) == [whole] and copy(1) == [[0]]
+    assert copy(where="id >= 4") == [whole[4:]] * 3  # by a column that is not kept
+    assert copy(where="id >= 4", columns=COLUMNS) == [whole[4:]] * 3  # and by one that is
+    assert copy(9, "id >= 4") == [whole[4:], [4, 5, 6]] and copy(8, "id in [1, 9]") == [[1, 9]] * 3
+    assert len(list((tmp_path / COPIES).iterdir())) == 3 + 3 + 1 + 3 + 3 + 2 + 3  # of each choice its own
+
+
+def test_what_the_download_has_written_at_an_address_is_no_table_of_it():
+    fs = fsspec.filesystem("memory")
+    for name in ("a.parquet", "out/data-00000-of-00001.parquet", "out/__download__/tables/1.parquet", "other/b.csv"):
+        fs.pipe_file(f"/tables/{name}", b"")
+    args = argparse.Namespace(input="memory://tables", output_dir="memory://tables/out/")
+    assert module.list_tables(args)[1] == ["/tables/a.parquet", "/tables/other/b.csv"]
+
+
+def test_so_many_rows_are_taken_however_they_come():
+    batches = pa.table({"id": range(7), "url": range(7)}).to_batches(max_chunksize=2)
+    for expression, whole in ((None, [*range(7)]), (module.make_filter("id != 2", None), [0, 1, 3, 4, 5, 6])):
+        for most in (None, *range(1, 9)):
+            groups = list(module.cut_groups(module.choose(iter(batches), expression, ["id"], most), 3))
+            assert [row for group in groups for row in group["id"].to_pylist()] == whole[:most]
+            assert all(len(group) == 3 for group in groups[:-1]) and len(groups[-1]) in (1, 2, 3)
+
+
+def test_lines_may_end_within_the_captions_of_a_large_table(tmp_path):
+    captions = [f"{i}: " + "a line\n" * 100 for i in range(3000)]
+    pa.csv.write_csv(pa.table({"url": captions, "text": captions, "id": captions}), tmp_path / "a.csv")
+    assert [row["text"] for row in read_copy(copy_table(tmp_path / "a.csv", tmp_path, rows=3000), 3000)[0]] == captions
