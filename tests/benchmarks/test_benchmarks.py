@@ -174,22 +174,6 @@ def test_peers_are_started_in_turns_and_compared(tmp_path, capsys, monkeypatch):
     assert started[13:] == 3 * list(seconds) and [row[0] for row in rows] == 4 * ["a LoRA for SDXL"]
 
 
-@pytest.mark.ci
-def test_a_lora_for_sdxl_is_timed(capsys, monkeypatch):
-    """Really from the made up cache; what the others would take is made up."""
-    real, found = bench.run, []
-
-    def run(script, argv, steps):
-        found[:] = found or [real(script, argv, steps)]
-        return found[0]
-
-    monkeypatch.setattr(bench, "run", run)
-    peers.main([*TOY, "--trainers", "sdxl_lora"])
-    rows = table(capsys.readouterr().out)
-    assert [row[1] for row in rows] == ["from a cache", "from a cache of ids", "from images"]
-    assert all(first(row[2]) > 0 for row in rows)
-
-
 PUBLISHED = {"Stable Diffusion 1.5": 859_520_964, "Stable Diffusion 2": 865_910_724, "SDXL": 2_567_463_684}
 
 

@@ -9,10 +9,11 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, assert_same_weights, checkpoints, finish, launch, metrics, patch, reset, start
+from conftest import ROOT, assert_same_weights, checkpoints, finish, launch, metrics, reset, start
 from diffusers import UNet2DModel
 from PIL import Image
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 PAGE = (ROOT / "docs/new-trainer.md").read_text()
 CODE = "\n\n\n".join(block.strip("\n") for block in re.findall(r"```python\n(.*?)```", PAGE, re.S)) + "\n"
 
@@ -40,8 +41,7 @@ def test_it_is_short():
     assert len(CODE.splitlines()) <= 180
 
 
-def test_it_learns_and_leaves_what_it_says(script, flags, tmp_path, monkeypatch):
-    patch(monkeypatch, "draw_curves", lambda *args, **options: None)
+def test_it_learns_and_leaves_what_it_says(script, flags, tmp_path):
     script.main(
         script.parse_args([*flags, "--max_train_samples=400", "--num_train_epochs=6", "--train_batch_size=32"])
     )

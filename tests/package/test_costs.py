@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import make_captioned, make_models, metrics
+from conftest import make_captioned, make_models, metrics, patch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from test_lora import adapted
@@ -159,8 +159,11 @@ def test_a_gpu_is_asked_for_its_peaks(base, monkeypatch, capsys):
     assert made.measure(156.0) == {"memory_gb": 30.0, "tflops": 156.0, "mfu": 0.5}
 
 
-def test_a_run_says_what_it_holds_what_was_tried_and_what_came_of_it(tmp_path, base, without_figures, capsys):
+def test_a_run_says_what_it_holds_what_was_tried_and_what_came_of_it(
+    tmp_path, base, without_figures, monkeypatch, capsys
+):
     """The memory that is said is that of the adapter's training, beside frozen encoders."""
+    patch(monkeypatch, "count_flops", count_flops)
     make_captioned(tmp_path / "images", 4)
     flags = [f"--pretrained_model_name_or_path={base}", f"--train_data_dir={tmp_path / 'images'}", "--resolution=16"]
     flags += ["--max_train_steps=2", "--report_to=none", "--logging_steps=1", "--dataloader_num_workers=0", "--rank=2"]

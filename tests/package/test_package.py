@@ -309,7 +309,7 @@ def run_file(path, flags, folder):
 
 
 @pytest.mark.ci
-def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs):
+def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs, without_figures):
     """All six, written by the command of the README, in an empty folder, without the package."""
     data = ["--train_data_dir", inputs / "images"]
     unet = [
@@ -320,13 +320,14 @@ def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs):
     ]
     encoders = ["--pretrained_model_name_or_path", MODELS, "--resolution=8"]
     few = ["--max_train_steps=2", "--report_to=none"]
+    drawn = ["--validation_prompts=a", "--num_inference_steps=2", "--num_validation_images=1"]
     text = ["--unet_config_name_or_path", ROOT / "demo/digits_text_to_image_unet.json", "--latents_dir", "latents"]
     flow = ["--transformer_config_name_or_path", ROOT / "demo/digits_flow_transformer.json", "--train_batch_size=2"]
     commands = {
         "train_unconditional": [*data, *unet, *few, "--resolution=16", "--eval_batch_size=1", "--output_dir=ddpm"],
         "precompute_latents": [*data, *encoders, "--output_dir=latents", "--dataloader_num_workers=0"],
-        "train_text_to_image": [*encoders, *text, *few, "--validation_prompts=a", "--output_dir=sd"],
-        "train_flow": [*data, *encoders, *flow, *few, "--validation_prompts=a", "--output_dir=flow"],
+        "train_text_to_image": [*encoders, *text, *few, *drawn, "--output_dir=sd"],
+        "train_flow": [*data, *encoders, *flow, *few, *drawn, "--output_dir=flow"],
         "precompute_latents_ray": [*data, *encoders, "--output_dir=by-ray", "--num_encoders=1"],
         "download_images": ["--input", tmp_path / "urls.csv", "--output_dir=images", "--num_cpus=1"],
     }
@@ -361,7 +362,7 @@ def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs):
         paths = (path for path in folder.rglob("*") if path.suffix in kinds and path.name != "loss.png")
         return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
-    for name in ("ddpm", "latents", "sd"):
+    for name in ("ddpm", "latents", "sd", "flow"):
         assert read(alone / name) == read(here / name) != {}
     assert read(alone / "by-ray") == read(here / "latents")
     assert (alone / "images/__download__/failures.jsonl").read_text().count("private address") == 1

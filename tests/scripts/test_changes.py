@@ -12,6 +12,7 @@ from diffusers import DDPMScheduler, UNet2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/changing.md").read_text(), re.S)
 NAMES = ["huber", "labels", "second", "masked", "module"]
 

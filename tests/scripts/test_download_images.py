@@ -596,7 +596,7 @@ def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(local_ray, s
     assert not asked & rows
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_a_killed_node_loses_and_repeats_nothing(ray_folder, server, tmp_path):
     """A cluster of two machines, one of which dies."""
     flags = ["--rows_per_shard", "10"]

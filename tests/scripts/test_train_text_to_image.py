@@ -227,11 +227,12 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(tmp_path, cached
 
 @pytest.mark.ci
 def test_launched_for_real_with_bf16_and_wandb(tmp_path, cached):
-    """As its own process: wandb starts a service that would outlive an in-process test."""
+    """As its own process, with threads of the launcher: wandb starts a service that would outlive a test."""
     argv = [*cached, "--mixed_precision=bf16", "--report_to=wandb", "--validation_prompts", "a digit"]
-    config = ["--config_file", "accelerate_configs/cpu.yaml"]
-    run = launch(*config, "train_text_to_image.py", *argv, env={"WANDB_MODE": "offline"})
-    assert run.returncode == 0, run.stderr
+    config = ["--config_file", "accelerate_configs/cpu.yaml", "--num-cpu-threads-per-process=1"]
+    env = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": None}
+    run = launch(*config, "train_text_to_image.py", *argv, env=env)
+    assert run.returncode == 0 and run.stdout.count("Processes: 1 on cpu, 1 threads each") == 1, run.stderr
     assert list((tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb"))
     assert StableDiffusionPipeline.from_pretrained(tmp_path / "out").unet.dtype == torch.float32
     assert len(metrics(tmp_path / "out")) == 6
