@@ -133,7 +133,7 @@ def write_file(path: Path, text: str | bytes, lasting: bool = True) -> None:
         if lasting:
             write_out(unfinished)
         unfinished.replace(path)
-    except OSError:
+    except Exception:  # also want of memory, behind which a run may go on without this file
         unfinished.unlink(missing_ok=True)
         raise
 

@@ -12,7 +12,7 @@ from diffusion_training.training.models import Models, is_block_matrix, list_par
 
 # What a resumed run takes from its own flags, wherever an optimizer has it; all else goes on as it was saved. Without
 # `fused`, a run that was saved in bf16 and goes on in fp16 would pass over the scaler.
-FLAGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "fused")
+FLAGS = ("lr", "betas", "eps", "weight_decay", "fused")
 
 
 def make_optimizer(models: Models, scaler: torch.amp.GradScaler | None, args: Namespace) -> torch.optim.Optimizer:
@@ -22,10 +22,9 @@ def make_optimizer(models: Models, scaler: torch.amp.GradScaler | None, args: Na
     second and nothing of the first (arXiv:1804.04235): of the --adam flags it reads the weight decay only.
     """
     parameters = list_parameters(models)
-    groups = [{"params": parameters, "initial_lr": args.learning_rate}]  # as a resumed schedule needs
     shared = {"lr": args.learning_rate, "weight_decay": args.adam_weight_decay}
     if args.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, **shared)
+        return torch.optim.Adafactor(parameters, **shared)
     shared |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if args.optimizer == "muon":
         kinds = {True: [], False: []}
@@ -36,13 +35,13 @@ def make_optimizer(models: Models, scaler: torch.amp.GradScaler | None, args: Na
             fail("--optimizer muon is for the matrices in a transformer's `blocks`: choose another")
         return MuonAdamW(kinds[True], kinds[False], fused=scaler is None, **shared)
     if args.optimizer == "adamw":  # fused skips fp16 overflows by itself, unseen by Accelerate
-        return torch.optim.AdamW(groups, **shared, fused=scaler is None)
+        return torch.optim.AdamW(parameters, **shared, fused=scaler is None)
     with explained("--optimizer adamw8bit: bitsandbytes does not work"):
         from bitsandbytes.optim import AdamW8bit  # here, because who needs none of it need not have it
 
         for parameter in parameters:  # or its first step would do it, and a resumed run go on in another layout
             parameter.data = parameter.data.contiguous()
-        return AdamW8bit(groups, **shared)
+        return AdamW8bit(parameters, **shared)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -55,9 +54,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self, matrices: list[torch.Tensor], others: list[torch.Tensor], lr: float, weight_decay: float, **adamw: Any
     ) -> None:
         shared = {"lr": lr, "weight_decay": weight_decay}
-        groups = [[{"params": weights, "initial_lr": lr}] for weights in (matrices, others)]
-        self.parts = [torch.optim.Muon(groups[0], **shared, adjust_lr_fn="match_rms_adamw")]
-        self.parts += [torch.optim.AdamW(groups[1], **shared, **adamw)]
+        self.parts = [torch.optim.Muon(matrices, **shared, adjust_lr_fn="match_rms_adamw")]
+        self.parts += [torch.optim.AdamW(others, **shared, **adamw)]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.share()
 
@@ -81,7 +79,7 @@ def make_lr_scheduler(
 
     Started there, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
     """
-    for group in optimizer.param_groups:  # of any optimizer: one that goes on is asked for it, and all do here
+    for group in optimizer.param_groups:  # which a schedule that goes on asks for
         group["initial_lr"] = group["lr"]
     return get_scheduler(
         args.lr_scheduler, optimizer, step_rules=args.lr_step_rules, num_warmup_steps=args.lr_warmup_steps,
