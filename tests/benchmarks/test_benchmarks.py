@@ -246,7 +246,7 @@ def test_tables_of_all_that_is_trained(tmp_path, capsys):
         assert capsys.readouterr().out.count("\n| ") >= 2, benchmark
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_downloads_arrive_in_both_ways(ramp, capsys, monkeypatch):
     """Those that are shrunk really; of the others the command is looked at."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")

@@ -48,6 +48,7 @@ import precompute_latents as single
 import precompute_latents_ray as script
 from diffusion_training.data.rows import load_rows
 from diffusion_training.latents import remote_rows
+from diffusion_training.standalone import make_standalone
 
 NUM_ROWS, ROWS_PER_SHARD, ROWS_PER_PART = 26, 8, 4
 MODULES = script.find_modules(script.Encoder, script.TransformedRows, script.Refused)  # what the script sends
@@ -288,13 +289,13 @@ def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, f
 
 @pytest.mark.ci
 def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(tmp_path, flags, whole):
-    """Ray's are launched for real, by a copy of another name and place: workers import what they are sent."""
+    """Ray's are launched for real, by one file of another name and place: workers import what they are sent."""
     two = start(lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log")
     assert finish(two) == [0, 0], (tmp_path / "log").read_text()
     assert contents(tmp_path / "two") == whole
-    shutil.copy(ROOT / "precompute_latents_ray.py", tmp_path / "mine.py")
+    (tmp_path / "mine.py").write_text(make_standalone(ROOT / "precompute_latents_ray.py"))
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    env = {**os.environ, "RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RAY_TMPDIR": folder}
     command = [sys.executable, tmp_path / "mine.py", *flags, "--num_encoders=2", "--num_transform_cpus=1"]
     done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
     shutil.rmtree(folder, ignore_errors=True)
