@@ -475,6 +475,10 @@ def main(args: argparse.Namespace) -> None:
         done = total - sum(len(paths) * counts[number] for number, paths in missing.items())
         progress_bar = tqdm(total=total, initial=done, desc="Images", unit="img")
         busy = waited = 0.0
+        # While encoders load their models, processes for the tasks are started, and open the data
+        begin = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **task)(decode_part)
+        for _ in range(min(num_tasks, len(missing))):
+            begin.remote((0, 0, ()), job.rows)
         with contextlib.closing(make_shards(missing, job, num_encoders, resources)) as made:
             for number, shard in made:
                 if shard["failed"]:
