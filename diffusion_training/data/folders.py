@@ -1,5 +1,6 @@
 """Captions of a folder of images: files beside them, what a folder's name says, or one for all."""
 
+import functools
 import hashlib
 import json
 import os
@@ -13,11 +14,13 @@ from PIL import Image
 
 from diffusion_training.errors import fail, passing_rows_faults, printable
 
+resolve = functools.lru_cache(os.path.realpath)  # which looks at each folder on the way, and is asked for every row
+
 
 def find_source(args: Namespace) -> str:
     """Where rows come from, by which its files are named: of a folder the path without links, as `datasets` has it."""
     source = args.dataset_name or args.train_data_dir
-    return os.path.realpath(source) if os.path.isdir(source) else source
+    return resolve(os.path.join(os.getcwd(), source)) if os.path.isdir(source) else source
 
 
 def has_caption_files(folder: str, extension: str) -> bool:
