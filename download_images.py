@@ -1,27 +1,35 @@
-"""Download the images that a table of URLs and captions names into shards to train from, on one machine or a cluster.
+"""Download the images of a table of URLs and captions into shards, on one machine or a cluster.
 
     python download_images.py --input urls.parquet --output_dir images
-    python download_images.py --input 's3://bucket/laion/*.parquet' --url_column URL --caption_column TEXT \\
-        --resize_to 512 --rows_per_shard 10000 --output_dir s3://bucket/images --address auto
+    python download_images.py --input 's3://bucket/laion/*.parquet' \\
+        --url_column URL --caption_column TEXT --resize_to 512 --rows_per_shard 10000 \\
+        --output_dir s3://bucket/images --address auto
 
-Reads parquet, CSV, TSV or JSON lines: a file, a folder or a glob, on a disk or wherever fsspec reaches (s3://, gs://),
-or with --dataset_name those of a data set on the hub.
-Writes into --output_dir data-00000-of-00012.parquet and so on, which `datasets.load_dataset(output_dir)` and all
-scripts here open: columns image, text, url, width, height, sha256 and those of --keep_columns, rows in the order of
-the table. Beside them __download__/, which `datasets` overlooks: failures.jsonl, settings.json, a copy of the table
-and a record of every shard. The same command again downloads only what is missing.
+Input: parquet, CSV, TSV or JSON lines. --input is a file, a folder or a glob, local or at an
+address that fsspec can read (s3://, gs://). --dataset_name reads the tables of a data set on the
+hub instead.
 
-What stands where, and why:
-- Ray only schedules: each piece of work is a range of rows and has the name of its file, and the files are the state.
-- A shard shows up whole or not at all, and knows in its own footer which rows it holds; what failed, and why, is in
-  its record, which goes before another shard comes, and comes after it. So a kill loses nothing that was got: of a
-  shard without a record, the rows that it lacks are asked for again.
-- `open_socket` sees the very address of each connection, whatever a URL, a redirect or a name server came up with:
-  there private addresses are refused. Proxies in the environment are not used, since they would connect elsewhere.
-- Which files are repeated is known when all shards are there; then a shard is made again without them.
-- What is wrong with a row is its failure; what is wrong with a machine (memory, descriptors, disk, network) ends its
-  task, and costs no row.
-What is asked of the web is in diffusion_training/web/: downloads.py, pictures.py, tables.py, shards.py.
+Output, in --output_dir: shards named like data-00000-of-00012.parquet, with their rows in the order
+of the table. `datasets.load_dataset(output_dir)` and all scripts here can open them. The columns
+are image, text, url, width, height, sha256 and those of --keep_columns. The folder __download__/,
+which `datasets` ignores, holds failures.jsonl, settings.json, a copy of the table and a record of
+each shard. Run the same command again to resume: it downloads only what is missing.
+
+Design:
+- Ray only schedules. Each work item is a range of rows with its own shard file, and the files are
+  the state.
+- A shard file is either complete or missing. Its footer lists the rows that it holds. Its record
+  lists the failures and their reasons. The old record is deleted before a new shard is written, and
+  the new record is written after it. So a killed run loses no complete shard: if a shard has no
+  record, only the rows that it lacks are requested again.
+- `open_socket` checks the address of each connection, whichever URL, redirect or name server it
+  came from, and rejects private addresses. Proxies from the environment are not used, since they
+  would hide that address.
+- Repeated files are found when all shards exist. Shards that hold them are then written again.
+- A fault of a row is recorded as its failure. A fault of the machine (memory, file descriptors,
+  disk, network) ends the task and never skips a row.
+Requests, images, tables and shards are in diffusion_training/web/: downloads.py, pictures.py,
+tables.py, shards.py.
 """
 
 import asyncio
@@ -45,7 +53,7 @@ from tqdm.auto import tqdm
 
 from diffusion_training import check_version
 
-check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 from diffusion_training.arguments import COUNT, PATH, make_parser, number
 from diffusion_training.cluster import connect, find_modules, work_off
@@ -68,67 +76,162 @@ from diffusion_training.web.shards import (
     read_shard,
     write_images,
 )
-from diffusion_training.web.tables import copy_tables, digest_table, list_items, list_tables, make_schema, read_rows
+from diffusion_training.web.tables import (
+    copy_tables,
+    digest_table,
+    list_items,
+    list_tables,
+    make_schema,
+    read_rows,
+)
 
-MAX_URL = 500  # characters of a URL in a record
-MAX_ERRORS = 3  # shards that can't be written, after which a full disk is more likely than a moment's trouble
+MAX_URL = 500  # characters; a record cuts longer URLs
+# Shards that may fail before the run stops. After more, the cause is hardly temporary: a full disk,
+# for example.
+MAX_ERRORS = 3
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Parse and check the command line: a bad argument ends with one line and status 2 before anything is written."""
+    """Parse and check the command line.
+
+    A bad argument stops the script with one line and status 2 before anything is written.
+    """
     parser = make_parser(__file__, __doc__)
     add = parser.add_argument_group("table").add_argument
     add("--input", type=PATH, help="parquet, CSV, TSV or JSON lines: file, folder or glob")
-    add("--dataset_name", type=PATH, help="such tables of a data set on the hub, or a local one, in place of --input")
+    add(
+        "--dataset_name",
+        type=PATH,
+        help="instead of --input: data set of such tables, on the hub or local",
+    )
     add("--dataset_config_name", help="configuration of the data set, if it has several")
     add("--dataset_split", default="train", help="split to read")
     add("--url_column", default="url", help="column of URLs")
-    add("--caption_column", default="text", help="column of captions; of a list one is drawn")
+    add("--caption_column", default="text", help="column of captions, or lists of captions")
     add("--keep_columns", nargs="+", default=[], help="columns to copy into the shards")
-    add("--where", help="rows to take, such as 'similarity > 0.3 and width >= 512' (None: all)")
-    add("--limit", type=COUNT, help="take the first so many rows, for a trial (None: all)")
+    add("--where", help="rows to use, such as 'similarity > 0.3 and width >= 512' (None: all)")
+    add("--limit", type=COUNT, help="use only the first rows, as many as given here (None: all)")
     add = parser.add_argument_group("output").add_argument
-    add("--output_dir", type=PATH, help="everything is written here")
+    add("--output_dir", type=PATH, help="folder or address for all output")
     add(
-        "--rows_per_shard", type=number(1, 10**7, int), default=1000, help="source rows per file; a kill loses no more"
+        "--rows_per_shard",
+        type=number(1, 10**7, int),
+        default=1000,
+        help="source rows per file; a killed task loses at most this many",
     )
-    add("--retry_failed", action="store_true", help="try again what may pass now, such as time-outs")
+    add(
+        "--retry_failed",
+        action="store_true",
+        help="retry rows with a temporary failure, such as a time-out",
+    )
     add = parser.add_argument_group("images").add_argument
-    add("--min_size", type=COUNT, default=1, help="least short side, pixels")
-    add("--max_aspect_ratio", type=number(1, 10**9), help="of the long side to the short one (None: any)")
+    add("--min_size", type=COUNT, default=1, help="skip images with a shorter side, pixels")
     add(
-        "--skip_repeated", action="store_true", default=None, help="leave out files that an earlier row has, by sha256"
+        "--max_aspect_ratio",
+        type=number(1, 10**9),
+        help="largest ratio of the long side to the short side (None: any)",
     )
-    add("--resize_to", type=COUNT, help="shrink to this short side, pixels (None: keep files as is)")
-    add("--jpeg_quality", type=number(1, 100, int), default=95, help="of images that were shrunk")
+    add(
+        "--skip_repeated",
+        action="store_true",
+        default=None,
+        help="skip a row if an earlier row has the same file, by sha256",
+    )
+    add("--resize_to", type=COUNT, help="shrink to this short side, pixels (None: keep the files)")
+    add(
+        "--jpeg_quality",
+        type=number(1, 100, int),
+        default=95,
+        help="JPEG quality of images that --resize_to shrinks",
+    )
     add = parser.add_argument_group("requests").add_argument
-    add("--connections", type=number(1, 10_000, int), default=64, help="requests at a time in each task")
-    add("--per_host", type=COUNT, default=8, help="of these, requests to one host")
-    add("--timeout", type=number(0.001, 10**6), default=30, help="seconds for a whole request with its redirects")
-    add("--idle_timeout", type=number(0.001, 10**6), default=10, help="seconds to connect, and without a byte")
-    add("--retries", type=number(0, 100, int), default=2, help="after time-outs, 429 and 5xx")
-    add("--max_bytes", type=number(1, 10**15, int), default=10_000_000, help="largest file")
-    add("--user_agent", default="download_images/1.0", help="say who you are: name/version (+contact)")
-    add("--opt_out", nargs="*", default="noai noimageai noindex noimageindex".split(), help="X-Robots-Tag to respect")
-    add("--allow_private_addresses", nargs="*", help="hosts that are not public: all, or of these networks")
+    add(
+        "--connections",
+        type=number(1, 10_000, int),
+        default=64,
+        help="concurrent requests of a task",
+    )
+    add("--per_host", type=COUNT, default=8, help="concurrent requests of a task to one host")
+    add(
+        "--timeout",
+        type=number(0.001, 10**6),
+        default=30,
+        help="seconds for a whole request with its redirects",
+    )
+    add(
+        "--idle_timeout",
+        type=number(0.001, 10**6),
+        default=10,
+        help="seconds to connect, or to wait for the next bytes",
+    )
+    add(
+        "--retries",
+        type=number(0, 100, int),
+        default=2,
+        help="retries after a time-out or HTTP status 429 or 5xx",
+    )
+    add(
+        "--max_bytes",
+        type=number(1, 10**15, int),
+        default=10_000_000,
+        help="size of the largest file to download",
+    )
+    add(
+        "--user_agent",
+        default="download_images/1.0",
+        help="how requests identify you: name/version (+contact)",
+    )
+    add(
+        "--opt_out",
+        nargs="*",
+        default="noai noimageai noindex noimageindex".split(),
+        help="skip images with one of these X-Robots-Tag directives",
+    )
+    add(
+        "--allow_private_addresses",
+        nargs="*",
+        help="connect to private addresses too: to all, or only to the networks given",
+    )
     add = parser.add_argument_group("Ray").add_argument
-    add("--address", help="of a cluster (None: as RAY_ADDRESS says, or start one here)")
-    add("--num_cpus", type=number(1, 10_000, int), help="tasks at a time, if Ray is started here (None: cores)")
+    add(
+        "--address",
+        help="address of a Ray cluster (None: RAY_ADDRESS, or start Ray on this machine)",
+    )
+    add(
+        "--num_cpus",
+        type=number(1, 10_000, int),
+        help="concurrent tasks, if Ray is started on this machine (None: one per core)",
+    )
 
     args = parser.parse_args(argv)
     if (args.input is None) == (args.dataset_name is None) or args.output_dir is None:
         needed = "--output_dir and one of --input and --dataset_name are needed"
         parser.error(f"{needed}, such as --input urls.parquet --output_dir images")
-    if "/working_dir_files/" in os.path.abspath(args.output_dir):  # where Ray unpacks `ray job submit --working-dir`
-        parser.error(f"Ray deletes {os.path.abspath(args.output_dir)} after the job: give --output_dir from the root")
-    if args.num_cpus is not None and (args.address or os.environ.get("RAY_ADDRESS", "local")) != "local":
-        parser.error("--num_cpus is for a Ray that is started here: leave it out with --address and RAY_ADDRESS")
+    # Ray unpacks the folder of `ray job submit --working-dir` there.
+    if "/working_dir_files/" in os.path.abspath(args.output_dir):
+        parser.error(
+            f"Ray deletes {os.path.abspath(args.output_dir)} after the job: "
+            "give --output_dir from the root"
+        )
+    if (
+        args.num_cpus is not None
+        and (args.address or os.environ.get("RAY_ADDRESS", "local")) != "local"
+    ):
+        parser.error(
+            "--num_cpus is for a Ray that is started here: "
+            "leave it out with --address and RAY_ADDRESS"
+        )
     if not args.user_agent.isprintable():
         parser.error(f"--user_agent {args.user_agent!r} would be more than one line of a request")
     own = ["image", "text", "url", "width", "height", "sha256"]
-    for names in ([args.url_column, args.caption_column, *args.keep_columns], [*own, *args.keep_columns]):
+    for names in (
+        [args.url_column, args.caption_column, *args.keep_columns],
+        [*own, *args.keep_columns],
+    ):
         if twice := [name for name in names if names.count(name) > 1]:
-            parser.error(f"--keep_columns would give two columns {twice[0]!r}: leave it out, or rename it")
+            parser.error(
+                f"--keep_columns would give two columns {twice[0]!r}: leave it out, or rename it"
+            )
     try:
         find_columns(args.where)
     except (ValueError, OverflowError) as error:
@@ -144,26 +247,37 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) -> dict[str, Any]:
-    """The piece of work that Ray schedules: one of `list_items` -> a shard and its record.
+    """The task that Ray schedules: a work item of `list_items` -> a shard and its record.
 
-    What a shard that is there holds is kept; with --retry_failed, those of its failures that may pass are tried again.
-    Returns {"rows", "images", "received": bytes, "failures": {reason: count}}, or {"error": why it could not be made}.
+    Images of an existing shard are kept. With --retry_failed, its temporary failures are tried
+    again. Returns {"rows", "images", "received": bytes, "failures": {reason: count}}, or {"error":
+    reason} if the shard could not be written.
     """
     fs, root, _ = open_folder(folder)
     path, record_path = f"{folder}/{item['name']}", name_record(folder, item["name"])
     try:
-        # Images wait beside the shards, where there is room for them; for object storage in TMPDIR.
-        with reading(path) as old, tempfile.TemporaryFile(dir=root if folder == root else None) as spool:
+        # Images are first collected in a file beside the shards, where there is room for them, or
+        # in TMPDIR if the shards are in object storage.
+        with (
+            reading(path) as old,
+            tempfile.TemporaryFile(dir=root if folder == root else None) as spool,
+        ):
             table = read_rows(item).rename_columns(["url", "text", *args.keep_columns])
             images, record = read_shard(old, item, spool), read_record(fs, record_path)
             about = describe_shard(old) if images is not None else {}
-            known = record.get("failures", ()) if record.get("sha256") == about.get("sha256") else ()
+            known = (
+                record.get("failures", ()) if record.get("sha256") == about.get("sha256") else ()
+            )
             failures = {failure["row"]: failure for failure in known}
             there = list(images or ())
             repeated = {there[place] for place in item.get("repeated", ()) if there}
             images = images and {row: image for row, image in images.items() if row not in repeated}
             for row in repeated:
-                failures[row] = {"row": row, "url": table["url"][row - item["first"]].as_py(), "tries": 1}
+                failures[row] = {
+                    "row": row,
+                    "url": table["url"][row - item["first"]].as_py(),
+                    "tries": 1,
+                }
                 failures[row]["reason"] = "repeated: an earlier row has the same file"
             urls = choose_urls(table, item["first"], images or {}, failures, args)
             new, failed, received = asyncio.run(fetch_rows(urls, spool, args))
@@ -173,11 +287,16 @@ def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) 
                 with writing(path) as unfinished:
                     write_images(unfinished, table, item["first"], images, spool, schema)
                     about = describe_shard(unfinished)
-                    remove(record_path)  # no record must ever tell of another shard
+                    remove(record_path)  # before the shard changes: they must never disagree
             failed = [failures[row] for row in sorted(failures.keys() - images.keys())]
             failed = [failure | {"url": (failure.get("url") or "")[:MAX_URL]} for failure in failed]
             with writing(record_path) as unfinished:
-                record = {"images": len(images), **about, "table": item["table"], "failures": failed}
+                record = {
+                    "images": len(images),
+                    **about,
+                    "table": item["table"],
+                    "failures": failed,
+                }
                 unfinished.write_text(json.dumps(record))
     except (OSError, MemoryError, pa.ArrowException) as error:
         where = f"{path} could not be made on {socket.gethostname()}"
@@ -187,10 +306,11 @@ def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) 
 
 
 def run_items(items: list[dict], args: Namespace, folder: str, schema: pa.Schema) -> Iterator[dict]:
-    """Have Ray do the pieces of work; yields what `download_shard` returns for each, in any order."""
+    """Have Ray work on the items; yields the results of `download_shard` in any order."""
     import ray
 
-    # The libraries and an image of any size; others that are decoded meanwhile; bodies on their way
+    # 1 GB for the libraries and one image of any size, 256 MB for each of the other images that are
+    # decoded at the same time, and the bodies of the requests.
     memory = 2**30 + (THREADS - 1) * 2**28 + args.connections * args.max_bytes
     options = {} if args.num_cpus is None else {"num_cpus": args.num_cpus}
     disconnect = connect(args.address, find_modules(download_shard, fetch_rows), **options)
@@ -198,9 +318,12 @@ def run_items(items: list[dict], args: Namespace, folder: str, schema: pa.Schema
     if most < memory:
         few = f"no machine has more than {most / 1e9:.1f} GB for it"
         fail(f"a task may take {memory / 1e9:.1f} GB and {few}: lower --connections or --max_bytes")
-    work = ray.remote(num_cpus=1, memory=memory, max_retries=0, scheduling_strategy="SPREAD")(download_shard)
+    work = ray.remote(num_cpus=1, memory=memory, max_retries=0, scheduling_strategy="SPREAD")(
+        download_shard
+    )
     shared = [ray.put(x) for x in (args, folder, schema)]
-    some = lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1  # noqa: E731  # also of nodes that join
+    # A function, because nodes may join the cluster during the run.
+    some = lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1  # noqa: E731
     try:
         for item, result, error in work_off(items, lambda item: work.remote(item, *shared), some):
             rows = f"rows {item['first']} to {item['last'] - 1} of {item['table']}"
@@ -209,43 +332,80 @@ def run_items(items: list[dict], args: Namespace, folder: str, schema: pa.Schema
         disconnect()
 
 
-# ------------------------------------------------------------------------------------------------- the run
+# -------------------------------------------------------------------------------------------------
+# the run
 
 
 def describe_failures(reasons: collections.Counter, rows: int) -> str:
-    """Such as "7.1 % failed (HTTP 404 4.0 %, timed out 3.1 %)"."""
+    """The share of failures and their reasons: "7.1% failed (HTTP 404 4.0%, timed out 3.1%)"."""
     shares = ", ".join(f"{reason} {count / rows:.1%}" for reason, count in reasons.most_common(4))
     return f"{reasons.total() / max(1, rows):.1%} failed" + (f" ({shares})" if shares else "")
 
 
 @in_one_sentence
 def main(args: Namespace) -> None:
-    """Make the shards; ends with 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
-    # The folder that is there, or a new one
+    """Make the shards.
+
+    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
+    that tells the reason.
+    """
+    # Open the output folder, or make it.
     tables_fs, paths = list_tables(args)
     with explained(f"--output_dir {args.output_dir} can't be written to"):
         fs, root, folder = open_folder(args.output_dir)
         settings_path, names = f"{folder}/__download__/settings.json", sorted(list_sizes(fs, root))
         if folder == root:
-            lock = take_folder(Path(root), args.output_dir, lambda names: "__download__" in names, "download")
+            lock = take_folder(
+                Path(root), args.output_dir, lambda names: "__download__" in names, "download"
+            )
         elif names and not fs.exists(settings_path):
-            fail(f"--output_dir {args.output_dir} holds {names[0]} and no download: choose another folder")
+            fail(
+                f"--output_dir {args.output_dir} holds {names[0]} and no download: "
+                "choose another folder"
+            )
         for name in ("records", "tables"):
             fs.makedirs(f"{root}/__download__/{name}", exist_ok=True)
 
-    # The table
+    # Copy the tables and cut them into work items.
     columns = [args.url_column, args.caption_column, *args.keep_columns]
-    fixed = ["url_column", "caption_column", "keep_columns", "rows_per_shard", "min_size", "max_aspect_ratio"]
-    fixed += ["resize_to", "jpeg_quality", "max_bytes", "opt_out", "where", "limit", "skip_repeated"]
+    fixed = [
+        "url_column",
+        "caption_column",
+        "keep_columns",
+        "rows_per_shard",
+        "min_size",
+        "max_aspect_ratio",
+    ]
+    fixed += [
+        "resize_to",
+        "jpeg_quality",
+        "max_bytes",
+        "opt_out",
+        "where",
+        "limit",
+        "skip_repeated",
+    ]
     with ThreadPoolExecutor(16) as pool:
         digests = list(pool.map(functools.partial(digest_table, tables_fs), paths))
     digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
     settings = {"format_version": 2, **{name: getattr(args, name) for name in fixed}}
     settings["input"] = {"tables": len(paths), "sha256": digest}
-    if fs.exists(settings_path) and (differences := find_differences(read_json(fs, settings_path), settings)):
-        fail(f"{args.output_dir} holds another download ({', '.join(differences)}): choose another --output_dir")
-    options = {"columns": columns, "rows_per_group": args.rows_per_shard, "folder": folder, "where": args.where}
-    tables = copy_tables(zip(map(tables_fs.unstrip_protocol, paths), digests, strict=True), args.limit, **options)
+    if fs.exists(settings_path) and (
+        differences := find_differences(read_json(fs, settings_path), settings)
+    ):
+        fail(
+            f"{args.output_dir} holds another download ({', '.join(differences)}): "
+            "choose another --output_dir"
+        )
+    options = {
+        "columns": columns,
+        "rows_per_group": args.rows_per_shard,
+        "folder": folder,
+        "where": args.where,
+    }
+    tables = copy_tables(
+        zip(map(tables_fs.unstrip_protocol, paths), digests, strict=True), args.limit, **options
+    )
     tables = list(tqdm(tables, total=len(paths), desc="Tables", leave=False))
     num_rows = sum(table["rows"] for table in tables)
     if num_rows == 0:
@@ -255,44 +415,76 @@ def main(args: Namespace) -> None:
     with writing(settings_path) as path:
         path.write_text(json.dumps(settings, indent=1))
 
-    # What is missing
+    # Download the missing shards.
     missing = choose_items(fs, folder, items, args.retry_failed)
-    told = not missing and fs.exists(f"{folder}/__download__/summary.json")  # it ended once
+    # A summary means that an earlier run has finished, and has looked for repeated files.
+    told = not missing and fs.exists(f"{folder}/__download__/summary.json")
     rows_there = num_rows - sum(item["last"] - item["first"] for item in missing)
     tqdm.write(f"{num_rows:,} rows in {len(items):,} shards, {len(missing):,} of them to do")
     if missing:
-        remove(f"{folder}/__download__/summary.json")  # which tells of all
+        remove(f"{folder}/__download__/summary.json")  # valid only for a complete download
     bar = tqdm(total=num_rows, initial=rows_there, unit="row", desc="Rows")
-    start, images, received, rows, reasons, errors = time.perf_counter(), 0, 0, 0, collections.Counter(), []
+    start, images, received, rows, reasons, errors = (
+        time.perf_counter(),
+        0,
+        0,
+        0,
+        collections.Counter(),
+        [],
+    )
     for result in run_items(missing, args, folder, schema) if missing else ():
         if "error" in result:
             errors.append(result["error"])
             if len(errors) > MAX_ERRORS:
                 break
             continue
-        images, received, rows = images + result["images"], received + result["received"], rows + result["rows"]
+        images, received, rows = (
+            images + result["images"],
+            received + result["received"],
+            rows + result["rows"],
+        )
         reasons.update(result["failures"])
         seconds = time.perf_counter() - start
         speed = f"{images / seconds:.1f} images/s, {received / seconds / 1e6:.1f} MB/s"
         bar.set_postfix_str(f"{speed}, {describe_failures(reasons, rows)}", refresh=False)
         bar.update(result["rows"])
     bar.close()
-    # When all are there, whoever was made first
-    while args.skip_repeated and not told and not errors and (repeated := find_repeated(fs, folder, items)):
-        errors = [result["error"] for result in run_items(repeated, args, folder, schema) if "error" in result]
+    # Repeated files are found only when all shards exist, so that the order in which they were made
+    # does not matter.
+    while (
+        args.skip_repeated
+        and not told
+        and not errors
+        and (repeated := find_repeated(fs, folder, items))
+    ):
+        errors = [
+            result["error"]
+            for result in run_items(repeated, args, folder, schema)
+            if "error" in result
+        ]
     if errors:
         fail(f"{errors[0]}; the same command goes on from the shards that are whole")
 
-    # All is whole
+    # All shards are complete: write the summary.
     summary = gather(fs, folder, items)
-    for name in ("", "__download__", "__download__/records", "__download__/tables") if folder == root else ():
-        for leftover in Path(root, name).glob(".tmp-*"):  # of tasks that were killed
+    for name in (
+        ("", "__download__", "__download__/records", "__download__/tables")
+        if folder == root
+        else ()
+    ):
+        for leftover in Path(root, name).glob(".tmp-*"):  # from tasks that were killed
             leftover.unlink(missing_ok=True)
     failed = describe_failures(collections.Counter(summary["failures"]), num_rows)
-    why = f"Why: {args.output_dir}/__download__/failures.jsonl; --retry_failed tries again what may pass"
+    why = (
+        f"Why: {args.output_dir}/__download__/failures.jsonl; "
+        "--retry_failed tries again what may pass"
+    )
     if not summary["images"]:
         fail(f"not one of {num_rows:,} rows has given an image: {failed}. {why}")
-    print(f"Done: {summary['images']:,} images ({summary['bytes'] / 1e9:.3f} GB) are in {args.output_dir}; {failed}")
+    print(
+        f"Done: {summary['images']:,} images ({summary['bytes'] / 1e9:.3f} GB) "
+        f"are in {args.output_dir}; {failed}"
+    )
     if summary["failures"]:
         print(why)
     if folder == root:

@@ -1,24 +1,30 @@
-"""Cache what a Stable Diffusion (XL) U-Net is trained on: images and captions -> VAE latents and CLIP embeddings.
+"""Cache a data set for training: images -> VAE latents, captions -> text embeddings.
 
-    accelerate launch precompute_latents.py     # the demo: handwritten digits, some seconds on a CPU
+    accelerate launch precompute_latents.py     # the demo: handwritten digits, seconds on a CPU
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml precompute_latents.py \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 \\
         --train_data_dir photos --resolution 512 --center_crop --output_dir latents-photos
 
-Reads a hub data set, or a local folder of anything that `datasets.load_dataset` opens, with a column of captions.
-Writes into --output_dir: data-*.arrow, which `datasets.load_from_disk` opens, empty_prompt.npy, skipped.jsonl,
-run.args (the flags again), and cache.json, which says what the cache was made from. The same command again finishes
-what is missing, checks what is there, and redoes nothing that is whole. Several --resolution become a cache each, in
-one pass: --output_dir/256, --output_dir/512.
+Input: a data set on the hub, or a local folder that `datasets.load_dataset` can open, with a
+column of captions. Output, in --output_dir:
+    data-*.arrow      the shards; `datasets.load_from_disk` opens them
+    empty_prompt.npy  the embedding of a dropped caption
+    skipped.jsonl     the rows that could not be used, and why
+    run.args          the flags of this run
+    cache.json        the models, the data and the settings that the cache was made with
+Run the same command again to resume: it checks the existing shards and makes only those that are
+missing or damaged. Several values of --resolution make several caches in one pass, for example
+--output_dir/256 and --output_dir/512.
 
-What stands where:
-    parse_args                       the flags, one a line; bad values end here, before anything is loaded or written
-    TransformedRows                  stage 1, on CPU cores: rows -> a batch of images and captions
-    describe_encoders, encode        stage 2, on the device: a batch -> the columns of the cache, and what decides them
-    encode_all                       keeps the device busy, also while rows are checked and written
-    main                             the run in phases
-How an image is cropped and a caption chosen is in diffusion_training/data/, the files of a cache in
-diffusion_training/latents/. To have all of it in one file of your own:
+Layout of this file:
+    parse_args         the flags; bad values stop the script before anything is loaded or written
+    TransformedRows    stage 1, on CPU cores: rows -> a batch of images and captions
+    describe_encoders  stage 2, on the CPU: the settings that decide the content of the cache
+    encode             stage 2, on the device: a batch -> the columns of the cache
+    encode_all         keeps the device busy while finished rows are checked and written
+    main               the run in phases
+Cropping and the choice of captions are in diffusion_training/data/, the files of a cache in
+diffusion_training/latents/. To get all of it in one file that you can change:
 python -m diffusion_training.standalone precompute_latents.py > mine.py
 """
 
@@ -42,9 +48,18 @@ from tqdm.auto import tqdm
 
 from diffusion_training import check_version
 
-check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, check_source, make_parser, number, parse_demo
+from diffusion_training.arguments import (
+    COUNT,
+    PATH,
+    SWITCH,
+    OneOrMore,
+    check_source,
+    make_parser,
+    number,
+    parse_demo,
+)
 from diffusion_training.data.captions import (
     are_cut,
     count_tokens,
@@ -62,8 +77,20 @@ from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.data.streams import StreamedRows, add_stream_flags, check_stream_args
 from diffusion_training.data.texts import check_captions
 from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
-from diffusion_training.latents.cache import check_skipped, describe_damage, finish_cache, open_cache, writing_shard
-from diffusion_training.latents.columns import LATENTS, PROMPTS, checksum_row, count_rows, make_column
+from diffusion_training.latents.cache import (
+    check_skipped,
+    describe_damage,
+    finish_cache,
+    open_cache,
+    writing_shard,
+)
+from diffusion_training.latents.columns import (
+    LATENTS,
+    PROMPTS,
+    checksum_row,
+    count_rows,
+    make_column,
+)
 from diffusion_training.latents.encoders import (
     DTYPES,
     Encoders,
@@ -86,7 +113,11 @@ from diffusion_training.latents.passes import (
     write_each,
 )
 from diffusion_training.latents.plan import name_shard, plan_cache
-from diffusion_training.latents.text_encoders import describe_prompts, encode_empty_prompt, encode_prompts
+from diffusion_training.latents.text_encoders import (
+    describe_prompts,
+    encode_empty_prompt,
+    encode_prompts,
+)
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.order import KEYS, step_seed
 from diffusion_training.training.flags import (
@@ -99,49 +130,76 @@ from diffusion_training.training.flags import (
 )
 from diffusion_training.training.launch import make_accelerator
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers complain about the loader's processes
+# Without it, tokenizers warns about the worker processes of the DataLoader.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
-# The command line that stands for no data at all; flags that are given come after it, and win.
+# The flags of a run without a data set. Flags on the command line override them.
 DEMO = f"""
     --pretrained_model_name_or_path {HERE}/demo/models --train_data_dir {HERE}/demo/digits
     --output_dir latents-digits --resolution 8 --batch_size 64 --dataloader_num_workers 0
 """
 
-# ------------------------------------------------------------------------------------------------- the flags
+# -------------------------------------------------------------------------------------------------
+# the flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags, which precompute_latents_ray.py has as well."""
+    """Add the flags that this script shares with precompute_latents_ray.py."""
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add, captions=True)
     side = number(2, 16384, int)
-    add("--resolution", type=side, nargs="+", action=OneOrMore, help="side of the square images, pixels; or several")
+    add(
+        "--resolution",
+        type=side,
+        nargs="+",
+        action=OneOrMore,
+        help="side of the square images in pixels; several values make several caches",
+    )
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
-    add("--random_flip", **SWITCH, help="mirrored images as well")
+    add("--random_flip", **SWITCH, help="use mirrored images too")
     add_transform_flags(add)
     add_bucket_flags(add)
 
     add = parser.add_argument_group("models").add_argument
     add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
     add("--revision", help="branch, tag or commit of the models on the hub")
-    add("--variant", help="of the weight files, such as fp16")
+    add("--variant", help="variant of the weight files, such as fp16")
     add_family_flags(add)
     add_encoder_flags(add)
     add_device_flags(add, trains=False)
 
     add = parser.add_argument_group("output").add_argument
-    add("--output_dir", type=PATH, default="latents", help="everything is written here")
-    add("--latents", choices=["moments", "sample"], help="mean and std, or one draw (None: moments if there are any)")
-    add("--text_cache", choices=["embeddings", "ids"], default="embeddings", help="ids: small; the trainer encodes")
-    add("--rows_per_shard", type=COUNT, default=1024, help="source rows per file; a kill loses no more")
-    add("--batch_size", type=number(1, 10**5, int, "auto"), default=16, help="images per process and forward pass")
+    add("--output_dir", type=PATH, default="latents", help="folder for all output")
+    add(
+        "--latents",
+        choices=["moments", "sample"],
+        help="store mean and std, or one sample (None: moments if the VAE has them)",
+    )
+    add(
+        "--text_cache",
+        choices=["embeddings", "ids"],
+        default="embeddings",
+        help="ids: a small cache of token ids, encoded by the trainer",
+    )
+    add(
+        "--rows_per_shard",
+        type=COUNT,
+        default=1024,
+        help="source rows per file; a killed run loses at most this many",
+    )
+    add(
+        "--batch_size",
+        type=number(1, 10**5, int, "auto"),
+        default=16,
+        help="images per forward pass of a process; auto: the largest that fits",
+    )
     add("--max_skipped", type=number(0, 1), default=0.05, help="share of rows that may fail")
-    add("--seed", type=number(0, 2**63 - 1, int), default=0, help="fixes all that is random")
-    add("--dry_run", **SWITCH, help="say how big the cache will be, and stop")
+    add("--seed", type=number(0, 2**63 - 1, int), default=0, help="seed of all random choices")
+    add("--dry_run", **SWITCH, help="print the size of the cache, and stop")
 
 
 def check_args(parser: argparse.ArgumentParser, args: Namespace) -> None:
-    """End with one line and status 2 if flags do not fit together, before anything is loaded."""
+    """Stop with one line and status 2 if the flags do not fit together."""
     check_source(parser, args)
     check_captions(parser, args)
     if args.pretrained_model_name_or_path is None:
@@ -157,31 +215,42 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_stream_flags(parser.add_argument_group("stream").add_argument, trains=False)
     args = parser.parse_args(argv)
     if args.dataset_name is None and args.train_data_dir is None:
-        flow = " --output_dir latents-digits-flow" * (args.model_family == "prx")  # not where the U-Net's is
+        # PRX gets a folder of its own, so its demo does not meet the cache of the U-Net's demo.
+        flow = " --output_dir latents-digits-flow" * (args.model_family == "prx")
         args = parse_demo(parser, DEMO + flow, argv)
     check_args(parser, args)
     check_stream_args(parser, args)
-    args.streaming = (
-        args.streaming or None
-    )  # a cache keeps no word of it otherwise: the script on Ray has no such flag
+    # None leaves it out of cache.json, because the script on Ray has no --streaming.
+    args.streaming = args.streaming or None
     return args
 
 
-# ------------------------------------------------------------------------------------------------- stage 1: the data
+# -------------------------------------------------------------------------------------------------
+# stage 1: the data
 
 
 class TransformedRows(torch.utils.data.Dataset):
-    """Turns (places of `caches`, keys (0, row)) into {"batches": [a batch for each of these caches]}, decoded once.
+    """Decodes rows once and makes a batch of them for each cache.
 
-    caches: the flags of each. A batch is of what `transform` makes of the rows, as the trainers see them in epoch 0:
-    {"cache": its place, "row", "key", "text", "skipped", "cut": lists, "groups": lists of places in the batch, of
-    images of one size, "pixel_values": of each group uint8 [n, C, H, W], "mask": uint8 [n, 1, H, W] where there are
-    masks, "input_ids" and of SDXL "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2]}, all
-    these in the order of the groups; "cut" says which captions have more tokens than that. Of several captions "text"
-    is a list of each row.
+    Takes (indices into `caches`, keys (0, row)) and returns {"batches": [one per cache]}. `caches`
+    holds the flags of each cache. The rows are transformed as the trainers see them in epoch 0.
+
+    A batch has, in the order of the rows:
+        cache: index of its cache
+        row, key, skipped: lists, as `transform` returns them
+        text: list of captions; with --caption_weights, of lists of captions
+        cut: list of bool: does the caption have more tokens than model_max_length?
+        groups: lists of positions in the batch, one list for each group of equally sized images
+    and in the order of the groups:
+        pixel_values: for each group, uint8 [n, C, H, W]
+        mask: for each group, uint8 [n, 1, H, W], if the data set has masks
+        input_ids, and for SDXL input_ids_2: [N, model_max_length]
+        original_size, crop_top_left: int32 [N, 2]
     """
 
-    def __init__(self, rows: Any, tokenizers: Tokenizers, column: str, channels: int, caches: list[Namespace]) -> None:
+    def __init__(
+        self, rows: Any, tokenizers: Tokenizers, column: str, channels: int, caches: list[Namespace]
+    ) -> None:
         self.rows, self.tokenizers, self.column, self.channels = rows, tokenizers, column, channels
         self.caches = caches
 
@@ -192,11 +261,15 @@ class TransformedRows(torch.utils.data.Dataset):
             if len(places) > 1:
                 item = decode_ahead(item, self.column, self.channels, self.caches[0])
             for place, items in found.items():
-                items.append(transform(row, epoch, item, self.column, self.channels, self.caches[place]))
+                items.append(
+                    transform(row, epoch, item, self.column, self.channels, self.caches[place])
+                )
         return {"batches": [self.collate(place, items) for place, items in found.items()]}
 
     def collate(self, place: int, items: list[dict]) -> dict[str, Any]:
-        batch: dict[str, Any] = {"cache": place} | {name: [item[name] for item in items] for name in items[0]}
+        batch: dict[str, Any] = {"cache": place} | {
+            name: [item[name] for item in items] for name in items[0]
+        }
         places = range(len(items))
         sizes = dict.fromkeys(image.shape for image in batch["pixel_values"])
         groups = [[i for i in places if batch["pixel_values"][i].shape == size] for size in sizes]
@@ -211,16 +284,21 @@ class TransformedRows(torch.utils.data.Dataset):
         return batch | tokenize(self.tokenizers, [batch["text"][i] for i in order])
 
 
-# ------------------------------------------------------------------------------------------------- stage 2: the models
+# -------------------------------------------------------------------------------------------------
+# stage 2: the models
 
 
 def describe_encoders(
-    vae: torch.nn.Module, text_encoders: torch.nn.ModuleList, tokenizers: Tokenizers, args: Namespace
+    vae: torch.nn.Module,
+    text_encoders: torch.nn.ModuleList,
+    tokenizers: Tokenizers,
+    args: Namespace,
 ) -> tuple[dict[str, np.ndarray], dict]:
-    """Find out what the models, on the CPU and in float32, make of these flags.
+    """Try the models on the CPU in float32, and describe the cache that they will make.
 
-    Returns (empty_prompt: {name: float16}, what stands for a caption that a trainer leaves out; settings: what of all
-    this has to be the same in two runs, or their shards do not fit together).
+    Returns (empty_prompt, settings). `empty_prompt` is {name: float16 array}, the embeddings that
+    a trainer uses for a dropped caption. `settings` must be equal in two runs for their shards to
+    fit together.
     """
     try_models(vae, text_encoders)
     if args.latents == "moments" and not has_moments(vae):
@@ -228,11 +306,13 @@ def describe_encoders(
     args.latents = args.latents or ("moments" if has_moments(vae) else "sample")
     empty_prompt = encode_empty_prompt(text_encoders, tokenizers, args)
     prompts = describe_prompts(empty_prompt, args)
-    if "prompt_mask" in empty_prompt:  # as in the rows: without padding
-        empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][empty_prompt.pop("prompt_mask")]
+    if "prompt_mask" in empty_prompt:  # drop the padding, as for the rows
+        empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][
+            empty_prompt.pop("prompt_mask")
+        ]
     empty_prompt = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
     settings = {
-        "format_version": 2,  # 1 had no checksums of rows
+        "format_version": 2,  # version 1 had no row checksums
         "keys": KEYS,
         **describe_models(vae, text_encoders, tokenizers),
         **describe_latents(vae, args.resolution, args.latents),
@@ -244,10 +324,19 @@ def describe_encoders(
 
 
 @torch.inference_mode()
-def encode_texts(batch: dict, text_encoders: torch.nn.ModuleList, args: Namespace) -> dict[str, torch.Tensor]:
-    """Stage 2 of the captions of a batch, on the device: {column: [N, numbers per row]; float16, token ids int32}."""
+def encode_texts(
+    batch: dict, text_encoders: torch.nn.ModuleList, args: Namespace
+) -> dict[str, torch.Tensor]:
+    """Stage 2 for captions, on the device.
+
+    Returns {column: [N, numbers per row]} in float16, or int32 for token ids.
+    """
     if args.text_cache == "ids":
-        names = [name for name in ("input_ids", "input_ids_2", "prompt_mask", "prompt_lengths") if name in batch]
+        names = [
+            name
+            for name in ("input_ids", "input_ids_2", "prompt_mask", "prompt_lengths")
+            if name in batch
+        ]
         return {name: batch[name] if name == "prompt_mask" else batch[name].int() for name in names}
     texts = encode_prompts(text_encoders, batch)
     return {name: x.half() if x.is_floating_point() else x for name, x in texts.items()}
@@ -255,35 +344,48 @@ def encode_texts(batch: dict, text_encoders: torch.nn.ModuleList, args: Namespac
 
 @torch.inference_mode()
 def encode(
-    batch: dict, vae: torch.nn.Module, text_encoders: torch.nn.ModuleList, args: Namespace, texts: dict | None = None
+    batch: dict,
+    vae: torch.nn.Module,
+    text_encoders: torch.nn.ModuleList,
+    args: Namespace,
+    texts: dict | None = None,
 ) -> tuple[dict, torch.cuda.Event | None]:
-    """Stage 2, on the device: a batch of `transform`ed rows -> the columns of the cache that are numbers.
+    """Stage 2, on the device: a batch of transformed rows -> the numeric columns of the cache.
 
-    texts: of `encode_texts`, if they are there. Returns ({column: of each group of rows [n, numbers per row]; float16,
-    token ids and sizes int32, masks uint8}, event): the columns are on their way to the CPU, and there once the event
-    has happened (None on a CPU).
+    `texts` is the result of `encode_texts`, if the caller already has it. Returns (columns, event).
+    `columns` is {name: [n, numbers per row] for each group of rows}, in float16, int32 (token ids
+    and sizes) or uint8 (masks). The copies to the CPU may still be running: they are complete once
+    `event` has happened (None on a CPU).
     """
     device, columns = vae.device, {}
-    # Batches begin where shards do, so this does not depend on the number of processes.
-    generator = torch.Generator(device).manual_seed(step_seed("latents", args.seed, batch["row"][0]))
+    # Each shard starts a new batch, so the noise does not depend on the number of processes.
+    generator = torch.Generator(device).manual_seed(
+        step_seed("latents", args.seed, batch["row"][0])
+    )
     for name in ["latents"] + ["latents_flipped"] * args.random_flip:
         columns[name] = []
         for pixel_values in batch["pixel_values"]:
-            latents = encode_images(vae, pixel_values.flip(-1) if name == "latents_flipped" else pixel_values)
+            latents = encode_images(
+                vae, pixel_values.flip(-1) if name == "latents_flipped" else pixel_values
+            )
             if args.latents == "sample" and has_moments(vae):
                 mean, std = latents.chunk(2, dim=1)
                 latents = mean + std * torch.randn(mean.shape, generator=generator, device=device)
             columns[name].append(latents.half())
     texts = encode_texts(batch, text_encoders, args) if texts is None else texts
-    if len(text_encoders) > 1:  # SDXL is told of them
+    if len(text_encoders) > 1:  # SDXL is conditioned on size and crop
         texts = texts | {name: batch[name] for name in ("original_size", "crop_top_left")}
     counts = [len(group) for group in batch["groups"]]
     columns |= {name: numbers.split(counts) for name, numbers in texts.items()}
     if "mask" in batch:
         columns["mask"] = [shrink_masks(masks, vae_scale_factor(vae)) for masks in batch["mask"]]
     if args.bucket_step:
-        sizes = [torch.tensor(latents.shape[-2:], dtype=torch.int32) for latents in columns["latents"]]
-        columns["size"] = [size.expand(len(group), 2) for size, group in zip(sizes, batch["groups"], strict=True)]
+        sizes = [
+            torch.tensor(latents.shape[-2:], dtype=torch.int32) for latents in columns["latents"]
+        ]
+        columns["size"] = [
+            size.expand(len(group), 2) for size, group in zip(sizes, batch["groups"], strict=True)
+        ]
     for name, parts in columns.items():
         columns[name] = [part.flatten(1).to("cpu", non_blocking=True) for part in parts]
     event = torch.cuda.Event() if device.type == "cuda" else None
@@ -295,37 +397,54 @@ def encode(
 def collect(
     groups: list[list[int]], columns: dict[str, list[torch.Tensor]], event: torch.cuda.Event | None
 ) -> tuple[dict, list[bool]]:
-    """Wait for `encode`. Returns ({column: a list of each row's numbers}, for each row whether all are finite)."""
+    """Wait for `encode`, and bring the rows back into their order.
+
+    Returns ({column: list with an array for each row}, list that tells which rows are finite).
+    """
     if event is not None:
         event.synchronize()
     order = np.argsort(sum(groups, []))
-    parts = zip(*columns.values(), strict=True)  # all columns of a group
-    finite = [torch.stack([part.isfinite().all(dim=1) for part in group]).all(dim=0) for group in parts]
-    rows = {name: [row for part in parts for row in part.numpy()] for name, parts in columns.items()}
-    if "prompt_mask" in rows:  # padding is left out
+    parts = zip(*columns.values(), strict=True)  # for each group, all its columns
+    finite = [
+        torch.stack([part.isfinite().all(dim=1) for part in group]).all(dim=0) for group in parts
+    ]
+    rows = {
+        name: [row for part in parts for row in part.numpy()] for name, parts in columns.items()
+    }
+    if "prompt_mask" in rows:  # drop the padding
         masks = rows.pop("prompt_mask")
         for name in rows.keys() & set(PROMPTS):
             pairs = zip(rows[name], masks, strict=True)
             rows[name] = [row.reshape(len(mask), -1)[mask].ravel() for row, mask in pairs]
-    return {name: [found[i] for i in order] for name, found in rows.items()}, torch.cat(finite)[order].tolist()
+    return {name: [found[i] for i in order] for name, found in rows.items()}, torch.cat(finite)[
+        order
+    ].tolist()
 
 
 def encode_all(
     batches: Iterable[dict], models: Encoders, exact_models: Encoders, caches: list[Namespace]
 ) -> Iterator[CacheEncoded]:
-    """Encode batch after batch of `caches`, of which the flags are given, captions that come again in a row once.
+    """Encode all batches, and keep the device busy while rows are checked.
 
-    Yields (place of the cache, first row, record batch of the good rows, skipped, counts of other things).
-    What is not finite in `models` (Stable Diffusion's VAEs overflow in float16) is encoded again by `exact_models`,
-    the same in float32. A row that is not finite even then, or too large for the cache's float16, is skipped.
+    `caches` holds the flags of each cache. Consecutive batches of the same rows, for several
+    caches, share their encoded captions. If a batch is not finite (Stable Diffusion's VAEs
+    overflow in float16), it is encoded again with `exact_models`, the same models in float32. A
+    row that is not finite even then, or too large for the cache's float16, is skipped.
+
+    Yields (index of the cache, first row, record batch of the good rows, skipped rows, counts).
     """
     queued = order = texts = None
     for batch in itertools.chain(batches, [None]):
         if batch and order != (order := (batch["row"], batch["groups"])):
             texts = encode_texts(batch, models[1], caches[batch["cache"]])
-        ready, queued = queued, batch and (batch, *encode(batch, *models, caches[batch["cache"]], texts))
+        ready, queued = (
+            queued,
+            batch and (batch, *encode(batch, *models, caches[batch["cache"]], texts)),
+        )
         if ready is None:
-            continue  # one batch stays queued: the device computes it while the one before is checked and written
+            # One batch stays queued: the device computes it while the previous one is checked and
+            # written.
+            continue
         batch, columns, event = ready
         args = caches[batch["cache"]]
         (columns, finite), counts = collect(batch["groups"], columns, event), {"encoded_again": 0}
@@ -335,50 +454,73 @@ def encode_all(
             again = encode(batch, *(model.to(device) for model in exact_models), args)
             columns, finite = collect(batch["groups"], *again)
         good, skipped = [], []
-        for i, (row, key, reason) in enumerate(zip(batch["row"], batch["key"], batch["skipped"], strict=True)):
+        for i, (row, key, reason) in enumerate(
+            zip(batch["row"], batch["key"], batch["skipped"], strict=True)
+        ):
             reason = reason or (None if finite[i] else "its latents or embeddings are not finite")
             good += [i] if reason is None else []
             skipped += [] if reason is None else [{"row": row, "key": key, "reason": reason}]
         counts["captions_cut"] = sum(batch["cut"][i] for i in good)
         rows = [checksum_row({name: numbers[i] for name, numbers in columns.items()}) for i in good]
         ragged = (LATENTS if args.bucket_step else ()) + (PROMPTS if "prompt_mask" in batch else ())
-        arrays = {name: make_column(numbers, good, name in ragged) for name, numbers in columns.items()}
-        kinds = {"text": pa.list_(pa.string()) if args.caption_weights else pa.string(), "key": pa.string()}
-        arrays |= {name: pa.array([batch[name][i] for i in good], kind) for name, kind in kinds.items()}
+        arrays = {
+            name: make_column(numbers, good, name in ragged) for name, numbers in columns.items()
+        }
+        kinds = {
+            "text": pa.list_(pa.string()) if args.caption_weights else pa.string(),
+            "key": pa.string(),
+        }
+        arrays |= {
+            name: pa.array([batch[name][i] for i in good], kind) for name, kind in kinds.items()
+        }
         arrays["checksum"] = pa.array(rows, pa.uint64())
         yield batch["cache"], batch["row"][0], pa.RecordBatch.from_pydict(arrays), skipped, counts
 
 
-# ------------------------------------------------------------------------------------------------- the run
+# -------------------------------------------------------------------------------------------------
+# the run
 
 
 def list_batches(loaded: Iterable[dict], waits: list) -> Iterator[dict]:
-    """Yield all that `TransformedRows` makes, one after the other, and note in `waits` how long it was waited for."""
+    """Yield the batches of `TransformedRows`, and append the waiting times to `waits`."""
     for made in loaded:
         waits.append(made["waited"])
         yield from made["batches"]
 
 
-def show_progress(encoded: Iterable[CacheEncoded], waits: list, progress_bar: tqdm) -> Iterator[CacheEncoded]:
-    """Pass on what `encode_all` yields, and show the speed and how long the device waited for images."""
+def show_progress(
+    encoded: Iterable[CacheEncoded], waits: list, progress_bar: tqdm
+) -> Iterator[CacheEncoded]:
+    """Pass on the results of `encode_all`, and show the speed and the time spent waiting."""
     start, waited = time.perf_counter(), 0.0
     for item in encoded:
-        while len(waits) > 2:  # on CUDA the last may not have happened yet
+        while len(waits) > 2:  # on CUDA the last events may not have happened yet
             waited += seconds_between(*waits.pop(0))
-        progress_bar.set_postfix_str(f"{waited / (time.perf_counter() - start):.1%} waiting for images", refresh=False)
+        progress_bar.set_postfix_str(
+            f"{waited / (time.perf_counter() - start):.1%} waiting for images", refresh=False
+        )
         progress_bar.update(len(item[2]) + len(item[3]))
         yield item
 
 
 @in_one_sentence
 def main(args: Namespace) -> None:
-    """Make the cache; ends with status 130 or 143 after Ctrl-C or SIGTERM, with 1 and a sentence if it can't go on."""
-    transformers.utils.logging.disable_progress_bar()
-    # Processes meet only at the start and the end, and the end may be days away.
-    accelerator, cores = make_accelerator(args, timeout=timedelta(days=100))
-    device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
+    """Make the cache.
 
-    # The models before the data, because the VAE says whether images are decoded to grey or to colour.
+    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
+    that tells the reason.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    # Processes synchronize only at the start and at the end, which may be days apart.
+    accelerator, cores = make_accelerator(args, timeout=timedelta(days=100))
+    device, rank, num_processes = (
+        accelerator.device,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
+
+    # The models are loaded before the data: images are decoded to the channels of the VAE, grey or
+    # colour.
     sides = take_resolutions(args)
     vae, text_encoders, tokenizers = load_models(args, torch.float32)
     empty_prompt, settings = describe_encoders(vae, text_encoders, tokenizers, args)
@@ -389,7 +531,7 @@ def main(args: Namespace) -> None:
     say_equal(texts, args)
     say_emptied(tokenizers, texts)
 
-    # What decides the content, and with it whether a cache that is there can be gone on with.
+    # The settings decide the content, and so whether an existing cache can be resumed.
     plans, tokens = split_caches(vae, settings, sides, args), count_tokens(tokenizers, texts)
     for each, settings in plans:
         _, sentence = plan_cache(rows, settings, tokens, each)
@@ -398,15 +540,18 @@ def main(args: Namespace) -> None:
         return
     caches, folders = [each for each, _ in plans], [Path(each.output_dir) for each, _ in plans]
     dataset = TransformedRows(rows, tokenizers, column, models[0].config.in_channels, caches)
-    if args.batch_size == "auto":  # a cache is finished as it was begun
+    if args.batch_size == "auto":  # an existing cache keeps its batch size
         size = find_begun(folders) or find_batch_size(accelerator, device, dataset, models, encode)
         set_batch_size(size, args, *caches)
-    locks, begun, records = zip(*(open_cache(accelerator, settings, each) for each, settings in plans), strict=True)
+    locks, begun, records = zip(
+        *(open_cache(accelerator, settings, each) for each, settings in plans), strict=True
+    )
     stream = StreamedRows(rows, folders[0], begun[0], records[0]) if args.streaming else None
-    num_rows = stream.count if stream else len(rows)  # as far as it is known
+    num_rows = stream.count if stream else len(rows)  # a stream knows only the rows read so far
 
-    # Each process takes every so many shards, and checks them before it makes those that are missing or damaged.
-    missing: dict[int, dict[int, Path]] = {}  # number of a shard: {place of a cache that lacks it: its file}
+    # Each process takes every num_processes-th shard. It first checks its shards, then makes those
+    # that are missing or damaged.
+    missing: dict[int, dict[int, Path]] = {}  # {shard: {index of a cache that lacks it: its file}}
     mine = range(rank, math.ceil(num_rows / args.rows_per_shard), num_processes)
     for i in tqdm(mine, "Checking", disable=not any(records) or rank > 0, leave=False):
         for place, (folder, known) in enumerate(zip(folders, records, strict=True)):
@@ -418,9 +563,9 @@ def main(args: Namespace) -> None:
                 missing.setdefault(i, {})[place] = path
                 (folder / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
 
-    # Encode. Batches begin where shards do, so that their bytes do not depend on the number of processes.
+    # Encode. Each shard starts a new batch, so its bytes do not depend on the number of processes.
     many = count_rows(args)
-    if args.dataloader_num_workers is None:  # a core per process stays free for the encoder
+    if args.dataloader_num_workers is None:  # leaves one core per process to the encoder
         args.dataloader_num_workers = min(8, cores - 1)
     ends = {i: min(num_rows, (i + 1) * args.rows_per_shard) for i in mine}
     keys = (
@@ -437,14 +582,20 @@ def main(args: Namespace) -> None:
     done = total - sum(len(paths) * counts[i] for i, paths in missing.items())
     total = total if stream is None or stream.ended else None
     name = f"Images (process 1 of {num_processes})" if num_processes > 1 else "Images"
-    progress_bar = tqdm(total=total, initial=done, desc=name, unit="img", disable=not accelerator.is_main_process)
+    progress_bar = tqdm(
+        total=total, initial=done, desc=name, unit="img", disable=not accelerator.is_main_process
+    )
     skipped = [
-        [x for i in mine for x in known.get(name_shard(i, settings), {"skipped": []})["skipped"]] for known in records
+        [x for i in mine for x in known.get(name_shard(i, settings), {"skipped": []})["skipped"]]
+        for known in records
     ]
-    encoded = work_ahead(encode_all(list_batches(batches, waits), models, exact_models, caches), 16, device)
+    encoded = work_ahead(
+        encode_all(list_batches(batches, waits), models, exact_models, caches), 16, device
+    )
     encoded = show_progress(encoded, waits, progress_bar)
     for i, of_shard in itertools.groupby(encoded, lambda item: item[1] // args.rows_per_shard):
-        paths = missing.get(i) or {0: folders[0] / name_shard(i, settings)}  # a stream goes beyond what was known
+        # A stream may have more shards than were known at the start.
+        paths = missing.get(i) or {0: folders[0] / name_shard(i, settings)}
         made = write_each(writing_shard, paths, of_shard)
         if stream:
             num_rows = stream.keep_place(i, rank)
@@ -455,19 +606,25 @@ def main(args: Namespace) -> None:
     batches.close()
     progress_bar.close()
 
-    # The records become one cache.json when all processes are done.
+    # When all processes are done, the first one, which has the locks, writes the records into one
+    # cache.json.
     accelerator.wait_for_everyone()
-    for output_dir, lock in zip(folders, filter(None, locks), strict=False):  # there are locks on the first process
+    for output_dir, lock in zip(folders, filter(None, locks), strict=False):
         try:
             cache = finish_cache(output_dir, empty_prompt, args.max_skipped)
         except OSError as error:
-            fail(f"{output_dir} could not be finished ({error}); its shards are whole, the same command goes on")
+            fail(
+                f"{output_dir} could not be finished ({error}); "
+                "its shards are whole, the same command goes on"
+            )
         lock.release(force=True)
-        (output_dir / ".lock").unlink(missing_ok=True)  # some versions of filelock delete it themselves
+        # missing_ok: some versions of filelock delete the file themselves.
+        (output_dir / ".lock").unlink(missing_ok=True)
         say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
         print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {output_dir}")
     accelerator.wait_for_everyone()
-    time.sleep(0.1)  # torch 2.11 can hang on the way out if gloo's thread has not yet let go of the last gather
+    # torch 2.11 can hang at exit if gloo's thread has not yet released the last gather.
+    time.sleep(0.1)
     accelerator.end_training()
 
 

@@ -1,25 +1,31 @@
-"""Train a flow-matching transformer (PRX), or a LoRA for Z-Image: a cache, or images with captions -> a pipeline.
+"""Train a flow-matching transformer (PRX) or a LoRA for Z-Image: captioned images -> a pipeline.
 
-    accelerate launch precompute_latents.py --model_family prx && accelerate launch train_flow.py     # demo: digits
+    # the demo: digits by name
+    accelerate launch precompute_latents.py --model_family prx && accelerate launch train_flow.py
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_flow.py \\
         --latents_dir latents-photos --pretrained_model_name_or_path Photoroom/prx-256-t2i \\
-        --transformer_config_name_or_path configs/prx_163m.json --validation_prompts "a red bicycle" \\
-        --output_dir flow-photos --mixed_precision bf16
+        --transformer_config_name_or_path configs/prx_163m.json \\
+        --validation_prompts "a red bicycle" --output_dir flow-photos --mixed_precision bf16
 
-Reads caches of precompute_latents.py --model_family prx (--latents_dir), or images and captions as that script does,
-encoded in the step. Writes into --output_dir: the pipeline, or with --rank pytorch_lora_weights.safetensors, with its
-model card, samples/, metrics.jsonl, loss.png, report.html, logs, run.args (this command again: @flow-photos/run.args),
-and every --checkpointing_steps a checkpoint-N that the same command with --resume_from_checkpoint latest goes on from.
+Input: caches of precompute_latents.py --model_family prx (--latents_dir), or the images and
+captions that precompute_latents.py takes, which are then encoded in every step.
+Output, in --output_dir:
+    the pipeline, or with --rank pytorch_lora_weights.safetensors, with its model card, samples/,
+    metrics.jsonl, loss.png, report.html, logs
+    run.args      the flags of this run; @flow-photos/run.args repeats it
+    checkpoint-N  one every --checkpointing_steps; to resume from the last one, run the same
+                  command with --resume_from_checkpoint latest
 
-What stands where:
-    parse_args                       the flags, one a line; bad values end here, before anything is loaded or written
-    make_transformer                 the model, new or pretrained; it must fit latents and embeddings
-    call_transformer                 what the families differ in when they are called
-    prepare_batch, compute_loss      a batch -> what the transformer is given, and the loss
-    train_step                       one optimizer step, with what Accelerate does in the open
-    log_validation, describe_model   what people look at
-    main                             the run in phases, the training loop among them
-What every trainer needs besides is in diffusion_training/. To have all of it in one file of your own:
+Layout of this file:
+    parse_args                      the flags; bad values stop the script before anything is loaded
+    make_transformer                the model, new or pretrained; it must fit latents and embeddings
+    call_transformer                calls the model; hides how the families differ
+    prepare_batch, compute_loss     a batch -> the inputs of the transformer, and the loss
+    train_step                      one optimizer step, with the calls of Accelerate
+    log_validation, describe_model  the samples, and the text of the model card
+    main                            the run in phases, with the training loop
+The code that all trainers share is in diffusion_training/. To get all of it in one file that you
+can change:
 python -m diffusion_training.standalone train_flow.py > mine.py
 """
 
@@ -50,7 +56,7 @@ from diffusers import (
 
 from diffusion_training import check_version
 
-check_version("0.1.0", Path(__file__).name)  # before more of it is imported, which may not be there
+check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.data.streams import add_stream_flags
@@ -103,15 +109,28 @@ from diffusion_training.training.models import (
     update_ema,
 )
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
-from diffusion_training.training.output import draw_prompts, keep_best, open_output_dir, samples_path, save_pipeline
+from diffusion_training.training.output import (
+    draw_prompts,
+    keep_best,
+    open_output_dir,
+    samples_path,
+    save_pipeline,
+)
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
-from diffusion_training.training.tuning import choose_batch_size, find_learning_rate, plan_steps, scale_learning_rate
+from diffusion_training.training.tuning import (
+    choose_batch_size,
+    find_learning_rate,
+    plan_steps,
+    scale_learning_rate,
+)
 
-warnings.filterwarnings("ignore", ".*LoraLoaderMixin", FutureWarning)  # an old name among PRXPipeline's bases
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers complain about the loader's processes
+# PRXPipeline still has a base class with a deprecated name.
+warnings.filterwarnings("ignore", ".*LoraLoaderMixin", FutureWarning)
+# Otherwise tokenizers warns about the loader's processes.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
-# The command line that stands for no data at all; flags that are given come after it, and win.
+# The command line of the demo, which runs if no data is given. The user's flags override it.
 DEMO = f"""
     --latents_dir latents-digits-flow --pretrained_model_name_or_path {HERE}/demo/models
     --transformer_config_name_or_path {HERE}/demo/digits_flow_transformer.json
@@ -121,23 +140,37 @@ DEMO = f"""
         "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
         "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
     --guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest
-"""
-# Of each family: the class that is trained, its pipeline, and what its config calls the width of the embeddings.
+"""  # noqa: E501
+# {family: (class to train, its pipeline, config key for the width of the embeddings)}
 CLASSES = {
     "prx": (PRXTransformer2DModel, PRXPipeline, "context_in_dim"),
     "z-image": (ZImageTransformer2DModel, ZImagePipeline, "cap_feat_dim"),
 }
 
-# ------------------------------------------------------------------------------------------------- the flags
+# -------------------------------------------------------------------------------------------------
+# the flags
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Parse and check the command line: a bad argument ends with one line and status 2 before anything is loaded."""
+    """Parse and check the command line.
+
+    A bad argument stops the script with one line and status 2 before anything is loaded.
+    """
     parser = make_parser(__file__, __doc__)
 
     add = parser.add_argument_group("data: a cache").add_argument
-    add("--latents_dir", type=PATH, nargs="+", help="caches of precompute_latents.py")
-    add("--latents_weights", nargs="+", type=number(1e-3, 1e3), help="how often an epoch takes each cache's rows")
+    add(
+        "--latents_dir",
+        type=PATH,
+        nargs="+",
+        help="one or more caches made by precompute_latents.py",
+    )
+    add(
+        "--latents_weights",
+        nargs="+",
+        type=number(1e-3, 1e3),
+        help="for each cache, how often an epoch takes its rows",
+    )
     add_storage_flags(add)
 
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
@@ -145,23 +178,45 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--resolution", type=number(2, 16384, int), help="side of the square images, pixels")
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add_transform_flags(add)
-    add("--prefetch_factor", type=COUNT, help="batches that each of these reads ahead (None: 2)")
+    add(
+        "--prefetch_factor",
+        type=COUNT,
+        help="batches that each process of --dataloader_num_workers loads ahead (None: 2)",
+    )
     add_bucket_flags(add)
     add_stream_flags(add)
 
     add = parser.add_argument_group("data: both").add_argument
-    add("--random_flip", **SWITCH, help="mirrored images as well")
-    add("--holdout", type=number(0, 10**9), default=0.0, help="share or number of images for the held-out loss")
+    add("--random_flip", **SWITCH, help="use mirrored images too")
+    add(
+        "--holdout",
+        type=number(0, 10**9),
+        default=0.0,
+        help="share or number of images to hold out for the held-out loss",
+    )
     add_tag_flags(add)
     names = ["--caption_dropout", "--proportion_empty_prompts"]
-    add(*names, type=number(0, 1), default=0.1, help="share of captions left out, for guidance")
+    add(
+        *names,
+        type=number(0, 1),
+        default=0.1,
+        help="share of captions replaced by the empty prompt, for guidance",
+    )
 
     add = parser.add_argument_group("model").add_argument
     add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
     add("--revision", help="branch, tag or commit of the models on the hub")
-    add("--variant", help="of the weight files, such as fp16")
-    add("--transformer_config_name_or_path", type=PATH, help="train a new transformer: hub id, folder or JSON file")
-    add("--init_from", type=PATH, help="a run's folder: go on from its weights and step, with other data")
+    add("--variant", help="variant of the weight files, such as fp16")
+    add(
+        "--transformer_config_name_or_path",
+        type=PATH,
+        help="config of a new transformer to train: hub id, folder or JSON file",
+    )
+    add(
+        "--init_from",
+        type=PATH,
+        help="folder of a run: start from its weights and step, with other data",
+    )
     add_family_flags(add, default="prx")
     add_encoder_flags(add)
     add_device_flags(add)
@@ -170,24 +225,52 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     add = parser.add_argument_group("objective").add_argument
     schemes = ["logit_normal", "uniform"]
-    add("--weighting_scheme", choices=schemes, default="logit_normal", help="of noise levels (arXiv:2403.03206)")
-    add("--logit_mean", type=number(-100, 100), default=0.0, help="of logit_normal: above 0 for more noise")
-    add("--logit_std", type=number(1e-3, 100), default=1.0, help="of logit_normal")
-    add("--shift", type=number(1e-2, 100), help="of noise levels (None: the pipeline's; else 1, from 512 px on 3)")
+    add(
+        "--weighting_scheme",
+        choices=schemes,
+        default="logit_normal",
+        help="distribution of the noise levels (arXiv:2403.03206)",
+    )
+    add(
+        "--logit_mean",
+        type=number(-100, 100),
+        default=0.0,
+        help="mean of logit_normal; above 0 gives more noise",
+    )
+    add(
+        "--logit_std",
+        type=number(1e-3, 100),
+        default=1.0,
+        help="standard deviation of logit_normal",
+    )
+    add(
+        "--shift",
+        type=number(1e-2, 100),
+        help="shift of the noise levels (None: the pipeline's; without one 1, or 3 from 512 px on)",
+    )
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
 
     add = parser.add_argument_group("logging and samples").add_argument
     add_logging_flags(add, tracker_project_name="flow")
-    add("--validation_prompts", "--validation_prompt", nargs="+", help="what to draw samples of")
-    add("--validation_steps", type=COUNT, help="steps between samples and held-out losses; overrides the epochs")
+    add("--validation_prompts", "--validation_prompt", nargs="+", help="prompts of the samples")
+    add(
+        "--validation_steps",
+        type=COUNT,
+        help="optimizer steps between samples and held-out losses; overrides the epochs",
+    )
     add("--validation_epochs", type=COUNT, default=5, help="epochs between samples")
-    add("--num_validation_images", type=number(1, 10**4, int), default=4, help="samples of each prompt")
-    add("--guidance_scale", type=number(1, 1000), default=4.0, help="of the samples; 1: none (arXiv:2207.12598)")
+    add("--num_validation_images", type=number(1, 10**4, int), default=4, help="samples per prompt")
+    add(
+        "--guidance_scale",
+        type=number(1, 1000),
+        default=4.0,
+        help="guidance scale of the samples; 1: no guidance (arXiv:2207.12598)",
+    )
     add("--num_inference_steps", type=COUNT, default=28, help="sampling steps")
 
     add = parser.add_argument_group("saving").add_argument
-    add("--output_dir", type=PATH, default="flow-model", help="everything is written here")
+    add("--output_dir", type=PATH, default="flow-model", help="folder for all output")
     add_saving_flags(add)
 
     args = parser.parse_args(argv)
@@ -202,9 +285,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
                 parser.error(f"--pretrained_model_name_or_path is needed, or --{name} as well")
         if not (args.transformer_config_name_or_path or args.init_from):
             parser.error("--transformer_config_name_or_path is needed where there is no pipeline")
-    if args.rank and (args.transformer_config_name_or_path or args.init_from or args.model_family == "prx"):
+    if args.rank and (
+        args.transformer_config_name_or_path or args.init_from or args.model_family == "prx"
+    ):
         turn = "leave --transformer_config_name_or_path and --init_from out"
-        parser.error(f"--rank trains a LoRA for a transformer of --model_family z-image that is trained: {turn}")
+        parser.error(
+            "--rank trains a LoRA for a transformer of --model_family z-image that is trained: "
+            f"{turn}"
+        )
     if args.output_kohya_format:
         parser.error("--output_kohya_format knows U-Nets only: leave it out")
     check_data_args(parser, args)
@@ -212,16 +300,23 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-# ------------------------------------------------------------------------------------------------- the model
+# -------------------------------------------------------------------------------------------------
+# the model
 
 
-def make_transformer(frozen: SimpleNamespace, start: Path | None, args: Namespace) -> torch.nn.Module:
-    """The transformer to train: new, of the pretrained pipeline, or like that of a checkpoint, `start`."""
+def make_transformer(
+    frozen: SimpleNamespace, start: Path | None, args: Namespace
+) -> torch.nn.Module:
+    """Make the transformer to train.
+
+    It is new (from a config), the pretrained pipeline's, or like the one of a checkpoint, `start`.
+    Stops with an error if it does not fit the latents and embeddings.
+    """
     kind, _, width = CLASSES[args.model_family]
     channels, *size = frozen.cache["latents_shape"]
     channels = channels // 2 if frozen.cache["latents"] == "moments" else channels
     embed_dim = frozen.empty_prompt["prompt_embeds"].shape[-1]
-    # A checkpoint gives its config here, and its weights later, with the averaged ones.
+    # Only the config of a checkpoint is read here. Its weights and averaged weights come later.
     given = args.transformer_config_name_or_path or (str(start / "transformer") if start else None)
     source, options = given or args.pretrained_model_name_or_path, {"cache_dir": args.cache_dir}
     with explained(f"{source} holds no {kind.__name__}"):
@@ -231,19 +326,39 @@ def make_transformer(frozen: SimpleNamespace, start: Path | None, args: Namespac
                 raise ValueError(f"it is a {config['_class_name']}")
             transformer = kind.from_config(config)
         else:
-            options |= {"subfolder": "transformer", "revision": args.revision, "variant": args.variant}
+            options |= {
+                "subfolder": "transformer",
+                "revision": args.revision,
+                "variant": args.variant,
+            }
             transformer = load_weights(kind, source, **options)
     found = transformer.config.in_channels, transformer.config[width]
     if found != (channels, embed_dim):
         takes = f"{found[0]} channels and embeddings of {found[1]}"
-        fail(f"the transformer of {source} takes {takes}; the latents have {channels}, the embeddings {embed_dim}")
-    patch = transformer.config.patch_size if args.model_family == "prx" else 2  # latents a side
-    step = args.bucket_step or frozen.cache.get("transform", {}).get("bucket_step") or args.resolution
+        fail(
+            f"the transformer of {source} takes {takes}; the latents have {channels}, the "
+            f"embeddings {embed_dim}"
+        )
+    # side of a patch, in latents
+    patch = transformer.config.patch_size if args.model_family == "prx" else 2
+    step = (
+        args.bucket_step or frozen.cache.get("transform", {}).get("bucket_step") or args.resolution
+    )
     if step % (patch * frozen.pixels):
-        fail(f"the transformer of {source} wants sides of {patch * frozen.pixels} pixels: {step} is no multiple of it")
-    with torch.device("meta"), torch.no_grad(), explained(f"the transformer of {source} can't be trained here"):
+        fail(
+            f"the transformer of {source} wants sides of {patch * frozen.pixels} pixels: {step} is "
+            "no multiple of it"
+        )
+    with (
+        torch.device("meta"),
+        torch.no_grad(),
+        explained(f"the transformer of {source} can't be trained here"),
+    ):
         embeds = torch.zeros(1, *frozen.empty_prompt["prompt_embeds"].shape)
-        prompts = {"prompt_embeds": embeds, "prompt_mask": torch.ones(embeds.shape[:2], dtype=torch.bool)}
+        prompts = {
+            "prompt_embeds": embeds,
+            "prompt_mask": torch.ones(embeds.shape[:2], dtype=torch.bool),
+        }
         if args.model_family == "z-image":
             prompts["prompt_lengths"] = torch.tensor([embeds.shape[1]], device="cpu")
         latents = torch.zeros(1, channels, *size)
@@ -252,95 +367,136 @@ def make_transformer(frozen: SimpleNamespace, start: Path | None, args: Namespac
 
 
 def call_transformer(
-    transformer: torch.nn.Module, noisy_latents: torch.Tensor, sigmas: torch.Tensor, prompts: dict[str, torch.Tensor]
+    transformer: torch.nn.Module,
+    noisy_latents: torch.Tensor,
+    sigmas: torch.Tensor,
+    prompts: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """The velocity that a transformer of any family predicts, noise - latents, float32 [N, C, h, w].
+    """Return the velocity (noise - latents) that the transformer predicts, float32 [N, C, h, w].
 
-    sigmas: share of noise in [0, 1], [N]. prompts: of `encode_batch`; lengths, which Z-Image needs, lie on the CPU.
+    This works for all families.
+
+    sigmas: share of noise in [0, 1], [N].
+    prompts: see `encode_batch`. Z-Image also needs "prompt_lengths", which are on the CPU.
     """
     embeds = prompts["prompt_embeds"]
     if "prompt_lengths" not in prompts:
         given = {"encoder_hidden_states": embeds, "attention_mask": prompts["prompt_mask"]}
         return transformer(noisy_latents, sigmas, **given).sample.float()
-    # Z-Image takes lists, counts time from noise to image, and predicts the way back.
+    # Z-Image takes lists. Its time runs from noise to image, and it predicts latents - noise.
     lengths = prompts["prompt_lengths"]
-    lengths = [embeds.shape[1]] * len(embeds) if lengths.is_meta else lengths.tolist()  # meta: operations are counted
+    # Tensors on the meta device, which count operations, have no values.
+    lengths = [embeds.shape[1]] * len(embeds) if lengths.is_meta else lengths.tolist()
     captions = [rows[:length] for rows, length in zip(embeds, lengths, strict=True)]
     found = transformer(list(noisy_latents.unsqueeze(2)), 1 - sigmas, captions).sample
     return -torch.stack(found).squeeze(2).float()
 
 
 def make_scheduler(args: Namespace) -> tuple[FlowMatchEulerDiscreteScheduler, float]:
-    """(the sampler of the pipeline, its shift of noise levels, which training has too (arXiv:2403.03206, 5.3.2))."""
-    source, options = args.pretrained_model_name_or_path, {"cache_dir": args.cache_dir, "revision": args.revision}
+    """Return (the sampler of the pipeline, its shift of noise levels).
+
+    Training uses the same shift (arXiv:2403.03206, 5.3.2).
+    """
+    source, options = (
+        args.pretrained_model_name_or_path,
+        {"cache_dir": args.cache_dir, "revision": args.revision},
+    )
     kind = read_pipeline(args).get("scheduler", [None, None])[1]
     with explained(f"{source} holds no scheduler"):
         if kind == "FlowMatchEulerDiscreteScheduler":
-            sampler = FlowMatchEulerDiscreteScheduler.from_pretrained(source, subfolder="scheduler", **options)
-        else:  # of what is no flow model, or of models that are given one by one
+            sampler = FlowMatchEulerDiscreteScheduler.from_pretrained(
+                source, subfolder="scheduler", **options
+            )
+        else:  # no flow model, or no pipeline but single models
             sampler = FlowMatchEulerDiscreteScheduler(shift=3.0 if args.resolution >= 512 else 1.0)
     if sampler.config.use_dynamic_shifting:
-        fail(f"the scheduler of {source} shifts noise by the size of an image, which can't be trained here")
+        fail(
+            f"the scheduler of {source} shifts noise by the size of an image, which can't be "
+            "trained here"
+        )
     if args.shift is not None:
         sampler = FlowMatchEulerDiscreteScheduler.from_config(sampler.config, shift=args.shift)
     return sampler, sampler.config.shift
 
 
-# ------------------------------------------------------------------------------------------------- the loss
+# -------------------------------------------------------------------------------------------------
+# the loss
 
 
 @torch.no_grad()
 def prepare_batch(batch: dict, frozen: SimpleNamespace, caption_dropout: float) -> Prepared:
-    """A batch as loaded -> (latents float32 [N, C, h, w] of about unit size, condition: what the transformer gets
-    besides, loss_inputs: what the loss alone needs). Both are {name: tensor [N, ...]}.
+    """Turn a loaded batch into (latents, condition, loss_inputs).
 
-    A fresh draw of the latents each time, and the empty prompt in place of a share `caption_dropout` of the captions.
+    latents: float32 [N, C, h, w] of about unit size, drawn anew each time.
+    condition: further inputs of the transformer, {name: tensor [N, ...]}.
+    loss_inputs: inputs of the loss alone, {name: tensor [N, ...]}.
+
+    The empty prompt replaces a share `caption_dropout` of the captions.
     """
     return encode_batch(batch, frozen, caption_dropout)
 
 
 def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
-    """Latents [N, C, h, w] on the straight line to noise, a share `sigmas` [N] of the way."""
+    """Move latents [N, C, h, w] along the straight line to noise, by a share `sigmas` [N]."""
     sigmas = sigmas.view(-1, 1, 1, 1)
     return (1 - sigmas) * latents + sigmas * noise
 
 
 def compute_loss(
-    models: Models, shift: float, latents: torch.Tensor, condition: dict[str, torch.Tensor],
-    loss_inputs: dict[str, torch.Tensor], weight: torch.Tensor, args: Namespace,
-) -> torch.Tensor:  # fmt: skip
-    """The loss of rectified flow (arXiv:2209.03003): the sum over images of weight * mean squared error of velocity.
+    models: Models,
+    shift: float,
+    latents: torch.Tensor,
+    condition: dict[str, torch.Tensor],
+    loss_inputs: dict[str, torch.Tensor],
+    weight: torch.Tensor,
+    args: Namespace,
+) -> torch.Tensor:
+    """The loss of rectified flow (arXiv:2209.03003).
 
-    models: {"transformer": ...}, what is trained. shift: of the noise levels. latents: [N, C, h, w] float32 of about
-    unit size. condition, loss_inputs: of `prepare_batch`. weight: [N]; it adds up to 1 over a step's micro-batches,
-    averaged over the processes, and is 0 for a placeholder: so return (weight * loss per image).sum(), whatever the
-    loss.
+    Returns the sum over images of weight * mean squared error of the velocity.
+
+    models: {"transformer": ...}, the trained models.
+    shift: shift of the noise levels.
+    latents: float32 [N, C, h, w], of about unit size.
+    condition, loss_inputs: see `prepare_batch`.
+    weight: [N]. Over a step's micro-batches, averaged over the processes, the weights add up to 1;
+        a placeholder has weight 0. So return (weight * loss per image).sum(), whatever the loss.
     """
     noise = torch.randn(latents.shape, device=latents.device)
-    if args.weighting_scheme == "logit_normal":  # more of what lies between image and noise (arXiv:2403.03206, 3.1)
+    if args.weighting_scheme == "logit_normal":
+        # more levels in the middle, between image and noise (arXiv:2403.03206, 3.1)
         sigmas = torch.randn(len(latents), device=latents.device)
         sigmas = torch.sigmoid(args.logit_mean + args.logit_std * sigmas)
     else:
         sigmas = torch.rand(len(latents), device=latents.device)
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
-    # In float32 and continuous: in bfloat16 a sigma has 8 bits.
-    velocity = call_transformer(models["transformer"], add_noise(latents, noise, sigmas), sigmas, condition)
+    # Sigmas are continuous and in float32: bfloat16 has a precision of 8 bits only.
+    velocity = call_transformer(
+        models["transformer"], add_noise(latents, noise, sigmas), sigmas, condition
+    )
     error = F.mse_loss(velocity, noise - latents, reduction="none")
-    error = error * loss_inputs.get("mask", 1)  # in [0, 1], of each pixel
+    error = error * loss_inputs.get("mask", 1)  # in [0, 1], for each pixel
     loss = error.mean(dim=(1, 2, 3))  # of each image
     return (weight * loss).sum()
 
 
 def measure_velocity() -> tuple[Callable, Callable]:
-    """What `log_held_out_loss` measures: the mean squared error of the velocity of each image [N], at tenths [N]."""
+    """Return two functions for `log_held_out_loss`: one adds noise, one measures the error.
+
+    Noise levels are in tenths, [N]. The error is the velocity's mean squared error per image, [N].
+    """
 
     def add(latents: torch.Tensor, noise: torch.Tensor, tenths: torch.Tensor) -> torch.Tensor:
         return add_noise(latents, noise, tenths / 10)
 
     def measure(
-        transformer: torch.nn.Module, noisy_latents: torch.Tensor, tenths: torch.Tensor,
-        condition: dict[str, torch.Tensor], latents: torch.Tensor, noise: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        transformer: torch.nn.Module,
+        noisy_latents: torch.Tensor,
+        tenths: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        latents: torch.Tensor,
+        noise: torch.Tensor,
+    ) -> torch.Tensor:
         velocity = call_transformer(transformer, noisy_latents, tenths / 10, condition)
         return F.mse_loss(velocity, noise - latents, reduction="none").mean(dim=(1, 2, 3))
 
@@ -348,46 +504,65 @@ def measure_velocity() -> tuple[Callable, Callable]:
 
 
 def train_step(
-    accelerator: Accelerator, shift: float, args: Namespace, prepare: Callable[[dict], Prepared], models: Models,
-    optimizer: torch.optim.Optimizer, batches: Iterator[dict], micro_batches: int, data_step: int,
-) -> torch.Tensor:  # fmt: skip
-    """One optimizer step on the next `micro_batches` of `batches`; `prepare` is `prepare_batch`.
+    accelerator: Accelerator,
+    shift: float,
+    args: Namespace,
+    prepare: Callable[[dict], Prepared],
+    models: Models,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[dict],
+    micro_batches: int,
+    data_step: int,
+) -> torch.Tensor:
+    """Do one optimizer step on the next `micro_batches` of `batches`.
 
-    Returns [sum of weight * loss, sum of weight, norm of the gradient] on the device, of this process; after it,
-    accelerator.optimizer_step_was_skipped tells of an fp16 overflow. Nothing here waits for the device.
+    prepare: `prepare_batch`.
+
+    Returns [sum of weight * loss, sum of weight, norm of the gradient] of this process, on the
+    device. After an fp16 overflow, accelerator.optimizer_step_was_skipped is True. Nothing here
+    waits for the device.
     """
     sums = torch.zeros(2, device=accelerator.device)
     for micro_batch in range(micro_batches):
         batch = next(batches)
-        # What is drawn depends on the step alone, not on what was drawn before: a resumed run draws the same.
-        torch.manual_seed(step_seed("step", args.seed, data_step, micro_batch, accelerator.process_index))
+        # The random numbers depend on the step, not on earlier draws: a resumed run draws the same.
+        torch.manual_seed(
+            step_seed("step", args.seed, data_step, micro_batch, accelerator.process_index)
+        )
         latents, condition, loss_inputs = prepare(batch)
         with contextlib.ExitStack() as stack:
-            if micro_batch < micro_batches - 1:  # the processes' gradients are averaged once a step, in its last
+            if micro_batch < micro_batches - 1:
+                # the processes average their gradients once a step, in its last micro-batch
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
-            loss = compute_loss(models, shift, latents, condition, loss_inputs, batch["weight"], args)
+            loss = compute_loss(
+                models, shift, latents, condition, loss_inputs, batch["weight"], args
+            )
             accelerator.backward(loss)
         sums += torch.stack([loss.detach(), batch["weight"].sum()])
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), args.max_grad_norm or math.inf)
     optimizer.step()
-    optimizer.zero_grad()  # to None: the memory is free for the next forward pass
+    optimizer.zero_grad()  # to None, which frees memory for the next forward pass
     return torch.cat([sums, grad_norm[None]])  # one tensor, read later: an .item() here would wait
 
 
-# ------------------------------------------------------------------------------------------------- the output
+# -------------------------------------------------------------------------------------------------
+# the output
 
 
 class Interrupted(Exception):
-    """A signal has come while a sample is drawn."""
+    """Raised if a signal comes while a sample is drawn."""
 
 
 def make_pipeline(
     transformer: torch.nn.Module, sampler: FlowMatchEulerDiscreteScheduler, args: Namespace
 ) -> DiffusionPipeline:
-    """What is sampled from, saved and uploaded: the transformer, and what it was trained with, in float32."""
+    """Make the pipeline that is sampled from, saved and uploaded.
+
+    It has the transformer and the models that it was trained with, in float32.
+    """
     vae, (text_encoder,), (tokenizer,) = load_models(args, torch.float32)
-    if vae.config.get("shift_factor", 0.0) is None:  # which PRXPipeline would add
+    if vae.config.get("shift_factor", 0.0) is None:  # PRXPipeline adds it, and can't add None
         vae.register_to_config(shift_factor=0.0)
     _, kind, _ = CLASSES[args.model_family]
     more = {"default_sample_size": args.resolution} if args.model_family == "prx" else {}
@@ -396,44 +571,67 @@ def make_pipeline(
 
 
 def log_validation(
-    accelerator: Accelerator, pipeline: DiffusionPipeline, step: int, stop_signal: StopSignal, args: Namespace
+    accelerator: Accelerator,
+    pipeline: DiffusionPipeline,
+    step: int,
+    stop_signal: StopSignal,
+    args: Namespace,
 ) -> None:
-    """Draw --num_validation_images of each of --validation_prompts into samples/step-N.png and the trackers."""
+    """Draw --num_validation_images per prompt into samples/step-N.png and the trackers."""
 
-    def watch(pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict) -> dict:
+    def watch(
+        pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
+    ) -> dict:
         if stop_signal.received:
             raise Interrupted
         return tensors
 
     def draw(prompts: list[str], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
         more, scale = {"use_resolution_binning": False}, args.guidance_scale
-        if args.model_family == "z-image":  # whose pipeline counts what is added to the prediction
+        if args.model_family == "z-image":  # its pipeline's scale is 0 for no guidance
             more, scale = {}, scale - 1
         try:
             return pipeline(
-                prompts, height=args.resolution, width=args.resolution, output_type="np", callback_on_step_end=watch,
-                num_inference_steps=args.num_inference_steps, guidance_scale=scale,
-                generator=generators, **more,
-            ).images  # fmt: skip
+                prompts,
+                height=args.resolution,
+                width=args.resolution,
+                output_type="np",
+                callback_on_step_end=watch,
+                num_inference_steps=args.num_inference_steps,
+                guidance_scale=scale,
+                generator=generators,
+                **more,
+            ).images
         except Interrupted:
             return []
 
-    # One at a time: with several prompts and guidance, PRXPipeline gives times of another number than latents.
+    # One prompt at a time: with several prompts and guidance, PRXPipeline passes a different number
+    # of times than of latents.
     draw_prompts(accelerator, pipeline, draw, 1, step, stop_signal, args)
 
 
 def describe_model(step: int, loss: float | None, args: Namespace) -> Description:
-    """For card and report: (the hub's tags, what was trained on what, how to use it)."""
+    """Return (tags for the hub, a description, example code) for the model card and the report."""
     name, base, data, prompt = name_run(args)
     title = {"prx": "PRX", "z-image": "Z-Image"}[args.model_family]
     steps = f"{step} steps{f', to a loss of {loss:.4g}' if loss else ''}"
-    trained = "trained from scratch" if args.transformer_config_name_or_path or args.init_from else "fine-tuned"
-    what = f"A {title} pipeline whose transformer was {trained} on `{data}`\nfor {steps}, by flow matching."
+    trained = (
+        "trained from scratch"
+        if args.transformer_config_name_or_path or args.init_from
+        else "fine-tuned"
+    )
+    what = (
+        f"A {title} pipeline whose transformer was {trained} on `{data}`\n"
+        f"for {steps}, by flow matching."
+    )
     if base:
         what += f" The other models are those of\n`{base}`."
     source, more = name, ""
     if args.rank:
-        what = f"A LoRA of rank {args.rank} for the transformer of `{base}`,\ntrained on `{data}` for {steps}."
+        what = (
+            f"A LoRA of rank {args.rank} for the transformer of `{base}`,\n"
+            f"trained on `{data}` for {steps}."
+        )
         source, more = base, f'\npipeline.load_lora_weights("{name}")'
     given = f"{prompt}, height={args.resolution}, width={args.resolution}"
     if args.model_family == "prx" and args.resolution not in (256, 512, 1024):
@@ -442,52 +640,84 @@ def describe_model(step: int, loss: float | None, args: Namespace) -> Descriptio
 
 pipeline = DiffusionPipeline.from_pretrained("{source}"){more}
 image = pipeline({given}).images[0]"""
-    return ["text-to-image", args.model_family, "diffusers-training"] + ["lora"] * bool(args.rank), what, usage
+    return (
+        ["text-to-image", args.model_family, "diffusers-training"] + ["lora"] * bool(args.rank),
+        what,
+        usage,
+    )
 
 
-# ------------------------------------------------------------------------------------------------- the run
+# -------------------------------------------------------------------------------------------------
+# the run
 
 
 @in_one_sentence
 def main(args: Namespace) -> None:
-    """Train; ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence if it can't go on."""
-    transformers.utils.logging.disable_progress_bar()
-    # The launch first: it says which device, which process of how many, and in which precision all else happens.
-    accelerator, cores = make_accelerator(args)
-    device, rank, num_processes = accelerator.device, accelerator.process_index, accelerator.num_processes
-    lock, checkpoint = open_output_dir(accelerator, __file__, args)  # to the end, so that no second run writes here
+    """Train.
 
-    # The data before the model, which must fit the latents and embeddings. A core per process stays free.
+    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
+    that tells the reason.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    # The launch comes first: it sets the device, the processes and the precision.
+    accelerator, cores = make_accelerator(args)
+    device, rank, num_processes = (
+        accelerator.device,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
+    # The lock is held until the end, so that no second run writes here.
+    lock, checkpoint = open_output_dir(accelerator, __file__, args)
+
+    # The data comes before the model, which must fit the latents and embeddings. One core per
+    # process stays free for the trainer.
     if args.dataloader_num_workers is None:
         args.dataloader_num_workers = min(8, cores - 1)
     dataset, frozen = load_data(accelerator, CLASSES, args, checkpoint)
     sampler, shift = make_scheduler(args)
     train_rows, held_out = hold_out(accelerator, dataset, args.holdout, args.seed)
     epoch_rows = partial(choose_rows, train_rows, dataset, args.latents_weights)
-    num_images = len(epoch_rows(0))  # of an epoch
+    num_images = len(epoch_rows(0))  # per epoch
     torch.manual_seed(args.seed)  # every process starts from the same weights
     start = None if checkpoint else find_start(args.init_from)
     transformer = make_transformer(frozen, args.init_from and (checkpoint or start), args)
-    if args.rank:  # the transformer is frozen and not saved: what is trained, averaged and saved of it is the LoRA
-        add_lora(transformer, hash_weights(transformer), getattr(torch, DTYPES[args.mixed_precision]), args)
+    if args.rank:
+        # The transformer is frozen: only its LoRA is trained, averaged and saved.
+        add_lora(
+            transformer,
+            hash_weights(transformer),
+            getattr(torch, DTYPES[args.mixed_precision]),
+            args,
+        )
         if args.network_weights:
             load_network_weights(transformer, args.network_weights, "transformer")
-    models = {"transformer": transformer}  # what is trained, averaged and saved, each in a folder of its name
+    # The models that are trained, averaged and saved, each in a folder of its name.
+    models = {"transformer": transformer}
 
-    # Where the run is. What sets a step's size comes before, because a checkpoint's position is counted in images.
+    # The position of the run. The batch size is chosen before it, because a checkpoint's position
+    # is counted in images.
     prepare = partial(prepare_batch, frozen=frozen, caption_dropout=args.caption_dropout)
     take_step = partial(train_step, accelerator, shift, args, prepare)
     state = read_state(checkpoint, num_images) if start is None else read_start(start, args)
     choose_batch_size(accelerator, models, take_step, dataset, train_rows, state["settings"], args)
-    per_micro_batch, order = args.train_batch_size * num_processes, Order(epoch_rows, args.seed, dataset.sizes)
+    per_micro_batch, order = (
+        args.train_batch_size * num_processes,
+        Order(epoch_rows, args.seed, dataset.sizes),
+    )
     progress = Progress(state, num_images, per_micro_batch, args.gradient_accumulation_steps, order)
     scale_learning_rate(accelerator, progress.images_per_step, args)
     if not plan_steps(accelerator, progress, args):
         return
-    settings = {**vars(args), "num_processes": num_processes, "num_images": num_images, "data": dataset.fingerprint}
+    settings = {
+        **vars(args),
+        "num_processes": num_processes,
+        "num_images": num_images,
+        "data": dataset.fingerprint,
+    }
     settings["held_out"] = digest_held_out(accelerator, dataset, held_out)
 
-    # What is trained, its average, the optimizer: in float32. Autocast lowers the precision of what is computed only.
+    # Trained weights, averaged weights and optimizer state are in float32. Autocast lowers the
+    # precision of the computation only.
     for model in models.values():
         put_on_device(model, device)
     averaged = start_average(models) if args.use_ema else {}
@@ -495,39 +725,58 @@ def main(args: Namespace) -> None:
     if args.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     optimizer = make_optimizer(models, accelerator.scaler, args)
-    if checkpoint:  # before `prepare`, which wraps what is loaded here
+    if checkpoint:  # before `prepare`, which wraps the models and the optimizer
         load_checkpoint(accelerator, checkpoint, saved, optimizer, state, settings)
     elif start:
         load_start(accelerator, start, saved, state)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
-    costs = Costs(accelerator, models, averaged, call_transformer, args, [frozen.vae, frozen.text_encoders])
+    costs = Costs(
+        accelerator, models, averaged, call_transformer, args, [frozen.vae, frozen.text_encoders]
+    )
     if args.compile:
         compile_model(transformer, args.compile, order.num_sizes)
     *prepared, optimizer = accelerator.prepare(*models.values(), optimizer)
-    prepared = dict(zip(models, prepared, strict=True))  # what is called; `models` are what is saved and averaged
+    # `prepared` is called in training; `models` is saved and averaged.
+    prepared = dict(zip(models, prepared, strict=True))
     for model in averaged.values():
         accelerator.prepare_model(model, evaluation_mode=True)  # autocast as in training
     sampled = averaged.get("transformer", transformer)
 
-    # Batches come without end, across epochs, so the device never waits for one to begin.
+    # Batches continue across epochs, so the device never waits for an epoch to begin.
     keys = step_batches(order, progress, rank, num_processes)
     loaded = load_batches(dataset, keys, args.dataloader_num_workers, device, args.prefetch_factor)
-    if args.find_lr:  # and end: nothing that it trains is kept
-        found = find_learning_rate(accelerator, prepared, optimizer, take_step, loaded, progress, args)
+    if args.find_lr:  # and stop: nothing that it trains is kept
+        found = find_learning_rate(
+            accelerator, prepared, optimizer, take_step, loaded, progress, args
+        )
         return end_run(accelerator, lock, found, [], args)
-    records = Records(accelerator, progress.global_step, 0, checkpoint, args, list_lora_b(models), costs)
+    records = Records(
+        accelerator, progress.global_step, 0, checkpoint, args, list_lora_b(models), costs
+    )
     batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
     take_step = partial(train_step, accelerator, shift, args, records.look(prepare))
-    stop = stop_signal.agree()  # what came until here, and was swallowed somewhere
+    stop = stop_signal.agree()  # a signal that came earlier, even if a library swallowed it
     measured = {name.replace("transformer", "held_out_loss"): saved[name] for name in saved}
 
     def show(pipeline: DiffusionPipeline) -> int:
-        """Held-out loss, samples and report. Returns the signal that has broken them off, 0 for none."""
+        """Make the held-out loss, the samples and the report.
+
+        Returns the signal that interrupted them, or 0.
+        """
         log_held_out_loss(
-            accelerator, records, dataset, held_out, measured, measure_velocity(),
-            partial(prepare, caption_dropout=0.0), stop_signal, progress.global_step,
-        )  # fmt: skip
-        save = partial(save_lora, saved, args=args) if args.rank else partial(save_pipeline, pipeline)
+            accelerator,
+            records,
+            dataset,
+            held_out,
+            measured,
+            measure_velocity(),
+            partial(prepare, caption_dropout=0.0),
+            stop_signal,
+            progress.global_step,
+        )
+        save = (
+            partial(save_lora, saved, args=args) if args.rank else partial(save_pipeline, pipeline)
+        )
         keep_best(accelerator, records.held_out, progress.global_step, save, args)
         log_validation(accelerator, pipeline, progress.global_step, stop_signal, args)
         if accelerator.is_main_process:
@@ -537,7 +786,8 @@ def main(args: Namespace) -> None:
     samples_every = args.validation_steps, args.validation_epochs
     shown = samples_path(args.output_dir, progress.global_step).exists()
     if checkpoint and progress.is_due(*samples_every) and not shown and not stop:
-        # A kill came between the two; broken off, before a step leads past it
+        # The last run ended between checkpoint and samples. Draw them before training goes past
+        # this step.
         stop = show(make_pipeline(sampled, sampler, args))
 
     for model in models.values():
@@ -546,7 +796,8 @@ def main(args: Namespace) -> None:
         epoch, (step_images, micro_batches) = progress.epoch, progress.next_step()
         sums = take_step(prepared, optimizer, batches, micro_batches, progress.data_step)
         progress.advance(step_images, stepped=not accelerator.optimizer_step_was_skipped)
-        if progress.stepped:  # else fp16 overflowed: the scaler lowers its scale, the weights are as before
+        # If fp16 overflowed, the scaler lowers its scale and the weights stay as they were.
+        if progress.stepped:
             if args.use_ema:
                 update_ema(averaged, models, progress.global_step, args)
             records.add(sums, step_images, epoch, lr_scheduler.get_last_lr()[0])
@@ -559,19 +810,29 @@ def main(args: Namespace) -> None:
         if log_due or checkpoint_due:  # the only place where the host waits for the device
             records.update(progress.global_step, log_due, last)
         with records.paused():
-            if checkpoint_due:  # before the samples, which may take longer than a preempted job has left
-                save_checkpoint(accelerator, saved, optimizer, progress.state() | {"settings": settings}, args)
+            if checkpoint_due:
+                # before the samples, which may take longer than a preempted job has left
+                save_checkpoint(
+                    accelerator, saved, optimizer, progress.state() | {"settings": settings}, args
+                )
             if progress.is_due(*samples_every) and not last and not stop:
                 stop = show(make_pipeline(sampled, sampler, args))
-                if stop and not checkpoint_due:  # broken off; who resumes here draws them
+                if stop and not checkpoint_due:  # interrupted: a run that resumes here draws them
                     records.update(progress.global_step, False, last)
-                    save_checkpoint(accelerator, saved, optimizer, progress.state() | {"settings": settings}, args)
+                    save_checkpoint(
+                        accelerator,
+                        saved,
+                        optimizer,
+                        progress.state() | {"settings": settings},
+                        args,
+                    )
 
-    loaded.close()  # and with it the thread and the loader's processes
+    loaded.close()  # also ends the thread and the loader's processes
     records.bar.close()
     if not stop:
         pipeline = make_pipeline(sampled, sampler, args)
-        if accelerator.is_main_process:  # before the samples, again because of the time that they take
+        if accelerator.is_main_process:
+            # before the samples, which take time
             if args.rank:
                 with saving(args.output_dir, f"the LoRA in {args.output_dir}") as unfinished:
                     save_lora(saved, unfinished, args)
@@ -582,11 +843,17 @@ def main(args: Namespace) -> None:
     if stop:
         end_stopped(accelerator, stop, progress.global_step, args.max_train_steps)
     if accelerator.is_main_process:
-        prune_checkpoints(Path(args.output_dir) / f"checkpoint-{progress.global_step}", args)  # if a kill came before
+        # again, in case a kill prevented it
+        prune_checkpoints(Path(args.output_dir) / f"checkpoint-{progress.global_step}", args)
         save_model_card(progress.global_step, describe_model, args)
     samples = "samples/" if args.validation_prompts else "no samples (no --validation_prompts)"
-    done = f"Done: {'LoRA' if args.rank else 'pipeline'}, {samples} and report.html are in {args.output_dir}"
-    files = [f"{name}/*" for name in ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")]
+    done = (
+        f"Done: {'LoRA' if args.rank else 'pipeline'}, {samples} "
+        f"and report.html are in {args.output_dir}"
+    )
+    files = [
+        f"{name}/*" for name in ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")
+    ]
     end_run(accelerator, lock, done, ["pytorch_lora_weights*"] if args.rank else files, args)
 
 

@@ -1,4 +1,7 @@
-"""What the benchmarks share: models with random weights, images, caches of random numbers, and how steps are timed."""
+"""Code that the benchmarks share.
+
+Models with random weights, images, caches of random numbers, and the timing of training steps.
+"""
 
 import argparse
 import contextlib
@@ -19,10 +22,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-# Stable Diffusion 2; a tenth of its channels, with a VAE of about the same share of the work at 512 px; a fast encoder
-# to as many bytes as Stable Diffusion 2's; and what is small enough for tests. "text": hidden size and layers.
+# Sizes of the models; "text" is (hidden size, layers) of the text encoder.
+# sd2: Stable Diffusion 2.
+# tenth: a tenth of its channels; the VAE's share of the work at 512 px is about the same.
+# small: fast encoders whose outputs have as many bytes as Stable Diffusion 2's.
+# toy: small enough for tests.
 SIZES = {
-    "sd2": {"unet": (320, 640, 1280, 1280), "vae": (128, 256, 512, 512), "groups": 32, "text": (1024, 23)},
+    "sd2": {
+        "unet": (320, 640, 1280, 1280),
+        "vae": (128, 256, 512, 512),
+        "groups": 32,
+        "text": (1024, 23),
+    },
     "tenth": {"unet": (32, 64, 128, 128), "vae": (18, 36, 72, 72), "groups": 6, "text": (96, 2)},
     "small": {"unet": (8, 8), "vae": (8, 16, 16, 16), "groups": 8, "text": (1024, 0)},
     "toy": {"unet": (8, 8), "vae": (4, 4, 4, 4), "groups": 4, "text": (32, 2)},
@@ -30,9 +41,14 @@ SIZES = {
 
 
 def make_models(folder, size):
-    """A Stable Diffusion folder with random weights."""
+    """Make a Stable Diffusion folder with random weights."""
     import torch
-    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from diffusers import (
+        AutoencoderKL,
+        DDPMScheduler,
+        StableDiffusionPipeline,
+        UNet2DConditionModel,
+    )
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
     shape, (width, layers) = SIZES[size], SIZES[size]["text"]
@@ -45,33 +61,62 @@ def make_models(folder, size):
     config["down_block_types"] = ["CrossAttnDownBlock2D"] * (blocks - 1) + ["DownBlock2D"]
     config["up_block_types"] = ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * (blocks - 1)
     vae = AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * levels, up_block_types=["UpDecoderBlock2D"] * levels,
-        block_out_channels=shape["vae"], layers_per_block=2, norm_num_groups=shape["groups"], scaling_factor=0.18215,
-    )  # fmt: skip
+        down_block_types=["DownEncoderBlock2D"] * levels,
+        up_block_types=["UpDecoderBlock2D"] * levels,
+        block_out_channels=shape["vae"],
+        layers_per_block=2,
+        norm_num_groups=shape["groups"],
+        scaling_factor=0.18215,
+    )
     tokenizer = CLIPTokenizer.from_pretrained(ROOT / "demo/models/tokenizer", model_max_length=77)
     text_config = CLIPTextConfig(
-        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-        num_attention_heads=max(1, width // 64), vocab_size=49408 if size == "sd2" else len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 64),
+        vocab_size=49408 if size == "sd2" else len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     scheduler = DDPMScheduler.from_pretrained(ROOT / "demo/models/scheduler")
-    models = (vae, CLIPTextModel(text_config), tokenizer, UNet2DConditionModel.from_config(config), scheduler)
-    StableDiffusionPipeline(*models, None, None, requires_safety_checker=False).save_pretrained(folder)
+    models = (
+        vae,
+        CLIPTextModel(text_config),
+        tokenizer,
+        UNet2DConditionModel.from_config(config),
+        scheduler,
+    )
+    StableDiffusionPipeline(*models, None, None, requires_safety_checker=False).save_pretrained(
+        folder
+    )
     return Path(folder)
 
 
 def make_sdxl(folder, size):
-    """The same with what SDXL has besides: a second encoder, and fewer levels, of which the inner ones are deeper."""
+    """Make a Stable Diffusion XL folder with random weights.
+
+    It has a second text encoder, and a U-Net with fewer levels, of which the inner ones are deeper.
+    """
     import torch
     from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
     from transformers import CLIPTextModelWithProjection
 
-    sd, (width, _) = StableDiffusionPipeline.from_pretrained(make_models(folder, size)), SIZES[size]["text"]
+    sd, (width, _) = (
+        StableDiffusionPipeline.from_pretrained(make_models(folder, size)),
+        SIZES[size]["text"],
+    )
     first, *_, last = SIZES[size]["unet"]
     torch.manual_seed(1)
     sd.text_encoder.config.projection_dim = width
-    config = {**sd.unet.config, "block_out_channels": (first, 2 * first, last), "cross_attention_dim": 2 * width}
-    config |= {"attention_head_dim": [max(1, channels // 64) for channels in config["block_out_channels"]]}
+    config = {
+        **sd.unet.config,
+        "block_out_channels": (first, 2 * first, last),
+        "cross_attention_dim": 2 * width,
+    }
+    config |= {
+        "attention_head_dim": [max(1, channels // 64) for channels in config["block_out_channels"]]
+    }
     config |= {"down_block_types": ["DownBlock2D"] + 2 * ["CrossAttnDownBlock2D"]}
     config |= {
         "up_block_types": 2 * ["CrossAttnUpBlock2D"] + ["UpBlock2D"],
@@ -80,34 +125,47 @@ def make_sdxl(folder, size):
     config |= {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
     config |= {"projection_class_embeddings_input_dim": width + 6 * 256}
     second = CLIPTextModelWithProjection(sd.text_encoder.config)
-    models = (sd.vae, sd.text_encoder, second, sd.tokenizer, sd.tokenizer, UNet2DConditionModel.from_config(config))
+    models = (
+        sd.vae,
+        sd.text_encoder,
+        second,
+        sd.tokenizer,
+        sd.tokenizer,
+        UNet2DConditionModel.from_config(config),
+    )
     StableDiffusionXLPipeline(*models, sd.scheduler, add_watermarker=False).save_pretrained(folder)
     return Path(folder)
 
 
 def make_unet_config(path, widths, side, layers=1):
-    """The config of a U-Net without attention, for the unconditional trainers."""
+    """Write the config of a U-Net without attention, for the unconditional trainers."""
     config = {"_class_name": "UNet2DModel", "sample_size": side, "block_out_channels": widths}
     config |= {"layers_per_block": layers, "norm_num_groups": 32 if min(widths) % 32 == 0 else 4}
-    config |= {"down_block_types": ["DownBlock2D"] * len(widths), "up_block_types": ["UpBlock2D"] * len(widths)}
+    config |= {
+        "down_block_types": ["DownBlock2D"] * len(widths),
+        "up_block_types": ["UpBlock2D"] * len(widths),
+    }
     path.write_text(json.dumps(config))
     return path
 
 
 def make_pictures(side):
-    """16 JPEG files, which are smooth as photographs are."""
+    """Yield 16 JPEG files that are smooth like photographs."""
     import numpy as np
     from PIL import Image
 
     rng = np.random.default_rng(0)
     for _ in range(16):
-        small, buffer = rng.integers(0, 256, (side // 16 + 2, side // 16 + 2, 3), np.uint8), io.BytesIO()
+        small, buffer = (
+            rng.integers(0, 256, (side // 16 + 2, side // 16 + 2, 3), np.uint8),
+            io.BytesIO(),
+        )
         Image.fromarray(small).resize((side, side), Image.BICUBIC).save(buffer, "JPEG", quality=90)
         yield buffer.getvalue()
 
 
 def make_images(folder, count, pictures):
-    """A folder of `count` images with captions: the given files, again and again."""
+    """Write a folder of `count` images with captions, repeating the given files."""
     folder, pictures = Path(folder), list(pictures)
     folder.mkdir(parents=True)
     for i in range(count):
@@ -120,10 +178,13 @@ def make_images(folder, count, pictures):
     return folder
 
 
-def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_per_shard=1024, written=None):
-    """A finished cache of precompute_latents.py whose rows are random numbers, written as that script writes.
+def make_cache(
+    folder, models, rows, resolution, text_cache="embeddings", rows_per_shard=1024, written=None
+):
+    """Write a finished latent cache of random numbers, in the format of precompute_latents.py.
 
-    written: so many shards, of which the others are links, for caches that would take long or fit on no disk.
+    `written`: write only this many shards and make the others links to them. Use it for caches
+    that would take too long to write or would not fit on the disk.
     """
     import datasets
     import numpy as np
@@ -139,12 +200,20 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
 
     folder = Path(folder)
     (folder / "unfinished").mkdir(parents=True)
-    args = precompute_latents.parse_args([
-        f"--pretrained_model_name_or_path={models}", f"--train_data_dir={models}", f"--resolution={resolution}",
-        f"--text_cache={text_cache}", f"--rows_per_shard={rows_per_shard}", f"--output_dir={folder}",
-    ])  # fmt: skip
+    args = precompute_latents.parse_args(
+        [
+            f"--pretrained_model_name_or_path={models}",
+            f"--train_data_dir={models}",
+            f"--resolution={resolution}",
+            f"--text_cache={text_cache}",
+            f"--rows_per_shard={rows_per_shard}",
+            f"--output_dir={folder}",
+        ]
+    )
     args.mixed_precision = "no"
-    empty_prompt, settings = precompute_latents.describe_encoders(*load_models(args, torch.float32), args)
+    empty_prompt, settings = precompute_latents.describe_encoders(
+        *load_models(args, torch.float32), args
+    )
     shards, _ = plan_cache(datasets.Dataset.from_dict({"row": range(rows)}), settings, None, args)
     write_file(folder / "cache.json", json.dumps(settings))
     tokens, _ = settings["prompt_embeds_shape"]
@@ -154,21 +223,35 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
         for first in range(start, end, 64):
             count = min(64, end - first)
             columns = {"latents": rng.random((count, numbers), np.float32).astype(np.float16)}
-            columns["latents"][:, numbers // 2 :] *= 0.1  # the standard deviations
+            columns["latents"][:, numbers // 2 :] *= 0.1  # the second half are standard deviations
             if text_cache == "embeddings":
                 texts = {name: (count, embeds.size) for name, embeds in empty_prompt.items()}
-                columns |= {name: rng.random(shape, np.float32).astype(np.float16) for name, shape in texts.items()}
+                columns |= {
+                    name: rng.random(shape, np.float32).astype(np.float16)
+                    for name, shape in texts.items()
+                }
             else:
                 texts = ["input_ids", "input_ids_2"][: len(empty_prompt)]
                 columns |= {name: rng.integers(0, 200, (count, tokens), np.int32) for name in texts}
             if len(empty_prompt) > 1:  # SDXL
                 columns["original_size"] = np.full((count, 2), resolution, np.int32)
                 columns["crop_top_left"] = np.zeros((count, 2), np.int32)
-            sums = [checksum_row({name: column[i] for name, column in columns.items()}) for i in range(count)]
-            arrays = {n: pa.FixedSizeListArray.from_arrays(c.ravel(), c.shape[1]) for n, c in columns.items()}
+            sums = [
+                checksum_row({name: column[i] for name, column in columns.items()})
+                for i in range(count)
+            ]
+            arrays = {
+                n: pa.FixedSizeListArray.from_arrays(c.ravel(), c.shape[1])
+                for n, c in columns.items()
+            }
             arrays["text"] = arrays["key"] = pa.array([str(first + i) for i in range(count)])
             arrays["checksum"] = pa.array(sums, pa.uint64())
-            yield first, pa.RecordBatch.from_pydict(arrays), [], {"encoded_again": 0, "captions_cut": 0}
+            yield (
+                first,
+                pa.RecordBatch.from_pydict(arrays),
+                [],
+                {"encoded_again": 0, "captions_cut": 0},
+            )
 
     for number, name in enumerate(shards):
         start = number * rows_per_shard
@@ -184,34 +267,56 @@ def make_cache(folder, models, rows, resolution, text_cache="embeddings", rows_p
 
 
 def run(script, argv, steps=None, forbid_syncs=False):
-    """Run a training script in a process of its own; a hook on AdamW notes when each optimizer step has been given.
+    """Run a training script in its own process and time its steps.
 
-    Returns {"first": seconds from the start of the process to the end of step 1, "step": seconds of a step, the mean
-    of all after the third, "rss": MiB of memory at most, "gpu": GiB of the GPU's at most}. After `steps` the process
-    is ended, so that nobody waits for what a training saves. With `forbid_syncs` whatever waits for a GPU in the steps
-    before the first record (--logging_steps 10) is an error.
+    A hook on AdamW records the time of each optimizer step. After `steps` steps the process ends,
+    without waiting for the final save. With `forbid_syncs`, waiting for the GPU in the steps before
+    the first record (--logging_steps 10) is an error.
+
+    Returns {"first": seconds from the start of the process to the end of step 1, "step": mean
+    seconds per step after the third, "rss": peak memory in MiB, "gpu": peak GPU memory in GiB}.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, begin = Path(folder, "steps"), time.time()
-        command = [sys.executable, __file__, str(log), str(steps), str(forbid_syncs), str(script), *map(str, argv)]
+        command = [
+            sys.executable,
+            __file__,
+            str(log),
+            str(steps),
+            str(forbid_syncs),
+            str(script),
+            *map(str, argv),
+        ]
         with open(Path(folder, "output"), "w+") as output:
             environment = {"HF_HUB_OFFLINE": "1", **os.environ}
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a loader's processes
+                os.killpg(process.pid, signal.SIGKILL)  # the processes of its data loader
             if process.returncode or not log.exists():
                 output.seek(0)
                 sys.exit(f"{' '.join(command)} failed:\n{output.read()[-3000:]}")
-        times, peaks = zip(*(map(float, line.split()) for line in log.read_text().splitlines()), strict=True)
+        times, peaks = zip(
+            *(map(float, line.split()) for line in log.read_text().splitlines()), strict=True
+        )
     warm = min(3, len(times) - 1)
     step = (times[-1] - times[warm]) / max(1, len(times) - 1 - warm)
-    return {"first": times[0] - begin, "step": step, "rss": usage.ru_maxrss / 1024, "gpu": peaks[-1]}
+    return {
+        "first": times[0] - begin,
+        "step": step,
+        "rss": usage.ru_maxrss / 1024,
+        "gpu": peaks[-1],
+    }
 
 
 def interleaved(runs, rounds):
-    """{name: [what each round's run returned]}, the runs in turns, so that all meet the machine's slow moments."""
+    """Run each function once per round, in turns, so that slow moments of the machine hit all.
+
+    Returns {name: [the result of each round]}.
+    """
     results = {name: [] for name in runs}
     for _ in range(rounds):
         for name, function in runs.items():
@@ -220,37 +325,51 @@ def interleaved(runs, rounds):
 
 
 def spread(numbers, form="{:.2f}"):
-    """The median, and from where to where the numbers go."""
+    """Format the median, followed by the range if there are several numbers."""
     low, high = form.format(min(numbers)), form.format(max(numbers))
-    return form.format(statistics.median(numbers)) + (f" ({low} to {high})" if len(numbers) > 1 else "")
+    return form.format(statistics.median(numbers)) + (
+        f" ({low} to {high})" if len(numbers) > 1 else ""
+    )
 
 
 def machine():
-    """The hardware and torch, in words."""
+    """Describe the hardware and the torch version."""
     import torch
 
     processor = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+    for line in (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    ):
         if line.startswith("model name"):
             processor = line.split(":")[1].strip()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{device}, {cores} cores of {processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return (
+        f"{device}, {cores} cores of {processor}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}"
+    )
 
 
 def show(title, header, rows):
-    """Print a Markdown table, row by row as they come."""
+    """Print a Markdown table, each row as soon as it is known."""
     print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}", flush=True)
     for row in rows:
         print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 def make_parser(doc, **defaults):
-    """A parser with the flags that the benchmarks share, but for those whose default is None."""
+    """Make a parser with the shared flags, except those whose default is None."""
     parser = argparse.ArgumentParser(
         description=doc.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    defaults = {"size": "tenth", "mixed_precision": "no", "batch_size": 4, "steps": 12, "rounds": 3, **defaults}
+    defaults = {
+        "size": "tenth",
+        "mixed_precision": "no",
+        "batch_size": 4,
+        "steps": 12,
+        "rounds": 3,
+        **defaults,
+    }
     options = {"size": {"choices": SIZES, "help": "of the models: SD 2's, or less"}}
     options["mixed_precision"] = {"choices": ["no", "fp16", "bf16"]}
     for name, default in defaults.items():
@@ -260,7 +379,7 @@ def make_parser(doc, **defaults):
 
 
 def child(log, steps, forbid_syncs, script, *argv):
-    """Run a script as `python script argv` would, and note in `log` the time of each optimizer step."""
+    """Run a script as `python script argv` does, and log the time of each optimizer step."""
     import torch
 
     last = 0 if steps == "None" else int(steps)
@@ -272,7 +391,9 @@ def child(log, steps, forbid_syncs, script, *argv):
         if cuda and number in (4, last):  # where the timing begins and ends
             torch.cuda.synchronize()
         with open(log, "a") as file:
-            file.write(f"{time.time()} {torch.cuda.max_memory_allocated() / 2**30 if cuda else math.nan}\n")
+            file.write(
+                f"{time.time()} {torch.cuda.max_memory_allocated() / 2**30 if cuda else math.nan}\n"
+            )
         if cuda and forbid_syncs == "True":
             torch.cuda.set_sync_debug_mode("error" if 5 <= number < 9 else "default")
         if number == last:

@@ -1,13 +1,21 @@
-"""How fast does train_text_to_image.py read a latent cache, beside other ways to read the same numbers? A table.
+"""How fast does train_text_to_image.py read a latent cache, compared with other readers?
 
     python benchmarks/cache_reader.py
 
-Makes a cache of random numbers in the shapes of Stable Diffusion 2, and the same numbers as .npy files. Reads them in
-random order, on one thread, in turns: the trainer's `CachedLatents` through its `load_batches`, numpy's memory map
-indexed by the rows of a batch, `datasets` in two formats through a DataLoader, and the trainer's reader in a worker
-process. Each opens its files anew, three times: not in the page cache (of this machine; there may be another below
-it), in it, and again. Prints thousands of rows a second: the median, and as a share of numpy's in the same turn
-(median, least to most). The first pass of ours checks each row's checksum.
+Makes a cache of random numbers in the shapes of Stable Diffusion 2, and writes the same numbers to
+.npy files. Each reader reads all rows in random order on one thread. These take turns:
+
+- the trainer's `CachedLatents` through its `load_batches`
+- numpy's memory map, indexed by the rows of a batch
+- `datasets` in two formats through a DataLoader
+- the trainer's reader in a worker process
+
+A reader opens the files when they are not in the page cache, and reads them once ("cold, first
+pass"). Then it opens them again and reads them twice ("first pass", "later"). There may be another
+cache below that of this machine.
+
+Prints thousands of rows per second (median), and the speed relative to numpy's in the same turn
+(median, least to most). The first pass of the trainer's reader also checks each row's checksum.
 """
 
 import functools
@@ -17,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import bench  # before the package, which it finds
+import bench  # first: it puts the package on sys.path
 import datasets
 import numpy as np
 import torch
@@ -32,9 +40,12 @@ def copy_to_numpy(folder):
     """Write the numbers of a cache to latents.npy and prompt_embeds.npy beside it."""
     _, _, batches = load_cache(folder)
     for name in COLUMNS:
-        np.save(folder / f"{name}.npy", np.concatenate(
-            [batch[name].flatten().to_numpy().reshape(len(batch), -1) for _, batch in batches]
-        ))  # fmt: skip
+        np.save(
+            folder / f"{name}.npy",
+            np.concatenate(
+                [batch[name].flatten().to_numpy().reshape(len(batch), -1) for _, batch in batches]
+            ),
+        )
 
 
 def loaded(dataset, keys):
@@ -63,7 +74,10 @@ def open_arrow_format(folder):
 
     def read(table):
         columns = {name: table[name].combine_chunks() for name in COLUMNS}
-        return {name: column.flatten().to_numpy().reshape(len(column), -1) for name, column in columns.items()}
+        return {
+            name: column.flatten().to_numpy().reshape(len(column), -1)
+            for name, column in columns.items()
+        }
 
     return lambda order: map(read, loaded(dataset, order))
 
@@ -78,7 +92,7 @@ READERS = {
 
 
 def forget(folder):
-    """Drop the files from the page cache; only pages that no process maps go."""
+    """Drop the files from the page cache, except for pages that a process maps."""
     gc.collect()
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -87,7 +101,11 @@ def forget(folder):
 
 
 def measure(opened, folder, batches):
-    """Rows a second of three passes: of a reader whose files are not in memory, of another, and of that again."""
+    """Return the rows per second of three passes.
+
+    The first opens files that are not in the page cache, the second opens them again, and the third
+    reuses what the second opened.
+    """
     forget(folder)
     speeds = []
     for times in (1, 2):
@@ -101,29 +119,44 @@ def measure(opened, folder, batches):
 
 
 def main(argv=None):
-    parser = bench.make_parser(__doc__, size="small", mixed_precision=None, batch_size=64, steps=None, rounds=7)
+    parser = bench.make_parser(
+        __doc__, size="small", mixed_precision=None, batch_size=64, steps=None, rounds=7
+    )
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--resolutions", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--dir", help="where the files lie for a while (None: in the system's temporary folder)")
+    parser.add_argument(
+        "--dir", help="folder for temporary files (None: the system's temporary folder)"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
 
     def batches():
-        order = np.split(rng.permutation(args.rows), range(args.batch_size, args.rows, args.batch_size))
+        order = np.split(
+            rng.permutation(args.rows), range(args.batch_size, args.rows, args.batch_size)
+        )
         return [rows.tolist() for rows in order]
 
     def rows():
         for resolution in args.resolutions:
             with tempfile.TemporaryDirectory(dir=args.dir) as place:
-                models, folder = bench.make_models(Path(place, "models"), args.size), Path(place, "cache")
+                models, folder = (
+                    bench.make_models(Path(place, "models"), args.size),
+                    Path(place, "cache"),
+                )
                 copy_to_numpy(bench.make_cache(folder, models, args.rows, resolution))
-                runs = {name: functools.partial(measure, way, folder, batches) for name, way in READERS.items()}
+                runs = {
+                    name: functools.partial(measure, way, folder, batches)
+                    for name, way in READERS.items()
+                }
                 speeds = bench.interleaved(runs, args.rounds)
             for name, passes in speeds.items():
                 shares = np.array(passes) / speeds["numpy memory map"]
                 pairs = zip(np.transpose(passes), shares.T, strict=True)
-                cells = [f"{np.median(found) / 1e3:.1f}k, {bench.spread(share)}" for found, share in pairs]
+                cells = [
+                    f"{np.median(found) / 1e3:.1f}k, {bench.spread(share)}"
+                    for found, share in pairs
+                ]
                 yield [resolution, name, *cells]
 
     header = ["pixels", "reader", "cold, first pass", "first pass", "later"]

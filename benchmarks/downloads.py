@@ -1,11 +1,12 @@
-"""download_images.py beside img2dataset: the same images of a server on this machine, in turns.
+"""download_images.py against img2dataset, on the same images from a server on this machine.
 
-    python benchmarks/downloads.py                                               # ours alone
-    python -m venv other && other/bin/pip install img2dataset                    # it wants older libraries
+    python benchmarks/downloads.py                                          # ours alone
+    python -m venv other && other/bin/pip install img2dataset               # needs older libraries
     python benchmarks/downloads.py --img2dataset other/bin/img2dataset
 
-Two photographs of 1365 x 910 px, again and again, are stored as they came, and shrunk to a short side of 512 px. CPU
-time is that of the whole machine, with the server's in it: nothing else should run.
+Two photographs of 1365 x 910 px are downloaded again and again. They are stored unchanged, and
+shrunk to a short side of 512 px. The two programs take turns. CPU time is that of the whole
+machine, including the server, so nothing else should run.
 """
 
 import functools
@@ -24,10 +25,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from precompute_speed import make_photos
 
-SHRINK = {  # the flags of each for --resize_to 512, and for files as they are
+# For each program: its flags for --resize_to 512, and for unchanged files.
+SHRINK = {
     "ours": (["--resize_to=512"], []),
     "img2dataset": (
-        ["--resize_mode=keep_ratio", "--resize_only_if_bigger=True", "--image_size=512", "--encode_quality=95"],
+        [
+            "--resize_mode=keep_ratio",
+            "--resize_only_if_bigger=True",
+            "--image_size=512",
+            "--encode_quality=95",
+        ],
         ["--resize_mode=no", "--skip_reencode=True"],
     ),
 }
@@ -57,32 +64,59 @@ def serve(photos):
 
 
 def make_command(way, table, out, shrinks, cli):
-    """How a way is started."""
+    """Return the command that starts a program."""
     cores, each = len(os.sched_getaffinity(0)), max(1, cli.rows // 8)
     if way == "ours":
-        command = [sys.executable, bench.ROOT / "download_images.py", "--input", table, "--output_dir", out]
-        command += ["--allow_private_addresses", "--connections=64", "--per_host=64", f"--rows_per_shard={each}"]
+        command = [
+            sys.executable,
+            bench.ROOT / "download_images.py",
+            "--input",
+            table,
+            "--output_dir",
+            out,
+        ]
+        command += [
+            "--allow_private_addresses",
+            "--connections=64",
+            "--per_host=64",
+            f"--rows_per_shard={each}",
+        ]
         return [*command, f"--num_cpus={cores}", *SHRINK[way][not shrinks]]
-    command = [cli.img2dataset, "--url_list", table, "--output_folder", out, "--input_format=parquet"]
-    command += ["--output_format=parquet", "--caption_col=text", f"--number_sample_per_shard={each}"]
+    command = [
+        cli.img2dataset,
+        "--url_list",
+        table,
+        "--output_folder",
+        out,
+        "--input_format=parquet",
+    ]
+    command += [
+        "--output_format=parquet",
+        "--caption_col=text",
+        f"--number_sample_per_shard={each}",
+    ]
     return [*command, "--thread_count=64", f"--processes_count={cores}", *SHRINK[way][not shrinks]]
 
 
 def count_images(folder):
-    """Images in the shards of either."""
+    """Count the images in the shards of either program."""
     tables = [pq.read_table(path) for path in Path(folder).glob("*.parquet")]
-    return sum(table["status"].to_pylist().count("success") if "status" in table.schema.names else len(table)
-               for table in tables)  # fmt: skip
+    return sum(
+        table["status"].to_pylist().count("success")
+        if "status" in table.schema.names
+        else len(table)
+        for table in tables
+    )
 
 
 def count_cpu():
-    """Seconds of all cores in which anybody worked, Ray's polite workers too."""
+    """Return the CPU seconds of all processes on all cores, including Ray's niced workers."""
     times = psutil.cpu_times()
     return times.user + times.system + getattr(times, "nice", 0.0)
 
 
 def measure(way, table, shrinks, cli):
-    """(wall, CPU seconds) of a run, of which every image must have come."""
+    """Return (wall, CPU) seconds of a run, and exit if an image is missing."""
     with tempfile.TemporaryDirectory() as work:
         before, start = count_cpu(), time.perf_counter()
         command = make_command(way, table, f"{work}/out", shrinks, cli)
@@ -94,9 +128,11 @@ def measure(way, table, shrinks, cli):
 
 
 def main(argv=None):
-    parser = bench.make_parser(__doc__, size=None, mixed_precision=None, batch_size=None, steps=None)
+    parser = bench.make_parser(
+        __doc__, size=None, mixed_precision=None, batch_size=None, steps=None
+    )
     parser.add_argument("--rows", type=int, default=4000, help="images to download")
-    parser.add_argument("--img2dataset", help="its command, to be compared with")
+    parser.add_argument("--img2dataset", help="command of img2dataset, to compare with it")
     cli = parser.parse_args(argv)
     server = serve(list(make_photos(1365)))
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +150,14 @@ def main(argv=None):
     for (way, shrinks), times in found.items():
         wall, cpu = zip(*times, strict=True)
         what = "shrunk to 512 px" if shrinks else "as they came"
-        rows.append([what, way, bench.spread([cli.rows / x for x in wall], "{:.0f}"), bench.spread(cpu, "{:.1f}")])
+        rows.append(
+            [
+                what,
+                way,
+                bench.spread([cli.rows / x for x in wall], "{:.0f}"),
+                bench.spread(cpu, "{:.1f}"),
+            ]
+        )
     bench.show(bench.machine(), ["images", "way", "images/s", "CPU, s"], rows)
 
 

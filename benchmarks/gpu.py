@@ -1,12 +1,19 @@
-"""One GPU, all that matters: training and encoding at the true sizes of Stable Diffusion 2.
+"""One GPU: training and encoding at the true sizes of Stable Diffusion 2.
 
-    python benchmarks/gpu.py                                        # on a GPU; --diffusers path/to/diffusers beside it
-    python benchmarks/gpu.py --size toy --mixed_precision no --resolutions 64 --batch_sizes 4 --steps 6   # on a CPU
+    python benchmarks/gpu.py [--diffusers path/to/diffusers]    # on a GPU
+    python benchmarks/gpu.py --size toy --mixed_precision no --resolutions 64 --batch_sizes 4 \\
+        --steps 6                                               # on a CPU
 
-Weights are random, which costs the same as trained ones. From a latent cache, averaged weights on: images a second,
-the share of the GPU's peak that the model's operations use (MFU), how long it waited for data, its memory, and the
-ratio to a bare loop (see step_overhead.py); with and without --compile; on pixels; encoding; and an unconditional
-model. What waits for the GPU between two records is an error here.
+Weights are random, which costs the same as trained ones. The runs train from a latent cache with
+EMA, also with --compile; from pixels; and an unconditional model. Prints for each:
+
+- images per second, and for the latent cache the ratio to a bare loop (see step_overhead.py)
+- the share of the GPU's peak that the model's operations use (MFU)
+- the share of time spent waiting for data
+- GPU memory
+
+Then prints the images per second of encoding. It is an error if the run from a latent cache waits
+for the GPU between two records.
 """
 
 import json
@@ -20,15 +27,26 @@ import precompute_speed
 import step_overhead
 import torch
 
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # dense bfloat16 operations a second, of the data sheets
+# Dense bfloat16 operations per second, from the data sheets.
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 
 
 def main(argv=None):
-    parser = bench.make_parser(__doc__, size="sd2", mixed_precision="bf16", batch_size=None, steps=30, rounds=None)
+    parser = bench.make_parser(
+        __doc__, size="sd2", mixed_precision="bf16", batch_size=None, steps=30, rounds=None
+    )
     parser.add_argument("--resolutions", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[128, 64], help="one for each resolution")
-    parser.add_argument("--diffusers", help="a checkout of diffusers, whose script trains on pixels beside ours")
-    parser.add_argument("--no_compile", action="store_true", help="leave out the runs with --compile")
+    parser.add_argument(
+        "--batch_sizes",
+        type=int,
+        nargs="+",
+        default=[128, 64],
+        help="one batch size per resolution",
+    )
+    parser.add_argument(
+        "--diffusers", help="checkout of diffusers, to train on pixels with its script too"
+    )
+    parser.add_argument("--no_compile", action="store_true", help="skip the runs with --compile")
     cli = parser.parse_args(argv)
     machine, training, encoding = bench.machine(), [], []
     print(machine)
@@ -41,29 +59,55 @@ def main(argv=None):
             flops, _, _ = peers.count_flops(models, resolution)
             cache = bench.make_cache(folder / f"cache-{resolution}", models, 4 * batch, resolution)
             pictures = bench.make_pictures(2 * resolution)
-            images = bench.make_images(folder / f"images-{resolution}", (16 if few else 48) * batch, pictures)
+            images = bench.make_images(
+                folder / f"images-{resolution}", (16 if few else 48) * batch, pictures
+            )
 
-            def row(what, start, argv, forbid_syncs=False, resolution=resolution, batch=batch, flops=flops):
+            def row(
+                what,
+                start,
+                argv,
+                forbid_syncs=False,
+                resolution=resolution,
+                batch=batch,
+                flops=flops,
+            ):
                 (script, *name), out = start, folder / f"out-{len(training)}"
                 common = [f"--mixed_precision={cli.mixed_precision}", f"--train_batch_size={batch}"]
-                common += ["--max_train_steps=100000", "--checkpointing_steps=1000000", f"--output_dir={out}"]
+                common += [
+                    "--max_train_steps=100000",
+                    "--checkpointing_steps=1000000",
+                    f"--output_dir={out}",
+                ]
                 found = bench.run(script, [*name, *common, *argv], cli.steps, forbid_syncs)
                 speed, metrics = batch / found["step"], out / "metrics.jsonl"
                 records = [json.loads(line) for line in metrics.open()] if metrics.exists() else []
                 waits = [record["data_wait"] for record in records[1:] if "data_wait" in record]
-                training.append([
-                    f"{resolution} px, batch {batch}", what, f"{speed:.1f}", flops and f"{speed * flops / peak:.1%}",
-                    f"{statistics.median(waits):.2%}" if waits else "", f"{found['gpu']:.1f}", f"{found['first']:.0f}",
-                ])  # fmt: skip
+                training.append(
+                    [
+                        f"{resolution} px, batch {batch}",
+                        what,
+                        f"{speed:.1f}",
+                        flops and f"{speed * flops / peak:.1%}",
+                        f"{statistics.median(waits):.2%}" if waits else "",
+                        f"{found['gpu']:.1f}",
+                        f"{found['first']:.0f}",
+                    ]
+                )
                 print(training[-1], flush=True)
                 return speed
 
             pretrained = f"--pretrained_model_name_or_path={models}"
-            cached = [pretrained, f"--latents_dir={cache}", "--report_to=none", "--logging_steps=10"]
+            cached = [
+                pretrained,
+                f"--latents_dir={cache}",
+                "--report_to=none",
+                "--logging_steps=10",
+            ]
             bare = row("a bare loop, no EMA", [step_overhead.__file__, ours.stem], cached)
             speed = row("ours, EMA", [ours], [*cached, "--use_ema"], forbid_syncs=True)
             training[-1][1] += f", {speed / bare:.3f} of the bare loop"
-            if resolution == cli.resolutions[-1] and not cli.no_compile:  # it takes minutes
+            if resolution == cli.resolutions[-1] and not cli.no_compile:  # compiling takes minutes
                 row("with --compile", [ours], [*cached, "--use_ema", "--compile"])
             data = [f"--train_data_dir={images}", f"--cache_dir={folder / 'data'}", "--use_ema"]
             pixels = [pretrained, *data, f"--resolution={resolution}"]
@@ -72,10 +116,23 @@ def main(argv=None):
                 theirs = Path(cli.diffusers, "examples/text_to_image/train_text_to_image.py")
                 row("from pixels, diffusers", [theirs], [*pixels, "--dataloader_num_workers=8"])
             if resolution == cli.resolutions[0]:
-                unet = [f"--model_config_name_or_path={bench.ROOT}/demo/digits_unet.json"] if few else []
+                unet = (
+                    [f"--model_config_name_or_path={bench.ROOT}/demo/digits_unet.json"]
+                    if few
+                    else []
+                )
                 small = [*data, "--resolution=64", "--cache_images", *unet]
-                row("train_unconditional.py, 64 px", [bench.ROOT / "train_unconditional.py"], small, flops="")
-            flags = [f"--mixed_precision={cli.mixed_precision}", f"--batch_size={cli.batch_sizes[0]}", "--center_crop"]
+                row(
+                    "train_unconditional.py, 64 px",
+                    [bench.ROOT / "train_unconditional.py"],
+                    small,
+                    flops="",
+                )
+            flags = [
+                f"--mixed_precision={cli.mixed_precision}",
+                f"--batch_size={cli.batch_sizes[0]}",
+                "--center_crop",
+            ]
             flags += [pretrained, *data[:2], f"--resolution={resolution}"]
             _, running = precompute_speed.run(flags, folder / f"encoded-{resolution}")
             speed = len(list(images.glob("*.jpg"))) / running
@@ -85,7 +142,11 @@ def main(argv=None):
                 torch.cuda.empty_cache()
     header = ["", "", "images/s", "of the GPU's peak", "waiting for data", "GiB", "s to step 1"]
     bench.show(f"Text to image, {cli.size}, {cli.mixed_precision}", header, training)
-    bench.show(f"precompute_latents.py, running, {cli.size}, {cli.mixed_precision}", ["", "images/s"], encoding)
+    bench.show(
+        f"precompute_latents.py, running, {cli.size}, {cli.mixed_precision}",
+        ["", "images/s"],
+        encoding,
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""What a training holds between steps and in one, counted on the shapes of published U-Nets, without their numbers.
+"""Memory of training published U-Nets, counted from their shapes without any weights.
 
-    python benchmarks/memory.py            # seconds, on any machine; no weights are read
+    python benchmarks/memory.py            # seconds, on any machine
 
-In GB of 1e9 bytes, for one process: weights, gradients, what the optimizer keeps, and averaged weights. What the
-forward pass keeps for the backward pass comes to it, and grows with images and their size; a GPU needs some more.
-The second table is of encoders: what tokens in place of embeddings (`--text_cache ids`) add to a step. The third says
-how many operations a step takes for an image. The fourth is of what the forward pass keeps of an image, in float32 and
-with attention in one kernel, which keeps queries, keys, values and result.
+Prints four tables, for one process:
+
+1. Weights, gradients, optimizer state and averaged weights, in GB of 1e9 bytes. The activations
+   that the forward pass keeps are added to them, and grow with the number and size of the images.
+   A GPU needs some more.
+2. Text encoders: what tokens in place of embeddings (`--text_cache ids`) add to a step.
+3. Operations of a training step, per image.
+4. Activations that the forward pass keeps, per image, in float32 and with attention in one fused
+   kernel, which keeps queries, keys, values and result.
 """
 
 import argparse
@@ -28,19 +32,36 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 SD2 = json.loads((CONFIGS / "stable_diffusion_v2_base_unet.json").read_text())
 SD1 = {**SD2, "attention_head_dim": 8, "cross_attention_dim": 768, "use_linear_projection": False}
 SDXL = json.loads((CONFIGS / "stable_diffusion_xl_base_unet.json").read_text())
-VIT_L = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-VIT_H = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 23, "num_attention_heads": 16}
-VIT_G = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20}
+VIT_L = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+}
+VIT_H = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 23,
+    "num_attention_heads": 16,
+}
+VIT_G = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+}
 VIT_G["projection_dim"] = 1280
-# Name: the U-Net, its text encoders and the resolutions that it is trained at.
+# Name: (U-Net, text encoders, resolutions that it is trained at).
 MODELS = {
     "Stable Diffusion 1.5": (SD1, [(CLIPTextModel, VIT_L)], (256, 512)),
     "Stable Diffusion 2": (SD2, [(CLIPTextModel, VIT_H)], (256, 512)),
     "SDXL": (SDXL, [(CLIPTextModel, VIT_L), (CLIPTextModelWithProjection, VIT_G)], (512, 1024)),
 }
-KEPT = {"unet_64.json": (64, 128, 256), "unet_256.json": (64, 128, 256)}  # configs of `train_unconditional.py`
+# Models of the last table and their resolutions; the files are for train_unconditional.py.
+KEPT = {"unet_64.json": (64, 128, 256), "unet_256.json": (64, 128, 256)}
 KEPT |= {name: sides for name, (_, _, sides) in MODELS.items() if name != "Stable Diffusion 1.5"}
-WAYS = {  # flags: (the optimizer, whether weights are averaged, rank of an adapter)
+# Flags: (optimizer, whether weights are averaged, rank of the adapter).
+WAYS = {
     "as it stands: AdamW, averaged weights": ("adamw", True, None),
     "`--optimizer adamw8bit`": ("adamw8bit", True, None),
     "`--no-use_ema`": ("adamw", False, None),
@@ -50,21 +71,31 @@ WAYS = {  # flags: (the optimizer, whether weights are averaged, rank of an adap
 
 
 def make_unet(config, rank=None):
-    """A U-Net without numbers; with a rank everything is frozen but for adapters at its attention."""
+    """Build a U-Net on the meta device, without weights.
+
+    With a rank, everything is frozen except for LoRA adapters at its attention layers.
+    """
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(config)
         if rank:
             from peft import LoraConfig
 
             unet.requires_grad_(False)
-            unet.add_adapter(LoraConfig(r=rank, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
+            unet.add_adapter(
+                LoraConfig(r=rank, target_modules=["to_k", "to_q", "to_v", "to_out.0"])
+            )
     return unet
 
 
 def count_bytes(unet, optimizer, averaged):
-    """{what: bytes} of a training of what in a U-Net is not frozen, in float32; what is frozen is in 16 bits."""
+    """Count the bytes of a training step by kind.
+
+    Trainable weights are in float32, frozen ones in 16 bits.
+    """
     trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
-    frozen = sum(parameter.numel() for parameter in unet.parameters() if not parameter.requires_grad)
+    frozen = sum(
+        parameter.numel() for parameter in unet.parameters() if not parameter.requires_grad
+    )
     numbers = sum(parameter.numel() for parameter in trained)
     moments = sum(count_moments(parameter, optimizer) for parameter in trained)
     return {
@@ -74,7 +105,7 @@ def count_bytes(unet, optimizer, averaged):
 
 
 def give_inputs(config, resolution):
-    """(latents of one image of so many pixels, what else a U-Net of Stable Diffusion is given)."""
+    """Return (latents of one image of `resolution` pixels, the U-Net's other inputs)."""
     condition = {"encoder_hidden_states": torch.zeros(1, 77, config["cross_attention_dim"])}
     if config.get("addition_embed_type"):
         condition |= {"text_embeds": torch.zeros(1, 1280), "time_ids": torch.zeros(1, 6)}
@@ -82,12 +113,12 @@ def give_inputs(config, resolution):
 
 
 def count_step(config, resolution):
-    """Operations of a forward and a backward pass on one image, as the trainers count them."""
+    """Count the operations of a forward and backward pass on one image, as the trainers do."""
     return count_flops({"unet": make_unet(config)}, call_unet, *give_inputs(config, resolution))
 
 
 class OneKernel(torch.autograd.Function):
-    """Attention as a fused kernel keeps it, of shapes."""
+    """Attention that keeps the same tensors as a fused kernel; shapes only."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -97,7 +128,7 @@ class OneKernel(torch.autograd.Function):
 
 
 def count_kept(name, resolution):
-    """Bytes that a forward pass of a model of KEPT keeps of one image for the backward pass."""
+    """Count the bytes of activations per image of a model in KEPT."""
     with torch.device("meta"):
         if name in MODELS:
             unet, inputs = make_unet(MODELS[name][0]), give_inputs(MODELS[name][0], resolution)
@@ -107,9 +138,12 @@ def count_kept(name, resolution):
         weights, kept = {id(weight) for weight in unet.parameters()}, {}
 
         def keep(tensor):
-            base, storage = tensor if tensor._base is None else tensor._base, tensor.untyped_storage()
+            base, storage = (
+                tensor if tensor._base is None else tensor._base,
+                tensor.untyped_storage(),
+            )
             if id(base) not in weights:
-                kept[storage._cdata] = storage  # held, so that none comes to lie where another was
+                kept[storage._cdata] = storage  # kept alive, so that no address is reused
             return tensor
 
         attend = lambda query, key, value, **options: OneKernel.apply(query, key, value)  # noqa: E731
@@ -121,7 +155,10 @@ def count_kept(name, resolution):
 
 
 def count_encoders(config, kinds, resolution):
-    """(bytes of the text encoders in 16 bits, their operations beside those of a U-Net's training step)."""
+    """Return the size and the relative cost of text encoders.
+
+    (bytes in 16 bits, their operations divided by those of a training step of the U-Net).
+    """
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         encoders = [kind(CLIPTextConfig(**shape)) for kind, shape in kinds]
         for encoder in encoders:
@@ -131,9 +168,12 @@ def count_encoders(config, kinds, resolution):
 
 
 def main(argv=None):
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     print(
-        "| U-Net | flags | weights | gradients | moments | averaged | in a step, GB |\n|---|---|---|---|---|---|---|"
+        "| U-Net | flags | weights | gradients | moments | averaged | in a step, GB |\n"
+        "|---|---|---|---|---|---|---|"
     )
     for name, (config, _, _) in MODELS.items():
         unets = {rank: make_unet(config, rank) for rank in {rank for _, _, rank in WAYS.values()}}
@@ -141,11 +181,14 @@ def main(argv=None):
             counts = count_bytes(unets[rank], optimizer, averaged)
             cells = [f"{count / 1e9:.2f}" for count in (*counts.values(), sum(counts.values()))]
             print(f"| {name} | {way} | {' | '.join(cells)} |", flush=True)
-    print("\n| text encoders of | GB in 16 bits | operations, beside those of a step |\n|---|---|---|")
+    print(
+        "\n| text encoders of | GB in 16 bits | operations, beside those of a step |\n|---|---|---|"
+    )
     for name, (config, kinds, resolutions) in MODELS.items():
         found = [count_encoders(config, kinds, resolution) for resolution in resolutions]
         shares = ", ".join(
-            f"{100 * share:.1f} % at {side} px" for (_, share), side in zip(found, resolutions, strict=True)
+            f"{100 * share:.1f} % at {side} px"
+            for (_, share), side in zip(found, resolutions, strict=True)
         )
         print(f"| {name} | {found[0][0] / 1e9:.1f} | {shares} |", flush=True)
     print("\n| U-Net | px | TFLOP an image |\n|---|---|---|")

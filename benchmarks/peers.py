@@ -1,14 +1,16 @@
-"""Our trainers, from a latent cache and from images, beside diffusers' example scripts: speed, and time to step 1.
+"""Our trainers, from a latent cache and from images, against diffusers' example scripts.
 
-    python benchmarks/peers.py                                          # some minutes on 2 cores; ours alone
-    python benchmarks/peers.py --diffusers path/to/diffusers            # a checkout of the repository
-    python benchmarks/peers.py --diffusers path/to/diffusers --size sd2 --mixed_precision bf16 --batch_size 32 \\
-        --resolution 512 --steps 40                                     # on a GPU
+    python benchmarks/peers.py                                  # ours alone; minutes on 2 cores
+    python benchmarks/peers.py --diffusers path/to/diffusers    # a checkout of the repository
+    python benchmarks/peers.py --diffusers path/to/diffusers --size sd2 --mixed_precision bf16 \\
+        --batch_size 32 --resolution 512 --steps 40             # on a GPU
 
-Same model, weights, images, batch, precision, averaged weights (of the LoRA for SDXL none, which diffusers' script has
-not); each is started as `python script flags`, in turns.
-Models have random weights. "By operations alone" says how fast text to image would be if a step cost no more than its
-operations, which are counted first: what the cache saves.
+Prints the speed and the time to the end of step 1. All train the same model from the same random
+weights, with the same images, batch size and precision, and with EMA. The LoRA for SDXL trains
+without EMA, because diffusers' script has none. Each is started as `python script flags`, in turns.
+
+"By operations alone" is the relative speed of text to image if a step cost no more than its
+operations. These are counted first; they show what the cache saves.
 """
 
 import functools
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import bench
 
-# What is trained: the folder of diffusers' script, and its name.
+# Trainer: (folder of diffusers' script, its name).
 TRAINERS = {
     "train_text_to_image": ("text_to_image", "train_text_to_image.py"),
     "train_unconditional": ("unconditional_image_generation", "train_unconditional.py"),
@@ -28,7 +30,7 @@ NAMES = {"sdxl_lora": "a LoRA for SDXL"}
 
 
 def count_flops(models, resolution):
-    """(operations of a training step, of encoding the image, of encoding the caption), each for one image."""
+    """Count the operations of (a training step, the VAE, the text encoder) for one image."""
     import torch
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from torch.utils.flop_counter import FlopCounterMode
@@ -40,12 +42,23 @@ def count_flops(models, resolution):
         return counter.get_total_flops()
 
     with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(models, subfolder="unet"))
+        unet = UNet2DConditionModel.from_config(
+            UNet2DConditionModel.load_config(models, subfolder="unet")
+        )
         vae = AutoencoderKL.from_config(AutoencoderKL.load_config(models, subfolder="vae"))
-        text_encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(models, subfolder="text_encoder"))
+        text_encoder = CLIPTextModel(
+            CLIPTextConfig.from_pretrained(models, subfolder="text_encoder")
+        )
         side = resolution // 8
-        latents, prompt = torch.randn(1, 4, side, side), torch.randn(1, 77, unet.config.cross_attention_dim)
-        image, ids, timestep = torch.randn(1, 3, resolution, resolution), torch.ones(1, 77).long(), torch.zeros(1)
+        latents, prompt = (
+            torch.randn(1, 4, side, side),
+            torch.randn(1, 77, unet.config.cross_attention_dim),
+        )
+        image, ids, timestep = (
+            torch.randn(1, 3, resolution, resolution),
+            torch.ones(1, 77).long(),
+            torch.zeros(1),
+        )
         return (
             count(lambda: unet(latents, timestep, prompt).sample.sum().backward()),
             count(lambda: vae.encode(image)),
@@ -54,35 +67,61 @@ def count_flops(models, resolution):
 
 
 def make_flags(folder, cli):
-    """What to start: {trainer: {way: (script, its flags)}}, without --output_dir."""
+    """Return the commands as {trainer: {way: (script, its flags)}}, without --output_dir."""
     models, side = bench.make_models(folder / "sd", cli.size), cli.resolution // 4
-    images = bench.make_images(folder / "images", 8 * cli.batch_size * cli.steps, bench.make_pictures(cli.resolution))
+    images = bench.make_images(
+        folder / "images", 8 * cli.batch_size * cli.steps, bench.make_pictures(cli.resolution)
+    )
     widths = {"tenth": [32, 64, 128], "sd2": [128, 128, 256, 256, 512, 512]}.get(cli.size, [8, 16])
     unet = bench.make_unet_config(folder / "unet.json", widths, side, 2 if cli.size == "sd2" else 1)
     common = [f"--mixed_precision={cli.mixed_precision}", "--checkpointing_steps=1000000"]
-    data = [f"--train_data_dir={images}", f"--cache_dir={folder / 'data'}", "--dataloader_num_workers=1"]
-    # A step of 8 times the images, for one epoch; one image sampled in one step at the end.
-    small = [*common, *data, f"--model_config_name_or_path={unet}", f"--resolution={side}", "--num_epochs=1"]
-    small += [f"--train_batch_size={8 * cli.batch_size}", "--save_images_epochs=2", "--eval_batch_size=1"]
+    data = [
+        f"--train_data_dir={images}",
+        f"--cache_dir={folder / 'data'}",
+        "--dataloader_num_workers=1",
+    ]
+    # 8 times the batch size, for one epoch; at the end one image is sampled in one step.
+    small = [
+        *common,
+        *data,
+        f"--model_config_name_or_path={unet}",
+        f"--resolution={side}",
+        "--num_epochs=1",
+    ]
+    small += [
+        f"--train_batch_size={8 * cli.batch_size}",
+        "--save_images_epochs=2",
+        "--eval_batch_size=1",
+    ]
     small += ["--ddpm_num_inference_steps=1", "--use_ema"]
     found = {}
     for name in cli.trainers:
-        ours, ways, own = bench.ROOT / "train_text_to_image.py", {}, []  # own: flags that only ours has
+        # own: flags that diffusers' script lacks
+        ours, ways, own = bench.ROOT / "train_text_to_image.py", {}, []
         if name == "train_unconditional":
             ours, pixels = bench.ROOT / "train_unconditional.py", small
         else:
-            text = [*common, f"--train_batch_size={cli.batch_size}", f"--max_train_steps={cli.steps}", "--use_ema"]
+            text = [
+                *common,
+                f"--train_batch_size={cli.batch_size}",
+                f"--max_train_steps={cli.steps}",
+                "--use_ema",
+            ]
             if name == "sdxl_lora":
                 models, own = bench.make_sdxl(folder / "sdxl", cli.size), ["--no-use_ema"]
                 text[-1] = "--rank=4"
             text += [f"--pretrained_model_name_or_path={models}"]
             for way, kind in {"from a cache": "embeddings", "from a cache of ids": "ids"}.items():
                 rows = cli.batch_size * cli.steps
-                cache = bench.make_cache(folder / f"{name}-{kind}", models, rows, cli.resolution, kind)
+                cache = bench.make_cache(
+                    folder / f"{name}-{kind}", models, rows, cli.resolution, kind
+                )
                 ways[way] = [*text, f"--latents_dir={cache}"]
             pixels = [*text, *data, f"--resolution={cli.resolution}"]
         ways["from images"] = pixels
-        found[name] = {way: (ours, [*flags, *own, "--report_to=none"]) for way, flags in ways.items()}
+        found[name] = {
+            way: (ours, [*flags, *own, "--report_to=none"]) for way, flags in ways.items()
+        }
         if cli.diffusers:
             found[name]["diffusers"] = Path(cli.diffusers, "examples", *TRAINERS[name]), pixels
     return found
@@ -90,37 +129,68 @@ def make_flags(folder, cli):
 
 def main(argv=None):
     parser = bench.make_parser(__doc__, batch_size=2)
-    parser.add_argument("--resolution", type=int, default=256, help="of text to image; unconditional takes a quarter")
+    parser.add_argument(
+        "--resolution",
+        type=int,
+        default=256,
+        help="pixels of text to image; unconditional uses a quarter",
+    )
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=[*TRAINERS])
-    parser.add_argument("--diffusers", help="a checkout of diffusers")
+    parser.add_argument("--diffusers", help="checkout of diffusers, to compare with its scripts")
     cli = parser.parse_args(argv)
     print(bench.machine())
     with tempfile.TemporaryDirectory() as folder:
         folder, number, rows = Path(folder), itertools.count(), []
         flags = make_flags(folder, cli)
         train, vae, text = count_flops(folder / "sd", cli.resolution)
-        print("GFLOP an image: a step {:.4g}, the VAE {:.4g}, the text encoder {:.4g}".format(
-            *(flops / 1e9 for flops in (train, vae, text))
-        ))  # fmt: skip
+        print(
+            "GFLOP an image: a step {:.4g}, the VAE {:.4g}, the text encoder {:.4g}".format(
+                *(flops / 1e9 for flops in (train, vae, text))
+            )
+        )
 
         def time_it(script, argv):
-            return bench.run(script, [*argv, f"--output_dir={folder}/out-{next(number)}"], cli.steps)
+            return bench.run(
+                script, [*argv, f"--output_dir={folder}/out-{next(number)}"], cli.steps
+            )
 
         for name, ways in flags.items():
             runs = {way: functools.partial(time_it, *how) for way, how in ways.items()}
             results = bench.interleaved(runs, cli.rounds)
-            first, size = next(iter(results.values())), cli.batch_size * (8 if name == "train_unconditional" else 1)
+            first, size = (
+                next(iter(results.values())),
+                cli.batch_size * (8 if name == "train_unconditional" else 1),
+            )
             costs = {"from a cache": train, "from a cache of ids": train + text}
             for way, found in results.items():
-                ideal = f"{train / costs.get(way, train + vae + text):.2f}" if name == "train_text_to_image" else ""
+                ideal = (
+                    f"{train / costs.get(way, train + vae + text):.2f}"
+                    if name == "train_text_to_image"
+                    else ""
+                )
                 turns = zip(first, found, strict=True)
-                rows.append([
-                    NAMES.get(name, f"`{name}.py`"), way, bench.spread([size / one["step"] for one in found]),
-                    bench.spread([one["step"] / other["step"] for one, other in turns]), ideal,
-                    bench.spread([one["first"] for one in found], "{:.1f}"),
-                ])  # fmt: skip
-    title = f"{cli.size}, {cli.resolution} px, batch {cli.batch_size} (unconditional: {cli.resolution // 4} px, 8 x"
-    header = ["", "", "images/s", "of the first's speed, by turns", "by operations alone", "s to the end of step 1"]
+                rows.append(
+                    [
+                        NAMES.get(name, f"`{name}.py`"),
+                        way,
+                        bench.spread([size / one["step"] for one in found]),
+                        bench.spread([one["step"] / other["step"] for one, other in turns]),
+                        ideal,
+                        bench.spread([one["first"] for one in found], "{:.1f}"),
+                    ]
+                )
+    title = (
+        f"{cli.size}, {cli.resolution} px, batch {cli.batch_size} "
+        f"(unconditional: {cli.resolution // 4} px, 8 x"
+    )
+    header = [
+        "",
+        "",
+        "images/s",
+        "of the first's speed, by turns",
+        "by operations alone",
+        "s to the end of step 1",
+    ]
     bench.show(f"{title} as many), {cli.mixed_precision}, with EMA but for the LoRA", header, rows)
 
 

@@ -1,9 +1,10 @@
-"""What a transformer costs that is trained from scratch with train_flow.py: counted on shapes, without numbers.
+"""Cost of training a transformer from scratch with train_flow.py, counted from its shapes.
 
     python benchmarks/plan.py --images 2e8 --peak_tflops 989 --mfu 0.4 --dollars_per_hour 3
 
-Operations are those of one image, forward and backward for what is trained. Hours and dollars follow from them, the
-peak of a device, the share of it that is used (mfu, in a run's records) and its price: arithmetic, no measurement.
+Operations are per image: forward and backward for the trained model, forward for the encoders.
+Hours and dollars are computed from the operations, the peak of a device, the share of it that is
+used (mfu in a run's records) and its price. Nothing is measured.
 """
 
 import argparse
@@ -13,7 +14,14 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL, PRXTransformer2DModel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig, CLIPTextModel, Gemma2Config, Gemma2Model, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    Gemma2Config,
+    Gemma2Model,
+    T5Config,
+    T5EncoderModel,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from diffusion_training.training.costs import count_flops
@@ -21,29 +29,44 @@ from train_flow import call_transformer
 
 ROOT = Path(__file__).parent.parent
 TRANSFORMERS = ["prx_163m", "prx_1.2b"]
-PHASES = {256: 0.8, 512: 0.2}  # pixels a side: share of the images that are seen at it
-TOKENS, MEAN_TOKENS = 256, 40  # of a caption: at most, and without padding
+PHASES = {256: 0.8, 512: 0.2}  # side in pixels: share of the training images
+TOKENS, MEAN_TOKENS = 256, 40  # per caption: padded, and mean without padding
 KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16}
 KL |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-T5_XXL = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
-# Text encoders: (how one is made of its published shape, numbers of an embedding)
+T5_XXL = {
+    "d_model": 4096,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
+# Text encoder: (function that builds its published shape, width of an embedding).
 TEXT = {
-    "CLIP L": (lambda: CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_attention_heads=12,
-                                                    max_position_embeddings=TOKENS)), 768),
+    "CLIP L": (
+        lambda: CLIPTextModel(
+            CLIPTextConfig(
+                hidden_size=768,
+                intermediate_size=3072,
+                num_attention_heads=12,
+                max_position_embeddings=TOKENS,
+            )
+        ),
+        768,
+    ),
     "Gemma 2 2B": (lambda: Gemma2Model(Gemma2Config()), 2304),
     "T5 XXL": (lambda: T5EncoderModel(T5Config(**T5_XXL)), 4096),
-}  # fmt: skip
+}
 
 
 def count(function):
-    """Operations of a forward pass, 1e12."""
+    """Count the operations of a forward pass, in 1e12."""
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops() / 1e12
 
 
 def count_transformer(name, side):
-    """(weights, operations of a training step on one image, 1e12)."""
+    """Return (number of weights, operations of a training step on one image in 1e12)."""
     config = PRXTransformer2DModel.load_config(ROOT / "configs" / f"{name}.json")
     with torch.device("meta"):
         model = PRXTransformer2DModel.from_config(config)
@@ -59,46 +82,88 @@ def main(args):
         hours = args.images * tflop / (args.peak_tflops * args.mfu) / 3600
         return f"{hours:,.0f} h | ${hours * args.dollars_per_hour:,.0f}"
 
-    print(f"{args.images:.3g} images seen, {args.peak_tflops:g} TFLOP/s, {args.mfu:.0%} of it used, "
-          f"${args.dollars_per_hour:g} an hour\n")  # fmt: skip
+    print(
+        f"{args.images:.3g} images seen, {args.peak_tflops:g} TFLOP/s, "
+        f"{args.mfu:.0%} of it used, "
+        f"${args.dollars_per_hour:g} an hour\n"
+    )
     sides = list(PHASES)
-    print(f"| transformer | weights | {' | '.join(f'TFLOP at {side} px' for side in sides)} | device | cost |")
+    print(
+        "| transformer | weights | "
+        f"{' | '.join(f'TFLOP at {side} px' for side in sides)} | device | cost |"
+    )
     print("|---|---|" + "---|" * len(sides) + "---|---|")
     trained = {}
     for name in TRANSFORMERS:
         found = [count_transformer(name, side) for side in sides]
-        trained[name] = sum(share * flops for share, (_, flops) in zip(PHASES.values(), found, strict=True))
+        trained[name] = sum(
+            share * flops for share, (_, flops) in zip(PHASES.values(), found, strict=True)
+        )
         cells = " | ".join(f"{flops:.2f}" for _, flops in found)
-        print(f"| {name} | {found[0][0] / 1e6:,.0f} M | {cells} | {price(trained[name])} |", flush=True)
+        print(
+            f"| {name} | {found[0][0] / 1e6:,.0f} M | {cells} | {price(trained[name])} |",
+            flush=True,
+        )
 
     first, texts = TRANSFORMERS[0], {}
-    print(f"\n| text encoder | TFLOP, {TOKENS} tokens | times {first}'s step | padded, a row | {MEAN_TOKENS} tokens |")
+    print(
+        f"\n| text encoder | TFLOP, {TOKENS} tokens | times {first}'s step "
+        f"| padded, a row | {MEAN_TOKENS} tokens |"
+    )
     print("|---|---|---|---|---|")
     for name, (make, width) in TEXT.items():
         with torch.device("meta"):
             model = make()
-        texts[name] = flops = count(lambda model=model: model(torch.ones(1, TOKENS, dtype=torch.long)))
-        sizes = " | ".join(f"{2 * width * tokens / 1e3:,.0f} kB" for tokens in (TOKENS, MEAN_TOKENS))
+        texts[name] = flops = count(
+            lambda model=model: model(torch.ones(1, TOKENS, dtype=torch.long))
+        )
+        sizes = " | ".join(
+            f"{2 * width * tokens / 1e3:,.0f} kB" for tokens in (TOKENS, MEAN_TOKENS)
+        )
         print(f"| {name} | {flops:.2f} | {flops / trained[first]:.1f} | {sizes} |", flush=True)
 
-    print("\n| VAE | " + " | ".join(f"TFLOP at {side} px" for side in sides) + " |\n|---|" + "---|" * len(sides))
+    print(
+        "\n| VAE | "
+        + " | ".join(f"TFLOP at {side} px" for side in sides)
+        + " |\n|---|"
+        + "---|" * len(sides)
+    )
     with torch.device("meta"):
         vaes = {"AutoencoderKL": AutoencoderKL(**KL), "AutoencoderDC": AutoencoderDC()}
     for name, vae in vaes.items():
-        found = [count(lambda vae=vae, side=side: vae.encode(torch.zeros(1, 3, side, side))) for side in sides]
+        found = [
+            count(lambda vae=vae, side=side: vae.encode(torch.zeros(1, 3, side, side)))
+            for side in sides
+        ]
         print(f"| {name} | {' | '.join(f'{flops:.2f}' for flops in found)} |", flush=True)
         if name == "AutoencoderKL":
             images = sum(found)
-    print("\n| text encoder, and AutoencoderKL | TFLOP in a pass each | in one pass | share |\n|---|---|---|---|")
+    print(
+        "\n| text encoder, and AutoencoderKL | TFLOP in a pass each | in one pass | share |\n"
+        "|---|---|---|---|"
+    )
     for name, flops in texts.items():
         each, one = images + len(sides) * flops, images + flops
         print(f"| {name} | {each:.2f} | {one:.2f} | {one / each:.2f} |")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=float, default=2e8, help="that are seen in training, all epochs together")
-    parser.add_argument("--peak_tflops", type=float, default=989, help="of a device (989: H100, dense bf16)")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is used: an assumption")
-    parser.add_argument("--dollars_per_hour", type=float, default=3.0, help="of a device: an assumption")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--images", type=float, default=2e8, help="images seen in training, over all epochs"
+    )
+    parser.add_argument(
+        "--peak_tflops",
+        type=float,
+        default=989,
+        help="peak of the device in TFLOP/s (989: H100, dense bf16)",
+    )
+    parser.add_argument(
+        "--mfu", type=float, default=0.4, help="share of the peak that is used (an assumption)"
+    )
+    parser.add_argument(
+        "--dollars_per_hour", type=float, default=3.0, help="price of the device (an assumption)"
+    )
     main(parser.parse_args())

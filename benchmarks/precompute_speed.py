@@ -1,25 +1,27 @@
-"""How fast are images decoded, cropped and resized, and how near does precompute_latents.py come to its encoder alone?
-What do two resolutions in one pass save?
+"""How fast are images decoded and resized, and how near is precompute_latents.py to its encoder?
 
-    python benchmarks/precompute_speed.py transform     # pip install scikit-learn; opencv-python-headless joins in
+    python benchmarks/precompute_speed.py transform     # needs scikit-learn
     python benchmarks/precompute_speed.py script        # 2 cores: one decodes, one encodes
-    python benchmarks/precompute_speed.py script --size sd2 --mixed_precision bf16 --rows 8192 --batch_size 64 \\
-        --resolutions 512 --threads 16                  # on a GPU
-    python benchmarks/precompute_speed.py passes        # --resolutions 256 512 in one pass, and in a pass each
+    python benchmarks/precompute_speed.py script --size sd2 --mixed_precision bf16 --rows 8192 \\
+        --batch_size 64 --resolutions 512 --threads 16  # on a GPU
+    python benchmarks/precompute_speed.py passes        # --resolutions 256 512: one pass or two
 
-transform: ways to make --resolutions pixels square of the centre of two photographs, on one core, take turns: ours,
-diffusers' transform, Pillow, OpenCV as img2dataset calls it, torchcodec with torchvision. Prints images per second and
-how many times as many as with diffusers' transform in the same turn: the median, least and most. What the decoder of
-ours takes alone is the limit of whoever uses libjpeg and decodes every pixel.
+transform: crop the centre square of two photographs and resize it to --resolutions pixels, on one
+core. In turns: ours, diffusers' transform, Pillow, OpenCV as img2dataset calls it (if
+opencv-python-headless is installed), and torchcodec with torchvision. Prints images per second, and
+the speed relative to diffusers' transform in the same turn (median, least and most). The speed of
+our decoder alone is the limit for anyone who decodes every pixel with libjpeg.
 
-script: photographs, captions, and models with random weights. In turns: `encode` over batches that lie in memory, and
-the whole script from `main(parse_args(...))` to the end, with models and data to load, images to decode in
---dataloader_num_workers processes, rows to check and shards to write. "Running" leaves out what comes before the first
-batch is encoded. Images that one core decodes to batches in a second say how many cores an encoder needs. By default
-the models are small, but a caption's embedding has the bytes of Stable Diffusion 2's.
+script: encode photographs and captions with models of random weights. In turns: `encode` over
+batches in memory, and the whole script from `main(parse_args(...))` to the end. The script also
+loads models and data, decodes images in --dataloader_num_workers processes, checks rows and writes
+shards. "Running" leaves out everything before the first batch is encoded. The images per second
+that one core decodes to batches show how many cores an encoder needs. By default the models are
+small, but a caption's embedding has as many bytes as with Stable Diffusion 2.
 
-passes: seconds of CPU, of all processes, for all images, in turns: of stage 1 alone (decoding, cropping, resizing,
-tokens) and of the whole script, for each of --resolutions alone and for all in one pass.
+passes: do several resolutions in one pass save time? Prints the CPU seconds of all processes for
+all images, in turns: of stage 1 alone (decoding, cropping, resizing, tokens) and of the whole
+script, for each of --resolutions alone and for all in one pass.
 """
 
 import argparse
@@ -32,7 +34,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import bench  # before the package, which it finds
+import bench  # first: it puts the package on sys.path
 import numpy as np
 import torch
 import torchvision.transforms.v2 as v2
@@ -55,12 +57,14 @@ from diffusion_training.training.launch import make_accelerator
 
 
 def make_photos(width):
-    """JPEG files of `width` pixels, from the photographs inside scikit-learn (640 x 427)."""
+    """Yield the photographs of scikit-learn (640 x 427) as JPEG files `width` pixels wide."""
     from sklearn.datasets import load_sample_images
 
     for pixels in load_sample_images().images:
         buffer = io.BytesIO()
-        Image.fromarray(pixels).resize((width, width * 427 // 640), Image.LANCZOS).save(buffer, "JPEG", quality=90)
+        Image.fromarray(pixels).resize((width, width * 427 // 640), Image.LANCZOS).save(
+            buffer, "JPEG", quality=90
+        )
         yield buffer.getvalue()
 
 
@@ -69,7 +73,11 @@ def make_photos(width):
 
 def use_diffusers(resolution):
     steps = [transforms.Resize(resolution, interpolation=transforms.InterpolationMode.LANCZOS)]
-    steps += [transforms.CenterCrop(resolution), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])]
+    steps += [
+        transforms.CenterCrop(resolution),
+        transforms.ToTensor(),
+        transforms.Normalize([0.5], [0.5]),
+    ]
     whole = transforms.Compose(steps)
     return lambda photo: whole(Image.open(io.BytesIO(photo)).convert("RGB")) * 127.5 + 127.5
 
@@ -82,7 +90,9 @@ def use_pillow(resolution, draft=False):
         side, (width, height) = min(image.size), image.size
         left, top = (width - side) // 2, (height - side) // 2
         box = left, top, left + side, top + side
-        return np.asarray(image.convert("RGB").resize((resolution, resolution), Image.BICUBIC, box)).transpose(2, 0, 1)
+        return np.asarray(
+            image.convert("RGB").resize((resolution, resolution), Image.BICUBIC, box)
+        ).transpose(2, 0, 1)
 
     return make
 
@@ -90,7 +100,7 @@ def use_pillow(resolution, draft=False):
 def use_opencv(resolution):
     cv2.setNumThreads(1)
 
-    def make(photo):  # to BGR, as it stays there
+    def make(photo):  # decoded and resized as BGR, as img2dataset does
         image = cv2.imdecode(np.frombuffer(photo, np.uint8), cv2.IMREAD_UNCHANGED)
         scale = resolution / min(image.shape[:2])
         size = [round(side * scale) for side in image.shape[1::-1]]
@@ -107,11 +117,18 @@ def use_torchcodec(resolution):
 
 
 def use_ours(resolution):
-    flags = ["--train_data_dir=.", "--pretrained_model_name_or_path=.", f"--resolution={resolution}", "--center_crop"]
+    flags = [
+        "--train_data_dir=.",
+        "--pretrained_model_name_or_path=.",
+        f"--resolution={resolution}",
+        "--center_crop",
+    ]
     args = precompute_latents.parse_args(flags)
 
     def make(photo):
-        item = transform(0, 0, {"image": {"bytes": photo, "path": None}, "text": "a photo"}, "image", 3, args)
+        item = transform(
+            0, 0, {"image": {"bytes": photo, "path": None}, "text": "a photo"}, "image", 3, args
+        )
         assert item["skipped"] is None
         return item["pixel_values"]
 
@@ -125,13 +142,15 @@ WAYS = {
     "OpenCV, as img2dataset": use_opencv,
     "torchcodec, torchvision, bilinear": use_torchcodec,
     "`transform`, ours": use_ours,
-    "(its decoder alone)": lambda resolution: lambda photo: decode_image({"bytes": photo, "path": None}, 3),
+    "(its decoder alone)": lambda resolution: (
+        lambda photo: decode_image({"bytes": photo, "path": None}, 3)
+    ),
 }
 MISSING = {use_opencv: cv2 is None, use_torchcodec: decode_jpeg is None}
 
 
 def time_way(use, photos, resolution, seconds):
-    """Images per second of one way."""
+    """Return the images per second of one way."""
     make, start, count = use(resolution), time.perf_counter(), 0
     while (taken := time.perf_counter() - start) < seconds or count < 2:
         make(photos[count % len(photos)])
@@ -144,15 +163,28 @@ def compare_transforms(args):
     for width in args.widths:
         photos = list(make_photos(width))
         ways = {name: use for name, use in WAYS.items() if not MISSING.get(use)}
-        runs = {name: functools.partial(time_way, use, photos, resolution, args.seconds) for name, use in ways.items()}
+        runs = {
+            name: functools.partial(time_way, use, photos, resolution, args.seconds)
+            for name, use in ways.items()
+        }
         found.append(bench.interleaved(runs, args.rounds))
     rows = []
     for name in found[0]:
         shares = [np.divide(speeds[name], speeds["diffusers"]) for speeds in found]
         pairs = zip(found, shares, strict=True)
-        rows.append([name, *(f"{np.median(speeds[name]):.0f}, {bench.spread(share)} x" for speeds, share in pairs)])
+        rows.append(
+            [
+                name,
+                *(
+                    f"{np.median(speeds[name]):.0f}, {bench.spread(share)} x"
+                    for speeds, share in pairs
+                ),
+            ]
+        )
     title = f"{bench.machine()}; to {resolution} px"
-    title += "".join(f"; {name.split(',')[0]} is not installed" for name in WAYS if MISSING.get(WAYS[name]))
+    title += "".join(
+        f"; {name.split(',')[0]} is not installed" for name in WAYS if MISSING.get(WAYS[name])
+    )
     bench.show(title, ["images/s", *(f"{width} px wide" for width in args.widths)], rows)
 
 
@@ -160,7 +192,10 @@ def compare_transforms(args):
 
 
 def run(flags, output_dir):
-    """The script, from its flags to the end. Returns (seconds, seconds from the first batch that is encoded)."""
+    """Run the script from its flags to the end.
+
+    Returns (seconds, seconds since the first batch was encoded).
+    """
     begun, encode = [], precompute_latents.encode
 
     def watched(*args):
@@ -169,20 +204,27 @@ def run(flags, output_dir):
 
     precompute_latents.encode, start = watched, time.perf_counter()
     try:
-        precompute_latents.main(precompute_latents.parse_args([*flags, f"--output_dir={output_dir}"]))
+        precompute_latents.main(
+            precompute_latents.parse_args([*flags, f"--output_dir={output_dir}"])
+        )
     finally:
         precompute_latents.encode = encode
     return (end := time.perf_counter()) - start, end - begun[0]
 
 
 def list_keys(rows, args, caches=(0,)):
-    """What `TransformedRows` is asked for, batch by batch, to make all rows."""
+    """Return the keys with which `TransformedRows` makes all rows, one per batch."""
     starts = range(0, rows, args.batch_size)
-    return [(caches, [(0, row) for row in range(i, min(rows, i + args.batch_size))]) for i in starts]
+    return [
+        (caches, [(0, row) for row in range(i, min(rows, i + args.batch_size))]) for i in starts
+    ]
 
 
 def measure(folder, rows, rounds, flags):
-    """Images per second as {"decode": one core's, "encode": , "whole": , "running": }, each a list over the turns."""
+    """Measure images per second; returns a list over the turns for each of four kinds.
+
+    The kinds are "decode" (one core), "encode", "whole" and "running".
+    """
     args = precompute_latents.parse_args(flags)
     accelerator, _ = make_accelerator(args)
     *exact_models, tokenizers = load_models(args, torch.float32)
@@ -191,7 +233,10 @@ def measure(folder, rows, rounds, flags):
     images, column = load_rows(args, others=[args.caption_column])
     dataset = precompute_latents.TransformedRows(images, tokenizers, column, 3, [args])
     keys = list_keys(rows, args)
-    few, speeds = keys[: max(1, len(keys) // 4)], {name: [] for name in ("decode", "encode", "whole", "running")}
+    few, speeds = (
+        keys[: max(1, len(keys) // 4)],
+        {name: [] for name in ("decode", "encode", "whole", "running")},
+    )
     batches = list(load_batches(dataset, keys, 0, accelerator.device))
     for turn in range(rounds):
         start = time.perf_counter()
@@ -204,17 +249,23 @@ def measure(folder, rows, rounds, flags):
         if event is not None:
             event.synchronize()
         speeds["encode"].append(rows / (time.perf_counter() - start))
-        for name, seconds in zip(("whole", "running"), run(flags, folder / f"cache-{turn}"), strict=True):
+        for name, seconds in zip(
+            ("whole", "running"), run(flags, folder / f"cache-{turn}"), strict=True
+        ):
             speeds[name].append(rows / seconds)
     return speeds
 
 
 def make_flags(folder, args):
-    """Models and images in a folder, and the flags of the script for them, but for the resolution."""
+    """Make models and images in a folder; returns the script's flags without --resolution."""
     models = bench.make_models(folder / "models", args.size)
     images = bench.make_images(folder / "images", args.rows, make_photos(args.widths[0]))
     flags = [f"--{name}={getattr(args, name)}" for name in ("batch_size", "mixed_precision")]
-    flags += [f"--train_data_dir={images}", f"--pretrained_model_name_or_path={models}", "--center_crop"]
+    flags += [
+        f"--train_data_dir={images}",
+        f"--pretrained_model_name_or_path={models}",
+        "--center_crop",
+    ]
     flags += [f"--cache_dir={folder / 'datasets'}"]
     if args.dataloader_num_workers is not None:
         flags += [f"--dataloader_num_workers={args.dataloader_num_workers}"]
@@ -227,14 +278,30 @@ def time_script(args):
             with tempfile.TemporaryDirectory() as folder:
                 folder = Path(folder)
                 flags = [*make_flags(folder, args), f"--resolution={resolution}"]
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                with (
+                    contextlib.redirect_stdout(io.StringIO()),
+                    contextlib.redirect_stderr(io.StringIO()),
+                ):
                     speeds = measure(folder, args.rows, args.rounds, flags)
             cells = [bench.spread(found, "{:.0f}") for found in speeds.values()]
             cells += [bench.spread(np.divide(speeds["running"], speeds["encode"]))]
-            yield [resolution, *cells, f"{np.median(np.divide(speeds['encode'], speeds['decode'])):.1f}"]
+            yield [
+                resolution,
+                *cells,
+                f"{np.median(np.divide(speeds['encode'], speeds['decode'])):.1f}",
+            ]
 
-    title = f"{args.rows} photographs of {args.widths[0]} px, threads of the encoder: {args.threads}"
-    header = ["to px", "decoded by a core", "encoder alone", "whole script", "running", "share of the encoder"]
+    title = (
+        f"{args.rows} photographs of {args.widths[0]} px, threads of the encoder: {args.threads}"
+    )
+    header = [
+        "to px",
+        "decoded by a core",
+        "encoder alone",
+        "whole script",
+        "running",
+        "share of the encoder",
+    ]
     bench.show(f"{bench.machine()}; {title}", [*header, "cores needed"], rows())
 
 
@@ -246,7 +313,7 @@ def time_passes(args):
     sets = {" and ".join(each): each for each in [*([side] for side in sides), sides]}
 
     def count(function):
-        before = sum(os.times()[:4])  # of this process and of the loader's
+        before = sum(os.times()[:4])  # of this process and its children
         function()
         return sum(os.times()[:4]) - before
 
@@ -255,12 +322,16 @@ def time_passes(args):
         for name, chosen in sets.items():
             argv = [*flags, "--resolution", *chosen]
             given = precompute_latents.parse_args(argv)
-            caches = [argparse.Namespace(**vars(given) | {"resolution": int(side)}) for side in chosen]
+            caches = [
+                argparse.Namespace(**vars(given) | {"resolution": int(side)}) for side in chosen
+            ]
             *_, tokenizers = load_models(caches[0], torch.float32)
             images, column = load_rows(given, others=[given.caption_column])
             dataset = precompute_latents.TransformedRows(images, tokenizers, column, 3, caches)
             keys = list_keys(args.rows, given, range(len(caches)))
-            runs["stage 1", name] = functools.partial(count, lambda d=dataset, k=keys: [d[key] and None for key in k])
+            runs["stage 1", name] = functools.partial(
+                count, lambda d=dataset, k=keys: [d[key] and None for key in k]
+            )
             again = lambda argv=argv: run(argv, Path(folder, str(next(number))))  # noqa: E731
             runs["whole", name] = functools.partial(count, again)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -278,12 +349,23 @@ def main(argv=None):
     parser = bench.make_parser(__doc__, size="small", batch_size=16, steps=None, rounds=5)
     add = parser.add_argument
     add("what", choices=["transform", "script", "passes"])
-    add("--widths", type=int, nargs="+", default=[640, 1024, 2048], help="of photographs; the script has the first")
-    add("--resolutions", type=int, nargs="+", help="pixels (None: 256 of transform, 64, 128 of script, 256, 512)")
-    add("--seconds", type=float, default=0.5, help="of a turn of transform")
-    add("--rows", type=int, default=256, help="of the script")
-    add("--dataloader_num_workers", type=int, help="(None: as the script chooses)")
-    add("--threads", type=int, default=1, help="of the encoder on a CPU")
+    add(
+        "--widths",
+        type=int,
+        nargs="+",
+        default=[640, 1024, 2048],
+        help="widths of the photographs in pixels (script and passes: the first)",
+    )
+    add(
+        "--resolutions",
+        type=int,
+        nargs="+",
+        help="pixels (None: 256 in transform, 64 128 in script, 256 512 in passes)",
+    )
+    add("--seconds", type=float, default=0.5, help="seconds per turn of transform")
+    add("--rows", type=int, default=256, help="images in script and passes")
+    add("--dataloader_num_workers", type=int, help="loader processes (None: the script chooses)")
+    add("--threads", type=int, default=1, help="threads of the encoder on a CPU")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()

@@ -1,11 +1,14 @@
-"""What does a trainer's loop cost beside the model? Steps of both trainers over those of a bare loop.
+"""What does a trainer's loop cost beyond the model? Its steps are compared with a bare loop's.
 
-    python benchmarks/step_overhead.py                                       # some minutes on 2 cores
-    python benchmarks/step_overhead.py --size sd2 --mixed_precision bf16 --batch_size 64 --steps 60      # on a GPU
+    python benchmarks/step_overhead.py                          # some minutes on 2 cores
+    python benchmarks/step_overhead.py --size sd2 --mixed_precision bf16 --batch_size 64 \\
+        --steps 60                                              # on a GPU
 
-The bare loop does a forward pass, a mean squared error, a backward pass and a step of fused AdamW on tensors that lie
-there. The trainers are started as users start them: data from a cache (or images), noise, averaged weights, clipping,
-records, checks. Bare loop and trainer take turns; the ratio is that of the medians. Then one step is taken apart.
+The bare loop does a forward pass, a mean squared error, a backward pass and a step of fused AdamW,
+on tensors that are already on the device. Both trainers are started as users start them: with data
+from a cache (or images), noise, averaged weights, clipping, records and checks. Bare loop and
+trainer take turns; the ratio is that of the medians. At the end the time of a step is split by
+part.
 """
 
 import contextlib
@@ -25,7 +28,7 @@ TRAINERS = ("train_text_to_image", "train_unconditional")
 
 
 def bare(name, *argv):
-    """The bare loop, with the flags of a trainer."""
+    """Run the bare loop with the flags of a trainer."""
     import torch
     import torch.nn.functional as F
 
@@ -43,14 +46,22 @@ def bare(name, *argv):
         empty_prompt = {"prompt_embeds": torch.zeros(tokens, width)}
         unet = script.make_unet(SimpleNamespace(cache=cache, empty_prompt=empty_prompt), args)
         size = cache["latents_shape"][1:]
-        condition = {"encoder_hidden_states": torch.randn(args.train_batch_size, tokens, width, device=device)}
+        condition = {
+            "encoder_hidden_states": torch.randn(
+                args.train_batch_size, tokens, width, device=device
+            )
+        }
     else:
         unet, condition, size = script.make_unet(args), {}, [args.resolution] * 2
     put_on_device(unet, device).train()
     optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate, fused=True)
-    images, noise = torch.randn(2, args.train_batch_size, unet.config.in_channels, *size, device=device)
+    images, noise = torch.randn(
+        2, args.train_batch_size, unet.config.in_channels, *size, device=device
+    )
     timesteps = torch.randint(1000, (args.train_batch_size,), device=device)
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.mixed_precision, torch.float32)
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        args.mixed_precision, torch.float32
+    )
     for _ in range(args.max_train_steps):
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
             prediction = unet(images, timesteps, **condition).sample
@@ -62,7 +73,10 @@ def bare(name, *argv):
 
 
 def take_apart(name, argv):
-    """Where a trainer's time goes: {part: share of a step}; waits for the GPU after each part."""
+    """Measure where a trainer's time goes, as {part: share of a step}.
+
+    Waits for the GPU after each part.
+    """
     import torch
     from accelerate import Accelerator
 
@@ -99,35 +113,63 @@ def take_apart(name, argv):
 
     with contextlib.ExitStack() as stack:
         for part, (owner, function) in parts.items():
-            stack.enter_context(mock.patch.object(owner, function, timed(part, getattr(owner, function))))
+            stack.enter_context(
+                mock.patch.object(owner, function, timed(part, getattr(owner, function)))
+            )
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         script.main(script.parse_args(argv))
     (begin, before), (end, after) = marks[2], marks[-1]
-    spent = {part: sum(found[before[part] : after[part]]) / (end - begin) for part, found in times.items()}
+    spent = {
+        part: sum(found[before[part] : after[part]]) / (end - begin)
+        for part, found in times.items()
+    }
     return {**spent, "all else: data, loop, schedule": 1 - sum(spent.values())}
 
 
 def make_flags(folder, cli):
-    """What to train: {trainer: its flags}, without --output_dir."""
-    models, rows = bench.make_models(folder / "sd", cli.size), cli.batch_size * max(8, cli.steps // 4)
+    """Return {trainer: its flags}, without --output_dir."""
+    models, rows = (
+        bench.make_models(folder / "sd", cli.size),
+        cli.batch_size * max(8, cli.steps // 4),
+    )
     cache = bench.make_cache(folder / "cache", models, rows, cli.resolution)
     side = {"sd2": 64, "tenth": 32}.get(cli.size, 8)
     images = bench.make_images(folder / "images", 4 * rows, bench.make_pictures(side))
-    common = [f"--max_train_steps={cli.steps}", f"--mixed_precision={cli.mixed_precision}", "--report_to=none"]
+    common = [
+        f"--max_train_steps={cli.steps}",
+        f"--mixed_precision={cli.mixed_precision}",
+        "--report_to=none",
+    ]
     common += ["--logging_steps=5", "--checkpointing_steps=1000000", "--use_ema"]
-    unconditional = [*common, f"--train_data_dir={images}", f"--resolution={side}", "--cache_images"]
-    unconditional += ["--ddpm_num_inference_steps=1", "--eval_batch_size=1", f"--cache_dir={folder / 'data'}"]
+    unconditional = [
+        *common,
+        f"--train_data_dir={images}",
+        f"--resolution={side}",
+        "--cache_images",
+    ]
+    unconditional += [
+        "--ddpm_num_inference_steps=1",
+        "--eval_batch_size=1",
+        f"--cache_dir={folder / 'data'}",
+    ]
     unconditional += [f"--train_batch_size={4 * cli.batch_size}"]
-    if cli.size != "sd2":  # else the U-Net of diffusers' script
+    if cli.size != "sd2":  # by default it is the U-Net of diffusers' script
         config = bench.make_unet_config(folder / "unet.json", [side, 2 * side], side)
         unconditional += [f"--model_config_name_or_path={config}"]
     text = [*common, f"--latents_dir={cache}", f"--pretrained_model_name_or_path={models}"]
-    return dict(zip(TRAINERS, ([*text, f"--train_batch_size={cli.batch_size}"], unconditional), strict=True))
+    return dict(
+        zip(TRAINERS, ([*text, f"--train_batch_size={cli.batch_size}"], unconditional), strict=True)
+    )
 
 
 def main(argv=None):
     parser = bench.make_parser(__doc__, batch_size=12, steps=10)
-    parser.add_argument("--resolution", type=int, default=256, help="of the images whose latents are trained on")
+    parser.add_argument(
+        "--resolution",
+        type=int,
+        default=256,
+        help="pixels of the images whose latents are trained on",
+    )
     cli = parser.parse_args(argv)
     print(bench.machine())
     with tempfile.TemporaryDirectory() as folder:
@@ -136,19 +178,30 @@ def main(argv=None):
             runs = {"bare": (__file__, name, *argv), "trainer": (bench.ROOT / f"{name}.py", *argv)}
 
             def time_step(script, *argv):
-                out = [] if script == __file__ else [f"--output_dir={tempfile.mkdtemp(dir=folder)}/out"]
+                out = (
+                    []
+                    if script == __file__
+                    else [f"--output_dir={tempfile.mkdtemp(dir=folder)}/out"]
+                )
                 return bench.run(script, [*argv, *out], cli.steps)["step"]
 
             steps = {kind: (lambda how=how: time_step(*how)) for kind, how in runs.items()}
             steps = bench.interleaved(steps, cli.rounds)
             ratio = statistics.median(steps["bare"]) / statistics.median(steps["trainer"])
-            milliseconds = [bench.spread([1000 * step for step in steps[kind]], "{:.0f}") for kind in runs]
+            milliseconds = [
+                bench.spread([1000 * step for step in steps[kind]], "{:.0f}") for kind in runs
+            ]
             rows.append([f"`{name}.py`", *milliseconds, f"{ratio:.3f}"])
             parts[name] = take_apart(name, [*argv, f"--output_dir={folder}/apart-{name}"])
-    title = f"{cli.size}, batch {cli.batch_size} (unconditional {4 * cli.batch_size}), {cli.mixed_precision}, with EMA"
+    title = (
+        f"{cli.size}, batch {cli.batch_size} (unconditional {4 * cli.batch_size}), "
+        f"{cli.mixed_precision}, with EMA"
+    )
     header = ["", "bare loop, ms a step", "trainer, ms a step", "speed of the trainer / bare"]
     bench.show(title, header, rows)
-    shares = [[part, *(f"{parts[name][part]:.1%}" for name in TRAINERS)] for part in parts[TRAINERS[0]]]
+    shares = [
+        [part, *(f"{parts[name][part]:.1%}" for name in TRAINERS)] for part in parts[TRAINERS[0]]
+    ]
     bench.show("A step taken apart", ["", *TRAINERS], shares)
 
 

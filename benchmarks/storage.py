@@ -1,13 +1,18 @@
-"""How fast are the rows of a latent cache read from a disk, through a bounded folder, and from a bucket? A table.
+"""How fast are rows of a latent cache read from a disk, a bounded folder and a bucket?
 
-    python benchmarks/storage.py                                # 2 GB of disk; the S3 server is moto's, if installed
-    python benchmarks/storage.py --bucket s3://bucket/scratch   # a real one, which the cache is copied to
+    python benchmarks/storage.py                                # 2 GB of disk
+    python benchmarks/storage.py --bucket s3://bucket/scratch   # copies the cache to a real bucket
 
-Makes a cache of random numbers in the shapes of Stable Diffusion 2, and reads an epoch of it as a trainer does, in
-turns: from a disk in the orders `full` and `ranges`, and in `ranges` through a folder that holds little more than the
-windows need (half of the cache), from a folder beside it and from the bucket; with --mosaic also as mosaicml-streaming
-reads them (mosaic_reader.py says how). Prints rows and bytes a second from the first batch on, as medians, and the
-seconds to the first batch.
+Makes a cache of random numbers in the shapes of Stable Diffusion 2, and reads an epoch of it as a
+trainer does, in turns:
+
+- from a disk, in the orders `full` and `ranges`
+- in `ranges` through a bounded folder, which is filled from a folder beside it or from the bucket;
+  it holds little more than the shuffle windows need (half of the cache)
+- with --mosaic, the same with mosaicml-streaming (see mosaic_reader.py)
+
+Without --bucket, moto serves as the bucket if it is installed. Prints the medians of the rows and
+bytes per second after the first batch, and of the seconds to the first batch.
 """
 
 import atexit
@@ -36,7 +41,10 @@ from diffusion_training.training.progress import Progress
 
 
 def read_epoch(cache, ranges, folder, size, batch_size):
-    """(rows a second, seconds to the first batch) of one epoch, with no device that computes meanwhile."""
+    """Return (rows per second, seconds to the first batch) of one epoch.
+
+    Nothing is trained meanwhile.
+    """
     begin, most = time.perf_counter(), stream.MOST_PERMUTED
     stream.MOST_PERMUTED = 0 if ranges else most
     accelerator = SimpleNamespace(process_index=0, num_processes=1, local_process_index=0)
@@ -45,8 +53,12 @@ def read_epoch(cache, ranges, folder, size, batch_size):
     dataset = stream.open_latents(accelerator, {cache: load_cache(cache)}, None, args)
     stream.MOST_PERMUTED = most
     rows, _ = hold_out(accelerator, dataset, 0, 0)
-    progress = Progress({"global_step": 0, "data_step": 0, "images_seen": 0}, len(rows), batch_size, 1)
-    batches = load_batches(dataset, step_batches(Order(rows, 0), progress, 0, 1), 0, torch.device("cpu"))
+    progress = Progress(
+        {"global_step": 0, "data_step": 0, "images_seen": 0}, len(rows), batch_size, 1
+    )
+    batches = load_batches(
+        dataset, step_batches(Order(rows, 0), progress, 0, 1), 0, torch.device("cpu")
+    )
     count = len(next(batches)["weight"])
     first = time.perf_counter()
     read = 0
@@ -58,22 +70,28 @@ def read_epoch(cache, ranges, folder, size, batch_size):
 
 
 def read_by_mosaic(python, *argv):
-    """What `read_epoch` gives, of mosaicml-streaming's reader in an environment of its own."""
+    """Measure like `read_epoch`, with mosaicml-streaming in an environment of its own."""
     command = [python, Path(__file__).parent / "mosaic_reader.py", *argv]
     done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
 
 
 def start_server():
-    """An S3 server of moto's as a process, and its address for botocore."""
+    """Start a moto S3 server as a process, and pass its address to botocore."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     atexit.register(server.kill)  # also after an error
-    names = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
-    os.environ.update({f"AWS_{name}": value for name, value in names.items()}, AWS_DEFAULT_REGION="us-east-1")
+    names = {
+        "ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "ACCESS_KEY_ID": "a",
+        "SECRET_ACCESS_KEY": "b",
+    }
+    os.environ.update(
+        {f"AWS_{name}": value for name, value in names.items()}, AWS_DEFAULT_REGION="us-east-1"
+    )
     while socket.socket().connect_ex(("127.0.0.1", port)):
         time.sleep(0.1)
     fsspec.filesystem("s3").mkdir("bucket")
@@ -81,13 +99,19 @@ def start_server():
 
 
 def main(argv=None):
-    parser = bench.make_parser(__doc__, size="small", mixed_precision=None, batch_size=64, steps=None, rounds=3)
+    parser = bench.make_parser(
+        __doc__, size="small", mixed_precision=None, batch_size=64, steps=None, rounds=3
+    )
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--rows_per_shard", type=int, default=16)
     parser.add_argument("--resolution", type=int, default=256)
-    parser.add_argument("--bucket", help="an address to copy the cache to (None: a server of moto's)")
-    parser.add_argument("--mosaic", help="a Python with mosaicml-streaming, to read the same rows by it")
-    parser.add_argument("--dir", help="where the files lie for a while (None: in the system's temporary folder)")
+    parser.add_argument("--bucket", help="address to copy the cache to (None: a local moto server)")
+    parser.add_argument(
+        "--mosaic", help="Python with mosaicml-streaming, to read the same rows with it"
+    )
+    parser.add_argument(
+        "--dir", help="folder for temporary files (None: the system's temporary folder)"
+    )
     cli = parser.parse_args(argv)
     server = None
     if cli.bucket is None and importlib.util.find_spec("moto"):
@@ -105,28 +129,41 @@ def main(argv=None):
             far = f"a bounded folder, from {'moto' if server else cli.bucket}"
             places[far] = f"{cli.bucket}/cache", True
         options = {"folder": f"{place}/shards", "size": need, "batch_size": cli.batch_size}
-        runs = {name: functools.partial(read_epoch, *where, **options) for name, where in places.items()}
+        runs = {
+            name: functools.partial(read_epoch, *where, **options) for name, where in places.items()
+        }
         if cli.mosaic:
             theirs, mosaic = Path(place, "mds"), functools.partial(read_by_mosaic, cli.mosaic)
             mosaic("write", cache, theirs, max(sizes))
             reads = functools.partial(mosaic, "read", cli.batch_size, theirs)
             runs["mosaicml-streaming, a disk"] = reads
-            runs["mosaicml-streaming, a bounded folder, from a disk"] = functools.partial(reads, theirs, need)
+            runs["mosaicml-streaming, a bounded folder, from a disk"] = functools.partial(
+                reads, theirs, need
+            )
             if cli.bucket:
-                os.environ["S3_ENDPOINT_URL"] = os.environ.get("AWS_ENDPOINT_URL", "https://s3.amazonaws.com")
+                os.environ["S3_ENDPOINT_URL"] = os.environ.get(
+                    "AWS_ENDPOINT_URL", "https://s3.amazonaws.com"
+                )
                 fs.put(f"{theirs}/", f"{there}-mds/", recursive=True)
                 where = f"{cli.bucket}/cache-mds", need
                 runs[f"mosaicml-streaming, {far}"] = functools.partial(reads, *where)
         found = bench.interleaved(runs, cli.rounds)
         row_bytes = sum(sizes) / cli.rows
         rows = (
-            [name, bench.spread([speed for speed, _ in of], "{:.0f}"),
-             f"{sorted(speed for speed, _ in of)[len(of) // 2] * row_bytes / 1e6:.0f}",
-             bench.spread([first for _, first in of])]
+            [
+                name,
+                bench.spread([speed for speed, _ in of], "{:.0f}"),
+                f"{sorted(speed for speed, _ in of)[len(of) // 2] * row_bytes / 1e6:.0f}",
+                bench.spread([first for _, first in of]),
+            ]
             for name, of in found.items()
-        )  # fmt: skip
-        bench.show(f"{bench.machine()}; {cli.rows:,} rows of {row_bytes / 1e3:.0f} kB, folder of {need / 1e6:.0f} MB",
-                   ["rows come from", "rows a second", "MB/s", "first batch after, s"], rows)  # fmt: skip
+        )
+        bench.show(
+            f"{bench.machine()}; {cli.rows:,} rows of {row_bytes / 1e3:.0f} kB, "
+            f"folder of {need / 1e6:.0f} MB",
+            ["rows come from", "rows a second", "MB/s", "first batch after, s"],
+            rows,
+        )
 
 
 if __name__ == "__main__":

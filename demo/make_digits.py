@@ -1,8 +1,9 @@
-"""Write demo/digits: the 1,797 handwritten digits of the UCI set as one parquet file with columns `image` and `text`.
+"""Write demo/digits: the 1,797 handwritten digits of the UCI data set, as one parquet file.
 
     pip install scikit-learn && python demo/make_digits.py
 
-The images come inside the scikit-learn package, so nothing is downloaded. Credit and licence: demo/digits/README.md.
+Its columns are `image` and `text`. The images are part of the scikit-learn package, so nothing is
+downloaded. Credit and licence: demo/digits/README.md.
 """
 
 from pathlib import Path

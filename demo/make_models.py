@@ -1,9 +1,10 @@
-"""Write demo/models: a tiny VAE, CLIP text encoder, tokenizer and scheduler, laid out as Stable Diffusion is.
+"""Write demo/models: a tiny VAE, CLIP text encoder, tokenizer and scheduler.
 
     python demo/make_models.py
 
-The VAE is trained here on the digits of demo/digits (some minutes on a CPU) and its error on digits that it has not
-seen is printed; the text encoder is random, which is enough to tell ten captions apart. Together under 2 MB.
+The folder has the layout of a Stable Diffusion pipeline, and less than 2 MB. The script trains the
+VAE on demo/digits (some minutes on a CPU), and prints its error on unseen digits. The text encoder
+is random, which is enough to tell ten captions apart.
 """
 
 from pathlib import Path
@@ -20,8 +21,11 @@ WORDS = "a handwritten digit zero one two three four five six seven eight nine".
 
 
 def make_tokenizer():
-    """CLIP's byte-pair tokenizer with merges that make each of WORDS one token; other words fall into letters."""
-    # Bytes that print stand for themselves, the others for the characters from 256 on, as in GPT-2.
+    """Make a CLIP tokenizer whose merges turn each of WORDS into one token.
+
+    It splits other words into letters.
+    """
+    # As in GPT-2, printable bytes map to themselves, and the others to characters from 256 on.
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [chr(byte) for byte in printed] + [chr(256 + i) for i in range(256 - len(printed))]
     merges = []
@@ -31,9 +35,14 @@ def make_tokenizer():
             if (parts[0], parts[1]) not in merges:
                 merges.append((parts[0], parts[1]))
             parts = [parts[0] + parts[1], *parts[2:]]
-    tokens = letters + [letter + "</w>" for letter in letters] + [first + second for first, second in merges]
+    tokens = (
+        letters
+        + [letter + "</w>" for letter in letters]
+        + [first + second for first, second in merges]
+    )
     vocab = {token: i for i, token in enumerate([*tokens, "<|startoftext|>", "<|endoftext|>"])}
-    # Six tokens hold "a handwritten digit seven" with its start and end: 8 instead of CLIP's 77 keeps the demo quick.
+    # "a handwritten digit seven" has six tokens with start and end. A length of 8 instead of CLIP's
+    # 77 keeps the demo fast.
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=8)
 
 
@@ -53,7 +62,10 @@ def make_text_encoder(tokenizer):
 
 
 def train_vae(images, steps=4000, batch_size=64):
-    """Train an AutoencoderKL on images [N, 3, 8, 8] in [-1, 1]; latents are [4, 4, 4], scaled to unit variance."""
+    """Train an AutoencoderKL on images [N, 3, 8, 8] in [-1, 1].
+
+    Its latents are [4, 4, 4], scaled to unit variance.
+    """
     vae = AutoencoderKL(
         block_out_channels=(16, 32),
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -67,7 +79,10 @@ def train_vae(images, steps=4000, batch_size=64):
     for _ in range(steps):
         batch = images[torch.randint(len(images), (batch_size,))]
         posterior = vae.encode(batch).latent_dist
-        loss = F.mse_loss(vae.decode(posterior.sample()).sample, batch) + 1e-4 * posterior.kl().mean() / 64
+        loss = (
+            F.mse_loss(vae.decode(posterior.sample()).sample, batch)
+            + 1e-4 * posterior.kl().mean() / 64
+        )
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -87,7 +102,10 @@ def main():
     with torch.no_grad():
         restored = vae.decode(vae.encode(images[1400:]).latent_dist.sample()).sample.clamp(-1, 1)
     error = (restored - images[1400:]).square().mean() / 4  # of pixel values in [0, 1]
-    print(f"VAE: {-10 * error.log10():.1f} dB PSNR on 397 unseen digits, scaling factor {vae.config.scaling_factor}")
+    print(
+        f"VAE: {-10 * error.log10():.1f} dB PSNR on 397 unseen digits, scaling factor "
+        f"{vae.config.scaling_factor}"
+    )
 
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(HERE / "models/tokenizer")

@@ -1,10 +1,12 @@
-"""Write what the demo of a LoRA starts from: demo/zero_to_eight, a pipeline that never saw a 9, and demo/nines.
+"""Write the inputs of the LoRA demo: demo/zero_to_eight and demo/nines.
 
     python demo/make_zero_to_eight.py
 
-The U-Net is trained here on the digits 0 to 8 of demo/digits (some minutes on a CPU), as the second demo trains one on
-all ten, and stored in float16; the other models are those of demo/models. Together 3 MB. The data are all nines, and
-ten of each other digit: a LoRA that is trained on nines alone forgets the others.
+demo/zero_to_eight is a pipeline that never saw a 9. Its U-Net is trained here on the digits 0 to 8
+of demo/digits (some minutes on a CPU), as the second demo trains one on all ten digits, and stored
+in float16. The other models are those of demo/models.
+demo/nines is the training data: all nines, and ten images of each other digit, because a LoRA that
+is trained on nines alone forgets the others. Together the two folders have 3 MB.
 """
 
 import contextlib
@@ -23,7 +25,7 @@ TRAIN = f"""
     --latents_dir latents --unet_config_name_or_path {shlex.quote(str(HERE / "digits_text_to_image_unet.json"))}
     --output_dir trained --train_batch_size 64 --num_train_epochs 100 --learning_rate 3e-3 --lr_scheduler cosine
     --lr_warmup_steps 100 --snr_gamma 5 --report_to none
-"""
+"""  # noqa: E501
 
 
 def save(rows, numbers, folder):
@@ -32,14 +34,23 @@ def save(rows, numbers, folder):
 
 
 def run(script, flags):
-    subprocess.run([sys.executable, HERE.parent / script, *shlex.split(f"{MODELS} {flags}")], check=True)
+    subprocess.run(
+        [sys.executable, HERE.parent / script, *shlex.split(f"{MODELS} {flags}")], check=True
+    )
 
 
 def main():
     rows = datasets.load_dataset(str(HERE / "digits"), split="train")
-    by_text = {text: [i for i, other in enumerate(rows["text"]) if other == text] for text in set(rows["text"])}
+    by_text = {
+        text: [i for i, other in enumerate(rows["text"]) if other == text]
+        for text in set(rows["text"])
+    }
     nines = by_text.pop("a handwritten digit nine")
-    save(rows, sorted([*nines, *(i for numbers in by_text.values() for i in numbers[:10])]), HERE / "nines")
+    save(
+        rows,
+        sorted([*nines, *(i for numbers in by_text.values() for i in numbers[:10])]),
+        HERE / "nines",
+    )
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         save(rows, sorted(i for numbers in by_text.values() for i in numbers), Path("digits"))
         run("precompute_latents.py", "--train_data_dir digits --resolution 8 --output_dir latents")

@@ -9,27 +9,37 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PATH = os.path.expanduser  # a type: a shell leaves the ~ of --output_dir=~/run as it is
-# --flag, and --no-flag against a @FILE
+PATH = os.path.expanduser  # an argparse type: a shell does not expand the ~ in --output_dir=~/run
+# defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads @FILE as a shell would, and as a whole: argparse's own goes by lines, and a value may have several."""
+    """A parser that reads the flags in @FILE as a shell would.
+
+    argparse itself takes each line as one argument, but a value may span several lines.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = []
         for word in sys.argv[1:] if args is None else args:
             try:
                 is_file = word.startswith("@")
-                words += shlex.split(os.fsdecode(Path(word[1:]).read_bytes()), comments=True) if is_file else [word]
+                words += (
+                    shlex.split(os.fsdecode(Path(word[1:]).read_bytes()), comments=True)
+                    if is_file
+                    else [word]
+                )
             except (OSError, ValueError) as error:
                 self.error(f"{word} can't be read: {error}")
         return super().parse_known_args(words, namespace)
 
 
 class OneOrMore(argparse.Action):
-    """For a flag with nargs="+": one value as it is, several as a list, none of them twice."""
+    """Action for a flag with nargs="+": stores one value as it is, and several as a list.
+
+    A value that is given twice is an error.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         if len({*values}) < len(values):
@@ -38,22 +48,26 @@ class OneOrMore(argparse.Action):
 
 
 def list_values(value: Any) -> list:
-    """What a flag of `OneOrMore` holds, as a list."""
+    """Return the values of a flag with `OneOrMore`, always as a list."""
     return value if isinstance(value, list) else [value]
 
 
 def make_parser(script: str, doc: str | None) -> Parser:
-    """The parser of the script whose file and docstring are given; `@FILE` stands for the flags in a file."""
+    """Make the parser of a script from its file name and docstring. It reads @FILE too."""
     return Parser(
-        prog=Path(script).name, description=(doc or "").split("\n")[0],  # `python -OO` has no docstrings
-        usage="%(prog)s [flags]  (--help lists them)",  # all of them would hide what an error says
+        prog=Path(script).name,
+        description=(doc or "").split("\n")[0],  # None under `python -OO`
+        usage="%(prog)s [flags]  (--help lists them)",  # the full list would hide an error
         epilog="@FILE stands for the flags in a file, such as a run's run.args",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )  # fmt: skip
+    )
 
 
 def number(low: float, high: float, kind: Callable = float, *words: str) -> Callable[[str], Any]:
-    """An argparse type: numbers of a kind from `low` to `high`, so never nan or inf, or one of `words`."""
+    """Make an argparse type: a number from `low` to `high`, or one of `words`.
+
+    `kind` converts the text. The bounds also exclude nan and inf.
+    """
 
     def parse(text: str) -> Any:
         if text in words:
@@ -67,11 +81,15 @@ def number(low: float, high: float, kind: Callable = float, *words: str) -> Call
 
 
 def size(low: int, high: int) -> Callable[[str], int]:
-    """An argparse type: a number of bytes, with or without a unit such as GB."""
+    """Make an argparse type: a number of bytes, with or without a unit such as GB."""
 
     def parse(text: str) -> int:
         found = re.fullmatch(r"(\d+\.?\d*) ?([kKMGTP]?)B?", text)
-        count = round(float(found[1]) * 1000 ** " KMGTP".index(found[2].upper() or " ")) if found else -1
+        count = (
+            round(float(found[1]) * 1000 ** " KMGTP".index(found[2].upper() or " "))
+            if found
+            else -1
+        )
         if not low <= count <= high:
             raise argparse.ArgumentTypeError(f"{text} is no number of bytes, such as 100GB")
         return count
@@ -80,11 +98,14 @@ def size(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-COUNT = number(1, 10**9, int)  # a type
+COUNT = number(1, 10**9, int)  # an argparse type
 
 
 def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse a folder that is not there, and two sources, of which one would be passed over."""
+    """Stop with an error if the data folder does not exist, or if two sources are given.
+
+    One of two sources would be ignored.
+    """
     if args.dataset_name and args.train_data_dir:
         parser.error("--dataset_name and --train_data_dir exclude each other")
     if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
@@ -94,15 +115,21 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 def parse_demo(
     parser: Parser, demo: str, argv: list[str] | None, launcher: str = "accelerate launch"
 ) -> argparse.Namespace:
-    """The arguments of the demo, which every flag in `argv` wins over; prints the command that they stand for."""
+    """Parse the demo's command line, with the flags in `argv` overriding its own.
+
+    Prints the full command.
+    """
     command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") == "0":
-        print(f"No data given: this is the demo, short for\n{launcher} {parser.prog} {shlex.join(command)}")
+        print(
+            f"No data given: this is the demo, short for\n{launcher} {parser.prog} "
+            f"{shlex.join(command)}"
+        )
     return parser.parse_args(command)
 
 
 def format_args(args: argparse.Namespace, script: str, leave_out: Sequence[str] = ()) -> str:
-    """The flags as a file that @FILE reads, a flag a line."""
+    """Format the flags as the text of a file that @FILE reads, one flag per line."""
     lines = [f"# accelerate launch {script} @run.args"]
     for name, value in vars(args).items():
         if name in leave_out or value is None:

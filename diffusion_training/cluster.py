@@ -1,4 +1,4 @@
-"""Ray: started or found, with what its workers need of these files."""
+"""Connect to Ray or start it, and run tasks on it."""
 
 import collections
 import itertools
@@ -17,18 +17,26 @@ Task = TypeVar("Task")
 
 
 def find_modules(*objects: Any) -> list[str]:
-    """The files and folders that hold functions or classes: what a worker needs to import them on another machine."""
-    files = {Path(sys.modules[each.__module__.split(".")[0]].__file__ or "").resolve() for each in objects}
+    """The files and folders of the modules that define some functions or classes.
+
+    Workers on other machines need them to import these objects.
+    """
+    files = {
+        Path(sys.modules[each.__module__.split(".")[0]].__file__ or "").resolve()
+        for each in objects
+    }
     return sorted(str(file.parent if file.name == "__init__.py" else file) for file in files)
 
 
 def connect(address: str | None, modules: list[str], **options: Any) -> Callable[[], None]:
-    """Find Ray at `address` or at RAY_ADDRESS, or start one; one that this process has already is taken.
+    """Connect to Ray at `address` or RAY_ADDRESS, or start it on this machine.
 
-    `modules`: of `find_modules`. Returns what ends it again, to be called; ends the program in a sentence if there is
-    none to be had.
+    A connection that this process already has is used again. `modules`: see `find_modules`. Returns
+    a function that ends what was started here. Ends the program with a sentence if Ray can't be
+    started or found.
     """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns of a change to come, for GPUs
+    # silences Ray's warning about a future change for GPUs
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
     was_there = ray.is_initialized()
@@ -36,13 +44,18 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
         known = address or os.environ.get("RAY_ADDRESS", "")
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         with explained(f"Ray can't be started{f' or found at {known}' if known else ''}"):
-            if re.fullmatch(r"[^/]+:\d+", known):  # Ray itself would take minutes to find nobody there
+            # Ray itself takes minutes to notice that nobody answers
+            if re.fullmatch(r"[^/]+:\d+", known):
                 host, port = known.rsplit(":", 1)
                 socket.create_connection((host, int(port)), timeout=10).close()
             ray.init(
-                address, runtime_env={"py_modules": modules}, logging_level="error", log_to_driver=False, **options
+                address,
+                runtime_env={"py_modules": modules},
+                logging_level="error",
+                log_to_driver=False,
+                **options,
             )
-        for number, handler in handlers.items():  # Ray has put its own in place
+        for number, handler in handlers.items():  # Ray has replaced them
             signal.signal(number, handler)
     return (lambda: None) if was_there else ray.shutdown
 
@@ -50,13 +63,19 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
 def work_off(
     items: Iterable[Task], submit: Callable[[Task], Any], most: Callable[[], float], tries: int = 4
 ) -> Iterator[tuple[Task, Any, str | None]]:
-    """Keep `most()` tasks at work; yields (item, what its task returned, None) or (item, None, why not) as they end.
+    """Run a task for each item, at most `most()` at a time, and yield each when it ends.
 
-    `submit(item)` starts a task, which Ray must not repeat: it is counted here how often a process or node died of it.
+    Yields (item, the task's result, None), or (item, None, reason) for an item whose worker died
+    `tries` times. `submit(item)` starts a task. Ray must not retry it, because the deaths of its
+    process or node are counted here.
     """
     import ray
 
-    deaths = ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError
+    deaths = (
+        ray.exceptions.WorkerCrashedError,
+        ray.exceptions.NodeDiedError,
+        ray.exceptions.OutOfMemoryError,
+    )
     left, pending, died = iter(items), {}, collections.Counter()
     try:
         while True:
@@ -65,7 +84,7 @@ def work_off(
             if not pending:
                 return
             done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0.5)
-            end_if_stopped()  # Ray may have swallowed what a signal raised
+            end_if_stopped()  # Ray may have swallowed a signal's exception
             for ref in done:
                 item = pending.pop(ref)
                 try:
@@ -73,7 +92,11 @@ def work_off(
                 except deaths:
                     died[id(item)] += 1
                     if died[id(item)] == tries:
-                        yield item, None, f"the process that worked on it died {tries} times; out of memory?"
+                        yield (
+                            item,
+                            None,
+                            f"the process that worked on it died {tries} times; out of memory?",
+                        )
                     else:
                         pending[submit(item)] = item
     finally:

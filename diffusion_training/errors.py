@@ -1,4 +1,4 @@
-"""Sentences in place of tracebacks: whatever ends a program says why, and what to do."""
+"""Errors in one sentence, with the cause and the remedy, in place of tracebacks."""
 
 import argparse
 import contextlib
@@ -15,24 +15,38 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-# What the system says of one file or one name, whatever the machine; all else that it says is of the machine.
+# System errors that concern one file or one name. All others are faults of the machine.
 OF_A_FILE = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
-    errno.EINVAL, errno.EILSEQ, errno.ENXIO,
-}  # fmt: skip
-NO_MEMORY = (  # as torch, the system, oneDNN, C++ and Python's threads say it
-    "can't allocate memory", "Cannot allocate memory", "could not create a primitive", "bad_alloc", "bad allocation",
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EINVAL,
+    errno.EILSEQ,
+    errno.ENXIO,
+}
+NO_MEMORY = (  # in the words of torch, the system, oneDNN, C++ and Python's threads
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "could not create a primitive",
+    "bad_alloc",
+    "bad allocation",
     "can't start new thread",
-)  # fmt: skip
+)
 UNDO: list[Callable[[], None]] = []  # what to call if `main` fails before there is anything to keep
-SIGNALS: list[int] = []  # that have come since `main` began: the exception of one can be swallowed, this can't
+# signals since `main` began, kept here because their exceptions can be swallowed
+SIGNALS: list[int] = []
 
 
 class Refused(SystemExit):
     """The end of the program with status 1 and a sentence, which `in_one_sentence` prints.
 
-    All processes end for the same reason, so the first of each machine says it; `alone`: this one may be the only one
-    to know.
+    Usually all processes end for the same reason, so only the first process of each machine prints
+    it. `alone`: this process may be the only one that knows the reason, so it prints the sentence
+    itself.
     """
 
     def __init__(self, sentence: str, alone: bool = False) -> None:
@@ -47,7 +61,10 @@ def fail(sentence: str, alone: bool = False) -> NoReturn:
 
 @contextlib.contextmanager
 def explained(sentence: str, alone: bool = False) -> Iterator[None]:
-    """Ends the program with `sentence` and, in parentheses, the reason if what is inside fails. alone: of `fail`."""
+    """End the program with `sentence` and the reason in parentheses if the block fails.
+
+    `alone`: see `Refused`.
+    """
     try:
         yield
     except Exception as error:
@@ -55,7 +72,11 @@ def explained(sentence: str, alone: bool = False) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """An error in one line: the cause where `datasets` or a loader's process wrapped it, and no buffers of Pillow."""
+    """Describe an error in one line.
+
+    An error that `datasets` or a loader process wrapped is replaced by its cause. The address of a
+    buffer in Pillow's message is cut off.
+    """
     if is_a(error, "DatasetGenerationError") and error.__cause__:
         error = error.__cause__
     text = str(error).strip()
@@ -65,20 +86,25 @@ def explain(error: BaseException) -> str:
 
 
 def is_a(error: BaseException, *names: str) -> bool:
-    """isinstance by the names of classes: importing torch or datasets would cost a process of downloads 0.8 GB."""
+    """isinstance by the names of classes.
+
+    Importing torch or datasets for their classes would cost each download process 0.8 GB.
+    """
     return any(kind.__name__ in names for kind in type(error).__mro__)
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory, or no thread, to be had."""
-    return is_a(error, "OutOfMemoryError", "MemoryError") or any(words in str(error) for words in NO_MEMORY)
+    """Whether an error reports that memory ran out or that no thread could be started."""
+    return is_a(error, "OutOfMemoryError", "MemoryError") or any(
+        words in str(error) for words in NO_MEMORY
+    )
 
 
 def is_machines_fault(error: BaseException) -> bool:
-    """Whether memory, descriptors, disk or network failed, and not what a row holds or names.
+    """Whether the machine failed (memory, descriptors, disk, network), rather than a row's data.
 
-    A row's fault is skipped and listed. The machine's ends the run, or the task, and the same command tries the row
-    again.
+    A row with a fault is skipped and listed. A fault of the machine ends the run or the task, and
+    the same command tries the row again.
     """
     if lacks_memory(error) or is_a(error, "TimeoutError", "ConnectionError"):
         return True
@@ -87,7 +113,7 @@ def is_machines_fault(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def passing_rows_faults() -> Iterator[None]:
-    """Go on behind the block when what a row holds or names is at fault, and only then."""
+    """Suppress an error in the block if a row's data or file caused it; raise all others."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -96,34 +122,50 @@ def passing_rows_faults() -> Iterator[None]:
 
 
 def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
-    """A sentence on an error that can happen to any run, None on one that is not foreseen."""
+    """A sentence for an error that can happen in any run; None for an unexpected error."""
     text = explain(error)
     if lacks_memory(error):
-        less = "--train_batch_size (and more --gradient_accumulation_steps), --gradient_checkpointing or bf16"
-        less = {"train_batch_size": less, "batch_size": "--batch_size", "connections": "--num_cpus or --connections"}
+        less = (
+            "--train_batch_size (and more --gradient_accumulation_steps), "
+            "--gradient_checkpointing or bf16"
+        )
+        less = {
+            "train_batch_size": less,
+            "batch_size": "--batch_size",
+            "connections": "--num_cpus or --connections",
+        }
         less = next((flags for name, flags in less.items() if name in args), "batch")
         return f"there is not enough memory ({text[:200]}): try a smaller {less}"
-    if is_a(error, "OSError", "EOFError", "TarError"):  # a full disk, a file that went away, a cut stream
+    # a full disk, a file that went away, a cut stream
+    if is_a(error, "OSError", "EOFError", "TarError"):
         return f"{text}; what was saved before is whole"
-    if "DataLoader worker (pid" in text:  # and not what was raised inside of one
-        return "a process that loads data was killed: out of memory or /dev/shm? Try fewer --dataloader_num_workers"
+    if "DataLoader worker (pid" in text:  # an exception inside a worker has another text
+        return (
+            "a process that loads data was killed: out of memory or /dev/shm? "
+            "Try fewer --dataloader_num_workers"
+        )
     if is_a(error, "DistError") or (isinstance(error, RuntimeError) and "gloo" in text):
         return f"another process has ended, and says why ({text[:100]})"
     return None
 
 
 def speaks() -> bool:
-    """Whether this process says what all processes of its machine have to say."""
+    """Whether this process prints the messages that are the same on all of its machine."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM go to `handler` inside; in a thread, which Python gives no signals, nothing changes."""
+    """Let `handler` handle Ctrl-C and SIGTERM inside the block.
+
+    In a thread nothing changes, because Python delivers signals only to the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
@@ -132,27 +174,37 @@ def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
 
 
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """A signal's handler: what is whole stays, and what is half-made is deleted now or at the next start."""
+    """End the program: a signal handler.
+
+    Complete files stay. Incomplete files are deleted now or at the next start.
+    """
     SIGNALS.append(number)
     raise SystemExit(128 + number)
 
 
 def end_if_stopped() -> None:
-    """End the program if a signal has come whose exception was swallowed, as in a destructor: between phases."""
+    """End the program if a signal came whose exception was swallowed, by a destructor for example.
+
+    Called between phases.
+    """
     if SIGNALS:
         raise SystemExit(128 + SIGNALS[-1])
 
 
-def in_one_sentence(main: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], None]:
-    """Makes what can happen to any run end in a sentence, on whichever process; the unforeseen keeps its traceback.
+def in_one_sentence(
+    main: Callable[[argparse.Namespace], None],
+) -> Callable[[argparse.Namespace], None]:
+    """Decorate `main` so that the errors that any run can meet end it with one sentence.
 
-    `main` is given a copy of its arguments, which it may change.
+    This holds on every process. Unexpected errors keep their traceback. `main` gets a copy of its
+    arguments, which it may change.
     """
     script = Path(main.__code__.co_filename).name
 
     @functools.wraps(main)
     def guarded(args: argparse.Namespace) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # printing a name that is not ASCII must not end a run
+        # printing a name that is not ASCII must not end a run
+        if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         SIGNALS.clear()
         UNDO.clear()
@@ -164,7 +216,7 @@ def in_one_sentence(main: Callable[[argparse.Namespace], None]) -> Callable[[arg
         except Refused as refused:
             sentence, alone = str(refused), refused.alone
         except SystemExit:
-            if not SIGNALS:  # or it has said what there is to say
+            if not SIGNALS:  # its message is printed already
                 raise
         except Exception as error:
             sentence, alone = foresee(error, args), True
@@ -173,11 +225,14 @@ def in_one_sentence(main: Callable[[argparse.Namespace], None]) -> Callable[[arg
         finally:
             for undo in UNDO:
                 undo()
-        if SIGNALS:  # which may have been taken for what a library does with its errors
+        # a library may have turned the signal's exception into an error of its own
+        if SIGNALS:
             if speaks():
                 name = signal.Signals(SIGNALS[-1]).name
                 print(
-                    f"\nStopped by {name}; what is saved is whole, and the same command goes on from here", flush=True
+                    f"\nStopped by {name}; what is saved is whole, "
+                    "and the same command goes on from here",
+                    flush=True,
                 )
             raise SystemExit(128 + SIGNALS[-1])
         if alone or speaks():
@@ -188,5 +243,8 @@ def in_one_sentence(main: Callable[[argparse.Namespace], None]) -> Callable[[arg
 
 
 def printable(text: str) -> str:
-    """Text from the data as it may be printed: a terminal must not be commanded by a file's name."""
+    """Text from the data, safe to print: unprintable characters become question marks.
+
+    Otherwise a file's name could send commands to the terminal.
+    """
     return "".join(character if character.isprintable() else "?" for character in text)

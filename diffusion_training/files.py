@@ -1,4 +1,4 @@
-"""Files that are whole or not there: saving, cleaning up after a kill, checksums."""
+"""Write files completely or not at all, clean up after a kill, compute checksums."""
 
 import argparse
 import contextlib
@@ -19,36 +19,40 @@ from diffusion_training.errors import explain, explained, fail
 
 @contextlib.contextmanager
 def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
-    """Give an empty folder; what is written there then takes its place in `folder`, each item whole or not at all.
+    """Give an empty folder, and move what the block writes there into `folder` at the end.
 
-    If that fails, it ends with a sentence, and what stood there before stays.
+    Each item appears complete or not at all. If anything fails, the program ends with a sentence
+    and the previous items stay.
     """
     folder = Path(folder)
     unfinished = folder / ".tmp-saving"
     try:
-        delete(unfinished)  # what a kill has left
+        delete(unfinished)  # left by a run that was killed
         unfinished.mkdir()
         yield unfinished
         for path in unfinished.rglob("*"):
             if path.is_file():
                 write_out(path)
-        for item in unfinished.iterdir():  # one by one: each is whole, and what is elsewhere stays
+        for item in unfinished.iterdir():  # one by one: other items in `folder` stay
             path, old = folder / item.name, folder / f".tmp-old-{item.name}"
-            if path.is_dir():  # a folder can't be replaced in one go: `clean` puts it back if a kill comes here
+            # a folder can't be replaced atomically: after a kill here, `clean` puts it back
+            if path.is_dir():
                 path.rename(old)
             item.replace(path)
-            delete(old)  # last: until here one of the two is whole
+            delete(old)  # last, so that one of the two is always complete
         unfinished.rmdir()
-    except Exception as error:  # torch.save says nothing of a disk that is full
+    except Exception as error:  # torch.save does not report a full disk
         full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
         reason = "the disk is full" if full else explain(error)
         shutil.rmtree(unfinished, ignore_errors=True)
-        fail(f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True)
+        fail(
+            f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True
+        )
 
 
 def write_out(path: Path) -> None:
-    """See a file onto the disk, before it gets its name: or a power cut leaves empty files."""
-    with open(path, "r+b") as file:  # Windows does it only for who may write
+    """Flush a file to disk before it is renamed, or a power cut could leave it empty."""
+    with open(path, "r+b") as file:  # Windows flushes only files that are open for writing
         os.fsync(file.fileno())
 
 
@@ -62,12 +66,16 @@ def clean(output_dir: Path) -> None:
         delete(leftover)
 
 
-def take_folder(folder: Path, name: str | Path, is_own: Callable[[set[str]], object], what: str) -> BaseFileLock:
-    """Make a folder, or take one that is empty or one of ours, and lock it against other processes. Returns the lock.
+def take_folder(
+    folder: Path, name: str | Path, is_own: Callable[[set[str]], object], what: str
+) -> BaseFileLock:
+    """Create a folder, or accept one that is empty or ours, and lock it against other processes.
 
-    name: what --output_dir calls it. is_own: tells by the names of its files whether it holds a `what` of ours.
+    `name` is the value of --output_dir, for messages. `is_own` gets the names of the folder's files
+    and returns whether it holds a `what` of ours. Returns the lock.
     """
-    lock = FileLock(folder / ".lock", is_singleton=True)  # a run that failed in a notebook may still hold it
+    # a run that failed in a notebook may still hold it
+    lock = FileLock(folder / ".lock", is_singleton=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
@@ -82,14 +90,14 @@ def take_folder(folder: Path, name: str | Path, is_own: Callable[[set[str]], obj
 
 
 def leave_nothing(folder: Path) -> None:
-    """Delete a folder in which a run that failed has not got beyond its flags."""
+    """Delete the folder of a failed run if it holds nothing but the lock and the flags."""
     with contextlib.suppress(OSError):
         if {path.name for path in folder.iterdir()} <= {".lock", "run.args"}:
             delete(folder)
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a folder or a link, if there is one; never what a link leads to."""
+    """Delete a file, a folder or a link, if it exists; the target of a link is never touched."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -97,7 +105,7 @@ def delete(path: Path) -> None:
 
 
 def checksum_files(folder: Path) -> dict[str, str]:
-    """{file: xxh3_128} of all files in a folder, but for the one that says them."""
+    """{file: xxh3_128} of all files in a folder except trainer_state.json, which stores them."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "trainer_state.json":
@@ -110,36 +118,53 @@ def checksum_files(folder: Path) -> dict[str, str]:
 
 
 def check_output_dir(args: argparse.Namespace) -> None:
-    """Refuse an --output_dir that is no folder of its own: what is written must never become what is read."""
+    """End the program if --output_dir is not on a disk or lies in a folder that the run reads.
+
+    Also end it if a flag's value can't be read as text.
+    """
     if "://" in args.output_dir or "\0" in args.output_dir:
-        fail(f"--output_dir {args.output_dir!r} is no path on a disk: write to one, and copy what comes out")
+        fail(
+            f"--output_dir {args.output_dir!r} is no path on a disk: write to one, "
+            "and copy what comes out"
+        )
     with explained(f"--output_dir {args.output_dir} can't be written to"):
         written = Path(args.output_dir).resolve()  # a link may lead to itself
     for name, value in vars(args).items():
         values = [x for x in list_values(value) if isinstance(x, str)]
         if any("\ud800" <= character <= "\udfff" for character in "".join(values)):
             fail(f"--{name} {value!a} can't be read as text: rename it, or write it in UTF-8")
-        if name in ("latents_dir", "train_data_dir", "dataset_name") or name.endswith("name_or_path"):
+        if name in ("latents_dir", "train_data_dir", "dataset_name") or name.endswith(
+            "name_or_path"
+        ):
             for source in filter(os.path.isdir, values):
                 if written.is_relative_to(Path(source).resolve()):
-                    fail(f"--output_dir {args.output_dir} lies in --{name} {source}: choose another folder")
+                    fail(
+                        f"--output_dir {args.output_dir} lies in --{name} {source}: "
+                        "choose another folder"
+                    )
 
 
 def write_file(path: Path, text: str | bytes, lasting: bool = True) -> None:
-    """Write a small file, of text in UTF-8 or of bytes, whole or not at all. lasting: also if the power is cut."""
+    """Write a small file (text as UTF-8, or bytes) completely or not at all.
+
+    `lasting`: the file must also survive a power cut.
+    """
     unfinished = name_unfinished(path)
     try:
         unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
         if lasting:
             write_out(unfinished)
         unfinished.replace(path)
-    except Exception:  # also want of memory, behind which a run may go on without this file
+    except Exception:  # MemoryError too: the run may continue without this file
         unfinished.unlink(missing_ok=True)
         raise
 
 
 def name_unfinished(path: Path) -> Path:
-    """A name for a file until it is whole; never the same twice: a run that is thought dead may still be writing."""
+    """A temporary name for a file until it is complete.
+
+    It is never the same twice, because a run that is thought dead may still be writing.
+    """
     return path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
 
 
@@ -153,16 +178,21 @@ def digest_file(path: Path) -> str | None:
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Whether what was read from JSON has a form: a type, [the form of each], or {key: the form of its value}."""
+    """Whether a value that was read from JSON has a form.
+
+    A form is a type, [the form of each item], or {key: the form of its value}.
+    """
     if isinstance(form, dict):
-        return isinstance(value, dict) and all(key in value and fits(value[key], form[key]) for key in form)
+        return isinstance(value, dict) and all(
+            key in value and fits(value[key], form[key]) for key in form
+        )
     if isinstance(form, list):
         return isinstance(value, list) and all(fits(each, form[0]) for each in value)
     return isinstance(value, form) and not isinstance(value, bool)
 
 
 def find_differences(before: dict, now: dict, prefix: str = "") -> list[str]:
-    """What differs between two nested dicts, as ["vae.scaling_factor 0.18215 -> 0.13025"]."""
+    """The differences of two nested dicts, as ["vae.scaling_factor 0.18215 -> 0.13025"]."""
     found = []
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)

@@ -1,4 +1,4 @@
-"""Batches ahead of the device: loader processes, a thread that reads ahead, and the time that was waited."""
+"""Load batches ahead of the device, with loader processes and a thread, and time the waits."""
 
 import atexit
 import collections
@@ -14,26 +14,38 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 Ahead = TypeVar("Ahead")
-Mark: TypeAlias = float | torch.cuda.Event  # of `mark_time`
+Mark: TypeAlias = float | torch.cuda.Event  # see `mark_time`
 
 
 def load_batches(
-    dataset: Any, keys: Iterable, num_workers: int, device: torch.device, prefetch_factor: int | None = None
+    dataset: Any,
+    keys: Iterable,
+    num_workers: int,
+    device: torch.device,
+    prefetch_factor: int | None = None,
 ) -> Generator[dict]:
-    """Yield `dataset[key]` for each of `keys`, two ahead, with the tensors on their way to the device.
+    """Yield `dataset[key]` for each key, two batches ahead, with the tensors sent to the device.
 
-    Each of `num_workers` processes reads `prefetch_factor` ahead of that, None: two. A thread reads ahead, so that a
-    data set without processes of its own is read while the device computes, too. Each batch has "waited": two marks,
-    before and after the wait for it, of which `seconds_between` makes seconds.
+    A thread reads the two batches ahead, so a data set without loader processes is also read while
+    the device computes. Each of `num_workers` processes reads `prefetch_factor` batches ahead of
+    that (None: two). Each batch has an entry "waited": two marks, before and after the wait for it,
+    which `seconds_between` converts to seconds.
     """
     loader = torch.utils.data.DataLoader(
-        dataset, batch_size=None, sampler=keys, num_workers=num_workers, worker_init_fn=ignore_signals,
-        pin_memory=device.type == "cuda", prefetch_factor=prefetch_factor if num_workers else None,
-    )  # fmt: skip
+        dataset,
+        batch_size=None,
+        sampler=keys,
+        num_workers=num_workers,
+        worker_init_fn=ignore_signals,
+        pin_memory=device.type == "cuda",
+        prefetch_factor=prefetch_factor if num_workers else None,
+    )
     try:
-        batches = iter(loader)  # starts the processes here: forking beside a busy thread can deadlock
+        # starts the processes now, because forking beside a busy thread can deadlock
+        batches = iter(loader)
     finally:
-        atexit.register(end_workers)  # after they are there, so that it comes before other ways to wait for them
+        # registered after they start, so that it runs before other exit handlers wait for them
+        atexit.register(end_workers)
 
     def move(value: Any) -> Any:
         if isinstance(value, list):
@@ -43,7 +55,7 @@ def load_batches(
         return value.to(device, non_blocking=True) if torch.is_tensor(value) else value
 
     def load() -> dict | None:
-        # On the stream that computes: the copy is queued there, and nobody waits for it.
+        # The copy is queued on the stream that computes, so nothing has to wait for it.
         batch = next(batches, None)
         return move(batch)
 
@@ -62,25 +74,32 @@ def load_batches(
 
 
 def ignore_signals(worker_id: int) -> None:
-    """Loader processes outlive Ctrl-C and SIGTERM: the trainer still needs data to finish its step."""
+    """Let a loader process ignore Ctrl-C and SIGTERM: the trainer must finish its step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # One that can't hand a batch over, for want of shared memory, would go on without a word, and be waited for.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(lambda error, batch: os._exit(1))  # type: ignore[attr-defined]
+    # A process that can't send a batch, for lack of shared memory, would continue silently, and the
+    # trainer would wait for that batch. So it exits.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
+        lambda error, batch: os._exit(1)
+    )
 
 
 def end_workers() -> None:
-    """End what is left of the loader's processes, which ignore the signal that Python's own exit would send them."""
+    """Kill the remaining loader processes.
+
+    They ignore the signal that Python sends them when it exits.
+    """
     if hasattr(signal, "SIGCHLD"):  # not on Windows
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would take their end for a fault
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report their end as an error
     if processes := multiprocessing.active_children():
-        time.sleep(0.2)  # what is on its way to them arrives, or the thread that sends it would complain
+        # queued data must arrive first, or the sending thread prints an error
+        time.sleep(0.2)
         for process in processes:
             process.kill()
 
 
 def mark_time(device: torch.device) -> Mark:
-    """This moment of a device: on CUDA when it has done all that was queued before, else now."""
+    """A point in time of a device: on CUDA, when all work queued so far is done; else now."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -89,19 +108,24 @@ def mark_time(device: torch.device) -> Mark:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """The time between two marks; those of a CUDA device must have happened."""
+    """The time between two marks; on CUDA both must have been reached."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
 
 
 def work_ahead(items: Iterator[Ahead], count: int, device: torch.device) -> Iterator[Ahead]:
-    """Yield what a generator makes, up to `count` ahead in a thread: the device works while files are written."""
-    if device.type == "cpu":  # would do both itself, and `keep_memory` serves the main thread
+    """Yield the items of a generator, made up to `count` ahead in a thread.
+
+    So the device works while files are written. On the CPU, the main thread makes the items.
+    """
+    if device.type == "cpu":  # it does both, and `keep_memory` helps only the main thread
         yield from items
         return
-    item = next(items, None)  # the first here: it starts the loader's processes, and a thread should not fork
+    # the first in this thread: it starts loader processes, and a thread should not fork
+    item = next(items, None)
 
     def make() -> Ahead | None:
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # a thread has its own
+        # each thread has its own current device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             return next(items, None)
 
     with ThreadPoolExecutor(1) as thread:

@@ -1,41 +1,49 @@
-"""What Pillow is asked of an image file, in workers without torch as well: bounds, orientation, deep grey, white."""
+"""Image files with Pillow alone, for workers without torch: limits, orientation, deep grey."""
 
 import numpy as np
 from PIL import Image
 
-MAX_SCANS = 100  # a progressive JPEG has about ten; thousands of empty ones fit in a megabyte, and take minutes
+# A progressive JPEG has about ten. Thousands of empty ones fit in 1 MB and take minutes to decode.
+MAX_SCANS = 100
 
 
 def check_scans(image: Image.Image, data: bytes | bytearray) -> None:
-    """Refuse a JPEG of so many scans that decoding it takes minutes; ValueError says how many there are."""
+    """Raise ValueError for a JPEG with so many scans that decoding it takes minutes."""
     if image.format in ("JPEG", "MPO") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
         raise ValueError(f"it has {scans} scans")
 
 
 def read_orientation(image: Image.Image) -> int:
-    """How EXIF says that an image lies, 1 (upright) to 8; 1 if it says nothing, or nothing that can be read."""
+    """The EXIF orientation of an image, 1 (upright) to 8; 1 if there is none or it is broken."""
     try:
         orientation = image.getexif().get(0x0112, 1)
-    except Exception:  # of whatever kind: what is broken is beside the image
+    except Exception:  # any kind: the image itself may be good
         return 1
     return orientation if orientation in range(1, 9) else 1
 
 
 def is_deep_grey(image: Image.Image) -> bool:
-    """Whether pixels are grey of 16 bits or more, or of float, which Pillow's own conversion would clip at 255."""
+    """Whether an image is grey with 16 bits or more, or float.
+
+    Pillow's own conversion would clip its values at 255.
+    """
     return image.mode.startswith("I") or image.mode == "F"
 
 
 def read_deep_grey(image: Image.Image) -> np.ndarray:
-    """The values of a deep grey image, float32 [H, W] in [0, 1]. Raises ValueError if they have another range."""
+    """The values of a deep grey image as float32 [H, W] in [0, 1].
+
+    Raises ValueError if the file's values are not from 0 to 65535, or from 0 to 1 for a float
+    image.
+    """
     values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
-    if not (values.min() >= 0 and values.max() <= 1):  # nor nan
+    if not (values.min() >= 0 and values.max() <= 1):  # nan fails as well
         raise ValueError(f"its values are not from 0 to {'1' if image.mode == 'F' else '65535'}")
     return values
 
 
 def lay_on_white(image: Image.Image) -> Image.Image:
-    """What is transparent becomes white; other images are returned as they are."""
+    """Put a transparent image on white; other images are returned unchanged."""
     if not image.has_transparency_data:
         return image
     image = image.convert("RGBA")

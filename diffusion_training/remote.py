@@ -1,4 +1,4 @@
-"""Files on a disk or at an address (s3://, gs://): each is whole or not there."""
+"""Files on a disk or at an address (s3://, gs://), written completely or not at all."""
 
 import contextlib
 import tempfile
@@ -15,7 +15,8 @@ from diffusion_training.errors import explain, fail, is_a
 from diffusion_training.files import name_unfinished, write_out
 
 Done = TypeVar("Done")
-WAITS = (0.5, 1, 2, 4, 8, 16, 32)  # seconds between tries: a bucket that is out for a minute ends no run
+# seconds between tries: a run survives if a bucket is unavailable for a minute
+WAITS = (0.5, 1, 2, 4, 8, 16, 32)
 
 
 def is_address(path: str | Path) -> bool:
@@ -31,7 +32,7 @@ def remove(path: str | Path) -> None:
 
 
 def list_files(folder: str | Path) -> list[str]:
-    """Names of all files in a folder, also in folders in it."""
+    """The names of all files in a folder and its subfolders."""
     fs, root = fsspec.url_to_fs(str(folder).rstrip("/"))
     fs.invalidate_cache()
     return sorted(path[len(root) + 1 :] for path in fs.find(root))
@@ -45,7 +46,10 @@ def upload(source: str | Path, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[Path]:
-    """A file on this disk to write, which then is `path`, whole or not at all: renamed, or by one upload."""
+    """Give a file on this disk to write, which then becomes `path`, completely or not at all.
+
+    On a disk it is renamed. At an address it is uploaded in one piece.
+    """
     with tempfile.TemporaryDirectory() if is_address(path) else contextlib.nullcontext() as work:
         unfinished = Path(work, "file") if work else name_unfinished(Path(path))
         try:
@@ -60,7 +64,10 @@ def writing(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[Path]:
-    """The file `path` on this disk: itself, or a copy if it is at an address. There is none if there is none there."""
+    """Give `path` as a file on this disk: itself, or a copy if it is at an address.
+
+    If nothing is at the address, the copy does not exist either.
+    """
     with tempfile.TemporaryDirectory() if is_address(path) else contextlib.nullcontext() as work:
         if work:
             fs, there = fsspec.url_to_fs(path)
@@ -71,29 +78,37 @@ def reading(path: str) -> Iterator[Path]:
 
 
 def open_folder(url: str | Path) -> tuple[AbstractFileSystem, str, str]:
-    """(fsspec file system, path in it, folder as `writing` takes it: that path on a disk, else the address)."""
+    """Open a folder: (fsspec file system, path in it, the folder as `writing` takes it).
+
+    The last is the path if it is on a disk, else the address.
+    """
     fs, path = fsspec.url_to_fs(str(url))
     path = path.rstrip("/")
     return fs, path, path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
 
 
 def read_bytes(path: str) -> bytes:
-    """What a small file holds, on a disk or at an address, which is tried again and again."""
+    """The content of a small file on a disk, or at an address, where reading is retried."""
     if not is_address(path):
         return Path(path).read_bytes()
 
     def read(fs: AbstractFileSystem, there: str) -> bytes:
         return fs.cat_file(there)
 
-    # What is not there, or not ours to read, is not so for a moment only: at the start it is said at once
-    return persist(path, read, ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError"))
+    # these errors do not go away, so they are reported at once
+    return persist(
+        path, read, ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError")
+    )
 
 
-def persist(path: str, action: Callable[[AbstractFileSystem, str], Done], hopeless: Sequence[str] = ()) -> Done:
-    """Do `action(file system, path in it)` until it succeeds, for about a minute; then end with a sentence.
+def persist(
+    path: str, action: Callable[[AbstractFileSystem, str], Done], hopeless: Sequence[str] = ()
+) -> Done:
+    """Do `action(file system, path in it)` until it succeeds, for about a minute.
 
-    Each time with another connection and credentials read anew, since these may have expired. What is of a class that
-    `hopeless` names is not tried again; of these FileNotFoundError is raised.
+    After that the program ends with a sentence. Each retry makes a new connection and reads the
+    credentials again, since these may have expired. An error whose class is named in `hopeless` is
+    not retried. If FileNotFoundError is named, it is raised.
     """
     for wait in (*WAITS, None):
         try:
@@ -103,6 +118,9 @@ def persist(path: str, action: Callable[[AbstractFileSystem, str], Done], hopele
                 raise FileNotFoundError(None, "no such file", path) from error
             if wait is None or is_a(error, "ImportError", *hopeless):
                 turn = "the same command goes on when it can be read"
-                fail(f"{path} can't be read ({explain(error)}): what was saved is whole, and {turn}", alone=True)
+                fail(
+                    f"{path} can't be read ({explain(error)}): what was saved is whole, and {turn}",
+                    alone=True,
+                )
             time.sleep(wait)
     raise AssertionError("the last try returns or ends the program")

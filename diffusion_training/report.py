@@ -1,6 +1,6 @@
-"""What people look at after a run: report.html, loss.png and the model card.
+"""The report of a run: report.html, loss.png and the model card.
 
-python -m diffusion_training.report ddpm-photos     # makes report.html again from what is in a run's folder
+python -m diffusion_training.report ddpm-photos     # makes report.html again from a run's folder
 """
 
 import base64
@@ -23,44 +23,61 @@ from diffusion_training.errors import explain
 from diffusion_training.files import saving, write_file
 from diffusion_training.training.signs import read_best, read_metrics
 
-Description = tuple[list[str], str, str]  # the hub's tags, what was trained on what, how to use it
-STYLE = """:root { color-scheme: light dark } figure { margin: 0 } pre { background: #8882; padding: 1rem }
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem; overflow-wrap: anywhere }
-.curves { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }
-.strip, pre { display: flex; gap: 1rem; overflow-x: auto } .strip img { max-height: 20rem; display: block }
-.curves img { width: 100%; display: block } .sign { border-left: 4px solid #d70 } .sign, td { padding-left: 1rem }
-td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } th { font-weight: normal }"""
+Description = tuple[list[str], str, str]  # tags for the hub, description, usage
+STYLE = (
+    ":root { color-scheme: light dark } figure { margin: 0 } "
+    "pre { background: #8882; padding: 1rem }\n"
+    "body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; "
+    "padding: 1rem; overflow-wrap: anywhere }\n"
+    ".curves { display: grid; gap: 1.5rem; "
+    "grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }\n"
+    ".strip, pre { display: flex; gap: 1rem; overflow-x: auto } "
+    ".strip img { max-height: 20rem; display: block }\n"
+    ".curves img { width: 100%; display: block } .sign { border-left: 4px solid #d70 } "
+    ".sign, td { padding-left: 1rem }\n"
+    "td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } "
+    "th { font-weight: normal }"
+)
 
 
 def list_settings(args: Namespace) -> dict[str, Any]:
-    """The flags that card and report show, paths by their last name only."""
-    settings = {key: value for key, value in vars(args).items() if value is not None and not key.endswith("_dir")}
+    """The flags that model card and report show; local paths are cut to their last name."""
+    settings = {
+        key: value
+        for key, value in vars(args).items()
+        if value is not None and not key.endswith("_dir")
+    }
     local = lambda value: isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)  # noqa: E731
     return {key: Path(value).name if local(value) else value for key, value in settings.items()}
 
 
 def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tuple[Any, str] | None:
-    """Values of metrics.jsonl over their steps, a line a name and at most 300 points each, each the mean of many.
+    """Plot values of metrics.jsonl over their steps, one line per name.
 
-    Returns (a matplotlib figure, its lines in words), or None if there is nothing to draw.
+    A line has at most 300 points, each the mean of several values. Returns (a matplotlib figure,
+    the last value of each line as text), or None if there is nothing to plot.
     """
-    import matplotlib.figure  # here, because it takes half a second
+    import matplotlib.figure  # imported here because it takes half a second
 
-    found = {name: [(x["step"], x[name]) for x in records if math.isfinite(x.get(name, math.nan))] for name in names}
+    found = {
+        name: [(x["step"], x[name]) for x in records if math.isfinite(x.get(name, math.nan))]
+        for name in names
+    }
     points = {name: np.array(some, float) for name, some in found.items() if some}
     if not points:
         return None
     parts = "axes.edgecolor axes.labelcolor xtick.color ytick.color legend.labelcolor".split()
     with matplotlib.rc_context(dict.fromkeys(parts, "#888")):  # legible on white and on black
         figure = matplotlib.figure.Figure(figsize=(5, 3))
-        figure.subplots_adjust(left=0.15, right=0.97, bottom=0.16, top=0.92)  # a layout engine takes twice the time
+        # a layout engine would double the time
+        figure.subplots_adjust(left=0.15, right=0.97, bottom=0.16, top=0.92)
         axes = figure.add_subplot(xlabel="optimizer step")
         for name, some in points.items():
             means = [part.mean(axis=0) for part in np.array_split(some, min(len(some), 300))]
             axes.plot(*np.array(means).T, label=name, marker="." if len(means) < 10 else "")
         if log and min(some[:, 1].min() for some in points.values()) > 0:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:.3g}")  # the usual formulas take half of the time
+            axes.yaxis.set_major_formatter("{x:.3g}")  # the default labels take half of the time
             low, high = axes.get_ylim()
             axes.yaxis.set_minor_formatter("{x:.3g}" if high < 10 * low else "")
         axes.grid(True, alpha=0.3)
@@ -69,7 +86,10 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
 
 
 def save_loss(output_dir: str | Path) -> float | None:
-    """Draw the losses in metrics.jsonl into loss.png and return the last of training, None without a record."""
+    """Plot the losses in metrics.jsonl as loss.png.
+
+    Returns the last training loss, None if none is recorded.
+    """
     records = read_metrics(output_dir)
     if drawn := draw_curves(records, ["loss", "held_out_loss", "held_out_loss_ema"], log=True):
         drawn[0].savefig(Path(output_dir) / "loss.png", dpi=150)
@@ -77,8 +97,14 @@ def save_loss(output_dir: str | Path) -> float | None:
 
 
 def name_run(args: Namespace) -> tuple[str, str | None, str, str]:
-    """What a card calls a text-to-image run: (its name, that of the base or None, its data, a prompt in quotes)."""
-    name, base = args.hub_model_id or Path(args.output_dir).resolve().name, args.pretrained_model_name_or_path
+    """How a card describes a text-to-image run: (name, base model, data, prompt in quotes).
+
+    The base model is None if there is none.
+    """
+    name, base = (
+        args.hub_model_id or Path(args.output_dir).resolve().name,
+        args.pretrained_model_name_or_path,
+    )
     data = args.latents_dir or [args.dataset_name or args.train_data_dir]
     prompt = json.dumps((args.validation_prompts or ["a photograph"])[0])
     base = Path(base).resolve().name if base and Path(base).exists() else base
@@ -86,7 +112,7 @@ def name_run(args: Namespace) -> tuple[str, str | None, str, str]:
 
 
 def name_best(output_dir: str | Path) -> str:
-    """A sentence on best/, which --save_best keeps; none without it."""
+    """A sentence about best/, which --save_best keeps; empty if there is none."""
     found = read_best(Path(output_dir) / "best")
     said = "`best/` holds step {step}, whose held-out loss of {held_out_loss:.4g} is the lowest."
     return said.format(**found) if found else ""
@@ -100,7 +126,9 @@ def save_model_card(step: int, describe_model: Callable[..., Description], args:
     picture = f"![samples](samples/{samples[-1].name})" if samples else ""
     table = "".join(f"| {key} | {value} |\n" for key, value in list_settings(args).items())
     held_out = [record for record in read_metrics(output_dir) if "held_out_loss" in record][-1:]
-    losses = "".join(f"| {name} | {value:.4g} |\n" for record in held_out for name, value in record.items())
+    losses = "".join(
+        f"| {name} | {value:.4g} |\n" for record in held_out for name, value in record.items()
+    )
     if losses:
         table += f"\n| held out (epsilon's squared error) | |\n|---|---|\n{losses}"
     with saving(output_dir, "the model card") as unfinished:
@@ -128,19 +156,36 @@ tags: [diffusers, {", ".join(tags)}]
 {table}""", encoding="utf-8")  # fmt: skip
 
 
-def save_report(step: int, script: str, describe_model: Callable[..., Description], args: Namespace) -> None:
-    """Write report.html, and report.json, which holds what only the run knows of it; their failure ends no run."""
+def save_report(
+    step: int, script: str, describe_model: Callable[..., Description], args: Namespace
+) -> None:
+    """Write report.html, and report.json, which stores what only the run knows.
+
+    If this fails, the run continues.
+    """
     output_dir = Path(args.output_dir)
     try:
         losses = [record["loss"] for record in read_metrics(output_dir) if "loss" in record]
         _, what, usage = describe_model(step, losses[-1] if losses else None, args)
         skipped = {}
-        for folder in getattr(args, "latents_dir", None) or []:  # what the cache lacks, if it still says so
+        # rows that a cache lacks, if its list is still there
+        for folder in getattr(args, "latents_dir", None) or []:
             path = Path(folder) / "skipped.jsonl"
-            rows = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ())
+            rows = map(
+                json.loads, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
+            )
             skipped |= {row["key"]: row["reason"] for row in rows}
-        about = {"name": args.hub_model_id or output_dir.resolve().name, "script": Path(script).name, "step": step}
-        about |= {"max_train_steps": args.max_train_steps, "what": what, "usage": usage, "num_skipped": len(skipped)}
+        about = {
+            "name": args.hub_model_id or output_dir.resolve().name,
+            "script": Path(script).name,
+            "step": step,
+        }
+        about |= {
+            "max_train_steps": args.max_train_steps,
+            "what": what,
+            "usage": usage,
+            "num_skipped": len(skipped),
+        }
         about |= {"skipped": dict(list(skipped.items())[:100]), "settings": list_settings(args)}
         write_file(output_dir / "report.json", json.dumps(about, indent=1))
         make_report(output_dir)
@@ -149,23 +194,32 @@ def save_report(step: int, script: str, describe_model: Callable[..., Descriptio
 
 
 def make_report(output_dir: str | Path) -> None:
-    """Make report.html of what a run has left: one file, for any browser and without a network."""
+    """Make report.html from a run's folder: one file, for any browser, also offline."""
     output_dir, e = Path(output_dir), lambda value: html.escape(str(value))
     table = lambda pairs: "".join(f"<tr><th>{e(a)}<td>{e(b)}" for a, b in pairs)  # noqa: E731
     about, records = json.loads((output_dir / "report.json").read_text()), read_metrics(output_dir)
     curves = strip = ""
-    held_out = sorted({name for record in records if "held_out_loss" in record for name in record} - {"step"})
+    held_out = sorted(
+        {name for record in records if "held_out_loss" in record for name in record} - {"step"}
+    )
     for names, log in [
-        (["loss", "epoch_loss"], True), ([name for name in held_out if not name[-1].isdigit()], True),
-        ([name for name in held_out if name[-1].isdigit()], True), (["lr"], False), (["grad_norm"], True),
-        (["images_per_second"], False), (["data_wait", "mfu"], False), (["tflops"], False), (["memory_gb"], False),
-    ]:  # fmt: skip
+        (["loss", "epoch_loss"], True),
+        ([name for name in held_out if not name[-1].isdigit()], True),
+        ([name for name in held_out if name[-1].isdigit()], True),
+        (["lr"], False),
+        (["grad_norm"], True),
+        (["images_per_second"], False),
+        (["data_wait", "mfu"], False),
+        (["tflops"], False),
+        (["memory_gb"], False),
+    ]:
         if drawn := draw_curves(records, names, log):
             buffer = io.BytesIO()
             drawn[0].savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
             svg, said = base64.b64encode(buffer.getvalue()).decode(), e(drawn[1])
             curves += (
-                f'<figure><img alt="" src="data:image/svg+xml;base64,{svg}"><figcaption>{said}</figcaption></figure>'
+                f'<figure><img alt="" src="data:image/svg+xml;base64,{svg}">'
+                f"<figcaption>{said}</figcaption></figure>"
             )
     samples = sorted((output_dir / "samples").glob("step-*.png"), reverse=True)
     for i in sorted({round(i) for i in np.linspace(0, len(samples) - 1, min(8, len(samples)))}):
@@ -173,29 +227,45 @@ def make_report(output_dir: str | Path) -> None:
         with Image.open(samples[i]) as picture:
             picture.thumbnail((400, 640))  # so that the file stays small
             picture.save(buffer, "PNG", optimize=True)
-        png, number = base64.b64encode(buffer.getvalue()).decode(), int(samples[i].stem.split("-")[1])
+        png, number = (
+            base64.b64encode(buffer.getvalue()).decode(),
+            int(samples[i].stem.split("-")[1]),
+        )
         strip += f'<figure><img alt="" src="data:image/png;base64,{png}">step {number}</figure>'
-    signs = [(record["step"], sign) for record in records for sign in record.get("signs", {}).values()]
+    signs = [
+        (record["step"], sign) for record in records for sign in record.get("signs", {}).values()
+    ]
     signs = [f'<p class="sign">Worth a look, at step {at}: {e(sign)}</p>' for at, sign in signs]
-    skipped = {name: reason for record in records for name, reason in record.get("skipped", {}).items()}
+    skipped = {
+        name: reason for record in records for name, reason in record.get("skipped", {}).items()
+    }
     count = len(skipped) + about["num_skipped"]
     count = max([count, *(record.get("skipped_images", 0) for record in records)])
     step, name = max([about["step"], *(record["step"] for record in records)]), e(about["name"])
-    page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>
-<meta name="viewport" content="width=device-width"><h1>{name}</h1><p>{e(about["what"].replace("`", ""))}</p>
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
+        f"<style>{STYLE}</style>"
+        f"""
+<meta name="viewport" content="width=device-width"><h1>{name}</h1>"""
+        f"""<p>{e(about["what"].replace("`", ""))}</p>
 <p>Step {step} of {about["max_train_steps"]}, {time.strftime("%Y-%m-%d %H:%M")}.
 {e(name_best(output_dir).replace("`", ""))}</p>{"".join(signs)}
 <h2>Curves</h2><div class="curves">{curves}</div>
 <h2>Samples, newest first</h2><div class="strip">{strip or "None were drawn."}</div>
 <h2>Use it</h2><pre>{e(about["usage"])}</pre>
 <p>The same run again: <code>accelerate launch {e(about["script"])} @run.args</code></p>
-<h2>Left out: {count} images</h2><table>{table(list((skipped | about["skipped"]).items())[:100])}</table>
+<h2>Left out: {count} images</h2>"""
+        f"""<table>{table(list((skipped | about["skipped"]).items())[:100])}</table>
 <h2>Settings</h2><table>{table(about["settings"].items())}</table></html>"""
+    )
     write_file(output_dir / "report.html", page)
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1], "report.json").is_file():
-        sys.exit("usage: python -m diffusion_training.report RUN, the --output_dir of a run that has written a report")
+        sys.exit(
+            "usage: python -m diffusion_training.report RUN, "
+            "the --output_dir of a run that has written a report"
+        )
     make_report(sys.argv[1])
     print(f"{sys.argv[1]}/report.html")

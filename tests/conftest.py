@@ -1,4 +1,7 @@
-"""What the tests share: an offline, single-threaded process, small images and models, and ways to run a script."""
+"""What the tests share.
+
+An offline, single-threaded process, small images and models, and ways to run a script.
+"""
 
 import atexit
 import contextlib
@@ -17,7 +20,9 @@ import threading
 import time
 from pathlib import Path
 
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
+os.environ.update(
+    OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true"
+)
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "demo/models"
 sys.path.insert(0, str(ROOT))
@@ -37,20 +42,26 @@ from diffusion_training.errors import SIGNALS  # noqa: E402
 from diffusion_training.training import models  # noqa: E402
 
 torch.set_num_threads(1)
-# tqdm's own lock is one for all forks: a process that is killed while it holds it would stop all the others for good.
+# tqdm's default lock is shared by all forks: if a process is killed while holding it, the others
+# hang for good.
 tqdm.set_lock(threading.RLock())
 
 
 def pytest_collection_modifyitems(items):
-    """Ray comes last: the other tests fork, which its threads do not survive. What has it in processes of its own, and
-    takes longest, comes first."""
+    """Run Ray last, because the other tests fork, which its threads do not survive.
+
+    The tests that start Ray in processes of their own take longest and come first.
+    """
     places = {"test_precompute_latents_ray": -1, "test_cluster": 1, "test_download_images": 2}
     items.sort(key=lambda item: places.get(item.path.stem, 0))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n: a file stays in one process, for what its tests share; files keep their order, so that Ray is last."""
+    """With -n, keep each file in one process, because its tests share fixtures.
+
+    Files keep their order, so that Ray is last.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
@@ -70,7 +81,10 @@ def alone(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def storage():
-    """The address of an S3 server, also in the environment; None if moto is not installed. No thread: tests fork."""
+    """The address of an S3 server, also in the environment; None if moto is not installed.
+
+    The server is not a thread, because tests fork.
+    """
     if importlib.util.find_spec("moto") is None:
         yield None
         return
@@ -78,7 +92,10 @@ def storage():
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with pytest.MonkeyPatch.context() as m:
-        for name, value in {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ACCESS_KEY_ID": "a"}.items():
+        for name, value in {
+            "ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "ACCESS_KEY_ID": "a",
+        }.items():
             m.setenv(f"AWS_{name}", value)
         m.setenv("AWS_SECRET_ACCESS_KEY", "b")
         wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
@@ -108,7 +125,10 @@ def unet_config(tmp_path):
 
 
 def make_models(folder):
-    """A Stable Diffusion folder whose U-Net has 20,000 weights and dropout, which resuming has to repeat as well."""
+    """Make a Stable Diffusion folder whose U-Net has 20,000 weights.
+
+    The U-Net has dropout, which resuming has to repeat as well.
+    """
     shutil.copytree(MODELS, folder / "sd")
     torch.manual_seed(0)
     unet = diffusers.UNet2DConditionModel(
@@ -127,7 +147,10 @@ def make_models(folder):
 
 
 def make_sdxl(folder, **index):
-    """A Stable Diffusion XL folder: two text encoders of 32 and 16 numbers, a U-Net of 40,000 weights with dropout."""
+    """Make a Stable Diffusion XL folder whose U-Net has 40,000 weights and dropout.
+
+    The embeddings of its two text encoders have 32 and 16 numbers.
+    """
     make_models(folder)
     (folder / "sd").rename(folder / "sdxl")
     folder = folder / "sdxl"
@@ -137,7 +160,12 @@ def make_sdxl(folder, **index):
     config.update({"hidden_size": 16, "projection_dim": 24, "hidden_act": "gelu"})
     transformers.CLIPTextModelWithProjection(config).save_pretrained(folder / "text_encoder_2")
     unet = diffusers.UNet2DConditionModel.load_config(folder / "unet")
-    unet = {**unet, "cross_attention_dim": 48, "addition_embed_type": "text_time", "addition_time_embed_dim": 8}
+    unet = {
+        **unet,
+        "cross_attention_dim": 48,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+    }
     unet["projection_class_embeddings_input_dim"] = 24 + 6 * 8
     diffusers.UNet2DConditionModel.from_config(unet).save_pretrained(folder / "unet")
     classes = {"vae": "AutoencoderKL", "unet": "UNet2DConditionModel", "scheduler": "DDIMScheduler"}
@@ -150,8 +178,15 @@ def make_sdxl(folder, **index):
     return folder
 
 
-PRX = {"in_channels": 4, "patch_size": 2, "context_in_dim": 32, "hidden_size": 16, "num_heads": 2, "depth": 2,
-       "axes_dim": [4, 4]}  # fmt: skip
+PRX = {
+    "in_channels": 4,
+    "patch_size": 2,
+    "context_in_dim": 32,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "depth": 2,
+    "axes_dim": [4, 4],
+}
 
 
 def make_prx(folder, **changes):
@@ -172,7 +207,10 @@ def open_pipeline(folder):
 
 
 def make_images(folder, count, size=(24, 20)):
-    """`count` PNGs; the grey level of image i is 20 * i, plus a little noise to tell left from right."""
+    """Write `count` PNGs; the grey level of image i is 20 * i.
+
+    A little noise tells left from right.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     for i in range(count):
@@ -185,11 +223,14 @@ def make_captioned(folder, count, captions=None):
     """The images of `make_images` with captions."""
     make_images(folder, count)
     captions = captions or [f"a digit {'zero one two'.split()[i % 3]}" for i in range(count)]
-    lines = [json.dumps({"file_name": f"{i}.png", "text": caption}) for i, caption in enumerate(captions)]
+    lines = [
+        json.dumps({"file_name": f"{i}.png", "text": caption}) for i, caption in enumerate(captions)
+    ]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
-SHAPES = [(20, 24), (40, 20), (18, 50), (30, 30)]  # height, width; at 16 px of 4 steps: square, tall, wide, square
+# (height, width); in buckets of 16 px with step 4: square, tall, wide, square
+SHAPES = [(20, 24), (40, 20), (18, 50), (30, 30)]
 
 
 def make_masked(folder, count=12, masks=True):
@@ -198,17 +239,25 @@ def make_masked(folder, count=12, masks=True):
     folder.mkdir()
     for i in range(count):
         height, width = SHAPES[i % 4]
-        Image.fromarray(rng.integers(0, 255, (height, width, 3), np.uint8)).save(folder / f"{i:02}.png")
+        Image.fromarray(rng.integers(0, 255, (height, width, 3), np.uint8)).save(
+            folder / f"{i:02}.png"
+        )
         (folder / f"{i:02}.txt").write_text(f"a digit {'zero one two'.split()[i % 3]}")
         if masks and i % 3 == 0:
-            Image.fromarray(rng.integers(0, 255, (height, width), np.uint8)).save(folder / f"{i:02}.mask.png")
+            Image.fromarray(rng.integers(0, 255, (height, width), np.uint8)).save(
+                folder / f"{i:02}.mask.png"
+            )
     return folder
 
 
 def patch(monkeypatch, name, value):
     """Set a name in every module that holds it: a from-import is a copy."""
-    ours = lambda file: os.path.dirname(file) == str(ROOT) or file.startswith(f"{ROOT}/diffusion_training/")  # noqa: E731
-    modules = [module for module in list(sys.modules.values()) if ours(vars(module).get("__file__") or "")]
+    ours = lambda file: (
+        os.path.dirname(file) == str(ROOT) or file.startswith(f"{ROOT}/diffusion_training/")
+    )
+    modules = [
+        module for module in list(sys.modules.values()) if ours(vars(module).get("__file__") or "")
+    ]
     holders = [module for module in modules if hasattr(module, name)]
     assert holders, f"{name} is nowhere"
     for module in holders:
@@ -220,8 +269,11 @@ FITTED = set()  # what `try_shapes` has found to fit
 
 @pytest.fixture
 def without_figures(monkeypatch):
-    """Short runs without what takes four fifths of their time: curves, operations that nobody counts, and to try again
-    the shapes of a U-Net that is known to fit."""
+    """Leave out what takes four fifths of a short run's time.
+
+    That is drawing curves, counting operations, and trying the shapes of a U-Net that are known to
+    fit.
+    """
 
     def try_once(unet, source, shape, try_shapes=models.try_shapes, **condition):
         config = {name: value for name, value in unet.config.items() if name != "_name_or_path"}
@@ -242,9 +294,14 @@ def reset():
 
 
 def launch(*argv, env=None):
-    """The command line of the README, as its own process; `env` adds variables, or with None takes them away."""
+    """Run the command line of the README as a process of its own.
+
+    `env` adds variables; a value of None removes one.
+    """
     command = [sys.executable, "-m", "accelerate.commands.launch", *map(str, argv)]
-    env = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
+    env = {
+        name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None
+    }
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
@@ -273,29 +330,35 @@ def free_port():
 
 @functools.cache
 def warm_up():
-    """Do once what each fork would do anew: 1,000 patterns are compiled for the first text encoder that is loaded."""
+    """Do once what each fork would repeat.
+
+    For example, 1,000 patterns are compiled when the first text encoder is loaded.
+    """
     Image.init()
     transformers.utils.logging.disable_progress_bar()
     transformers.CLIPTextModel.from_pretrained(MODELS / "text_encoder")
 
 
 def start(function, num_processes=1, log=os.devnull):
-    """Run `function()` in forked processes (ranks of one gloo job if several), output to `log`; returns their ids.
+    """Run `function()` in forked processes with their output in `log`; returns their ids.
 
-    Forking keeps the imports, which cost five seconds: a run takes one.
+    Several processes are the ranks of one gloo job. Forking keeps the imports, which take five
+    seconds, so that a run takes one second.
     """
     warm_up()
     port, pids = str(free_port()), []
     for rank in range(num_processes):
         pid = os.fork()
         if pid:
-            with contextlib.suppress(OSError):  # the fork does as well, but `kill` may come before it
+            # the fork does this as well, but `kill` may come before it
+            with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             pids.append(pid)
             continue
         code = 1
         try:
-            gc.freeze()  # what the imports left is no garbage; to look through it would take half of a run's time
+            # The imports leave no garbage, and scanning their objects takes half of a run's time.
+            gc.freeze()
             os.setpgid(0, 0)
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(output, 1)
@@ -308,10 +371,13 @@ def start(function, num_processes=1, log=os.devnull):
                     "LOCAL_WORLD_SIZE": num_processes,
                 }
                 os.environ.update({name: str(value) for name, value in world.items()})
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, ACCELERATE_USE_CPU="true")
+                os.environ.update(
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port, ACCELERATE_USE_CPU="true"
+                )
             sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-            torch.set_num_threads(1)  # makes the fork's thread pool; two threads that come for it at once crash
+            # creates the fork's thread pool; two threads that create it at once crash
+            torch.set_num_threads(1)
             atexit._clear()  # what the parent has to end, such as Ray, is not this process's
             atexit.register(multiprocessing.util._exit_function)
             function()

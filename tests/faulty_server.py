@@ -1,7 +1,10 @@
-"""A server before the S3 server that misbehaves as it is told: python faulty_server.py PORT ADDRESS FAULTS
+"""A server in front of the S3 server, with faults on demand.
 
-FAULTS: a JSON file, read at each GET: {end of a key: what happens to its next GETs, one after the other}: "503",
-"gone", "wrong" (bytes), "cut" (in the middle), "hang" (no answer), "expired". Requests are noted in FAULTS.log.
+    python faulty_server.py PORT ADDRESS FAULTS
+
+FAULTS is a JSON file, read at each GET: {end of a key: the faults of its next GETs, in order}.
+Faults are "503", "gone", "wrong" (bytes), "cut" (in the middle), "hang" (no answer) and "expired".
+Requests are logged in FAULTS.log.
 """
 
 import collections
@@ -41,10 +44,16 @@ class Handler(BaseHTTPRequestHandler):
             if key.endswith(end) and self.command == "GET" and done[end] < len(faults):
                 fault = faults[done[end]]
                 done[end] += 1
-        codes = {"503": (503, "SlowDown"), "gone": (404, "NoSuchKey"), "expired": (400, "ExpiredToken")}
+        codes = {
+            "503": (503, "SlowDown"),
+            "gone": (404, "NoSuchKey"),
+            "expired": (400, "ExpiredToken"),
+        }
         if fault in codes:
             status, code = codes[fault]
-            return self.say(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
+            return self.say(
+                status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+            )
         if fault == "hang":
             time.sleep(60)
         names = ("Range", "Authorization", "x-amz-date", "x-amz-content-sha256", "Host")
@@ -55,7 +64,11 @@ class Handler(BaseHTTPRequestHandler):
                 status, body, found = answer.status, answer.read(), answer.headers
         except urllib.error.HTTPError as error:
             status, body, found = error.code, error.read(), error.headers
-        kept = [(name, value) for name, value in found.items() if name in ("ETag", "Last-Modified", "Content-Range")]
+        kept = [
+            (name, value)
+            for name, value in found.items()
+            if name in ("ETag", "Last-Modified", "Content-Range")
+        ]
         if fault == "wrong":
             body = body[:-1] + bytes([body[-1] ^ 1])
         if fault == "cut":

@@ -1,4 +1,4 @@
-"""A web server as bad as the web, for the tests of downloads: what a path asks for is what it gets."""
+"""A web server as bad as the web, for the tests of downloads: the path chooses the answer."""
 
 import asyncio
 import collections
@@ -39,7 +39,16 @@ BAD = {
 }
 SLOW = ("stall", "mute", "drip")  # of these, what takes as long as it is given
 # Flags of download_images.py for this server
-FAST = ["--timeout", "2", "--idle_timeout", "1", "--max_bytes", "1000000", "--allow_private_addresses", "127.0.0.1"]
+FAST = [
+    "--timeout",
+    "2",
+    "--idle_timeout",
+    "1",
+    "--max_bytes",
+    "1000000",
+    "--allow_private_addresses",
+    "127.0.0.1",
+]
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\nshowpage\n"
 
@@ -47,7 +56,9 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\nshowpage\n"
 @functools.lru_cache(20_000)
 def make_image(number):
     """The file of image `number`: noise, a PNG or a JPEG."""
-    pixels = np.random.default_rng(number).integers(0, 256, (40, 48 + number % 5, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(number).integers(
+        0, 256, (40, 48 + number % 5, 3), dtype=np.uint8
+    )
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "JPEG" if number % 2 else "PNG")
     return file.getvalue()
@@ -63,18 +74,27 @@ def make_pixel_bomb():
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "PNG")
     header = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    return file.getvalue()[:12] + header + struct.pack(">I", zlib.crc32(header)) + file.getvalue()[33:]
+    return (
+        file.getvalue()[:12] + header + struct.pack(">I", zlib.crc32(header)) + file.getvalue()[33:]
+    )
 
 
 class ImageServer:
     """Serves on a free port of 127.0.0.1, in a thread of its own, until `close`.
 
-    `requests`: how often each path was asked for. `most`: the most requests at a time. `delay`: seconds before each
-    answer. `sent`: bytes of bodies that do not end. `headers`: of the last request.
+    `requests`: how often each path was requested. `most`: the highest number of requests at a time.
+    `delay`: seconds before each answer. `sent`: bytes of bodies that do not end. `headers`: those
+    of the last request.
     """
 
     def __init__(self, ssl=None):
-        self.requests, self.open, self.most, self.delay, self.sent = collections.Counter(), 0, 0, 0.0, 0
+        self.requests, self.open, self.most, self.delay, self.sent = (
+            collections.Counter(),
+            0,
+            0,
+            0.0,
+            0,
+        )
         self.loop, self.headers = asyncio.new_event_loop(), {}
         self.server = self.loop.run_until_complete(
             asyncio.start_server(self.serve, "127.0.0.1", 0, backlog=1024, ssl=ssl)
@@ -110,8 +130,8 @@ class ImageServer:
                     self.open -= 1
                 if not stay:
                     break
-        except (ConnectionError, ValueError, asyncio.CancelledError):  # also of who speaks TLS to us
-            pass
+        except (ConnectionError, ValueError, asyncio.CancelledError):
+            pass  # also raised when a client speaks TLS to this server
         finally:
             writer.close()
 
@@ -125,10 +145,14 @@ class ImageServer:
         image = make_image(number)
 
         def send(status="200 OK", body=b"", length=None, **more):
-            more = {"Content-Type": "image/png", "Content-Length": len(body) if length is None else length} | {
-                name.replace("_", "-"): value for name, value in more.items()
-            }
-            lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in more.items() if value != "")]
+            more = {
+                "Content-Type": "image/png",
+                "Content-Length": len(body) if length is None else length,
+            } | {name.replace("_", "-"): value for name, value in more.items()}
+            lines = [
+                f"HTTP/1.1 {status}",
+                *(f"{name}: {value}" for name, value in more.items() if value != ""),
+            ]
             writer.write("\r\n".join([*lines, "", ""]).encode() + body)
             return True
 
@@ -156,11 +180,18 @@ class ImageServer:
             writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(image), image))
             return True
         if kind == "hop":  # to another spelling of the same host, and on
-            return send("302 Found", Location=f"/image/{number}" if path.endswith("#") else f"../image/{number}")
+            return send(
+                "302 Found",
+                Location=f"/image/{number}" if path.endswith("#") else f"../image/{number}",
+            )
         if kind.startswith("moved-"):  # with a number to there, without one to nowhere
             return send(f"{kind[6:]} Moved", Location=f"/image/{number}" if rest else "")
         if kind == "busy":  # once
-            return send(body=image) if self.requests[path] > 1 else send("429 Too Many Requests", Retry_After="1")
+            return (
+                send(body=image)
+                if self.requests[path] > 1
+                else send("429 Too Many Requests", Retry_After="1")
+            )
         if kind == "flaky":  # twice
             return send(body=image) if self.requests[path] > 2 else send("503 Service Unavailable")
         if kind == "otherbot":
@@ -199,7 +230,9 @@ class ImageServer:
         if kind == "private":
             return send("302 Found", Location=f"http://127.0.0.2:{self.port}/image/0")
         if kind == "mapped":
-            return send("307 Temporary Redirect", Location=f"http://[::ffff:127.0.0.2]:{self.port}/image/0")
+            return send(
+                "307 Temporary Redirect", Location=f"http://[::ffff:127.0.0.2]:{self.port}/image/0"
+            )
         if kind == "file":
             return send("301 Moved Permanently", Location="file:///etc/passwd")
         if kind == "later":

@@ -7,7 +7,12 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-RESNET = {"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0"}
+RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+}
 RESNET |= {"conv2": "out_layers.3", "conv_shortcut": "skip_connection"}
 UNET = {"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"}
 UNET |= {"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"}
@@ -21,8 +26,17 @@ def name_unet(unet):
     """{our name: the published one} of a U-Net's weights."""
     each, names = unet.config.layers_per_block + 1, {}
     for key in unet.state_dict():
-        name = next((key.replace(ours, theirs, 1) for ours, theirs in UNET.items() if key.startswith(f"{ours}.")), key)
-        if found := re.match(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)", key):
+        name = next(
+            (
+                key.replace(ours, theirs, 1)
+                for ours, theirs in UNET.items()
+                if key.startswith(f"{ours}.")
+            ),
+            key,
+        )
+        if found := re.match(
+            r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)", key
+        ):
             (way, kind), (i, j) = found.group(1, 3), map(int, found.group(2, 4))
             place = {"resnets": 0, "attentions": 1}.get(kind)
             if kind == "downsamplers":
@@ -47,7 +61,9 @@ def name_vae(vae):
         name = re.sub(r"down_blocks\.(\d+)\.resnets\.(\d+)", r"down.\1.block.\2", key)
         name = re.sub(r"down_blocks\.(\d+)\.downsamplers\.0", r"down.\1.downsample", name)
         name = re.sub(r"up_blocks\.(\d+)\.resnets", lambda m: f"up.{last - int(m[1])}.block", name)
-        name = re.sub(r"up_blocks\.(\d+)\.upsamplers\.0", lambda m: f"up.{last - int(m[1])}.upsample", name)
+        name = re.sub(
+            r"up_blocks\.(\d+)\.upsamplers\.0", lambda m: f"up.{last - int(m[1])}.upsample", name
+        )
         name = re.sub(r"mid_block\.resnets\.(\d+)", lambda m: f"mid.block_{int(m[1]) + 1}", name)
         if "mid_block.attentions.0." in name:
             name = name.replace("mid_block.attentions.0", "mid.attn_1")
@@ -59,21 +75,33 @@ def name_vae(vae):
 
 
 def to_open_clip(weights, prefix):
-    """Weights of a CLIPTextModelWithProjection -> as open_clip has them, query, key and value in one."""
+    """Convert the weights of a CLIPTextModelWithProjection to open_clip's layout.
+
+    There, query, key and value are one tensor.
+    """
     found = {f"{prefix}text_projection": weights["text_projection.weight"].T.contiguous()}
     for key, value in weights.items():
         name = key.removeprefix("text_model.")
-        if name == "text_projection.weight" or "position_ids" in name or re.search(r"\.[kv]_proj\.", name):
+        if (
+            name == "text_projection.weight"
+            or "position_ids" in name
+            or re.search(r"\.[kv]_proj\.", name)
+        ):
             continue
         if ".q_proj." in name:
             value = torch.cat([weights[key.replace("q_proj", f"{each}_proj")] for each in "qkv"])
             name = name.replace("self_attn.q_proj.", "attn.in_proj_")
         for ours, theirs in {
-            "embeddings.token_embedding": "token_embedding", "embeddings.position_embedding.weight":
-            "positional_embedding", "encoder.layers": "transformer.resblocks", "self_attn.out_proj": "attn.out_proj",
-            "layer_norm1": "ln_1", "layer_norm2": "ln_2", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
+            "embeddings.token_embedding": "token_embedding",
+            "embeddings.position_embedding.weight": "positional_embedding",
+            "encoder.layers": "transformer.resblocks",
+            "self_attn.out_proj": "attn.out_proj",
+            "layer_norm1": "ln_1",
+            "layer_norm2": "ln_2",
+            "mlp.fc1": "mlp.c_fc",
+            "mlp.fc2": "mlp.c_proj",
             "final_layer_norm": "ln_final",
-        }.items():  # fmt: skip
+        }.items():
             name = name.replace(ours, theirs)
         found[prefix + name] = value
     return found
@@ -86,12 +114,19 @@ def save_original(folder, path, sdxl=False, dtype=torch.float32):
     weights = {theirs: unet.state_dict()[ours] for ours, theirs in name_unet(unet).items()}
     for ours, theirs in name_vae(vae).items():
         value = vae.state_dict()[ours]
-        weights[theirs] = value[..., None, None] if ".attn_1." in theirs and value.dim() == 2 else value
+        weights[theirs] = (
+            value[..., None, None] if ".attn_1." in theirs and value.dim() == 2 else value
+        )
     text = CLIPTextModel.from_pretrained(folder, subfolder="text_encoder").state_dict()
     prefix = "conditioner.embedders.0" if sdxl else "cond_stage_model"
-    text = {f"{prefix}.transformer.text_model.{key.removeprefix('text_model.')}": x for key, x in text.items()}
+    text = {
+        f"{prefix}.transformer.text_model.{key.removeprefix('text_model.')}": x
+        for key, x in text.items()
+    }
     if sdxl:
-        two = CLIPTextModelWithProjection.from_pretrained(folder, subfolder="text_encoder_2").state_dict()
+        two = CLIPTextModelWithProjection.from_pretrained(
+            folder, subfolder="text_encoder_2"
+        ).state_dict()
         text |= to_open_clip(two, "conditioner.embedders.1.model.")
     weights = {name: value.to(dtype).contiguous() for name, value in (weights | text).items()}
     save_file(weights, path)

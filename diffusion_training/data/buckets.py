@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: images keep nearly their own ratio, and those of a batch have one size."""
+"""Aspect-ratio buckets: images nearly keep their own ratio, and a batch has one size."""
 
 import argparse
 import functools
@@ -19,10 +19,11 @@ SIZES = datasets.Features({"size": datasets.List(datasets.Value("int32"), length
 
 @functools.lru_cache
 def list_buckets(resolution: int, step: int, max_ratio: float) -> list[tuple[int, int]]:
-    """Sizes (height, width) in pixels, multiples of `step`: for each height the widest that fits, and the mirrored.
+    """The sizes of buckets, (height, width) in pixels, all multiples of `step`.
 
-    None has more pixels than the square, or a longer side of more than `max_ratio` times the shorter one: 5 sizes at
-    512 px, 13 at 1024, with steps of 64 and a ratio of 2.
+    For each height there is the largest width that fits, and the same size turned by 90 degrees. No
+    bucket has more pixels than the square, or a longer side of more than `max_ratio` times the
+    shorter one. With steps of 64 and a ratio of 2 there are 5 sizes at 512 px and 13 at 1024 px.
     """
     found = set()
     for height in range(step, int(resolution * max_ratio) + 1, step):
@@ -33,10 +34,12 @@ def list_buckets(resolution: int, step: int, max_ratio: float) -> list[tuple[int
 
 
 def choose_size(height: int, width: int, args: argparse.Namespace) -> tuple[int, int]:
-    """What an image of a size is cropped and resized to: (height, width), the bucket whose ratio is nearest.
+    """The size (height, width) to which an image is cropped and resized: the nearest bucket.
 
-    Without --bucket_step a square. Of two that are as near it is the larger one. With --bucket_no_upscale sides are no
-    longer than the image's, but for the step: what is smaller than a bucket has a size of its own.
+    This is the bucket with the nearest ratio, the larger one of two that are equally near. Without
+    --bucket_step it is a square. With --bucket_no_upscale an image smaller than its bucket gets a
+    size of its own: no side is longer than the image's, rounded down to the step, but one step at
+    least.
     """
     if args.bucket_step is None:
         return args.resolution, args.resolution
@@ -46,37 +49,55 @@ def choose_size(height: int, width: int, args: argparse.Namespace) -> tuple[int,
     if not getattr(args, "bucket_no_upscale", False):
         return size
     step = args.bucket_step
-    return tuple(max(step, min(side, most) // step * step) for side, most in zip((height, width), size, strict=True))
+    return tuple(
+        max(step, min(side, most) // step * step)
+        for side, most in zip((height, width), size, strict=True)
+    )
 
 
 def read_sizes(batch: dict[str, list], column: str) -> dict[str, list]:
-    """Height and width as they are shown of a batch's images, from their headers; (1, 1) of those that have none."""
+    """The displayed height and width of a batch's images, from their headers.
+
+    An image that can't be read gets (1, 1).
+    """
     sizes = []
     for source in batch[column]:
         try:
-            with fsspec.open(source["path"]) if source["bytes"] is None else io.BytesIO(source["bytes"]) as file:
+            with (
+                fsspec.open(source["path"])
+                if source["bytes"] is None
+                else io.BytesIO(source["bytes"]) as file
+            ):
                 image = open_image(file)
-                sizes.append(image.size if read_orientation(image) > 4 else image.size[::-1])  # turned by a quarter
+                # above 4: turned by 90 degrees
+                sizes.append(image.size if read_orientation(image) > 4 else image.size[::-1])
         except Exception as error:
             if is_machines_fault(error):
                 raise
-            sizes.append((1, 1))  # its decoding says why
+            sizes.append((1, 1))  # decoding it reports why
     return {"size": sizes}
 
 
 def size_rows(
     accelerator: Accelerator, rows: datasets.Dataset, column: str, args: argparse.Namespace
 ) -> np.ndarray | None:
-    """The size that each row is cropped and resized to, int [rows, 2]; None if that is the same square for all.
+    """The size to which each row is cropped and resized, int [rows, 2].
 
-    Images are opened once: `datasets` keeps what was found.
+    None if all rows get the same square. Each image is opened only once, because `datasets` caches
+    the result.
     """
     if args.bucket_step is None:
         return None
     workers = args.dataloader_num_workers
     with accelerator.local_main_process_first():
         sizes = rows.map(
-            read_sizes, batched=True, batch_size=64, fn_kwargs={"column": column}, desc="Reading sizes",
-            remove_columns=rows.column_names, features=SIZES, num_proc=workers if workers > 1 else None,
-        )  # fmt: skip
+            read_sizes,
+            batched=True,
+            batch_size=64,
+            fn_kwargs={"column": column},
+            desc="Reading sizes",
+            remove_columns=rows.column_names,
+            features=SIZES,
+            num_proc=workers if workers > 1 else None,
+        )
     return np.array([choose_size(height, width, args) for height, width in sizes["size"][:]])

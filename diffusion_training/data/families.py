@@ -1,4 +1,4 @@
-"""Families of models: what the pipelines of each make of a caption before a text encoder sees it."""
+"""Families of models: how their pipelines prepare a caption for the text encoder."""
 
 import dataclasses
 import functools
@@ -8,29 +8,39 @@ from typing import Any
 
 @functools.cache
 def prx_preprocessor() -> Any:
-    from diffusers.pipelines.prx.pipeline_prx import TextPreprocessor  # here, because it takes a second
+    # imported here because it takes a second
+    from diffusers.pipelines.prx.pipeline_prx import TextPreprocessor
 
     return TextPreprocessor()
 
 
 def clean_text(tokenizer: Any, text: str) -> str:
-    """A caption as PRXPipeline cleans prompts: in lower case, without addresses, Chinese and most signs."""
+    """Clean a caption as PRXPipeline cleans prompts.
+
+    It is put in lower case, without addresses, Chinese characters and most symbols.
+    """
     return prx_preprocessor().clean_text(text)
 
 
 def ask(tokenizer: Any, text: str) -> str:
-    """A caption as ZImagePipeline puts it to a language model: the turn of a user, and the beginning of an answer."""
+    """Format a caption as ZImagePipeline does for its language model.
+
+    It becomes the message of a user, followed by the beginning of an answer.
+    """
     turns = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=True)
+    return tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True, enable_thinking=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """pipeline: how the name of its class begins; title: what people call it.
+    """A family of models.
 
-    prepare: (tokenizer, caption) -> the text that is tokenized. masked: whether padding is left out, so that
-    embeddings are as long as the caption, up to `max_length` tokens; `layer` of the text encoder's hidden states is
-    what the model gets.
+    pipeline: how the name of its pipeline's class begins. title: its usual name. masked: whether
+    padding is left out, so that embeddings are as long as the caption, up to `max_length` tokens.
+    prepare: (tokenizer, caption) -> the text that is tokenized. layer: the text encoder's hidden
+    states that the model gets.
     """
 
     pipeline: str
@@ -50,7 +60,7 @@ FAMILIES = {
 
 
 class Tokenizers(list):
-    """The tokenizers of a pipeline, one for each text encoder, and the name of the family that they are of."""
+    """The tokenizers of a pipeline, one for each text encoder, and the name of their family."""
 
     def __init__(self, tokenizers: Iterable, family: str = "sd") -> None:
         super().__init__(tokenizers)

@@ -1,4 +1,4 @@
-"""Captions of a folder of images: files beside them, what a folder's name says, or one for all."""
+"""Captions of a folder of images: from files beside them, folder names, or one for all."""
 
 import functools
 import hashlib
@@ -14,11 +14,15 @@ from PIL import Image
 
 from diffusion_training.errors import fail, passing_rows_faults, printable
 
-resolve = functools.lru_cache(os.path.realpath)  # which looks at each folder on the way, and is asked for every row
+# cached, because realpath looks at each folder of a path and is called for every row
+resolve = functools.lru_cache(os.path.realpath)
 
 
 def find_source(args: Namespace) -> str:
-    """Where rows come from, by which its files are named: of a folder the path without links, as `datasets` has it."""
+    """The data set's name, or the path of a local folder with its links resolved.
+
+    `datasets` resolves them too, and the keys of rows are paths relative to the folder.
+    """
     source = args.dataset_name or args.train_data_dir
     return resolve(os.path.join(os.getcwd(), source)) if os.path.isdir(source) else source
 
@@ -32,34 +36,55 @@ def has_caption_files(folder: str, extension: str) -> bool:
 
 
 def add_captions(rows: datasets.Dataset, column: str, extension: str) -> datasets.Dataset:
-    """Add the captions that lie beside a folder's images, None where there is none; they enter the fingerprint."""
+    """Add the captions from files beside a folder's images, None where there is no file.
+
+    The fingerprint of the rows depends on them.
+    """
 
     def read(path: Path) -> str | None:
         with passing_rows_faults():
-            return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None  # a pipe has no end
+            # reading a pipe might never end
+            return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None
         return None
 
     images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
     paths = [Path(image["path"]).with_suffix(extension) for image in images]
     captions = [read(path) for path in paths]
-    unread = [path for path, text in zip(paths, captions, strict=True) if text is None and path.is_file()]
+    unread = [
+        path for path, text in zip(paths, captions, strict=True) if text is None and path.is_file()
+    ]
     if unread and os.environ.get("RANK", "0") == "0":
-        print(printable(f"{len(unread)} captions can't be read, such as {unread[0]}: are they UTF-8?"))
-    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions]).encode()).hexdigest()[:16]
+        print(
+            printable(f"{len(unread)} captions can't be read, such as {unread[0]}: are they UTF-8?")
+        )
+    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions]).encode()).hexdigest()[
+        :16
+    ]
     return rows.add_column(column, captions, new_fingerprint=fingerprint)
 
 
 def take_folders(rows: datasets.Dataset, column: str, args: Namespace) -> datasets.Dataset:
-    """With --folder_repeats images in a folder `10_name` come 10 times, and `name` is the caption of those that have
-    none; --instance_prompt is that of all others. Both enter the fingerprint.
+    """Apply --folder_repeats and --instance_prompt.
+
+    With --folder_repeats, images in a folder `10_name` are repeated 10 times, and `name` is the
+    caption of those that have none. --instance_prompt is the caption of all other images without
+    one. The fingerprint of the rows depends on both.
     """
     prompt, source = getattr(args, "instance_prompt", None), find_source(args)
     repeats, names = [1] * len(rows), [prompt] * len(rows)
     if getattr(args, "folder_repeats", False):
         if not os.path.isdir(source) or "image" not in rows.features:
-            fail(f"--folder_repeats goes by the names of a local folder's folders, and {source} is none of images")
-        paths = [x["path"] for x in rows.cast_column("image", datasets.Image(decode=False))["image"][:]]
-        folders = [re.fullmatch(r"(\d+)_(.+)", os.path.relpath(path, source).split(os.sep)[0]) for path in paths]
+            fail(
+                "--folder_repeats goes by the names of a local folder's folders, "
+                f"and {source} is none of images"
+            )
+        paths = [
+            x["path"] for x in rows.cast_column("image", datasets.Image(decode=False))["image"][:]
+        ]
+        folders = [
+            re.fullmatch(r"(\d+)_(.+)", os.path.relpath(path, source).split(os.sep)[0])
+            for path in paths
+        ]
         if not any(folders):
             fail(f"--folder_repeats: {source} has no folder that is named like 10_name")
         repeats = [int(folder[1]) if folder else 1 for folder in folders]
@@ -67,10 +92,14 @@ def take_folders(rows: datasets.Dataset, column: str, args: Namespace) -> datase
     elif prompt is None:
         return rows
     captions = rows[column][:] if column in rows.features else [None] * len(rows)
-    captions = [name if caption is None else caption for name, caption in zip(names, captions, strict=True)]
+    captions = [
+        name if caption is None else caption for name, caption in zip(names, captions, strict=True)
+    ]
     if prompt is not None and prompt not in captions:
         fail(f"--instance_prompt does nothing: all images of {source} have captions")
     rows = rows.remove_columns([column] if column in rows.features else [])
-    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions, repeats]).encode()).hexdigest()[:16]
+    fingerprint = hashlib.sha256(
+        json.dumps([rows._fingerprint, captions, repeats]).encode()
+    ).hexdigest()[:16]
     rows = rows.add_column(column, captions, new_fingerprint=fingerprint)
     return rows.select(np.repeat(np.arange(len(rows)), repeats), new_fingerprint=fingerprint)

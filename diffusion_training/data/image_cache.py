@@ -25,9 +25,13 @@ def cache_batch(
     channels: int,
     min_size: int,
 ) -> dict[str, list]:
-    """Decode and resize a batch of rows for `cache_images`; rows that can't be decoded are named and left out."""
+    """Decode and resize a batch of rows for `cache_images`.
+
+    Rows that can't be decoded are printed and left out.
+    """
     images, threads = [], torch.get_num_threads()
-    torch.set_num_threads(1)  # OpenMP does not survive the fork of `map`, and there is a process per core
+    # OpenMP does not survive the fork of `map`, and there is a process per core
+    torch.set_num_threads(1)
     for row, source in zip(indices, batch[column], strict=True):
         try:
             image = decode_image(source, channels, min_size=min_size)
@@ -37,7 +41,9 @@ def cache_batch(
                 raise
             tqdm.write(f"Skipped {name_image(row, source)} ({explain(error)})", file=sys.stderr)
             continue
-        images.append({"bytes": image.numpy().tobytes(), "path": source["path"], "size": list(image.shape)})
+        images.append(
+            {"bytes": image.numpy().tobytes(), "path": source["path"], "size": list(image.shape)}
+        )
     torch.set_num_threads(threads)
     return {column: images}
 
@@ -45,29 +51,49 @@ def cache_batch(
 def cache_images(
     rows: datasets.Dataset, column: str, channels: int, num_workers: int, args: argparse.Namespace
 ) -> tuple[datasets.Dataset, int]:
-    """Decode and resize every image once, into memory-mapped Arrow files; their folder's name is that of the data and
-    of the transform, and a file beside it has their checksums.
+    """Decode and resize every image once, into memory-mapped Arrow files.
 
-    Returns (the same rows, with pixels in place of files, as `decode_image` takes them; number of images left out).
+    Their folder is named by a hash of the data and the transform, and a file beside it holds their
+    checksums. Returns (the same rows, with pixels in place of files, as `decode_image` takes them;
+    the number of images left out).
     """
-    settings = {"column": column, "resolution": args.resolution, "center_crop": args.center_crop, "channels": channels}
+    settings = {
+        "column": column,
+        "resolution": args.resolution,
+        "center_crop": args.center_crop,
+        "channels": channels,
+    }
     settings["min_size"] = args.min_size
-    key = hashlib.sha256(json.dumps([3, rows._fingerprint, settings]).encode()).hexdigest()[:16]  # 3: of this layout
+    # 3: the version of this layout
+    key = hashlib.sha256(json.dumps([3, rows._fingerprint, settings]).encode()).hexdigest()[:16]
     folder = Path(args.output_dir) / "image_cache"
     (folder / key).mkdir(parents=True, exist_ok=True)
     size = datasets.List(datasets.Value("int32"), length=3)
-    image = {"bytes": datasets.Value("large_binary"), "path": datasets.Value("string"), "size": size}
-    with FileLock(folder / f"{key}.lock"):  # the first process to come here writes it, the others find it whole
+    image = {
+        "bytes": datasets.Value("large_binary"),
+        "path": datasets.Value("string"),
+        "size": size,
+    }
+    # the first process to get the lock writes the cache, the others find it complete
+    with FileLock(folder / f"{key}.lock"):
         whole = folder / f"{key}.json"
         if not whole.exists() or json.loads(whole.read_text()) != checksum_files(folder / key):
             whole.unlink(missing_ok=True)
-            delete(folder / key)  # of a run that was killed, or no longer as it was written
+            delete(folder / key)  # left by a killed run, or changed since it was written
             (folder / key).mkdir()
         cached = rows.map(
-            cache_batch, with_indices=True, batched=True, batch_size=64, writer_batch_size=64, fn_kwargs=settings,
-            features=datasets.Features({column: image}), cache_file_name=str(folder / key / "rows.arrow"),
-            new_fingerprint=key, num_proc=num_workers if num_workers > 1 else None, desc="Caching images",
-        )  # fmt: skip
+            cache_batch,
+            with_indices=True,
+            batched=True,
+            batch_size=64,
+            writer_batch_size=64,
+            fn_kwargs=settings,
+            features=datasets.Features({column: image}),
+            cache_file_name=str(folder / key / "rows.arrow"),
+            new_fingerprint=key,
+            num_proc=num_workers if num_workers > 1 else None,
+            desc="Caching images",
+        )
         if not whole.exists():
             with saving(folder, "the cache of images") as unfinished:
                 (unfinished / whole.name).write_text(json.dumps(checksum_files(folder / key)))

@@ -15,7 +15,13 @@ import torchvision.transforms.v2.functional as TF
 from PIL import Image, ImageOps
 
 from diffusion_training.errors import printable
-from diffusion_training.pillow import check_scans, is_deep_grey, lay_on_white, read_deep_grey, read_orientation
+from diffusion_training.pillow import (
+    check_scans,
+    is_deep_grey,
+    lay_on_white,
+    read_deep_grey,
+    read_orientation,
+)
 
 try:
     from torchcodec.decoders import decode_jpeg  # up to twice as fast as Pillow
@@ -24,27 +30,32 @@ except (ImportError, OSError, RuntimeError):  # not installed, or not made for t
 
 
 def describe_decoder() -> str:
-    """What decodes JPEGs here, with its version."""
+    """The name and version of the library that decodes JPEGs here."""
     name = "torchcodec" if decode_jpeg else "pillow"
     return f"{name} {importlib.metadata.version(name)}"
 
 
 def open_image(file: IO[bytes]) -> Image.Image:
-    """A Pillow image of a file, of which only the header is read; decompression bombs are refused."""
-    Image.init()  # knows all formats from here on; not all are meant: Pillow hands EPS to a program that executes it
-    formats = "JPEG PNG WEBP AVIF BMP GIF JPEG2000 PPM QOI TIFF TGA".split()  # as they are tried; TGA has no mark
+    """Open an image with Pillow, reading only its header; decompression bombs are refused."""
+    Image.init()  # registers all formats
+    # The formats that are allowed, in the order in which they are tried. EPS is not, because Pillow
+    # passes it to a program that executes it. TGA is last, because it has no signature.
+    formats = "JPEG PNG WEBP AVIF BMP GIF JPEG2000 PPM QOI TIFF TGA".split()
     return Image.open(file, formats=[name for name in formats if name in Image.OPEN])
 
 
 def decode_image(
     source: dict[str, Any] | None, channels: int, keep_precision: bool = False, min_size: int = 0
 ) -> torch.Tensor:
-    """Decode an image to a tensor [channels, height, width]: uint8, or float32 in [0, 1] with `keep_precision`.
+    """Decode an image to a tensor [channels, height, width].
 
-    `source` is the {"bytes", "path"} of an undecoded `datasets.Image`; a "size" beside them says that the bytes are
-    those of such a tensor, "pixels" is the tensor. `channels` is 1 or 3.
-    EXIF rotation is applied, transparency laid onto white, of an animation the first frame taken, 16 bits scaled to 8.
-    Raises ValueError for less than `min_size` pixels on a side, and what Pillow raises for what it can't read whole.
+    The tensor is uint8, or float32 in [0, 1] with `keep_precision`. `source` is the {"bytes",
+    "path"} of an undecoded `datasets.Image`. If it has a "size" too, the bytes are those of such a
+    tensor; if it has "pixels", they are the tensor. `channels` is 1 or 3.
+
+    EXIF rotation is applied, transparent images are put on white, 16 bits are scaled to 8, and the
+    first frame of an animation is taken. Raises ValueError if a side has less than `min_size`
+    pixels, and Pillow's error if the file can't be read completely.
     """
     if source is None or source["bytes"] is source["path"] is None:
         raise ValueError("there is no image")
@@ -55,21 +66,30 @@ def decode_image(
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])
     if data is None:
         if os.path.exists(source["path"]) and not os.path.isfile(source["path"]):
-            raise ValueError("it is no file")  # but a pipe or a device, which might never end
+            raise ValueError("it is no file")  # a pipe or a device might never end
         with fsspec.open(source["path"]) as file:
             data = file.read(2**30 + 1)
     if len(data) > 2**30:
         raise ValueError("it has more than 1 GiB")
     image = open_image(io.BytesIO(data))
     if min(image.size) < min_size:
-        raise ValueError(f"{image.width} x {image.height} pixels are less than --min_size {min_size}")
+        raise ValueError(
+            f"{image.width} x {image.height} pixels are less than --min_size {min_size}"
+        )
     check_scans(image, data)
-    orientation = read_orientation(image)  # Pillow alone decides what is turned
-    if decode_jpeg and image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB") and not keep_precision:
+    orientation = read_orientation(image)  # only Pillow decides what is rotated
+    if (
+        decode_jpeg
+        and image.format in ("JPEG", "MPO")
+        and image.mode in ("L", "RGB")
+        and not keep_precision
+    ):
         if orientation == 1:
-            # torchcodec would turn it also by what Pillow takes for no EXIF: APP1 becomes APP13, before the tables
+            # torchcodec would also rotate by APP1 data that Pillow does not accept as EXIF. So all
+            # APP1 markers before the tables are changed to APP13.
             head, mark, rest = data.partition(b"\xff\xdb")
-            with contextlib.suppress(RuntimeError):  # some of what torchcodec can't read Pillow can, and names faults
+            # Pillow reads some files that torchcodec can't, and names the fault of the others
+            with contextlib.suppress(RuntimeError):
                 plain = head.replace(b"\xff\xe1", b"\xff\xed") + mark + rest
                 return decode_jpeg(plain, mode="GRAY" if channels == 1 else "RGB")
     if orientation != 1:
@@ -78,15 +98,20 @@ def decode_image(
         pixels = torch.from_numpy(read_deep_grey(image)).expand(channels, -1, -1)
         return pixels.contiguous() if keep_precision else (pixels * 255).round().byte()
     image, mode = lay_on_white(image), "L" if channels == 1 else "RGB"
-    image = image if image.mode == mode else image.convert(mode)  # it would copy
-    pixels = torch.from_numpy(np.array(image).reshape(image.height, image.width, channels)).permute(2, 0, 1)
+    image = image if image.mode == mode else image.convert(mode)  # convert always copies
+    pixels = torch.from_numpy(np.array(image).reshape(image.height, image.width, channels)).permute(
+        2, 0, 1
+    )
     return pixels.float() / 255 if keep_precision else pixels
 
 
-def plan_crop(height: int, width: int, target: Sequence[int], place: tuple[float, float]) -> tuple[int, int, int, int]:
-    """The largest part of an image that has the ratio of a `target` (height, width): (top, left, height, width).
+def plan_crop(
+    height: int, width: int, target: Sequence[int], place: tuple[float, float]
+) -> tuple[int, int, int, int]:
+    """The largest part of an image with the aspect ratio of a `target` (height, width).
 
-    `place` is (y, x) of the crop in [0, 1], (0.5, 0.5) the centre.
+    `place` is the position (y, x) of the crop in [0, 1], (0.5, 0.5) for the centre. Returns (top,
+    left, height, width).
     """
     rows = min(height, max(1, round(width * target[0] / target[1])))
     columns = min(width, max(1, round(height * target[1] / target[0])))
@@ -99,10 +124,11 @@ def shrink(
     place: tuple[float, float] | None = None,
     interpolation: str = "bicubic",
 ) -> torch.Tensor:
-    """Crop [C, H, W] as `plan_crop` says and resize it to `target` (height, width): antialiased, in its own dtype.
+    """Crop an image [C, H, W] with `plan_crop` and resize it to `target` (height, width).
 
-    A number is the side of a square; without a `place` it is the short side, and only strips are cropped, to 4 : 1.
-    Cropped first, because a long strip that is resized whole may not fit into memory.
+    It is antialiased and keeps its dtype. If `target` is a number, it is the side of a square.
+    Without a `place` the number is the short side, and the image is cropped only to a ratio of 4 :
+    1. The crop comes first, because a long strip that is resized whole may not fit into memory.
     """
     height, width = image.shape[-2:]
     size = [target, target] if isinstance(target, int) else list(target)
@@ -111,32 +137,43 @@ def shrink(
         image = TF.center_crop(image, [min(height, 4 * width), min(width, 4 * height)])
     else:
         image = TF.crop(image, *plan_crop(height, width, size, place))
-    image = TF.resize(image, size, interpolation=TF.InterpolationMode(interpolation), antialias=True)
+    image = TF.resize(
+        image, size, interpolation=TF.InterpolationMode(interpolation), antialias=True
+    )
     return image.clamp(0, 1) if image.is_floating_point() else image
 
 
 def shrink_masks(masks: torch.Tensor, factor: int) -> torch.Tensor:
-    """Masks uint8 [N, 1, H, W] of images -> of their latents: the mean of the pixels that a latent stands for."""
+    """Masks of images, uint8 [N, 1, H, W] -> masks of their latents, uint8 [N, 1, h, w].
+
+    A value is the mean of the `factor` x `factor` pixels that a latent covers.
+    """
     return F.avg_pool2d(masks.float(), factor).round().byte()
 
 
 def make_time_ids(
-    original_size: torch.Tensor, crop_top_left: torch.Tensor, target_size: Sequence[int], flipped: torch.Tensor
+    original_size: torch.Tensor,
+    crop_top_left: torch.Tensor,
+    target_size: Sequence[int],
+    flipped: torch.Tensor,
 ) -> torch.Tensor:
-    """What SDXL is told of sizes, float32 [N, 6]: the stored image's, the crop's corner, what it was resized to.
+    """SDXL's conditioning, float32 [N, 6]: original size, crop corner, target size.
 
-    original_size, crop_top_left: int [N, 2], the corner in pixels of the image as it is resized (arXiv:2307.01952,
-    algorithm 1); target_size: (height, width). Of images `flipped` [N] the corner is that of the mirrored image.
-    Numbers like 1365 are no bfloat16 numbers, so whatever the precision, these are float32.
+    original_size, crop_top_left: int [N, 2], the corner in pixels of the resized image
+    (arXiv:2307.01952, algorithm 1). target_size: (height, width). For images that are `flipped`
+    [N], the corner is that of the mirrored image. The result is float32 in any precision, because
+    bfloat16 can't represent numbers like 1365.
     """
     height, width = original_size.double().unbind(1)
-    columns = torch.minimum(width, (height * target_size[1] / target_size[0]).round().clamp(min=1))  # of the crop
+    # width of the crop, in pixels of the stored image
+    columns = torch.minimum(width, (height * target_size[1] / target_size[0]).round().clamp(min=1))
     beyond = (width * target_size[1] / columns).round() - target_size[1] - crop_top_left[:, 1]
     left = torch.where(flipped, beyond.clamp(min=0), crop_top_left[:, 1])
-    target = [torch.full_like(left, side) for side in target_size]  # filled there: a list would have to be sent
+    # filled on the device: a list would have to be sent to it
+    target = [torch.full_like(left, side) for side in target_size]
     return torch.stack([height, width, crop_top_left[:, 0], left, *target], dim=1).float()
 
 
 def name_image(row: int, source: dict[str, Any] | None) -> str:
-    """What the reader knows an image by."""
+    """The name of an image in messages and records: its path, or the number of its row."""
     return printable((source and source["path"]) or f"row {row}")

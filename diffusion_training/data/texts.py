@@ -1,4 +1,8 @@
-"""Which caption an image gets: of a column, of a list or of several columns, all kept or one drawn; its tags."""
+"""Choose the captions of an image, and shuffle their tags.
+
+Captions come from one column, which may hold lists, or from several columns. Either one caption is
+drawn, or all are kept.
+"""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -9,40 +13,71 @@ import numpy as np
 from diffusion_training.arguments import SWITCH, OneOrMore, list_values, number
 from diffusion_training.order import draw_caption, step_seed
 
-Text: TypeAlias = Any  # of a row: a caption, or the list of all that it has, None for one that is missing
+# a row's caption, or the list of all its captions, with None for a missing one
+Text: TypeAlias = Any
 
 
 def add_caption_flags(add: Callable[..., Any]) -> None:
-    """Where captions come from: what `take_text` and `list_captions` read."""
+    """Add the flags for the source of captions, which `take_text` and `list_captions` read."""
     several = {"nargs": "+", "action": OneOrMore, "default": "text"}
-    add("--caption_column", **several, help="column of captions; of a list, or of several columns, one is drawn")
-    add("--caption_weights", nargs="+", type=number(1e-6, 1e6), help="how often each caption of an image is drawn")
+    add(
+        "--caption_column",
+        **several,
+        help="one or more columns of captions; one is drawn from a list or several columns",
+    )
+    add(
+        "--caption_weights",
+        nargs="+",
+        type=number(1e-6, 1e6),
+        help="relative frequencies with which the captions of an image are drawn",
+    )
 
 
 def add_tag_flags(add: Callable[..., Any]) -> None:
-    """What becomes of a caption in each epoch: what `choose_caption` reads."""
-    add("--shuffle_caption", **SWITCH, help="captions are tags, with commas between, in another order each epoch")
-    add("--keep_tokens", type=number(0, 1000, int), default=0, help="tags at the front that --shuffle_caption leaves")
+    """Add the flags for shuffling tags, which `choose_caption` reads."""
+    add(
+        "--shuffle_caption",
+        **SWITCH,
+        help="shuffle the comma-separated tags of a caption in each epoch",
+    )
+    add(
+        "--keep_tokens",
+        type=number(0, 1000, int),
+        default=0,
+        help="number of tags at the front that --shuffle_caption leaves in place",
+    )
 
 
 def check_captions(parser: ArgumentParser, args: Namespace) -> None:
-    """What is refused in the flags of captions. Several of an image have equal weights unless they are given."""
+    """Stop with an error if the caption flags do not fit together.
+
+    Several caption columns get equal --caption_weights by default.
+    """
     if vars(args).get("keep_tokens") and not args.shuffle_caption:
         parser.error("--keep_tokens does nothing without --shuffle_caption")
     if vars(args).get("text_cache") == "ids" and args.clip_skip:
-        parser.error("--clip_skip does nothing with --text_cache ids: it is the trainer's, which encodes them")
+        parser.error(
+            "--clip_skip does nothing with --text_cache ids: it is the trainer's, which encodes "
+            "them"
+        )
     if not isinstance(args.caption_column, list):
         return
     args.caption_weights = args.caption_weights or [1.0] * len(args.caption_column)
     if len(args.caption_weights) != len(args.caption_column):
-        parser.error(f"--caption_weights: {len(args.caption_weights)} for {len(args.caption_column)} --caption_column")
+        parser.error(
+            f"--caption_weights: {len(args.caption_weights)} for {len(args.caption_column)} "
+            "--caption_column"
+        )
     for name in ("instance_prompt", "folder_repeats"):
         if getattr(args, name):
             parser.error(f"--{name} is for one --caption_column, of which it fills the gaps")
 
 
 def take_text(item: dict, choice: float, args: Namespace) -> str:
-    """The caption of a row, of a list the one that `choice` in [0, 1) falls on. Raises ValueError if there is none."""
+    """Return the caption of a row; `choice` in [0, 1) picks one from a list.
+
+    Raises ValueError if there is none.
+    """
     text = item[args.caption_column]
     if isinstance(text, list) and text:
         text = text[int(choice * len(text))]
@@ -54,8 +89,14 @@ def take_text(item: dict, choice: float, args: Namespace) -> str:
 
 
 def list_captions(item: dict, args: Namespace) -> list[str | None]:
-    """The captions of a row, as many as --caption_weights, None for one that is missing. Raises ValueError."""
-    texts, count = [item[name] for name in list_values(args.caption_column)], len(args.caption_weights)
+    """Return the captions of a row, one for each of --caption_weights, with None for a missing one.
+
+    Raises ValueError if their number is wrong, if one is not a string, or if all are missing.
+    """
+    texts, count = (
+        [item[name] for name in list_values(args.caption_column)],
+        len(args.caption_weights),
+    )
     if len(texts) == 1 and isinstance(texts[0], list):
         texts = texts[0] + [None] * (count - len(texts[0]))
     if len(texts) != count:
@@ -70,16 +111,23 @@ def list_captions(item: dict, args: Namespace) -> list[str | None]:
 
 
 def choose_caption(text: Text, epoch: int | None, row: int, args: Namespace) -> str:
-    """The caption that a trainer takes of a row in an epoch: of `list_captions` one, drawn by their weights.
+    """Return the caption that a trainer uses for a row in an epoch.
 
-    With --shuffle_caption its tags come in the order of that epoch, as kohya's sd-scripts have it: what commas part,
-    the first --keep_tokens as they are. A row that is held out, epoch None, keeps its text.
+    One caption of a list (see `list_captions`) is drawn by the weights. --shuffle_caption shuffles
+    its comma-separated tags in each epoch, as kohya's sd-scripts do; the first --keep_tokens tags
+    stay in place. A held-out row, with epoch None, always gets the same caption, not shuffled.
     """
     if isinstance(text, list):
-        text = text[draw_caption(args.seed, epoch, row, args.caption_weights, [one is not None for one in text])]
+        text = text[
+            draw_caption(
+                args.seed, epoch, row, args.caption_weights, [one is not None for one in text]
+            )
+        ]
     if vars(args).get("shuffle_caption") and epoch is not None:
         tags = [tag.strip() for tag in text.split(",")]
         kept, rest = tags[: args.keep_tokens], tags[args.keep_tokens :]
-        order = np.random.default_rng(step_seed("tags", args.seed, epoch, row)).permutation(len(rest))
+        order = np.random.default_rng(step_seed("tags", args.seed, epoch, row)).permutation(
+            len(rest)
+        )
         text = ", ".join(kept + [rest[i] for i in order])
     return text

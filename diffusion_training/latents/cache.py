@@ -1,4 +1,4 @@
-"""The files of a latent cache: opened, written, checked, finished."""
+"""The files of a latent cache: opening, writing, checking and finishing them."""
 
 import contextlib
 import hashlib
@@ -35,43 +35,55 @@ from diffusion_training.latents.columns import EMPTY
 from diffusion_training.latents.plan import name_shard
 from diffusion_training.latents.shards import list_by_columns, list_by_names
 
-Encoded = tuple[int, pa.RecordBatch, list[dict], dict]  # of `encode_all`
-BATCH_BYTES = 2**26  # of a record batch: a trainer opens every one of a cache, and this script holds one
+Encoded = tuple[int, pa.RecordBatch, list[dict], dict]  # see `encode_all`
+# Size of a record batch. A trainer opens all batches of a cache; this script holds one in memory.
+BATCH_BYTES = 2**26
 RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
           "skipped": [{"row": int, "key": str, "reason": str}]}  # fmt: skip
-MANY = 10_000  # shards: of more, cache.json has the records by columns, which are read four times as fast
-# Flags that change nothing in a cache: cache.json and run.args are the same whatever they were.
+# With more shards, cache.json stores the records by columns, which are read four times as fast.
+MANY = 10_000
+# Flags that change nothing in a cache, so cache.json and run.args do not contain them.
 UNLIKE = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
 
 
 def fingerprint_cache(cache: dict) -> str:
-    """What `datasets` knows a cache by: a hash of cache.json, which tells also whether it is as it was written."""
+    """The fingerprint of a cache for `datasets`: a hash of cache.json.
+
+    It also shows whether cache.json has been changed.
+    """
     return hashlib.sha256(json.dumps(cache).encode()).hexdigest()[:16]
 
 
 def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
-    """What cache.json says, and the records of all shards that are whole, also of those written since.
+    """Read cache.json and the records of all complete shards, also of those written since.
 
-    Returns (dict, {file name: {"rows", "sha256", "checksums": of the rows' checksums, "encoded_again",
-    "captions_cut", "skipped": [{"row", "key", "reason"}]}}).
+    Returns (dict, {file name: {"rows", "sha256", "checksums": checksum of the rows' checksums,
+    "encoded_again", "captions_cut", "skipped": [{"row", "key", "reason"}]}}). Raises ValueError if
+    cache.json has been changed.
     """
     cache, state = json.loads((output_dir / "cache.json").read_text()), output_dir / "state.json"
     if state.exists() and json.loads(state.read_text())["_fingerprint"] != fingerprint_cache(cache):
         raise ValueError("cache.json is not as it was written")
     cache = list_by_names(cache)
     records = {name: {**record, "skipped": []} for name, record in cache.get("shards", {}).items()}
-    if records:  # finished once: what was skipped is in one file
+    if records:  # finished before: skipped rows are in one file
         for entry in map(json.loads, (output_dir / "skipped.jsonl").read_text().splitlines()):
-            records[name_shard(entry["row"] // cache["rows_per_shard"], cache)]["skipped"].append(entry)
+            records[name_shard(entry["row"] // cache["rows_per_shard"], cache)]["skipped"].append(
+                entry
+            )
     for path in output_dir.glob("unfinished/data-*.json"):
-        with contextlib.suppress(ValueError):  # a record that can't be read is that of a shard that is missing
+        # a shard whose record can't be read counts as missing
+        with contextlib.suppress(ValueError):
             if fits(record := json.loads(path.read_text()), RECORD):
                 records[path.stem] = record
     return cache, records
 
 
 def write_batches(writer: Any, batches: list[pa.RecordBatch], checksums: xxhash.xxh3_128) -> None:
-    """Write record batches as one; those without a row as none, which would be in the way of who reads by batches."""
+    """Write record batches as one; batches without any row are not written.
+
+    An empty batch would disturb programs that read batch by batch.
+    """
     for batch in pa.Table.from_batches(batches).combine_chunks().to_batches() if batches else ():
         writer.write_batch(batch)
         checksums.update(batch["checksum"].to_numpy())
@@ -79,9 +91,16 @@ def write_batches(writer: Any, batches: list[pa.RecordBatch], checksums: xxhash.
 
 @contextlib.contextmanager
 def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
-    """Give a shard's record and a function that takes its rows, batch by batch; at the end both are whole, or gone."""
-    unfinished, record = name_unfinished(path), {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []}
-    checksums = xxhash.xxh3_128()  # with it a trainer knows a shard, and by its rows' checksums each row
+    """Give a shard's record, and a function that adds rows to the shard batch by batch.
+
+    At the end the shard and its record are written completely. If anything fails, neither is.
+    """
+    unfinished, record = (
+        name_unfinished(path),
+        {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []},
+    )
+    # of the rows' checksums; a trainer verifies shards and rows by them
+    checksums = xxhash.xxh3_128()
     try:
         with contextlib.ExitStack() as stack:
             file, writer, held = stack.enter_context(unfinished.open("wb")), None, []
@@ -101,15 +120,20 @@ def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., No
         write_out(unfinished)
         record["sha256"], record["checksums"] = digest_file(unfinished), checksums.hexdigest()
         unfinished.replace(path)
-        write_file(path.parent / "unfinished" / f"{path.name}.json", json.dumps(record), lasting=False)
+        write_file(
+            path.parent / "unfinished" / f"{path.name}.json", json.dumps(record), lasting=False
+        )
     except OSError as error:
-        fail(f"{path} could not be written ({error}); the same command goes on from what is whole", alone=True)
+        fail(
+            f"{path} could not be written ({error}); the same command goes on from what is whole",
+            alone=True,
+        )
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def describe_damage(path: Path, records: dict[str, dict]) -> str | None:
-    """Why a shard that has a record must be made again, None if it need not."""
+    """Why a shard that has a record must be made again; None if it need not be."""
     if path.name not in records:
         return None
     if any(entry["reason"].startswith("not read") for entry in records[path.name]["skipped"]):
@@ -123,16 +147,23 @@ def check_skipped(skipped: list[dict], num_rows: int, max_skipped: float) -> Non
     """End the program if more rows were skipped than --max_skipped allows."""
     if len(skipped) > max_skipped * num_rows:
         such = f"such as {skipped[-1]['key']} ({skipped[-1]['reason']})"
-        many = f"{len(skipped)} of {num_rows} rows could not be used, more than --max_skipped {max_skipped:g} allows"
-        fail(f"{many}, {such}; the same command goes on from here with a larger --max_skipped", alone=True)
+        many = (
+            f"{len(skipped)} of {num_rows} rows could not be used, "
+            f"more than --max_skipped {max_skipped:g} allows"
+        )
+        fail(
+            f"{many}, {such}; the same command goes on from here with a larger --max_skipped",
+            alone=True,
+        )
 
 
 def open_cache(
     accelerator: Accelerator, settings: dict, args: Namespace, folder: Path | None = None
 ) -> tuple[BaseFileLock | None, dict, dict[str, dict]]:
-    """Lock --output_dir, and take up the cache that is there, or begin one. `folder`: its copy, if it is elsewhere.
+    """Lock --output_dir, and open the cache in it or begin a new one.
 
-    Returns (the lock, None but on the first process; what `read_cache` returns).
+    `folder` is the local copy of the cache if --output_dir is elsewhere. Returns (the lock, which
+    is None except on the first process; then the results of `read_cache`).
     """
     if folder is None:
         check_output_dir(args)
@@ -142,47 +173,81 @@ def open_cache(
         lock = take_folder(output_dir, name, lambda names: "cache.json" in names, "latent cache")
         with explained(f"--output_dir {name} can't be written to"):
             if not (output_dir / "cache.json").exists():
-                flags = {name: x for name, x in vars(args).items() if x is not None and name not in UNLIKE}
-                described = {**settings, "decoder": decoder, "made_with": flags, "version": __version__}
+                flags = {
+                    name: x
+                    for name, x in vars(args).items()
+                    if x is not None and name not in UNLIKE
+                }
+                described = {
+                    **settings,
+                    "decoder": decoder,
+                    "made_with": flags,
+                    "version": __version__,
+                }
                 write_file(output_dir / "cache.json", json.dumps(described, indent=1))
             (output_dir / "unfinished").mkdir(exist_ok=True)
-            for leftover in output_dir.rglob(".tmp-*"):  # of a run that was killed
+            for leftover in output_dir.rglob(".tmp-*"):  # left by a run that was killed
                 delete(leftover)
     accelerator.wait_for_everyone()
     try:
         cache, records = read_cache(output_dir)
         differences = find_differences({name: cache.get(name) for name in settings}, settings)
     except Exception as error:
-        fail(f"{name} is damaged ({type(error).__name__}: {error}): delete it, or choose another --output_dir")
+        fail(
+            f"{name} is damaged ({type(error).__name__}: {error}): "
+            "delete it, or choose another --output_dir"
+        )
     if differences:
         fail(f"{name} holds another cache ({', '.join(differences)}): choose another --output_dir")
-    path, content = output_dir / "run.args", os.fsencode(format_args(args, "precompute_latents.py", UNLIKE))
+    path, content = (
+        output_dir / "run.args",
+        os.fsencode(format_args(args, "precompute_latents.py", UNLIKE)),
+    )
     if accelerator.is_main_process and not (path.is_file() and path.read_bytes() == content):
         write_file(path, content)
-    if cache["decoder"] != decoder:  # no reason to refuse: JPEG decoders differ by a grey level or two
-        accelerator.print(f"{name} was begun with {cache['decoder']}; its JPEGs are decoded with {decoder} now")
+    # this is no error, because JPEG decoders differ only by a grey level or two
+    if cache["decoder"] != decoder:
+        accelerator.print(
+            f"{name} was begun with {cache['decoder']}; its JPEGs are decoded with {decoder} now"
+        )
     return lock, cache, records
 
 
 def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skipped: float) -> dict:
-    """When all shards are whole, write what makes them a data set; last state.json, without which it does not open."""
+    """When all shards are complete, write the files that make them a data set.
+
+    state.json is written last, because the cache does not open without it. Returns the new content
+    of cache.json.
+    """
     cache, records = read_cache(output_dir)
     skipped = (entry for record in records.values() for entry in record.pop("skipped"))
     skipped = sorted(skipped, key=lambda entry: entry["row"])
     write_file(output_dir / "skipped.jsonl", "".join(json.dumps(entry) + "\n" for entry in skipped))
-    check_skipped(skipped, len(skipped) + sum(record["rows"] for record in records.values()), max_skipped)
+    check_skipped(
+        skipped, len(skipped) + sum(record["rows"] for record in records.values()), max_skipped
+    )
     for name, embeds in empty_prompt.items():
         path = output_dir / f"{EMPTY[name]}.npy"
         np.save(output_dir / f".tmp-{path.name}", embeds)
         (output_dir / f".tmp-{path.name}").replace(path)
         cache[f"{EMPTY[name]}_sha256"] = digest_file(path)
-    cache |= {name: sum(record[name] for record in records.values()) for name in RECORD if RECORD[name] is int}
+    cache |= {
+        name: sum(record[name] for record in records.values())
+        for name in RECORD
+        if RECORD[name] is int
+    }
     cache["skipped"] = len(skipped)
-    cache["shards"] = dict(sorted(records.items(), key=lambda item: (len(item[0]), item[0])))  # 100000 after 99999
-    state: dict[str, Any] = dict.fromkeys(["_format_columns", "_format_type", "_split"])  # what `datasets` wants
+    # by length first, so that 100000 comes after 99999
+    cache["shards"] = dict(sorted(records.items(), key=lambda item: (len(item[0]), item[0])))
+    # keys that `datasets` requires
+    state: dict[str, Any] = dict.fromkeys(["_format_columns", "_format_type", "_split"])
     files = [{"filename": name} for name in cache["shards"]]
     cache = cache if len(files) <= MANY else list_by_columns(cache)
-    state |= {"_format_kwargs": {}, "_output_all_columns": False, "_fingerprint": fingerprint_cache(cache)}
+    state |= {
+        "_format_kwargs": {},
+        "_output_all_columns": False,
+        "_fingerprint": fingerprint_cache(cache),
+    }
     state["_data_files"] = files
     write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
     write_file(output_dir / "dataset_info.json", "{}")

@@ -1,4 +1,4 @@
-"""What stands in the rows of a latent cache."""
+"""The columns of a latent cache."""
 
 import functools
 import math
@@ -9,45 +9,64 @@ import pyarrow as pa
 import xxhash
 from tqdm.auto import tqdm
 
-# Beyond what Stable Diffusion has: a cache that says of more is refused.
+# Features beyond Stable Diffusion's. A cache with any other feature is refused.
 BY_COLUMNS = "records by columns"
 FEATURES = {"sdxl", "ragged latents", "ragged embeddings", "masks", "captions", BY_COLUMNS}
-EMPTY = {"prompt_embeds": "empty_prompt", "pooled_prompt_embeds": "empty_pooled"}  # files of a caption left out
-LATENTS = ("latents", "latents_flipped", "mask")  # columns that are of any length where there are several sizes
-PROMPTS = ("prompt_embeds", "input_ids")  # and those that are where padding is left out
-TEXTS = (*PROMPTS, "pooled_prompt_embeds", "input_ids_2")  # that hold all captions of an image, if it has several
+# files with the embeddings of a dropped caption
+EMPTY = {"prompt_embeds": "empty_prompt", "pooled_prompt_embeds": "empty_pooled"}
+# columns whose length varies if there are several sizes
+LATENTS = ("latents", "latents_flipped", "mask")
+PROMPTS = ("prompt_embeds", "input_ids")  # columns whose length varies if padding is left out
+# columns that hold all captions of an image, if it has several
+TEXTS = (*PROMPTS, "pooled_prompt_embeds", "input_ids_2")
 
 
 def count_rows(args: Namespace) -> int:
-    """How many rows of the source are a batch of `encode`: of several sizes more, so that there are some of each."""
+    """How many rows of the source form a batch of `encode`.
+
+    With several sizes there are more, so that there are some rows of each size.
+    """
     return args.batch_size * (4 if args.bucket_step else 1)
 
 
 def make_column(numbers: list[np.ndarray], good: list[int], ragged: bool) -> pa.Array:
-    """An Arrow column of lists: the `good` ones, given by their places, of each row's numbers."""
+    """An Arrow column of lists, made of the numbers of the rows whose indices are in `good`.
+
+    `ragged`: the lists differ in length.
+    """
     length, found = len(numbers[0]), [numbers[i] for i in good]
     values = pa.array(np.concatenate(found or [numbers[0][:0]]))
     if ragged:
-        return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *map(len, found)]), pa.int32()), values)
+        return pa.ListArray.from_arrays(
+            pa.array(np.cumsum([0, *map(len, found)]), pa.int32()), values
+        )
     return pa.FixedSizeListArray.from_arrays(values, length)
 
 
 def count_captions(cache: dict) -> int:
-    """How many captions each row of a cache has a place for."""
-    return len(cache["transform"]["caption_weights"]) if "captions" in cache.get("features", []) else 1
+    """How many captions a row of a cache can hold."""
+    return (
+        len(cache["transform"]["caption_weights"]) if "captions" in cache.get("features", []) else 1
+    )
 
 
 def describe_columns(cache: dict) -> dict[str, pa.DataType]:
-    """The columns of numbers in a cache, and their Arrow types."""
+    """The numeric columns of a cache, and their Arrow types."""
     features, count = cache.get("features", []), count_captions(cache)
-    sdxl, ragged, masked = (name in features for name in ("sdxl", "ragged latents", "ragged embeddings"))
-    lengths = {name: [] if masked else [count * math.prod(cache[f"{name}_shape"])] for name in [*EMPTY][: 1 + sdxl]}
+    sdxl, ragged, masked = (
+        name in features for name in ("sdxl", "ragged latents", "ragged embeddings")
+    )
+    lengths = {
+        name: [] if masked else [count * math.prod(cache[f"{name}_shape"])]
+        for name in [*EMPTY][: 1 + sdxl]
+    }
     kinds = {name: pa.list_(pa.float16(), *length) for name, length in lengths.items()}
     if cache["text_cache"] == "ids":
         tokens = pa.list_(pa.int32(), *[] if masked else [count * cache["prompt_embeds_shape"][0]])
         kinds = dict.fromkeys(["input_ids", "input_ids_2"][: 1 + sdxl], tokens)
     if "captions" in features:
-        kinds["prompt_lengths"] = pa.list_(pa.int32(), count)  # tokens of each, -1 of one that is missing
+        # number of tokens of each caption, -1 for a missing one
+        kinds["prompt_lengths"] = pa.list_(pa.int32(), count)
     if sdxl:
         kinds |= dict.fromkeys(["original_size", "crop_top_left"], pa.list_(pa.int32(), 2))
     _, *size = cache["latents_shape"]
@@ -61,9 +80,15 @@ def describe_columns(cache: dict) -> dict[str, pa.DataType]:
 
 
 def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
-    """(bytes of the numbers in a row, those of the caption's among them), where sizes differ of a square; tokens: of a
-    caption, on average, where padding is left out."""
-    numbers = {"latents": math.prod(cache["latents_shape"]), "mask": math.prod(cache["latents_shape"][1:])}
+    """The size of a row in bytes: (all its numbers, only those of its captions).
+
+    If sizes differ, it is that of a square image. `tokens` is the mean number of tokens of a
+    caption, if padding is left out.
+    """
+    numbers = {
+        "latents": math.prod(cache["latents_shape"]),
+        "mask": math.prod(cache["latents_shape"][1:]),
+    }
     if tokens is not None:
         tokens *= count_captions(cache)
         numbers |= {"prompt_embeds": tokens * cache["prompt_embeds_shape"][1], "input_ids": tokens}
@@ -73,20 +98,32 @@ def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
         for name, kind in describe_columns(cache).items()
     }  # fmt: skip
     found = {name: round(size) for name, size in found.items()}
-    return sum(found.values()), sum(size for name, size in found.items() if "prompt" in name or "ids" in name)
+    return sum(found.values()), sum(
+        size for name, size in found.items() if "prompt" in name or "ids" in name
+    )
 
 
 def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
-    """{what --text_cache may be: bytes of a caption}, whatever the cache has."""
-    plain = {**cache, "features": [name for name in cache.get("features", []) if name != "ragged embeddings"]}
+    """{choice of --text_cache: bytes of a row's captions}, whichever choice the cache has."""
+    plain = {
+        **cache,
+        "features": [name for name in cache.get("features", []) if name != "ragged embeddings"],
+    }
     kinds = {"ids": (cache, "ids", tokens), "embeddings": (cache, "embeddings", tokens)}
     if tokens is not None:
         kinds["embeddings with padding"] = plain, "embeddings", None
-    return {name: count_bytes({**of, "text_cache": kind}, n)[1] for name, (of, kind, n) in kinds.items()}
+    return {
+        name: count_bytes({**of, "text_cache": kind}, n)[1] for name, (of, kind, n) in kinds.items()
+    }
 
 
-def describe_size(rows: int | None, shards: int, cache: dict, tokens: float | None, args: Namespace) -> str:
-    """A sentence that says how big a cache of so many rows and shards will be; rows: None of a stream."""
+def describe_size(
+    rows: int | None, shards: int, cache: dict, tokens: float | None, args: Namespace
+) -> str:
+    """A sentence about the size of a cache with so many rows and shards.
+
+    `rows` is None for a stream.
+    """
     most = "up to " if args.bucket_step else ""  # no size has more pixels than the square
     if "ragged embeddings" in cache.get("features", []):
         most, tokens = "about ", tokens or cache["prompt_embeds_shape"][0]
@@ -97,13 +134,19 @@ def describe_size(rows: int | None, shards: int, cache: dict, tokens: float | No
     if rows is not None:
         sentence = f"{rows:,} rows of {each}: {most}{show(rows * row_bytes)} in {shards:,} shards"
     if args.dry_run:
-        sizes = [f"{show((rows or 1) * size)} as {kind}" for kind, size in compare_captions(cache, tokens).items()]
+        sizes = [
+            f"{show((rows or 1) * size)} as {kind}"
+            for kind, size in compare_captions(cache, tokens).items()
+        ]
         sentence += f"; captions take {', '.join(sizes)}"
     return sentence
 
 
 def take_caption(numbers: np.ndarray, lengths: np.ndarray, number: int, ragged: bool) -> np.ndarray:
-    """Of a row's numbers of all captions those of one; `lengths`: tokens of each, -1 of one that is missing."""
+    """Take the numbers of one caption from those of all captions of a row.
+
+    `lengths` holds the number of tokens of each caption, -1 for a missing one.
+    """
     if not ragged:
         return numbers.reshape(len(lengths), -1)[number]
     ends = np.maximum(lengths, 0).cumsum()
@@ -112,7 +155,10 @@ def take_caption(numbers: np.ndarray, lengths: np.ndarray, number: int, ragged: 
 
 
 def pad_prompts(rows: list[np.ndarray], length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of numbers [tokens * width] -> (an array [N, length * width], filled up with zeros, bool [N, length])."""
+    """Pad rows of numbers [tokens * width] with zeros.
+
+    Returns (array [N, length * width]; bool [N, length], true for tokens).
+    """
     padded = np.zeros((len(rows), length * width), rows[0].dtype)
     for row, found in zip(padded, rows, strict=True):
         row[: len(found)] = found
@@ -120,25 +166,28 @@ def pad_prompts(rows: list[np.ndarray], length: int, width: int) -> tuple[np.nda
 
 
 class Ragged:
-    """The rows of an Arrow column of lists of any length, as views of its numbers."""
+    """The rows of an Arrow column whose lists differ in length, as views of its numbers."""
 
     def __init__(self, column: pa.ListArray) -> None:
         self.offsets, self.numbers = column.offsets.to_numpy(), column.values.to_numpy()
 
     def __getitem__(self, row: int) -> np.ndarray:
-        row %= len(self.offsets) - 1  # it may be counted from the end
+        row %= len(self.offsets) - 1  # it may be negative
         return self.numbers[self.offsets[row] : self.offsets[row + 1]]
 
 
 def view_rows(column: pa.Array) -> Ragged | np.ndarray:
-    """An Arrow column of lists as what gives the numbers of a row by its number, without a copy."""
+    """Give access to the rows of an Arrow column of lists by their number, without a copy."""
     if pa.types.is_list(column.type):
         return Ragged(column)
     return column.flatten().to_numpy().reshape(len(column), -1)
 
 
 def checksum_row(row: dict[str, np.ndarray]) -> int:
-    """xxh3 of the numbers in a row of a cache: {column: float16 [numbers per row]}, in the order of the names."""
+    """xxh3 of the numbers in a row of a cache, in the order of the columns' names.
+
+    `row` is {column: numbers of the row, such as float16 latents}.
+    """
     digest = xxhash.xxh3_64()
     for name in sorted(row):
         digest.update(row[name])

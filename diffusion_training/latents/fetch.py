@@ -1,4 +1,4 @@
-"""Shards from an address: fetched ahead by threads into a bounded folder of this machine, and verified."""
+"""Fetch shards from an address ahead of use, into a folder of limited size, and verify them."""
 
 import atexit
 import collections
@@ -17,27 +17,31 @@ from diffusion_training.data.ranges import Window
 from diffusion_training.files import digest_file, name_unfinished
 from diffusion_training.remote import persist
 
-Describe = Callable[[int], tuple[str, str, int]]  # a shard -> address, SHA-256, about how many bytes
-THREADS = 8  # a connection each, of a process
+# shard -> (address, SHA-256, approximate bytes)
+Describe = Callable[[int], tuple[str, str, int]]
+THREADS = 8  # per process, each with its own connection
 
 
 class Fetcher:
-    """Copies of shards on this machine: those of the windows that are open, and ahead of them what `most` holds.
+    """Copies of shards on this machine: those of open windows, and later ones up to `most` bytes.
 
-    describe(shard): (address, SHA-256, about how many bytes), the address "" for what lies on a disk. A shard that
-    is asked for and in no window is fetched as well, and goes with the next step. One that stays away, or comes with
-    other bytes, is tried again for about a minute; then whoever asks for it ends the program with a sentence.
+    `describe(shard)` returns (address, SHA-256, approximate bytes); the address is "" for a shard
+    on a disk. A shard that is requested but in no window is fetched too, and deleted at the next
+    step. If a shard can't be fetched, or its bytes are wrong, it is tried again for about a minute.
+    After that, the program ends with a sentence when the shard is requested.
     """
 
     def __init__(self, describe: Describe, folder: Path | None, most: float) -> None:
         self.describe, self.folder, self.most = describe, folder or Path(), most
-        self.jobs, self.files, self.bytes = collections.deque(), {}, {}  # of each shard: a Future of its path; bytes
+        # jobs to do; the Future of each shard's path; each shard's bytes
+        self.jobs, self.files, self.bytes = collections.deque(), {}, {}
         self.windows, self.held = [], collections.Counter()
         self.plan: Iterator[Window] = iter(())
         self.next: Window | None = None
         self.changed = threading.Condition()
         for _ in range(THREADS if folder else 0):
-            threading.Thread(target=self.work, daemon=True).start()  # daemons, or who ends would wait for the network
+            # daemons, so that the program can end without waiting for the network
+            threading.Thread(target=self.work, daemon=True).start()
 
     def work(self) -> None:
         while True:
@@ -57,7 +61,7 @@ class Fetcher:
             future.set_exception(error) if error else future.set_result(path)
 
     def fetch(self, shard: int) -> Path:
-        """Copy a shard, whole or not at all, if no other process of this machine has."""
+        """Copy a shard completely or not at all, unless another process of this machine did."""
         address, digest, _ = self.describe(shard)
         path = self.folder / f"{shard}-{digest[:16]}.arrow"
 
@@ -77,7 +81,10 @@ class Fetcher:
         return path
 
     def want(self, shard: int, now: bool = False) -> Future:
-        """See to it that a shard is here, or comes; `now`: before all that is fetched ahead."""
+        """Request a shard. Returns a Future of its path.
+
+        `now`: fetch it before all shards that are fetched ahead.
+        """
         with self.changed:
             if shard not in self.files:
                 self.files[shard], self.bytes[shard] = Future(), self.describe(shard)[2]
@@ -90,17 +97,20 @@ class Fetcher:
             return self.files[shard]
 
     def path(self, shard: int) -> Path:
-        """Where the copy of a shard lies; waits until it is there."""
+        """The path of a shard's copy; waits until it is there."""
         return self.want(shard, now=True).result()
 
     def follow(self, plan: Iterator[Window]) -> None:
-        """Take up the windows of a `Ranges.plan`, in place of those before."""
+        """Replace the windows by those of a `Ranges.plan`."""
         for window in self.windows:
             self.held.subtract(window[2])
         self.windows, self.plan, self.next = [], plan, None
 
     def reach(self, place: int) -> set[int]:
-        """Delete the copies that no window needs from `place` on, and fetch ahead. Returns the shards that passed."""
+        """Delete the copies that no window needs from `place` on, and fetch ahead.
+
+        Returns the shards that are no longer needed.
+        """
         passed = [shard for window in self.windows if window[1] <= place for shard in window[2]]
         self.windows = [window for window in self.windows if window[1] > place]
         self.held.subtract(passed)
@@ -110,7 +120,9 @@ class Fetcher:
         while window := self.next or next(self.plan, None):
             self.next, (begin, end, shards) = window, window
             more = {shard: size for shard in shards if (size := self.measure(shard))}
-            if begin > place and (not more or sum(self.bytes.values()) + sum(more.values()) > self.most):
+            if begin > place and (
+                not more or sum(self.bytes.values()) + sum(more.values()) > self.most
+            ):
                 break
             self.next = None
             if end > place:
@@ -121,12 +133,12 @@ class Fetcher:
         return gone
 
     def measure(self, shard: int) -> int:
-        """About how many bytes it takes to have a shard here: none of one that is, or that lies on a disk."""
+        """About how many bytes must be fetched for a shard: 0 if it is requested or on a disk."""
         address, _, size = self.describe(shard)
         return size if address and shard not in self.files else 0
 
     def forget(self, shard: int) -> None:
-        """Delete the copy of a shard, or leave it out if it has not come yet."""
+        """Delete the copy of a shard, or drop it if it is not here yet."""
         with self.changed:
             future, _ = self.files.pop(shard, None), self.bytes.pop(shard, None)
             self.held.pop(shard, None)
@@ -137,14 +149,18 @@ class Fetcher:
 
 
 def take_folder_of_run(folder: str | Path) -> Path:
-    """A new folder in `folder` for what a process fetches; those of processes that were killed are deleted."""
+    """Make a new folder in `folder` for the copies of this process.
+
+    The folders of processes that were killed are deleted.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("run-*"):
         with contextlib.suppress(Timeout, OSError), FileLock(f"{old}.lock", timeout=0):
             shutil.rmtree(old)
     mine = folder / f"run-{uuid.uuid4().hex[:12]}"
-    lock = FileLock(f"{mine}.lock")  # taken before the folder is there, so that none takes it for a dead one's
+    # locked before the folder exists, or another process would delete it as abandoned
+    lock = FileLock(f"{mine}.lock")
     lock.acquire()
     mine.mkdir()
 

@@ -1,4 +1,7 @@
-"""Several caches in one pass over the source: one of each --resolution, the same as if each were made alone."""
+"""Several caches made in one pass over the source, one for each --resolution.
+
+Each is the same as if it were made alone.
+"""
 
 import argparse
 import contextlib
@@ -25,11 +28,15 @@ from diffusion_training.remote import is_address
 from diffusion_training.training.tuning import find_largest
 
 Record = TypeVar("Record")
-CacheEncoded = tuple[int, int, pa.RecordBatch, list[dict], dict]  # of `encode_all`: the place of a cache, `Encoded`
+# yielded by `encode_all`: index of the cache, first row, record batch, skipped rows, counts
+CacheEncoded = tuple[int, int, pa.RecordBatch, list[dict], dict]
 
 
 def take_resolutions(args: argparse.Namespace) -> list[int]:
-    """All sides of --resolution. `args` has the first from here on, with which models are loaded and described."""
+    """Return all sides of --resolution.
+
+    `args.resolution` becomes the first of them, with which models are loaded and described.
+    """
     sides = list_values(args.resolution or (1024 if is_sdxl(args) else 512))
     args.resolution = sides[0]
     return sides
@@ -38,19 +45,30 @@ def take_resolutions(args: argparse.Namespace) -> list[int]:
 def split_caches(
     vae: torch.nn.Module, settings: dict[str, Any], sides: list[int], args: argparse.Namespace
 ) -> list[tuple[argparse.Namespace, dict[str, Any]]]:
-    """(flags, settings) of each cache: as they are given, or of several sides those that would make each alone, in a
-    folder of --output_dir that is named by its side."""
+    """Return (flags, settings) of each cache.
+
+    With one side they are returned unchanged. With several, each cache gets those that would make
+    it alone, and its folder is a subfolder of --output_dir named after its side.
+    """
     if len(sides) == 1:
         return [(args, settings)]
     out, name = args.output_dir.rstrip("/"), f"--output_dir {args.output_dir}"
     with explained(f"{name} can't be read"):
         fs, root = fsspec.url_to_fs(out) if is_address(out) else (os.path, out)
         if fs.exists(f"{root}/cache.json"):
-            fail(f"{name} is a cache itself: of several --resolution each gets a folder there, so choose another")
-    made = [argparse.Namespace(**vars(args) | {"resolution": side, "output_dir": f"{out}/{side}"}) for side in sides]
+            fail(
+                f"{name} is a cache itself: of several --resolution each gets a folder there, "
+                "so choose another"
+            )
+    made = [
+        argparse.Namespace(**vars(args) | {"resolution": side, "output_dir": f"{out}/{side}"})
+        for side in sides
+    ]
     for each in made:
         check_sides(vae, each)
-    return [(each, settings | describe_latents(vae, each.resolution, each.latents)) for each in made]
+    return [
+        (each, settings | describe_latents(vae, each.resolution, each.latents)) for each in made
+    ]
 
 
 def write_each(
@@ -58,9 +76,10 @@ def write_each(
     paths: dict[int, Any],
     encoded: Iterable[CacheEncoded],
 ) -> dict[int, Record]:
-    """Write what `encode_all` yields, each cache's to its own of `paths` {place: file}, at once. Returns the records.
+    """Write what `encode_all` yields, each cache to its own file, in one go. Return the records.
 
     writing: `writing_shard` or `writing_part`.
+    paths: {index of the cache: file}.
     """
     with contextlib.ExitStack() as stack:
         files = {place: stack.enter_context(writing(path)) for place, path in paths.items()}
@@ -70,9 +89,10 @@ def write_each(
 
 
 def find_begun(folders: Iterable[Path]) -> int | None:
-    """--batch_size that the first of some caches was begun with, None if there is none."""
+    """Return the --batch_size that the first existing cache was begun with, None without any."""
     for folder in folders:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # what is damaged is said later
+        # a damaged cache is reported later
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             return int(json.loads((folder / "cache.json").read_text())["made_with"]["batch_size"])
     return None
 
@@ -84,9 +104,12 @@ def find_batch_size(
     models: tuple[torch.nn.Module, ...],
     encode: Callable[..., Any],
 ) -> int:
-    """--batch_size auto: for how many images of the largest --resolution a device has memory, up to a shard's.
+    """--batch_size auto: return how many images of the largest --resolution fit on a device.
 
-    dataset: a `TransformedRows`, whose first row is taken so many times; encode: as precompute_latents.py has it.
+    The result is at most the number of rows in a shard.
+
+    dataset: a `TransformedRows`, whose first row is repeated.
+    encode: as in precompute_latents.py.
     """
     args = max(dataset.caches, key=lambda each: each.resolution)
 
@@ -97,11 +120,13 @@ def find_batch_size(
         return lambda step: encode(made["batches"][0], *models, trial)
 
     size = find_largest(accelerator, device, prepare, min(args.rows_per_shard, len(dataset.rows)))
-    return size or fail("not even one image fits: try --mixed_precision bf16 or a smaller --resolution")
+    return size or fail(
+        "not even one image fits: try --mixed_precision bf16 or a smaller --resolution"
+    )
 
 
 def set_batch_size(size: int, *caches: argparse.Namespace) -> None:
-    """Put what --batch_size auto has come to into all flags, which are kept with the caches."""
+    """Put the result of --batch_size auto into all flags, which are stored with the caches."""
     for each in caches:
         each.batch_size = size
     if int(os.environ.get("RANK", "0")) == 0:

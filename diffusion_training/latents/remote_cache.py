@@ -1,4 +1,4 @@
-"""A latent cache at an address (s3://, gs://): begun, written and finished there as on a disk."""
+"""A latent cache at an address (s3://, gs://): begun, written and finished as on a disk."""
 
 import contextlib
 import tempfile
@@ -15,7 +15,10 @@ from diffusion_training.remote import is_address, list_files, upload
 
 @contextlib.contextmanager
 def writing_shard_to(path: str) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
-    """`writing_shard` to a folder, or for an address to this disk first, and then an upload each of both files."""
+    """`writing_shard`, for a path on a disk or at an address.
+
+    For an address, the shard is written to this disk first; then both its files are uploaded.
+    """
     if not is_address(path):
         with writing_shard(Path(path)) as shard:
             yield shard
@@ -30,9 +33,9 @@ def writing_shard_to(path: str) -> Iterator[tuple[dict[str, Any], Callable[..., 
 
 
 def fetch_cache(url: str, folder: str | Path) -> bool:
-    """Copy what there is of a cache at an address, but for its shards, into a folder on this disk.
+    """Copy a cache at an address, without its shards, into a folder on this disk.
 
-    Returns whether there is one.
+    Returns whether there is a cache.
     """
     with explained(f"--output_dir {url} can't be read"):
         names = list_files(url)
@@ -45,7 +48,7 @@ def fetch_cache(url: str, folder: str | Path) -> bool:
 
 
 def begin_cache(folder: str | Path, url: str) -> None:
-    """Send what `open_cache` has begun to an address, unless another run has just begun there."""
+    """Upload what `open_cache` has begun, or stop if another run has just begun at the address."""
     with explained(f"--output_dir {url} can't be written to, or another run has just begun there"):
         fs, root = fsspec.url_to_fs(url)
         fs.put_file(f"{folder}/cache.json", f"{root}/cache.json", mode="create")
@@ -53,9 +56,16 @@ def begin_cache(folder: str | Path, url: str) -> None:
 
 
 def upload_finished(folder: str | Path, url: str) -> None:
-    """Send what `finish_cache` has written to an address, in its order."""
+    """Upload what `finish_cache` has written, in the same order."""
     empty = sorted(path.name for path in Path(folder).glob("empty_*.npy"))
-    for name in ("run.args", "skipped.jsonl", *empty, "cache.json", "dataset_info.json", "state.json"):
+    for name in (
+        "run.args",
+        "skipped.jsonl",
+        *empty,
+        "cache.json",
+        "dataset_info.json",
+        "state.json",
+    ):
         upload(f"{folder}/{name}", f"{url}/{name}")
     fs, root = fsspec.url_to_fs(url)
     fs.invalidate_cache()

@@ -1,4 +1,4 @@
-"""What text-to-image trainers read: rows of latent caches, or images and captions that are encoded in every step."""
+"""Data of text-to-image trainers: latent caches, or images and captions encoded in each step."""
 
 from argparse import Namespace
 from collections.abc import Collection
@@ -50,35 +50,57 @@ from diffusion_training.training.models import Prepared, put_on_device
 
 
 class CaptionedImages(RowDataset):
-    """Turns the keys (epoch, row, weight, ...) of `step_batches` into a batch of images and captions: `dataset[keys]`.
+    """Turns keys (epoch, row, weight, ...) of `step_batches` into a batch of images and captions.
 
-    {"pixel_values": uint8 [N, C, H, W], "mask": uint8 [N, 1, H, W] where there are masks, "input_ids" and of SDXL
-    "input_ids_2": [N, model_max_length], "original_size", "crop_top_left": [N, 2], "flipped": bool [N], "weight": [N],
-    "skipped": [(name, reason)]}; a row that can't be used has weight 0. sizes: of `size_rows`.
+    `dataset[keys]` is {"pixel_values": uint8 [N, C, H, W], "mask": uint8 [N, 1, H, W] where there
+    are masks, "input_ids" and with SDXL "input_ids_2": [N, model_max_length], "original_size",
+    "crop_top_left": [N, 2], "flipped": bool [N], "weight": [N], "skipped": [(name, reason)]}. A row
+    that can't be used has weight 0.
+
+    sizes: see `size_rows`.
     """
 
     def __init__(
-        self, rows: datasets.Dataset, column: str, channels: int, tokenizers: Tokenizers, sizes: np.ndarray | None,
+        self,
+        rows: datasets.Dataset,
+        column: str,
+        channels: int,
+        tokenizers: Tokenizers,
+        sizes: np.ndarray | None,
         args: Namespace,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(rows, column, args)
         self.channels, self.tokenizers, self.sizes = channels, tokenizers, sizes
 
     def __getitem__(self, keys: list[Key]) -> dict[str, Any]:
-        targets = self.sizes[[key[1] for key in keys]].tolist() if self.sizes is not None else [None] * len(keys)
+        targets = (
+            self.sizes[[key[1] for key in keys]].tolist()
+            if self.sizes is not None
+            else [None] * len(keys)
+        )
         items = [
             transform(row, epoch, item, self.column, self.channels, self.args, target)
-            for (epoch, row, *_), item, target in zip(keys, read_items(self.rows, keys), targets, strict=True)
+            for (epoch, row, *_), item, target in zip(
+                keys, read_items(self.rows, keys), targets, strict=True
+            )
         ]
-        flips = [self.args.random_flip and draw_choices(self.args.seed, *key[:2])[2] < 0.5 for key in keys]
+        flips = [
+            self.args.random_flip and draw_choices(self.args.seed, *key[:2])[2] < 0.5
+            for key in keys
+        ]
         for flip, item in zip(flips, items, strict=True):
             item["pixel_values"] = item["pixel_values"].flip(-1) if flip else item["pixel_values"]
-        weights = [0.0 if item["skipped"] else key[2] for key, item in zip(keys, items, strict=True)]
+        weights = [
+            0.0 if item["skipped"] else key[2] for key, item in zip(keys, items, strict=True)
+        ]
         names = items[0].keys() & {"pixel_values", "mask"}
         return {
             **{name: torch.stack([item[name] for item in items]) for name in names},
             **tokenize_batch(self.tokenizers, self.args, [item["text"] for item in items], keys),
-            **{name: torch.tensor([item[name] for item in items]) for name in ("original_size", "crop_top_left")},
+            **{
+                name: torch.tensor([item[name] for item in items])
+                for name in ("original_size", "crop_top_left")
+            },
             "flipped": torch.tensor(flips),
             "weight": torch.tensor(weights),
             "skipped": [(item["key"], item["skipped"]) for item in items if item["skipped"]],
@@ -86,18 +108,28 @@ class CaptionedImages(RowDataset):
 
 
 def load_data(
-    accelerator: Accelerator, families: Collection[str], args: Namespace, checkpoint: Path | None = None
+    accelerator: Accelerator,
+    families: Collection[str],
+    args: Namespace,
+    checkpoint: Path | None = None,
 ) -> tuple[torch.utils.data.Dataset, SimpleNamespace]:
-    """The data of the caches, in the order of the checkpoint; or images with the models that encode them in the step.
+    """Load caches, in the order of the checkpoint, or images with the models that encode them.
 
-    families: which they may be of. Returns (dataset, frozen). `frozen` is what `encode_batch` needs: vae and
-    text_encoders, None where a cache has what they gave; empty_prompt {name: embedding}, for captions left out; cache,
-    what cache.json says, or would say; pixels, a side of what is one latent; lengths, tokens of the empty prompt, of a
-    family whose models get lists.
+    families: the model families that the trainer accepts.
+
+    Returns (dataset, frozen). `frozen` has what `encode_batch` needs:
+    vae, text_encoders: None where a cache holds their outputs.
+    empty_prompt: {name: embedding} for dropped captions.
+    cache: the cache.json, or what it would be.
+    pixels: side of the square of pixels that one latent covers.
+    lengths: number of tokens of the empty prompt, for a family whose models get lists; else None.
     """
     if (family := find_family(args)) not in families:
         other = "train_flow.py" if FAMILIES[family].masked else "train_text_to_image.py"
-        fail(f"{args.pretrained_model_name_or_path} is a pipeline of the family {family}: {other} trains it")
+        fail(
+            f"{args.pretrained_model_name_or_path} is a pipeline of the family {family}: "
+            f"{other} trains it"
+        )
     dtype = getattr(torch, DTYPES[args.mixed_precision])
     vae = text_encoders = None
     if args.latents_dir:
@@ -109,10 +141,13 @@ def load_data(
             check_caches(caches, args)
         accelerator.wait_for_everyone()
         args.resolution = args.resolution or cache["transform"]["resolution"]
-        args.dataloader_num_workers = 0  # a thread reads faster than processes, which would have to pass it on
+        # a thread reads faster than processes, which would have to pass the data on
+        args.dataloader_num_workers = 0
         dataset = open_latents(accelerator, caches, checkpoint, args)
         dataset.caption_weights = args.caption_weights
-        empty_prompt = {name: x if x.dtype == torch.bool else x.float() for name, x in empty_prompt.items()}
+        empty_prompt = {
+            name: x if x.dtype == torch.bool else x.float() for name, x in empty_prompt.items()
+        }
         empty_prompt = {name: x.to(accelerator.device) for name, x in empty_prompt.items()}
         if cache["text_cache"] == "ids":
             _, text_encoders, tokenizers = load_models(args, dtype)
@@ -137,44 +172,65 @@ def load_data(
             say_cut(sum(cut), len(cut), tokenizers[0].model_max_length)
         sizes = size_rows(accelerator, rows, column, args)
         dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizers, sizes, args)
-    frozen = SimpleNamespace(vae=vae, text_encoders=text_encoders, empty_prompt=empty_prompt, cache=cache)
-    frozen.lengths = int(empty_prompt["prompt_mask"].sum()) if family == "z-image" else None  # which wants to know
+    frozen = SimpleNamespace(
+        vae=vae, text_encoders=text_encoders, empty_prompt=empty_prompt, cache=cache
+    )
+    # Z-Image's model gets lists of prompts, so their lengths must be known
+    frozen.lengths = int(empty_prompt["prompt_mask"].sum()) if family == "z-image" else None
     frozen.pixels = args.resolution // cache["latents_shape"][-1]
     return dataset, frozen
 
 
 def check_caches(caches: dict[str, Cache], args: Namespace) -> None:
-    """Refuse caches that other models than those of the flags have made, or that lack what the flags ask for."""
+    """Stop with an error if a cache was made with other models, or lacks what the flags ask for."""
     first, _, _ = next(iter(caches.values()))
-    vae, text_encoders, tokenizers = load_models(args, torch.float32)  # to be compared, and let go
+    vae, text_encoders, tokenizers = load_models(args, torch.float32)  # only to compare them
     try_models(vae, text_encoders)
     if first["text_cache"] == "ids":
-        text_encoders.clip_skip = None  # no matter of the cache: they are encoded here
+        text_encoders.clip_skip = None  # not part of the cache: the captions are encoded here
     description = describe_models(vae, text_encoders, tokenizers)
     description |= describe_latents(vae, first["transform"]["resolution"], first["latents"])
     description |= describe_prompts(encode_empty_prompt(text_encoders, tokenizers, args), args)
     description |= {"text_cache": first["text_cache"], "features": first.get("features")}
     for folder, (cache, _, _) in caches.items():
-        if differences := find_differences({name: cache.get(name) for name in description}, description):
-            fail(f"{folder} does not fit these models or the first cache ({', '.join(differences)}): choose others")
+        if differences := find_differences(
+            {name: cache.get(name) for name in description}, description
+        ):
+            fail(
+                f"{folder} does not fit these models or the first cache "
+                f"({', '.join(differences)}): choose others"
+            )
         if vars(args).get("shuffle_caption") and cache["text_cache"] != "ids":
-            fail(f"--shuffle_caption: {folder} has embeddings of captions as they are: make it with --text_cache ids")
-        say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0], f"{folder}: ")
-        found = len(args.caption_weights or []), len(cache["transform"].get("caption_weights") or [])
+            fail(
+                f"--shuffle_caption: {folder} has embeddings of captions as they are: make it "
+                "with --text_cache ids"
+            )
+        say_cut(
+            cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0], f"{folder}: "
+        )
+        found = (
+            len(args.caption_weights or []),
+            len(cache["transform"].get("caption_weights") or []),
+        )
         if found[0] != found[1]:
             fail(f"--caption_weights: {found[0]} of them, and {folder} was made with {found[1]}")
         if args.random_flip and not cache["transform"]["random_flip"]:
             fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
         if args.resolution not in (None, cache["transform"]["resolution"]):
-            fail(f"--resolution {args.resolution}: {folder} holds {cache['transform']['resolution']} px")
+            fail(
+                f"--resolution {args.resolution}: {folder} holds "
+                f"{cache['transform']['resolution']} px"
+            )
 
 
 def encode_batch(batch: dict, frozen: SimpleNamespace, caption_dropout: float) -> Prepared:
-    """A batch as loaded -> (latents float32 [N, C, h, w] of about unit size, prompts, loss_inputs).
+    """Turn a loaded batch into (latents, prompts, loss_inputs).
 
-    Both are {name: tensor [N, ...]}: prompts of `encode_prompts`, with the empty prompt in place of a share
-    `caption_dropout` of them; loss_inputs: "mask" in [0, 1], [N, 1, h, w], where there are masks. The latents are
-    drawn anew each time from what the VAE says of them.
+    latents: float32 [N, C, h, w], of about unit variance; sampled anew each time from the VAE's
+    distribution.
+    prompts: {name: tensor [N, ...]} as from `encode_prompts`, a share `caption_dropout` of them
+    replaced by the empty prompt.
+    loss_inputs: {"mask": [N, 1, h, w], in [0, 1]} where there are masks, else {}.
     """
     cache, loss_inputs = frozen.cache, {}
     if "latents" in batch:  # of a cache
@@ -182,7 +238,10 @@ def encode_batch(batch: dict, frozen: SimpleNamespace, caption_dropout: float) -
     else:
         latents = encode_images(frozen.vae, batch["pixel_values"])
     if "prompt_embeds" in batch:
-        shapes = {name: cache.get(f"{name}_shape", empty.shape) for name, empty in frozen.empty_prompt.items()}
+        shapes = {
+            name: cache.get(f"{name}_shape", empty.shape)
+            for name, empty in frozen.empty_prompt.items()
+        }
         prompts = {name: batch[name].to(frozen.empty_prompt[name].dtype) for name in shapes}
         prompts = {name: numbers.unflatten(1, shapes[name]) for name, numbers in prompts.items()}
     else:
@@ -191,15 +250,18 @@ def encode_batch(batch: dict, frozen: SimpleNamespace, caption_dropout: float) -
         mean, std = latents.chunk(2, dim=1)
         # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
         latents = mean + std * torch.randn(mean.shape, device=mean.device)
-    # As a cache has them: a VAE's layout must not decide how the model computes, or where its dropout falls.
+    # Contiguous, as from a cache: a VAE's memory layout must not decide how the model computes, or
+    # which numbers its dropout hits.
     shift, factor = cache["vae"].get("shift_factor", 0.0), cache["vae"]["scaling_factor"]
     latents = ((latents - shift) * factor).contiguous()
-    # Without dropped captions, guidance would have no unconditional model to lean on (arXiv:2207.12598).
+    # Guidance needs an unconditional model, which is trained with dropped captions
+    # (arXiv:2207.12598).
     if frozen.lengths is None:
         dropped = torch.rand(len(latents), device=latents.device) < caption_dropout
     else:  # on the CPU, so that nothing waits for the device to know how long captions are
         dropped = torch.rand(len(latents)) < caption_dropout
-        lengths = torch.tensor(batch["prompt_lengths"]).expand(len(latents))  # of one, if a batch size is looked for
+        # a list of one where --train_batch_size auto repeats an image
+        lengths = torch.tensor(batch["prompt_lengths"]).expand(len(latents))
         prompts["prompt_lengths"] = torch.where(dropped, frozen.lengths, lengths)
         dropped = dropped.to(latents.device, non_blocking=True)
     for name, empty in frozen.empty_prompt.items():

@@ -22,55 +22,73 @@ from diffusion_training.training.optimizers import load_optimizer
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
-    """The whole checkpoints in a folder, oldest first."""
+    """Return the complete checkpoints in a folder, oldest first."""
     found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
     steps = {path: path.name.removeprefix("checkpoint-") for path in found}
-    return sorted((path for path in found if steps[path].isdecimal()), key=lambda path: int(steps[path]))
+    return sorted(
+        (path for path in found if steps[path].isdecimal()), key=lambda path: int(steps[path])
+    )
 
 
 def find_checkpoint(given: str | None, output_dir: str) -> Path | None:
-    """The checkpoint that --resume_from_checkpoint means, None to start afresh; the same on all machines."""
+    """Return the checkpoint that --resume_from_checkpoint means, or None to start afresh.
+
+    Stops with an error if the machines do not find the same one.
+    """
     found, path = find_checkpoints(output_dir), None
     if given == "latest":
         path = found[-1] if found else None
         if path is None and os.environ.get("RANK", "0") == "0":
             print(f"No checkpoint in {output_dir} yet: starting afresh")
     elif given:
-        path = Path(output_dir, given)  # first, so that a namesake in the working directory is not taken for it
+        # --output_dir first, so that a namesake in the working directory is not taken for it
+        path = Path(output_dir, given)
         path = path if path.is_dir() else Path(given)
         if not (path / "trainer_state.json").is_file():
-            fail(f"--resume_from_checkpoint {given} is no whole checkpoint, neither as a path nor in {output_dir}")
-        if found and path.resolve() != found[-1].resolve():  # pruning and `latest` go by the step's number
+            fail(
+                f"--resume_from_checkpoint {given} is no whole checkpoint, neither as a path "
+                f"nor in {output_dir}"
+            )
+        # pruning and `latest` go by the step number, so no newer checkpoint may remain
+        if found and path.resolve() != found[-1].resolve():
             turn = "delete what is newer, or choose another --output_dir"
             fail(f"{found[-1]} is newer than {path}, or of another run: {turn}")
     elif found:
         turn = "go on from it with --resume_from_checkpoint latest, or choose another --output_dir"
         fail(f"{output_dir} holds {found[-1].name} of an earlier run: {turn}")
     if len(set(gather_object([path and path.name]))) > 1:
-        fail("the machines found different checkpoints: --output_dir must be a folder that they share")
+        fail(
+            "the machines found different checkpoints: --output_dir must be a folder that "
+            "they share"
+        )
     return path
 
 
 def save_checkpoint(
-    accelerator: Accelerator, models: Models, optimizer: torch.optim.Optimizer, state: dict, args: Namespace
+    accelerator: Accelerator,
+    models: Models,
+    optimizer: torch.optim.Optimizer,
+    state: dict,
+    args: Namespace,
 ) -> None:
     """Write checkpoint-N and then prune the oldest: call it on every process.
 
-    Weights of `models`, each in a folder of its name, optimizer and `state` are all there is to restore: data order
-    and noise follow from the step.
+    It holds the weights of `models`, each in a folder named after it, the optimizer and `state`.
+    This is all that a resumed run needs: data order and noise follow from the step.
     """
     path, scaler = Path(args.output_dir) / f"checkpoint-{state['global_step']}", accelerator.scaler
     if accelerator.is_main_process:
         with saving(args.output_dir, path) as unfinished:
             for name, model in models.items():
                 save_weights(model, unfinished / path.name / name)
-            if any(map(is_adapted, models.values())):  # and what people choose among by what it draws
+            # a LoRA file for other programs, to compare the images of checkpoints
+            if any(map(is_adapted, models.values())):
                 save_lora(models, unfinished / path.name, args)
             torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
             torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
             state = {**state, "version": __version__, "keys": KEYS}
             state["checksums"] = checksum_files(unfinished / path.name)
-            own = xxhash.xxh3_128(json.dumps(state).encode())  # of all the rest in the file
+            own = xxhash.xxh3_128(json.dumps(state).encode())  # covers the rest of the file
             state["checksums"]["trainer_state.json"] = own.hexdigest()
             (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
         prune_checkpoints(path, args)
@@ -78,18 +96,20 @@ def save_checkpoint(
 
 
 def prune_checkpoints(saved: Path, args: Namespace) -> None:
-    """Delete the oldest beyond --checkpoints_total_limit, never the one that was `saved` last."""
+    """Delete the oldest checkpoints beyond --checkpoints_total_limit, but never `saved`."""
     if args.checkpoints_total_limit is not None:
-        others = [checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != saved]
+        others = [
+            checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != saved
+        ]
         for checkpoint in others[: max(0, len(others) - args.checkpoints_total_limit + 1)]:
             # Under another name first, so that no half of it is ever taken for a checkpoint.
             delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
 
 
 def read_state(checkpoint: Path | None, num_images: int | None) -> dict[str, Any]:
-    """Where a checkpoint is in the training and in the data, and its settings; zeros without one.
+    """Return a checkpoint's progress in training and data, and its settings; zeros for None.
 
-    num_images: of an epoch; None if its place in the data is of no interest.
+    num_images: images per epoch; None if the position in the data does not matter.
     """
     if checkpoint is None:
         return {"global_step": 0, "data_step": 0, "images_seen": 0, "settings": {}}
@@ -99,9 +119,12 @@ def read_state(checkpoint: Path | None, num_images: int | None) -> dict[str, Any
         if own != xxhash.xxh3_128(json.dumps(state).encode()).hexdigest():
             raise ValueError("trainer_state.json is not as it was written")
         if state.get("keys") != KEYS:
-            fail(f"{checkpoint} is of a version that drew other noise and another order: go on with that version")
+            fail(
+                f"{checkpoint} is of a version that drew other noise and another order: go on "
+                "with that version"
+            )
         before = state["settings"]["num_images"]
-        if num_images not in (before, None):  # other images: the epoch that was begun begins again
+        if num_images not in (before, None):  # other images: the current epoch starts again
             if sys.maxsize in (before, num_images):
                 fail(f"{checkpoint} counts images, and a stream can't: keep --streaming as it was")
             state["images_seen"] = state["images_seen"] // before * num_images
@@ -109,18 +132,22 @@ def read_state(checkpoint: Path | None, num_images: int | None) -> dict[str, Any
 
 
 def load_models_from(path: Path, models: Models, state: dict) -> None:
-    """Load the weights of a checkpoint, all of whose files must be as `state` says that they were written."""
+    """Load a checkpoint's weights.
+
+    Raises ValueError if a file differs from its checksum in `state`.
+    """
     written, found = state["checksums"], checksum_files(path)
     for name in {**written, **found}:
         if written.get(name) != found.get(name):
             raise ValueError(f"{name} is not as it was written")
     for name, model in models.items():
-        folder = path / name if (path / name).is_dir() else path / name.removesuffix("_ema")  # --use_ema from here
+        # without an average in the checkpoint, --use_ema starts from the trained weights
+        folder = path / name if (path / name).is_dir() else path / name.removesuffix("_ema")
         read_weights(model, folder)
 
 
 def find_start(init_from: str | None) -> Path | None:
-    """The checkpoint that --init_from means: a run's last one, or one itself; None without."""
+    """Return the checkpoint that --init_from means, which may name a run; None without it."""
     if init_from is None:
         return None
     whole = (Path(init_from) / "trainer_state.json").is_file()
@@ -131,44 +158,77 @@ def find_start(init_from: str | None) -> Path | None:
 
 
 def read_start(start: Path, args: Namespace) -> dict[str, Any]:
-    """Where a run begins that takes weights and step from a checkpoint of another: its data begins anew."""
+    """Return the state in which a run with --init_from begins.
+
+    It continues from the step of the other run's checkpoint, but its data starts from the
+    beginning.
+    """
     state = read_state(start, None)
     before = state.pop("settings")
     held_out = {name: before.get(name) for name in ("holdout", "seed")}
     if before.get("held_out") and held_out != {name: getattr(args, name) for name in held_out}:
         flags = "--holdout {holdout:g} --seed {seed}".format(**held_out)
-        fail(f"{start} held images out, and these would be trained on: give {flags}, and images of the same names")
+        fail(
+            f"{start} held images out, and these would be trained on: give {flags}, and images "
+            "of the same names"
+        )
     if args.max_train_steps and args.max_train_steps <= (step := state["global_step"]):
-        fail(f"--max_train_steps {args.max_train_steps}: {start} is at step {step}, from which this run counts")
+        fail(
+            f"--max_train_steps {args.max_train_steps}: {start} is at step {step}, from which "
+            "this run counts"
+        )
     state.pop("cuts", None)
     return state | {"images_seen": 0, "settings": {}}
 
 
 def load_start(accelerator: Accelerator, start: Path, models: Models, state: dict) -> None:
-    """Load the weights of --init_from, of which the averaged ones come from the averaged ones."""
+    """Load the weights of --init_from; the averaged weights start from its averaged weights."""
     with explained(f"{start} is damaged or from another model"):
         load_models_from(start, models, state)
     accelerator.print(f"Going on from the weights of {start}, at step {state['global_step']}")
 
 
 def load_checkpoint(
-    accelerator: Accelerator, path: Path, models: Models, optimizer: torch.optim.Optimizer, state: dict, settings: dict
+    accelerator: Accelerator,
+    path: Path,
+    models: Models,
+    optimizer: torch.optim.Optimizer,
+    state: dict,
+    settings: dict,
 ) -> None:
-    """Load checkpoint-N into models, optimizer and fp16 scaler, and say which settings have changed."""
+    """Load checkpoint-N into models, optimizer and fp16 scaler, and print changed settings."""
     if settings["held_out"] and settings["held_out"] != state["settings"].get("held_out"):
         turn = "keep images, --holdout and --seed as they were, or leave --holdout out"
         fail(f"{path} was trained on images that would be held out, or held out others: {turn}")
     kind, own = (kept.get("optimizer", "adamw") for kept in (state["settings"], settings))
     if kind != own:
-        fail(f"{path} was trained with --optimizer {kind}, not {own}: go on with it, or choose a new --output_dir")
+        fail(
+            f"{path} was trained with --optimizer {kind}, not {own}: go on with it, or choose "
+            "a new --output_dir"
+        )
     try:
         load_models_from(path, models, state)
-        load_optimizer(optimizer, torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True))
-        if accelerator.scaler is not None and (saved := torch.load(path / "scaler.bin", weights_only=True)):
+        load_optimizer(
+            optimizer, torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
+        )
+        if accelerator.scaler is not None and (
+            saved := torch.load(path / "scaler.bin", weights_only=True)
+        ):
             accelerator.scaler.load_state_dict(saved)
     except Exception as error:
         reason = str(error).strip().split("\n")[-1]
-        fail(f"{path} is damaged or from another model ({reason}); resume from another or choose a new --output_dir")
-    before = {**settings, **state["settings"], "resume_from_checkpoint": settings["resume_from_checkpoint"]}
-    changed = [f", {key} {before[key]} -> {value}" for key, value in settings.items() if before[key] != value]
+        fail(
+            f"{path} is damaged or from another model ({reason}); resume from another or "
+            "choose a new --output_dir"
+        )
+    before = {
+        **settings,
+        **state["settings"],
+        "resume_from_checkpoint": settings["resume_from_checkpoint"],
+    }
+    changed = [
+        f", {key} {before[key]} -> {value}"
+        for key, value in settings.items()
+        if before[key] != value
+    ]
     accelerator.print(f"Resuming from {path}{''.join(changed)}")

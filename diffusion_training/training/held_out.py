@@ -1,4 +1,4 @@
-"""The held-out loss: images that are set aside, and a measure of them that is the same for every run."""
+"""The held-out loss: images set aside, and a loss on them that is comparable between runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,34 +17,43 @@ from diffusion_training.training.launch import StopSignal
 from diffusion_training.training.models import Models, Prepared
 
 
-def hold_out(accelerator: Accelerator, dataset: Any, holdout: float, seed: int) -> tuple[Any, dict[int, int]]:
-    """Split a data set: (numbers of the rows to train on, {number: hash} of those for the held-out loss).
+def hold_out(
+    accelerator: Accelerator, dataset: Any, holdout: float, seed: int
+) -> tuple[Any, dict[int, int]]:
+    """Split a data set: (numbers of the rows to train on, {number: hash} of held-out rows).
 
-    A row's hash, of seed and name, alone decides, so that images that come or go move no others: it lies below the
-    share `holdout`, or is one of so many lowest. Of the order `ranges`, shards are chosen.
+    Only a row's hash, of the seed and its name, decides, so adding or removing images does not move
+    others. Held out are the rows whose hash is below the share `holdout` or, if that is a number of
+    rows, those with the lowest hashes. With the order `ranges`, whole shards are chosen first.
     """
     if getattr(dataset, "order", None):
         return dataset.hold_out(accelerator, holdout, seed)
     if isinstance(rows := getattr(dataset, "rows", None), datasets.IterableDataset):
-        return Stream(rows, dataset.args.shuffle_buffer), {}  # the flags refuse to hold any of its images out
+        # a stream has no held-out images: its flags are checked for that
+        return Stream(rows, dataset.args.shuffle_buffer), {}
     if not holdout:
         return np.arange(len(dataset)), {}
     hashes = (xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in dataset.names())
     hashes = np.fromiter(hashes, np.uint64, len(dataset))
     count = int(holdout if holdout >= 1 else (hashes < holdout * 2.0**64).sum())
-    if 0 < count < len(hashes):  # rows of one name, as --folder_repeats makes of an image, stay together
+    # rows with the same name, as --folder_repeats makes them, stay together
+    if 0 < count < len(hashes):
         count = int((hashes <= np.sort(hashes)[count - 1]).sum())
     if not 0 < count < len(hashes):
-        fail(f"--holdout {holdout:g} sets {count} of {len(hashes)} images aside: choose another share or number")
+        fail(
+            f"--holdout {holdout:g} sets {count} of {len(hashes)} images aside: choose another "
+            "share or number"
+        )
     order = hashes.argsort()
     accelerator.print(f"Held out: {count} of {len(hashes)} images")
     return np.sort(order[count:]), {int(row): int(hashes[row]) for row in order[:count]}
 
 
 def digest_held_out(accelerator: Accelerator, dataset: Any, held_out: dict[int, int]) -> str | None:
-    """A hash of what the rows that are held out contain, the same on all processes; None without such rows.
+    """Return a hash of what the held-out rows contain, the same on all processes; None without any.
 
-    It tells a resumed run whether it would train on them: names and numbers may change, and content does not.
+    With it, a resumed run finds out whether it would train on them. Images may be
+    renamed or renumbered, but their contents do not change.
     """
     digest = None
     if held_out and accelerator.is_main_process:
@@ -54,18 +63,27 @@ def digest_held_out(accelerator: Accelerator, dataset: Any, held_out: dict[int, 
 
 @torch.no_grad()
 def log_held_out_loss(
-    accelerator: Accelerator, records: Any, dataset: Any, held_out: dict[int, int], models: Models,
-    objective: tuple[Callable, Callable], prepare: Callable[[dict], Prepared], stop_signal: StopSignal, step: int,
-) -> None:  # fmt: skip
-    """Record the held-out loss at a step: a mean squared error that is the same for every run, whatever its weights.
+    accelerator: Accelerator,
+    records: Any,
+    dataset: Any,
+    held_out: dict[int, int],
+    models: Models,
+    objective: tuple[Callable, Callable],
+    prepare: Callable[[dict], Prepared],
+    stop_signal: StopSignal,
+    step: int,
+) -> None:
+    """Record the held-out loss at a step: a mean squared error that is comparable between runs.
 
-    It is the mean over the images that `hold_out` chose and over nine levels of noise, .1 to .9: at random ones it
-    would drown in their differences. All that is drawn is keyed by seed, image and timestep, and a batch is an image
-    at its nine, so that runs can be compared, whatever their batch size, processes and kills. A signal breaks off.
+    It is the mean over the held-out images and over nine noise levels, .1 to .9: with random
+    levels, their differences would hide any change. All randomness is keyed by seed, image and
+    timestep, and a batch is one image at all nine levels. So batch size, number of processes and
+    interruptions do not change the result. A signal stops the measurement.
 
     models: {"held_out_loss": the U-Net, "held_out_loss_ema": its average, if there is one}.
-    objective: (add_noise, measure), as `measure_epsilon` gives them; both get the levels as tenths, int [9].
-    prepare: the script's prepare_batch, without what is only for training, such as captions left out.
+    objective: (add_noise, measure), as from `measure_epsilon`; both get levels in tenths, int [9].
+    prepare: the script's prepare_batch, without parts that are only for training, such as dropping
+    captions.
     """
     if not held_out or records.held_out.get("step") == step:
         return
@@ -74,18 +92,29 @@ def log_held_out_loss(
         model.eval()  # without dropout
     (add_noise, measure), tenths = objective, torch.arange(1, 10, device=device)
     rows = sorted(held_out)[accelerator.process_index :: accelerator.num_processes]
-    sums = torch.zeros(9 * len(models) + 2, device=device)  # nine losses for each model, images, images tried
-    for row, batch in zip(rows, load_batches(dataset, [[(None, row, 1.0)] for row in rows], 0, device), strict=False):
+    # nine losses for each model, number of decoded images, number of images
+    sums = torch.zeros(9 * len(models) + 2, device=device)
+    for row, batch in zip(
+        rows, load_batches(dataset, [[(None, row, 1.0)] for row in rows], 0, device), strict=False
+    ):
         if stop_signal.received:
             break
         torch.manual_seed(held_out[row])  # for the draw from a VAE's distribution
         images, condition, _ = prepare(batch)
         condition = {name: value.repeat_interleave(9, dim=0) for name, value in condition.items()}
-        generators = [torch.Generator().manual_seed(step_seed("held out", held_out[row], level)) for level in range(9)]
-        noise = torch.cat([torch.randn(images.shape, generator=generator) for generator in generators]).to(device)
+        generators = [
+            torch.Generator().manual_seed(step_seed("held out", held_out[row], level))
+            for level in range(9)
+        ]
+        noise = torch.cat(
+            [torch.randn(images.shape, generator=generator) for generator in generators]
+        ).to(device)
         images = images.expand_as(noise)
         noisy_images = add_noise(images, noise, tenths)
-        losses = [measure(model, noisy_images, tenths, condition, images, noise) for model in models.values()]
+        losses = [
+            measure(model, noisy_images, tenths, condition, images, noise)
+            for model in models.values()
+        ]
         weight = batch["weight"]  # 0 for what can't be decoded
         sums += torch.cat([weight * torch.cat(losses), weight, torch.ones_like(weight)])
         records.new_skipped.update(batch["skipped"])
@@ -96,8 +125,11 @@ def log_held_out_loss(
         return
     if weight == 0:
         fail(f"none of the {tried:.0f} images that --holdout sets aside could be decoded")
-    nines = [[value / weight for value in sums[start : start + 9]] for start in range(0, len(sums), 9)]
+    nines = [
+        [value / weight for value in sums[start : start + 9]] for start in range(0, len(sums), 9)
+    ]
     record = {name: sum(nine) / 9 for name, nine in zip(models, nines, strict=True)}
-    record |= {f"held_out_loss_t0.{i}": value for i, value in enumerate(nines[-1], 1)}  # of what the pipeline gets
+    # levels of the weights that the pipeline gets
+    record |= {f"held_out_loss_t0.{i}": value for i, value in enumerate(nines[-1], 1)}
     records.held_out = {"step": step, **record}
     records.write(records.held_out)

@@ -1,4 +1,4 @@
-"""Optimizers: made as the flags say, and any state loaded to the bit."""
+"""Optimizers: made from the flags, and restored exactly from a saved state."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -10,16 +10,21 @@ from diffusers.optimization import get_scheduler
 from diffusion_training.errors import explained, fail
 from diffusion_training.training.models import Models, is_block_matrix, list_parameters
 
-# What a resumed run takes from its own flags, wherever an optimizer has it; all else goes on as it was saved. Without
-# `fused`, a run that was saved in bf16 and goes on in fp16 would pass over the scaler.
+# Options that a resumed run takes from its own flags, where its optimizer has them; all others are
+# restored. Without `fused`, a run saved in bf16 and resumed in fp16 would ignore the scaler.
 FLAGS = ("lr", "betas", "eps", "weight_decay", "fused")
 
 
-def make_optimizer(models: Models, scaler: torch.amp.GradScaler | None, args: Namespace) -> torch.optim.Optimizer:
-    """The --optimizer of all that is trained in {name: model}; `scaler`: that of fp16, or None.
+def make_optimizer(
+    models: Models, scaler: torch.amp.GradScaler | None, args: Namespace
+) -> torch.optim.Optimizer:
+    """Make the --optimizer for all trained parameters of {name: model}.
 
-    adamw8bit keeps AdamW's two moments in 8 bits (arXiv:2110.02861), adafactor a mean for each row and column of the
-    second and nothing of the first (arXiv:1804.04235): of the --adam flags it reads the weight decay only.
+    adamw8bit keeps AdamW's two moments in 8 bits (arXiv:2110.02861). adafactor keeps no first
+    moment, and for the second one only a mean for each row and column (arXiv:1804.04235); it uses
+    only the weight decay of the --adam flags.
+
+    scaler: the GradScaler of fp16, or None.
     """
     parameters = list_parameters(models)
     shared = {"lr": args.learning_rate, "weight_decay": args.adam_weight_decay}
@@ -28,7 +33,9 @@ def make_optimizer(models: Models, scaler: torch.amp.GradScaler | None, args: Na
     shared |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if args.optimizer == "muon":
         kinds = {True: [], False: []}
-        for name, weight in (pair for model in models.values() for pair in model.named_parameters()):
+        for name, weight in (
+            pair for model in models.values() for pair in model.named_parameters()
+        ):
             if weight.requires_grad:
                 kinds[is_block_matrix(name, weight)].append(weight)
         if not kinds[True]:
@@ -37,21 +44,29 @@ def make_optimizer(models: Models, scaler: torch.amp.GradScaler | None, args: Na
     if args.optimizer == "adamw":  # fused skips fp16 overflows by itself, unseen by Accelerate
         return torch.optim.AdamW(parameters, **shared, fused=scaler is None)
     with explained("--optimizer adamw8bit: bitsandbytes does not work"):
-        from bitsandbytes.optim import AdamW8bit  # here, because who needs none of it need not have it
+        # imported here, because it is optional
+        from bitsandbytes.optim import AdamW8bit
 
-        for parameter in parameters:  # or its first step would do it, and a resumed run go on in another layout
+        # otherwise its first step would do it, and a resumed run would have another layout
+        for parameter in parameters:
             parameter.data = parameter.data.contiguous()
         return AdamW8bit(parameters, **shared)
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for matrices (arXiv:2502.16982) and AdamW for the rest, as one optimizer: one to schedule, scale and save.
+    """Muon for matrices (arXiv:2502.16982) and AdamW for the rest, as a single optimizer.
 
-    Muon's updates are scaled to the size of AdamW's, so that both go with one learning rate.
+    So there is only one to schedule, scale and save. Muon's updates are scaled to the size of
+    AdamW's, so that one learning rate fits both.
     """
 
     def __init__(
-        self, matrices: list[torch.Tensor], others: list[torch.Tensor], lr: float, weight_decay: float, **adamw: Any
+        self,
+        matrices: list[torch.Tensor],
+        others: list[torch.Tensor],
+        lr: float,
+        weight_decay: float,
+        **adamw: Any,
     ) -> None:
         shared = {"lr": lr, "weight_decay": weight_decay}
         self.parts = [torch.optim.Muon(matrices, **shared, adjust_lr_fn="match_rms_adamw")]
@@ -75,25 +90,33 @@ class MuonAdamW(torch.optim.Optimizer):
 def make_lr_scheduler(
     optimizer: torch.optim.Optimizer, global_step: int, args: Namespace
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule of --lr_scheduler, on its way since `global_step` steps.
+    """Return the schedule of --lr_scheduler as it is after `global_step` steps.
 
-    Started there, update k has the rate f(k); the usual start would waste update 1 on f(0) = 0.
+    Started this way, update k has the rate f(k). The usual start would waste update 1 on f(0) = 0.
     """
-    for group in optimizer.param_groups:  # which a schedule that goes on asks for
+    for group in optimizer.param_groups:  # required for a schedule that does not start at step 0
         group["initial_lr"] = group["lr"]
     return get_scheduler(
-        args.lr_scheduler, optimizer, step_rules=args.lr_step_rules, num_warmup_steps=args.lr_warmup_steps,
-        num_training_steps=args.max_train_steps + 1, num_cycles=args.lr_num_cycles, power=args.lr_power,
+        args.lr_scheduler,
+        optimizer,
+        step_rules=args.lr_step_rules,
+        num_warmup_steps=args.lr_warmup_steps,
+        num_training_steps=args.max_train_steps + 1,
+        num_cycles=args.lr_num_cycles,
+        power=args.lr_power,
         last_epoch=global_step,
-    )  # fmt: skip
+    )
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Load what `state_dict` gave of an optimizer of the same kind, but for what the flags of this run say."""
-    for group, own in zip(saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
+    """Load a state of the same kind of optimizer, except for options set by this run's flags."""
+    for group, own in zip(
+        saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True
+    ):
         group |= {name: own[name] for name in FLAGS if name in own}
     optimizer.load_state_dict(saved)
-    for parameter, state in optimizer.state.items():  # saved channels_last on CUDA, which other devices are not
+    # it was saved as channels_last on CUDA, which other devices do not use
+    for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if torch.is_tensor(value) and value.shape == parameter.shape:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

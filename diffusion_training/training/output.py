@@ -1,4 +1,4 @@
-"""The folder of a run: opened, locked, and written to, each thing whole or not at all."""
+"""The output folder of a run: opened, locked, and written so that nothing is left half done."""
 
 import json
 import math
@@ -19,25 +19,39 @@ from PIL import Image, ImageDraw, ImageFont
 
 from diffusion_training.arguments import format_args
 from diffusion_training.errors import UNDO, explained, fail
-from diffusion_training.files import check_output_dir, clean, delete, leave_nothing, saving, take_folder
+from diffusion_training.files import (
+    check_output_dir,
+    clean,
+    delete,
+    leave_nothing,
+    saving,
+    take_folder,
+)
 from diffusion_training.order import step_seed
 from diffusion_training.training.checkpoints import find_checkpoint, find_checkpoints, read_state
 from diffusion_training.training.launch import StopSignal
 from diffusion_training.training.signs import read_best
 
 
-def open_output_dir(accelerator: Accelerator, script: str, args: Namespace) -> tuple[BaseFileLock | None, Path | None]:
-    """Make, lock and clean --output_dir, find the hub repository, and write run.args, which is this command again.
+def open_output_dir(
+    accelerator: Accelerator, script: str, args: Namespace
+) -> tuple[BaseFileLock | None, Path | None]:
+    """Make, lock and clean --output_dir, make the hub repository, and write run.args.
 
-    `script`: the file that is run. Returns (the lock, None but on the first process; the checkpoint to go on from, or
-    None).
+    run.args holds the flags of this command, to repeat it.
+
+    script: the file that is run.
+
+    Returns (the lock, or None except on the first process; the checkpoint to resume from, or None).
     """
     check_output_dir(args)
     output_dir = Path(args.output_dir)
     lock = None
     if accelerator.is_main_process:
-        own = {"run.args", "metrics.jsonl", "find_lr.json", "image_cache"}  # each leaves one; so does a cache
-        own |= {path.name for path in find_checkpoints(output_dir)}  # which may be all that was copied here
+        # every run leaves one of these; a cache may too, but it also has cache.json
+        own = {"run.args", "metrics.jsonl", "find_lr.json", "image_cache"}
+        # perhaps only checkpoints were copied here
+        own |= {path.name for path in find_checkpoints(output_dir)}
         is_own = lambda names: own & names and "cache.json" not in names  # noqa: E731
         if not output_dir.exists():
             UNDO.append(partial(leave_nothing, output_dir))
@@ -45,36 +59,47 @@ def open_output_dir(accelerator: Accelerator, script: str, args: Namespace) -> t
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
     accelerator.wait_for_everyone()
-    # By all processes, so that all refuse alike
+    # On all processes, so that all of them stop if there is an error
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     if accelerator.is_main_process and checkpoint is None and not args.find_lr:
-        for old in (output_dir / "samples").glob("step-*.png"):  # of a run that left no checkpoint: a folder holds one
+        # left by a run without a checkpoint: a folder holds only one run
+        for old in (output_dir / "samples").glob("step-*.png"):
             old.unlink()
     if accelerator.is_main_process and not args.find_lr:
         restore_best(output_dir, checkpoint)
         with saving(output_dir, "run.args") as unfinished:
             (unfinished / "run.args").write_bytes(os.fsencode(format_args(args, Path(script).name)))
     if accelerator.is_main_process and args.push_to_hub:
-        name, private = args.hub_model_id or output_dir.resolve().name, args.hub_private_repo or None
-        with explained(f"--push_to_hub: no repository {name}; `hf auth login` first, or leave it out"):
+        name, private = (
+            args.hub_model_id or output_dir.resolve().name,
+            args.hub_private_repo or None,
+        )
+        with explained(
+            f"--push_to_hub: no repository {name}; `hf auth login` first, or leave it out"
+        ):
             args.hub_model_id = create_repo(name, private=private, exist_ok=True).repo_id
             public = private and not repo_info(args.hub_model_id).private
         if public:
-            fail(f"--hub_private_repo: {args.hub_model_id} exists and is public; make it private, or choose another")
+            fail(
+                f"--hub_private_repo: {args.hub_model_id} exists and is public; make it "
+                "private, or choose another"
+            )
     return lock, checkpoint
 
 
 def samples_path(output_dir: str | Path, step: int) -> Path:
-    """Where the samples after a step are."""
+    """Return the path of the samples drawn after a step."""
     return Path(output_dir) / "samples" / f"step-{step:07d}.png"
 
 
-def save_samples(accelerator: Accelerator, picture: Image.Image, output_dir: str | Path, step: int) -> None:
-    """Write a PIL picture of samples whole or not at all, and pass it to the trackers that take pictures."""
+def save_samples(
+    accelerator: Accelerator, picture: Image.Image, output_dir: str | Path, step: int
+) -> None:
+    """Write a picture of samples, whole or not at all, and pass it to trackers that support it."""
     path = samples_path(output_dir, step)
     path.parent.mkdir(exist_ok=True)
     with saving(path.parent, path) as unfinished:
-        picture.save(unfinished / path.name)  # a half picture would pass for one that is done
+        picture.save(unfinished / path.name)  # half a picture would be taken for a finished one
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_images"):
             layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
@@ -82,31 +107,42 @@ def save_samples(accelerator: Accelerator, picture: Image.Image, output_dir: str
 
 
 def draw_prompts(
-    accelerator: Accelerator, pipeline: DiffusionPipeline,
-    draw: Callable[[list[str], list[torch.Generator]], Sequence[np.ndarray]], most: int, step: int,
-    stop_signal: StopSignal, args: Namespace,
-) -> None:  # fmt: skip
-    """Draw --num_validation_images of each prompt, a share on each process, and save them as the samples of a step.
+    accelerator: Accelerator,
+    pipeline: DiffusionPipeline,
+    draw: Callable[[list[str], list[torch.Generator]], Sequence[np.ndarray]],
+    most: int,
+    step: int,
+    stop_signal: StopSignal,
+    args: Namespace,
+) -> None:
+    """Draw --num_validation_images of each prompt, and save them as the samples of a step.
 
-    draw: (up to `most` prompts, their generators) -> images float [N, H, W, C] in [0, 1]. An image starts from its own
-    seed, whatever the number of processes. A signal breaks off: who sends it does not wait for pictures, and a run
-    that is resumed draws what is missing.
+    Each process draws a share. An image starts from its own seed, whatever the number of processes.
+    A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
+    what is missing.
+
+    draw: (up to `most` prompts, their generators) -> images float [N, H, W, C] in [0, 1].
     """
     if not args.validation_prompts:
         return
     device = accelerator.device
     model = getattr(pipeline, "unet", None) or pipeline.transformer
-    pipeline.vae.to(device).enable_slicing()  # one image at a time: a batch may need more memory than training
+    # decode one image at a time: a batch may need more memory than training
+    pipeline.vae.to(device).enable_slicing()
     for text_encoder in (pipeline.text_encoder, getattr(pipeline, "text_encoder_2", None)):
         text_encoder and text_encoder.to(device)
     pipeline.set_progress_bar_config(disable=True)
     training = model.training
     model.eval()  # without dropout
-    prompts = [prompt for prompt in args.validation_prompts for _ in range(args.num_validation_images)]
+    prompts = [
+        prompt for prompt in args.validation_prompts for _ in range(args.num_validation_images)
+    ]
     mine, images = range(accelerator.process_index, len(prompts), accelerator.num_processes), []
     for start in range(0, len(mine), most):
         batch = mine[start : start + most]
-        generators = [torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in batch]
+        generators = [
+            torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in batch
+        ]
         images.extend(draw([prompts[i] for i in batch], generators))
         if stop_signal.received:
             break
@@ -115,25 +151,33 @@ def draw_prompts(
     if accelerator.is_main_process and len(images) == len(prompts):
         images = np.stack([image for _, image in sorted(images, key=lambda pair: pair[0])])
         images = (images * 255).round().astype(np.uint8)
-        grid = draw_grid(images.reshape(len(args.validation_prompts), -1, *images.shape[1:]), args.validation_prompts)
+        grid = draw_grid(
+            images.reshape(len(args.validation_prompts), -1, *images.shape[1:]),
+            args.validation_prompts,
+        )
         save_samples(accelerator, grid, args.output_dir, step)
 
 
 def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
-    """Write the pipeline folder; the one that stood there stays until the new one is whole."""
+    """Write the pipeline folder; an existing one stays until the new one is complete."""
     model = getattr(pipeline, "unet", None) or pipeline.transformer
     if not all(weight.isfinite().all() for weight in model.parameters()):
-        fail("the weights are not finite: they are not saved, and the pipeline that stood there stays", alone=True)
+        fail(
+            "the weights are not finite: they are not saved, and the pipeline that stood "
+            "there stays",
+            alone=True,
+        )
     with saving(output_dir, f"the pipeline in {output_dir}") as unfinished:
         pipeline.save_pretrained(unfinished)
-        for path in unfinished.glob("*/config.json"):  # where a model came from on this machine is nobody's business
+        # a local path that a model was loaded from is private
+        for path in unfinished.glob("*/config.json"):
             config = json.loads(path.read_text())
             if os.path.exists(config.pop("_name_or_path", "")):
                 path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def restore_best(output_dir: Path, checkpoint: Path | None) -> None:
-    """Let best/ be what a checkpoint, or with None a run that begins, knows: not what came after it."""
+    """Restore best/ as it was at a checkpoint; for a run that begins (None), delete it."""
     reached = read_state(checkpoint, None)["global_step"] if checkpoint else -1
     for folder in (output_dir / "best", output_dir / "best-before"):
         if read_best(folder).get("step", -1) > reached:
@@ -148,17 +192,25 @@ def restore_best(output_dir: Path, checkpoint: Path | None) -> None:
 def keep_best(
     accelerator: Accelerator, record: dict, step: int, save: Callable[[Path], None], args: Namespace
 ) -> None:
-    """With --save_best, put what `save(folder)` writes into best/ if the held-out loss at this step is the lowest yet.
+    """With --save_best, write best/ if the held-out loss at this step is the lowest so far.
 
-    record: the last of the held-out loss; that of the averaged weights counts, if there are any, since they are saved.
-    The best before is kept as best-before until a checkpoint is as far as the new one: who resumes at an earlier one
-    gets it back.
+    save(folder): writes the content of best/.
+    record: the last held-out record. The loss of the averaged weights counts if there are any,
+    since they are what is saved.
+
+    The previous best is kept as best-before until a checkpoint is as new as the best, so that a run
+    resumed from an older checkpoint can restore it.
     """
-    output_dir, loss = Path(args.output_dir), record.get("held_out_loss_ema", record.get("held_out_loss"))
+    output_dir, loss = (
+        Path(args.output_dir),
+        record.get("held_out_loss_ema", record.get("held_out_loss")),
+    )
     if not args.save_best or not accelerator.is_main_process or record.get("step") != step:
         return
     best = output_dir / "best"
-    reached = max((int(path.name.split("-")[-1]) for path in find_checkpoints(output_dir)), default=-1)
+    reached = max(
+        (int(path.name.split("-")[-1]) for path in find_checkpoints(output_dir)), default=-1
+    )
     known = read_best(best)
     if loss < known.get("held_out_loss", math.inf):
         if known and known["step"] <= reached:
@@ -167,14 +219,20 @@ def keep_best(
         with saving(output_dir, best) as unfinished:
             (unfinished / "best").mkdir()
             save(unfinished / "best")
-            (unfinished / "best/held_out.json").write_text(json.dumps({"step": step, "held_out_loss": loss}))
+            (unfinished / "best/held_out.json").write_text(
+                json.dumps({"step": step, "held_out_loss": loss})
+            )
     if read_best(best)["step"] <= reached:
         delete(output_dir / "best-before")
 
 
 def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:
-    """Images uint8 [prompts, per prompt, H, W, C] -> a picture with a row for each prompt, which stands beside it."""
-    prompts = [prompt if len(prompt) < 400 else prompt[:400] + "…" for prompt in prompts]  # measured again and again
+    """Turn images uint8 [prompts, per prompt, H, W, C] into a picture: a row for each prompt.
+
+    The prompt is written beside its row.
+    """
+    # cut long ones first, because the loop below measures each shorter version
+    prompts = [prompt if len(prompt) < 400 else prompt[:400] + "…" for prompt in prompts]
     size = max(64, images.shape[2])
     font, margin = ImageFont.load_default(14), 4
     label = min(400, max(math.ceil(font.getlength(prompt)) for prompt in prompts)) + 2 * margin
@@ -186,6 +244,8 @@ def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:
             prompt = prompt[:-2].rstrip("…") + "…"
         draw.text((margin, y * step + size // 2), prompt, "black", font, anchor="lm")
         for x, image in enumerate(row):
-            picture = Image.fromarray(image.squeeze()).convert("RGB").resize((size, size), Image.NEAREST)
+            picture = (
+                Image.fromarray(image.squeeze()).convert("RGB").resize((size, size), Image.NEAREST)
+            )
             grid.paste(picture, (label + x * step, y * step))
     return grid

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and the signs in it that training goes wrong."""
+"""Reading metrics.jsonl, and finding signs in it that training goes wrong."""
 
 import contextlib
 import json
@@ -11,13 +11,25 @@ from typing import Any
 from diffusion_training.files import fits
 from diffusion_training.remote import is_address
 
-NUMBERS = ("epoch", "loss", "lr", "grad_norm", "clipped", "images_per_second", "data_wait", "skipped_images")
-TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # what a record of training has
+NUMBERS = (
+    "epoch",
+    "loss",
+    "lr",
+    "grad_norm",
+    "clipped",
+    "images_per_second",
+    "data_wait",
+    "skipped_images",
+)
+TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # fields of a training record
 HELD_OUT = {"step": int, "held_out_loss": float}
 
 
 def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[dict]:
-    """The records of metrics.jsonl up to a step; a line that a kill, a power cut or a hand has spoilt is left out."""
+    """Return the records of metrics.jsonl up to a step.
+
+    Lines damaged by a kill, a power cut or editing are left out.
+    """
     path, records = Path(output_dir) / "metrics.jsonl", []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):
@@ -25,37 +37,51 @@ def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[di
             if (fits(record, TRAINED) or fits(record, HELD_OUT)) and record["step"] <= last_step:
                 numbers = (record[name] for name in record.keys() - {"signs", "skipped"})
                 words = all(fits(record.get(name, {}), dict) for name in ("signs", "skipped"))
-                if words and all(fits(number, int | float) and math.isfinite(number) for number in numbers):
+                if words and all(
+                    fits(number, int | float) and math.isfinite(number) for number in numbers
+                ):
                     records.append(record)
     return records
 
 
 def read_best(folder: str | Path) -> dict[str, Any]:
-    """{"step", "held_out_loss"} of what `keep_best` has written; nothing where it has not."""
+    """Return {"step", "held_out_loss"} that `keep_best` has written, or {} if it has not."""
     path = Path(folder) / "held_out.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def find_signs(
-    records: list[dict], images: Sequence[float] | None, args: Namespace, learned: float = 1.0, costs: Any = None,
+    records: list[dict],
+    images: Sequence[float] | None,
+    args: Namespace,
+    learned: float = 1.0,
+    costs: Any = None,
     sampled: tuple[int, float] | None = None,
-) -> dict[str, str]:  # fmt: skip
-    """Signs that training goes wrong, as {kind: a sentence with the flag to turn}; a sane run has none.
+) -> dict[str, str]:
+    """Return signs that training goes wrong, {kind: a sentence that names a flag to change}.
 
-    records: those of metrics.jsonl. images: means over the first images that the U-Net is given, of their lowest and
-    highest value, mean square, being of one colour and roughness; None if there were none. learned: 0 while all that
-    a LoRA adds is 0. costs: `Costs`, of a device that says how much memory it has. sampled: (step, roughness) of the
-    last samples. What takes time to judge waits for 100 steps after the warm-up.
+    A good run has none. Signs that take time are looked for from 100 steps after the warm-up on.
+
+    records: those of metrics.jsonl.
+    images: means over the first images that the U-Net gets: lowest value, highest value, mean
+    square, share of one colour, roughness; None if there were none.
+    learned: 0 while a LoRA adds nothing.
+    costs: `Costs`, if the memory of the device is known.
+    sampled: (step, roughness) of the last samples.
     """
-    records = [record for record in records if "loss" in record]  # others are of the images held out
+    # the others are of the held-out loss
+    records = [record for record in records if "loss" in record]
     (low, high, mean_square, flat, rough), last = images or (-1, 1, 1, 0, 1), records[-1]
     latents, (sampled_at, sampled_rough) = "latents_dir" in args, sampled or (0, 0)
-    judged = [record for record in records[1:] if record["step"] > args.lr_warmup_steps] or records  # 1: a cold start
+    # without the first one, which is slow from a cold start
+    judged = [record for record in records[1:] if record["step"] > args.lr_warmup_steps] or records
     enough, ended = last["step"] >= args.lr_warmup_steps + 100, last["step"] >= args.max_train_steps
-    soon = len(records) > 1 and last["step"] >= 30  # what is plain by then
+    soon = len(records) > 1 and last["step"] >= 30  # enough for obvious signs
     clipped = sum(record.get("clipped", 0) for record in judged) / len(judged)
     waiting = sum(record["data_wait"] for record in judged) / len(judged)
-    rest = 1 - min(args.ema_max_decay, 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power)
+    rest = 1 - min(
+        args.ema_max_decay, 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power
+    )
     of_peak = last["lr"] / max([record["lr"] for record in records if record["lr"]], default=1)
     turn = "precompute_latents.py" if latents else "--cache_images"
     turn = f"{turn}, or more --dataloader_num_workers than {args.dataloader_num_workers}"
@@ -63,7 +89,8 @@ def find_signs(
         turn = "a faster disk, or more memory, which the system keeps files in"
         if any(map(is_address, getattr(args, "latents_dir", None) or [])):
             turn = "a larger --shards_size, of which more is fetched ahead, or a faster network"
-    total, held = (costs.total_gb or 0, costs.held) if costs else (0, 0)  # 0: it is not known, as of a CPU
+    # 0: unknown, as for a CPU
+    total, held = (costs.total_gb or 0, costs.held) if costs else (0, 0)
     most = last.get("memory_gb", 0)
     would_fit = int((0.9 * total - held) / max(most - held, 1e-9) * args.train_batch_size)
     signs = {
@@ -72,7 +99,9 @@ def find_signs(
         "latents": latents and not 0.25 < mean_square < 4,
         "range": not latents and (low < -1.01 or high > 1.01 or low > -0.01),
         "colour": not latents and flat > 0.1,
-        "noise": 2 * sampled_at >= args.max_train_steps and rough < 0.8 and sampled_rough > (1 + rough) / 2,
+        "noise": 2 * sampled_at >= args.max_train_steps
+        and rough < 0.8
+        and sampled_rough > (1 + rough) / 2,
         "clipped": (enough or ended and soon) and clipped > 0.5,
         "waiting": enough and waiting > 0.05 or soon and waiting > 0.25,
         "ema": enough and args.use_ema and rest * args.max_train_steps < 2.5,
@@ -80,21 +109,27 @@ def find_signs(
         "lr": enough and ended and not args.use_ema and of_peak > 0.1,
     }
     sentences = {
-        "idle": f"at most {most:.3g} of {total:.3g} GB are in use: --train_batch_size {would_fit} would fit, or no "
-        "--gradient_checkpointing",
-        "full": f"up to {most:.3g} of {total:.3g} GB are in use: try a lower --train_batch_size, or "
-        "--gradient_checkpointing",
-        "latents": f"the latents have a root mean square of {mean_square**0.5:.2g}, not of about 1: does the VAE's "
-        "scaling_factor fit?",
-        "range": f"images go from {low:.2g} to {high:.2g}, where black is -1 and white 1: see prepare_batch",
-        "colour": f"{flat:.0%} of the images are of one colour: look at the data, and at --image_column",
-        "noise": f"the samples of step {sampled_at} are nearly as rough as noise ({sampled_rough:.2f}; the images "
-        f"{rough:.2f}, noise 1): try a lower --learning_rate",
-        "clipped": f"gradients are clipped in {clipped:.0%} of steps: try a lower --learning_rate or larger batches",
+        "idle": f"at most {most:.3g} of {total:.3g} GB are in use: "
+        f"--train_batch_size {would_fit} would fit, or no --gradient_checkpointing",
+        "full": f"up to {most:.3g} of {total:.3g} GB are in use: "
+        "try a lower --train_batch_size, or --gradient_checkpointing",
+        "latents": f"the latents have a root mean square of {mean_square**0.5:.2g}, "
+        "not of about 1: does the VAE's scaling_factor fit?",
+        "range": f"images go from {low:.2g} to {high:.2g}, where black is -1 and white 1: "
+        "see prepare_batch",
+        "colour": f"{flat:.0%} of the images are of one colour: "
+        "look at the data, and at --image_column",
+        "noise": f"the samples of step {sampled_at} are nearly as rough as noise "
+        f"({sampled_rough:.2f}; the images {rough:.2f}, noise 1): try a lower --learning_rate",
+        "clipped": f"gradients are clipped in {clipped:.0%} of steps: "
+        "try a lower --learning_rate or larger batches",
         "waiting": f"the device waits for data {waiting:.0%} of the time: try {turn}",
-        "ema": f"the averaged weights lag behind {args.max_train_steps} steps: lower --ema_max_decay or --ema_power",
-        "lora": "the LoRA still changes nothing, all its B are 0: is --learning_rate 0, or a gradient cut off?",
-        "lr": f"the learning rate ends at {of_peak:.0%} of its peak, so the weights keep the noise of the last steps: "
+        "ema": f"the averaged weights lag behind {args.max_train_steps} steps: "
+        "lower --ema_max_decay or --ema_power",
+        "lora": "the LoRA still changes nothing, all its B are 0: "
+        "is --learning_rate 0, or a gradient cut off?",
+        "lr": f"the learning rate ends at {of_peak:.0%} of its peak, "
+        "so the weights keep the noise of the last steps: "
         "try --lr_scheduler cosine, or --use_ema",
     }
     return {kind: sentences[kind] for kind, wrong in signs.items() if wrong}

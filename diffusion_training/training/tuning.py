@@ -1,4 +1,4 @@
-"""What suits a run: the batch size that fits, the learning rate that goes with it, or one by a range test."""
+"""Choosing the batch size that fits, and the learning rate, by a rule or by a range test."""
 
 import gc
 import json
@@ -23,18 +23,29 @@ from diffusion_training.training.models import Models, copy_trained, put_on_devi
 from diffusion_training.training.optimizers import make_optimizer
 from diffusion_training.training.progress import Progress
 
-TakeStep = Callable[..., torch.Tensor]  # `train_step` of models, optimizer, batches, micro-batches, data step
+# `train_step`, with models, optimizer, batches, number of micro-batches, data step
+TakeStep = Callable[..., torch.Tensor]
 
 
 def choose_batch_size(
-    accelerator: Accelerator, models: Models, take_step: TakeStep, dataset: Any, rows: Any, before: dict,
+    accelerator: Accelerator,
+    models: Models,
+    take_step: TakeStep,
+    dataset: Any,
+    rows: Any,
+    before: dict,
     args: Namespace,
-) -> None:  # fmt: skip
-    """Put numbers for --train_batch_size auto and --total_batch_size into `args`, the same on all processes.
+) -> None:
+    """Replace --train_batch_size auto and --total_batch_size by numbers, on all processes alike.
 
-    auto is what `largest_batch` finds, or what it found for the checkpoint whose settings are `before`.
+    The numbers are put into `args`. auto is the result of `largest_batch`, or the earlier one of
+    the checkpoint whose settings are `before`.
     """
-    total, num_processes, auto = args.total_batch_size, accelerator.num_processes, args.train_batch_size == "auto"
+    total, num_processes, auto = (
+        args.total_batch_size,
+        accelerator.num_processes,
+        args.train_batch_size == "auto",
+    )
     each, rest = divmod(total or (max(num_processes, len(rows)) if auto else 0), num_processes)
     if auto:
         largest = 0 if dataset.sizes is None else np.argmax(dataset.sizes[rows].prod(axis=1))
@@ -45,31 +56,52 @@ def choose_batch_size(
         other = "or --gradient_accumulation_steps is given, which it chooses itself"
         each = f"--train_batch_size {args.train_batch_size} x {num_processes} processes"
         fail(f"--total_batch_size {total} is no multiple of {each}, {other}")
-    args.gradient_accumulation_steps = each // args.train_batch_size if total else args.gradient_accumulation_steps
+    args.gradient_accumulation_steps = (
+        each // args.train_batch_size if total else args.gradient_accumulation_steps
+    )
     factors = args.train_batch_size, args.gradient_accumulation_steps, num_processes
     said = "{} x {} accumulated x {} processes".format(*factors)
     accelerator.print(f"Batch size: {said}, {math.prod(factors)} images a step")
 
 
 def largest_batch(
-    accelerator: Accelerator, models: Models, take_step: TakeStep, batch: dict, most: int, args: Namespace
+    accelerator: Accelerator,
+    models: Models,
+    take_step: TakeStep,
+    batch: dict,
+    most: int,
+    args: Namespace,
 ) -> int:
-    """How many images like the one in `batch`, up to `most`, can be a micro-batch on the devices of all processes.
+    """Return how many images like the one in `batch`, up to `most`, fit in a micro-batch.
 
-    Tried with steps of a copy, with optimizer, averaged weights and what DDP takes for gradients.
+    They must fit on the devices of all processes. Each size is tried with steps of a copy,
+    including optimizer, averaged weights and the memory that DDP takes for gradients.
     """
     device = accelerator.device
 
     def prepare(size: int) -> Callable[[int], Any]:
-        trial = {name: put_on_device(copy_trained(model), device).train() for name, model in models.items()}
+        trial = {
+            name: put_on_device(copy_trained(model), device).train()
+            for name, model in models.items()
+        }
         if args.gradient_checkpointing:
             for model in trial.values():
                 model.enable_gradient_checkpointing()
-        others = [start_average(trial) for wanted in (args.use_ema, accelerator.num_processes > 1) if wanted]
+        others = [
+            start_average(trial)
+            for wanted in (args.use_ema, accelerator.num_processes > 1)
+            if wanted
+        ]
         optimizer = accelerator.prepare(make_optimizer(trial, accelerator.scaler, args))
         # Without DDP: a process whose memory is full would leave the others waiting.
-        trial = {name: accelerator.prepare_model(model, evaluation_mode=True) for name, model in trial.items()}
-        many = {k: v.repeat_interleave(size, 0).to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+        trial = {
+            name: accelerator.prepare_model(model, evaluation_mode=True)
+            for name, model in trial.items()
+        }
+        many = {
+            k: v.repeat_interleave(size, 0).to(device) if torch.is_tensor(v) else v
+            for k, v in batch.items()
+        }
         return lambda step: (take_step(trial, optimizer, iter([many]), 1, step), others)
 
     scaler = accelerator.scaler and accelerator.scaler.state_dict()
@@ -77,18 +109,27 @@ def largest_batch(
     if scaler:  # the trials have moved its scale
         accelerator.scaler.load_state_dict(scaler)
     if found == 0:
-        fail("not even one image fits: try --gradient_checkpointing, --mixed_precision bf16 or a smaller model")
+        fail(
+            "not even one image fits: try --gradient_checkpointing, --mixed_precision bf16 or "
+            "a smaller model"
+        )
     return found
 
 
 def find_largest(
-    accelerator: Accelerator, device: torch.device, prepare: Callable[[int], Callable[[int], Any]], most: int
+    accelerator: Accelerator,
+    device: torch.device,
+    prepare: Callable[[int], Callable[[int], Any]],
+    most: int,
 ) -> int:
-    """For how many images, up to `most`, there is memory on the devices of all processes; 0: not for one.
+    """Return how many images, up to `most`, fit on the devices of all processes; 0 if none does.
 
-    Doubled until the memory is full, then bisected; a tenth of a GPU stays free. A CPU never says that it is full: 64
-    is the end. prepare(size): puts what is tried onto the device, and returns compute(step), which is called for steps
-    0 and 1. What is tried is printed: images, memory of the first device, images a second of step 1.
+    The number is doubled until the memory is full, then bisected. A tenth of a GPU stays free. On a
+    CPU the limit is 64, because it does not report that it is full. A line is printed for each
+    number: images, memory of the first device, images per second of step 1.
+
+    prepare(size): puts everything onto the device, and returns compute(step), which is called for
+    steps 0 and 1.
     """
 
     def fits(size: int) -> bool:
@@ -102,7 +143,10 @@ def find_largest(
                 compute(step)
                 if cuda:
                     torch.cuda.synchronize(device)
-            found = f"{measure_memory(device)[0] / 1e9:12.3g}{size / (time.perf_counter() - begin):10.1f}"
+            found = (
+                f"{measure_memory(device)[0] / 1e9:12.3g}"
+                f"{size / (time.perf_counter() - begin):10.1f}"
+            )
         except RuntimeError as error:
             if not (full := should_reduce_batch_size(error)):
                 raise
@@ -115,9 +159,9 @@ def find_largest(
     if cuda := device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.9)
     most = min(most, 64) if device.type == "cpu" else most
-    gc.freeze()  # so that collecting what a trial leaves behind does not look through all else
+    gc.freeze()  # so that collecting garbage of a trial does not go through all other objects
     accelerator.print(f"{'images':>8}{'memory, GB':>12}{'images/s':>10}")
-    low, high = 0, most + 1  # so many fit, so many do not
+    low, high = 0, most + 1  # `low` images fit, `high` do not
     while high - low > 1:
         end_if_stopped()
         size = min(2 * low or 1, most) if high > most else (low + high) // 2
@@ -129,23 +173,30 @@ def find_largest(
 
 
 def scale_learning_rate(accelerator: Accelerator, images_per_step: int, args: Namespace) -> None:
-    """Multiply --learning_rate, which is given for --base_batch_size, as --scale_lr says, and print the result.
+    """Scale --learning_rate from --base_batch_size to this batch size by --scale_lr, and print it.
 
-    linear is what keeps SGD alike (arXiv:1706.02677), sqrt Adam (arXiv:2205.10287); auto is linear up to 512 images.
+    linear suits SGD (arXiv:1706.02677), sqrt suits Adam (arXiv:2205.10287), and auto is linear up
+    to 512 images and sqrt beyond.
     """
     if not args.scale_lr:
         return
-    rules = {"linear": lambda images: images, "sqrt": math.sqrt, "auto": lambda n: min(n, math.sqrt(512 * n))}
+    rules = {
+        "linear": lambda images: images,
+        "sqrt": math.sqrt,
+        "auto": lambda n: min(n, math.sqrt(512 * n)),
+    }
     factor = rules[args.scale_lr](images_per_step) / rules[args.scale_lr](args.base_batch_size)
     rates = (args.learning_rate, args.learning_rate * factor)
-    given, scaled = (np.format_float_scientific(rate, precision=4, trim="-", exp_digits=1) for rate in rates)
+    given, scaled = (
+        np.format_float_scientific(rate, precision=4, trim="-", exp_digits=1) for rate in rates
+    )
     args.learning_rate *= factor
     rule = f"{args.scale_lr}, {images_per_step} images a step"
     accelerator.print(f"Learning rate ({rule}): {given} x {factor:g} = {scaled}")
 
 
 def plan_steps(accelerator: Accelerator, progress: Progress, args: Namespace) -> bool:
-    """Put a number for --max_train_steps into `args`. Returns whether there is anything left to do."""
+    """Put a number for --max_train_steps into `args`. Return whether anything is left to train."""
     args.max_train_steps = steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
     if progress.global_step > steps and not args.find_lr:
         accelerator.print(f"The checkpoint is beyond step {steps}: there is nothing left to train")
@@ -153,27 +204,41 @@ def plan_steps(accelerator: Accelerator, progress: Progress, args: Namespace) ->
     if progress.num_images < sys.maxsize:  # a stream has no epochs
         each = math.ceil(progress.num_images / progress.images_per_step)
         accelerator.print(
-            f"Epoch: {progress.num_images} images, {each} steps; {steps} steps are {steps / each:.4g} epochs"
+            f"Epoch: {progress.num_images} images, {each} steps; {steps} steps are "
+            f"{steps / each:.4g} epochs"
         )
     if args.lr_scheduler == "polynomial" and args.learning_rate <= 1e-7:
-        fail(f"--lr_scheduler polynomial ends at a rate of 1e-7: begin above it, not at {args.learning_rate:g}")
-    if args.lr_warmup_steps > steps / 10 and args.lr_scheduler not in ("constant", "piecewise_constant"):
+        fail(
+            "--lr_scheduler polynomial ends at a rate of 1e-7: begin above it, not at "
+            f"{args.learning_rate:g}"
+        )
+    if args.lr_warmup_steps > steps / 10 and args.lr_scheduler not in (
+        "constant",
+        "piecewise_constant",
+    ):
         turn = f"--lr_warmup_steps {steps // 20} would suit it"
-        accelerator.print(f"The learning rate rises for {args.lr_warmup_steps} of {steps} steps: {turn}")
+        accelerator.print(
+            f"The learning rate rises for {args.lr_warmup_steps} of {steps} steps: {turn}"
+        )
     return True
 
 
 def find_learning_rate(
-    accelerator: Accelerator, models: Models, optimizer: torch.optim.Optimizer, take_step: TakeStep,
-    batches: Generator[dict], progress: Progress, args: Namespace,
-) -> str:  # fmt: skip
-    """Find a learning rate by a range test (arXiv:1506.01186), and write find_lr.json and find_lr.png.
+    accelerator: Accelerator,
+    models: Models,
+    optimizer: torch.optim.Optimizer,
+    take_step: TakeStep,
+    batches: Generator[dict],
+    progress: Progress,
+    args: Namespace,
+) -> str:
+    """Find a learning rate by a range test (arXiv:1506.01186); write find_lr.json and find_lr.png.
 
-    The rate grows by the same factor from step to step, until the loss, smoothed over about ten, is four times its
-    lowest. The suggestion is a tenth of the rate at the lowest. Nothing that is trained here is kept. Returns a
-    sentence that says what was found.
+    The rate grows by a constant factor per step until the loss, smoothed over about ten steps, is
+    four times its lowest value. The suggestion is a tenth of the rate at the lowest loss. Nothing
+    trained here is kept. Returns a sentence with the result.
     """
-    import matplotlib.figure  # here, because it takes half a second
+    import matplotlib.figure  # imported here, because it takes half a second
 
     tested, average = [], 0.0
     rates = np.geomspace(args.find_lr_min, args.find_lr_max, args.find_lr_steps).tolist()
@@ -188,7 +253,7 @@ def find_learning_rate(
         if weight == 0:  # no image of the step could be decoded
             continue
         average = 0.9 * average + 0.1 * loss / weight
-        smoothed = average / (1 - 0.9 ** (len(tested) + 1))  # as if it had not begun at 0
+        smoothed = average / (1 - 0.9 ** (len(tested) + 1))  # corrects for its start at 0
         if not smoothed < math.inf:
             break
         tested.append((smoothed, rate, loss / weight))
@@ -200,10 +265,14 @@ def find_learning_rate(
     lowest, best, _ = min(tested)
     reason = f"a tenth of {best:.2g}, at which the smoothed loss was lowest ({lowest:.4g})"
     found = {"suggestion": best / 10, "reason": reason}
-    found |= dict(zip(("smoothed", "rates", "losses"), map(list, zip(*tested, strict=True)), strict=True))
+    found |= dict(
+        zip(("smoothed", "rates", "losses"), map(list, zip(*tested, strict=True)), strict=True)
+    )
     if accelerator.is_main_process:
         figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log", yscale="log", title=reason)
+        axes = figure.add_subplot(
+            xlabel="learning rate", ylabel="loss", xscale="log", yscale="log", title=reason
+        )
         axes.plot(found["rates"], found["losses"], alpha=0.3)
         axes.plot(found["rates"], found["smoothed"])
         axes.axvline(best / 10, linestyle="--")

@@ -1,4 +1,4 @@
-"""Requests that may go wrong in every way: limits, retries, opt-outs, and no private address."""
+"""Requests to untrusted servers: limits, retries, opt-outs, and no private addresses."""
 
 import asyncio
 import collections
@@ -21,73 +21,101 @@ from yarl import URL
 
 from diffusion_training.web.pictures import THREADS, Failure, store_image
 
-# Private, though Python calls them global: Azure's own service in each of its networks, old and local forms of IPv6.
-NOT_PUBLIC = [ipaddress.ip_network(network) for network in ("168.63.129.16", "fec0::/10", "64:ff9b:1::/48")]
+# Addresses that Python calls global, though they are private: the service address that Azure has in
+# each of its networks, and old and local forms of IPv6.
+NOT_PUBLIC = [
+    ipaddress.ip_network(network) for network in ("168.63.129.16", "fec0::/10", "64:ff9b:1::/48")
+]
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Why there is no answer, by the first kind that fits: {0} is the kind of error, {1} what it says
+# The reason of a failed request, by the first matching type. {0} is the type of the error, {1} its
+# message.
 ERRORS = {
     TimeoutError: "timed out",
-    (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionResetError): "broken off",
+    (
+        aiohttp.ClientPayloadError,
+        aiohttp.ServerDisconnectedError,
+        ConnectionResetError,
+    ): "broken off",
     aiohttp.ClientConnectorDNSError: "host not found",
     aiohttp.ClientSSLError: "TLS: {1}",
     aiohttp.ClientConnectorError: "connection: {0} {1}",
     aiohttp.ClientOSError: "broken off",
     aiohttp.ClientResponseError: "bad answer: not as HTTP has it",
-    ValueError: "bad URL: {1}",  # of aiohttp, yarl or the encoding of a name
+    ValueError: "bad URL: {1}",  # from aiohttp, yarl or the encoding of a host name
     Exception: "connection: {0} {1}",
 }
 MAX_REDIRECTS = 5
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # this machine is, whoever is asked
+# Errors that mean that this machine has run out of something, not that the server failed.
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 COMPRESSED = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 
 
 class PrivateAddress(OSError):
-    """A connection to an address that is not on the public internet; an OSError, as aiohttp expects of a socket."""
+    """A connection to an address that is not on the public internet.
+
+    It is an OSError because aiohttp expects that when a socket can't be made.
+    """
 
 
 def check_address(address: str, allowed: list[str] | None) -> None:
-    """Raise PrivateAddress for an IP address, written as the socket library does, that is not to be connected to.
+    """Raise PrivateAddress for an IP address, as the socket library writes it, that is not public.
 
-    `allowed`: None, networks that are to be reached though they are not public, or an empty list for all of them. An
-    IPv6 address that stands for an IPv4 one (mapped, NAT64, 6to4, Teredo) is judged by that.
+    `allowed` lists private networks that may be reached; None: none, an empty list: all. An IPv6
+    address that contains an IPv4 address (mapped, NAT64, 6to4, Teredo) is judged by the latter.
     """
     ip = ipaddress.ip_address(address.split("%")[0])
     if ip.version == 6:
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else inner or ip
-    public = ip.is_global and not (ip.is_multicast or ip.is_reserved or any(ip in network for network in NOT_PUBLIC))
-    if not public and allowed != [] and not any(ip in ipaddress.ip_network(network) for network in allowed or ()):
-        raise PrivateAddress("private address")  # the same text for all of a host's, or aiohttp would mix them
+    public = ip.is_global and not (
+        ip.is_multicast or ip.is_reserved or any(ip in network for network in NOT_PUBLIC)
+    )
+    if (
+        not public
+        and allowed != []
+        and not any(ip in ipaddress.ip_network(network) for network in allowed or ())
+    ):
+        # The text is the same for all addresses of a host, so aiohttp need not merge several texts.
+        raise PrivateAddress("private address")
 
 
 def open_socket(address_info: tuple, allowed: list[str] | None) -> socket.socket:
-    """The socket of a connection to what `getaddrinfo` said; nothing looks it up again. Raises PrivateAddress."""
+    """Make the socket for an address of `getaddrinfo`. Raises PrivateAddress.
+
+    The name is not looked up again, so the checked address is the one that is connected to.
+    """
     family, kind, protocol, _, address = address_info
     check_address(address[0], allowed)
     return socket.socket(family, kind, protocol)
 
 
 def read_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a server asks to wait, None if it does not say."""
+    """Seconds to wait before a retry, from the Retry-After header, or None."""
     value = headers.get("Retry-After", "").strip()
     if value.isdecimal():
         return float(value)
     try:
-        return max(0.0, (email.utils.parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (TypeError, ValueError):  # no date, or one without a time zone
+        return max(
+            0.0, (email.utils.parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+        )
+    except (TypeError, ValueError):  # not a date, or a date without a time zone
         return None
 
 
 def find_opt_out(headers: Any, user_agent: str, directives: Collection[str]) -> str | None:
-    """The first of `directives` that an X-Robots-Tag asks of all, or of us by name; None if there is none."""
+    """The first of `directives` in an X-Robots-Tag header for all agents or for ours, or None."""
     me = user_agent.split("/")[0].strip().lower()
     for value in headers.getall("X-Robots-Tag", []):
-        agent = None  # a name holds from where it stands to the end of its header
+        agent = None  # an agent's name applies to all directives after it in the same header
         for part in value.lower().split(","):
             name, colon, directive = (text.strip() for text in part.partition(":"))
             if not colon:
                 directive = name
-            elif name in ("unavailable_after", "max-snippet", "max-image-preview", "max-video-preview") or " " in name:
+            elif (
+                name
+                in ("unavailable_after", "max-snippet", "max-image-preview", "max-video-preview")
+                or " " in name
+            ):
                 continue  # a directive with a value, or the rest of a date
             else:
                 agent = name
@@ -97,42 +125,56 @@ def find_opt_out(headers: Any, user_agent: str, directives: Collection[str]) -> 
 
 
 class Downloads:
-    """The requests of one task, and the file that their images go to as they come."""
+    """The requests of one task, and the file to which their images are appended."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, spool: IO[bytes], checker: ThreadPoolExecutor, args: Namespace
+        self,
+        session: aiohttp.ClientSession,
+        spool: IO[bytes],
+        checker: ThreadPoolExecutor,
+        args: Namespace,
     ) -> None:
         self.session, self.spool, self.checker, self.args = session, spool, checker, args
         self.hosts = collections.defaultdict(lambda: asyncio.Semaphore(args.per_host))
         self.connections = asyncio.Semaphore(args.connections)
-        self.answered, self.unreached = False, set()  # did anybody; hosts that could not be connected to
-        self.received, self.locks = 0, (threading.Lock(), threading.Lock())  # bytes, also of bodies that failed
+        # Has any server answered? Which hosts could not be connected to?
+        self.answered, self.unreached = False, set()
+        # Received bytes, including those of failed downloads; the locks of `store_image`.
+        self.received, self.locks = 0, (threading.Lock(), threading.Lock())
 
     async def download(self, url: str) -> dict:
-        """Returns an image, as `store_image` does, or a failure {"reason", "tries"}."""
+        """Download with retries; returns the result of `store_image` or {"reason", "tries"}."""
         tries = 0
         while True:
             tries += 1
             try:
                 return await self.fetch(url)
             except Failure as failure:
-                if failure.wait is None or failure.wait > self.args.timeout or tries > self.args.retries:
+                if (
+                    failure.wait is None
+                    or failure.wait > self.args.timeout
+                    or tries > self.args.retries
+                ):
                     return {"reason": str(failure), "tries": tries}
                 wait = max(failure.wait, min(60, 2 ** (tries - 2)) * random.uniform(0.5, 1.5))
-            await asyncio.sleep(wait)  # nobody waits for us meanwhile
+            await asyncio.sleep(wait)  # outside of `fetch`, so it does not occupy a connection
 
     async def fetch(self, url: Any) -> dict:
-        """One try: follow redirects to the image and store it. Raises Failure, OSError if the machine is at fault."""
+        """Try once: follow redirects to the image and store it.
+
+        Raises Failure, or OSError if the machine is at fault.
+        """
         left, location = self.args.timeout, url
         for hop in range(MAX_REDIRECTS + 1):
             try:
                 url = url.join(URL(location)) if hop else URL(location)
                 host = url.host
-            except Exception as error:  # what a host name may do to its decoder is without end
+            except Exception as error:  # decoders of host names raise errors of many types
                 raise Failure(f"bad URL: {error}"[:200]) from None
             if url.scheme not in ("http", "https") or not host:
                 raise Failure(f"not http or https: {url.scheme[:20]!r}")
-            # Time counts from when it is our turn. The turn ends when the image is stored, which bounds the memory.
+            # The time limit counts from here, not while waiting for a free connection. The
+            # connection is held until the image is stored, which limits the memory.
             async with self.hosts[host], self.connections:
                 start = time.monotonic()
                 location, body = await self.request(url, left)
@@ -143,11 +185,16 @@ class Downloads:
         raise Failure("too many redirects")
 
     async def request(self, url: URL, seconds: float) -> tuple[str | None, bytearray | None]:
-        """One request. Returns (where it is redirected to or None, body or None). Raises as `fetch` does."""
+        """Send one request; returns (redirect or None, body or None). Raises like `fetch`."""
         try:
-            async with asyncio.timeout(seconds), self.session.get(url, allow_redirects=False) as response:
+            async with (
+                asyncio.timeout(seconds),
+                self.session.get(url, allow_redirects=False) as response,
+            ):
                 self.answered = True
-                if directive := find_opt_out(response.headers, self.args.user_agent, self.args.opt_out):
+                if directive := find_opt_out(
+                    response.headers, self.args.user_agent, self.args.opt_out
+                ):
                     raise Failure(f"opted out: {directive}")
                 if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                     return response.headers["Location"], None
@@ -155,8 +202,11 @@ class Downloads:
                     passes = response.status == 429 or response.status >= 500
                     wait = (read_retry_after(response.headers) or 0.0) if passes else None
                     raise Failure(f"HTTP {response.status}", wait)
-                if COMPRESSED & set(response.headers.get("Content-Encoding", "").lower().replace(",", " ").split()):
-                    raise Failure("compressed body")  # not asked for, and a way to make gigabytes of kilobytes
+                if COMPRESSED & set(
+                    response.headers.get("Content-Encoding", "").lower().replace(",", " ").split()
+                ):
+                    # We asked for identity, and a few kilobytes could expand to gigabytes.
+                    raise Failure("compressed body")
                 if (response.content_length or 0) > self.args.max_bytes:
                     raise Failure(f"too large: {response.content_length} bytes")
                 body = bytearray()
@@ -168,7 +218,7 @@ class Downloads:
                 return None, body
         except Failure:
             raise
-        except Exception as error:  # of whatever kind: a strange server must not stop the shard
+        except Exception as error:  # any type, because no server may stop the shard
             cause = getattr(error, "os_error", error)
             if isinstance(cause, PrivateAddress):
                 raise Failure("private address") from None
@@ -184,26 +234,46 @@ class Downloads:
 async def fetch_rows(
     urls: dict[int, str], spool: IO[bytes], args: Namespace
 ) -> tuple[dict[int, dict], dict[int, dict], int]:
-    """Download `urls`, {row: URL}, each image into the file `spool` as it comes.
+    """Download `urls`, {row: URL}, and append each image to the file `spool`.
 
-    Returns ({row: image}, {row: {"reason", "tries"}}, bytes received). Raises OSError if this machine is at fault.
+    Returns ({row: image}, {row: {"reason", "tries"}}, bytes received). Raises OSError if this
+    machine is at fault.
     """
-    # Names are looked up in threads of the loop, six by default: one slow name server would hold up the others.
+    # Host names are looked up in threads of the event loop. The default number is small, so a slow
+    # name server would block all requests.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(args.connections))
     make_socket = functools.partial(open_socket, allowed=args.allow_private_addresses)
-    # Each request has its own connection: those that wait for another one would take all file descriptors.
-    connector = aiohttp.TCPConnector(limit=0, socket_factory=make_socket, ttl_dns_cache=300, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=args.idle_timeout, sock_read=args.idle_timeout)
-    headers = {"User-Agent": args.user_agent, "Accept": "image/*,*/*;q=0.5", "Accept-Encoding": "identity"}
+    # Each request has its own connection, since idle ones kept for reuse would take all file
+    # descriptors.
+    connector = aiohttp.TCPConnector(
+        limit=0, socket_factory=make_socket, ttl_dns_cache=300, force_close=True
+    )
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=args.idle_timeout, sock_read=args.idle_timeout
+    )
+    headers = {
+        "User-Agent": args.user_agent,
+        "Accept": "image/*,*/*;q=0.5",
+        "Accept-Encoding": "identity",
+    }
     with ThreadPoolExecutor(THREADS) as checker:
         async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, headers=headers, cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False, trust_env=False, max_line_size=2**16, max_field_size=2**16,
-        ) as session:  # fmt: skip
+            connector=connector,
+            timeout=timeout,
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            max_line_size=2**16,
+            max_field_size=2**16,
+        ) as session:
             downloads = Downloads(session, spool, checker, args)
             results = await asyncio.gather(*map(downloads.download, urls.values()))
     if not downloads.answered and len(urls) >= 20 and len(downloads.unreached) >= 10:
-        raise OSError(f"none of {len(downloads.unreached)} hosts could be reached: is this machine on the network?")
+        raise OSError(
+            f"none of {len(downloads.unreached)} hosts could be reached: "
+            "is this machine on the network?"
+        )
     results = dict(zip(urls, results, strict=True))
     images = {row: result for row, result in results.items() if "reason" not in result}
     return images, {row: results[row] for row in urls if row not in images}, downloads.received

@@ -1,4 +1,4 @@
-"""Which rows of a table are taken: expressions over its columns, read without running anything."""
+"""Row filters for tables: expressions over columns, parsed without running code."""
 
 import ast
 import functools
@@ -8,26 +8,34 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 COMPARE = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-}  # fmt: skip
+}
 
 
 def find_columns(where: str | None) -> list[str]:
-    """Names of the columns in an expression such as "similarity > 0.3 and width >= 512", none of None.
+    """Names of the columns in an expression such as "similarity > 0.3 and width >= 512".
 
-    Raises ValueError if it is not one: comparisons of columns, numbers and texts, `in [...]`, and, or, not.
+    Returns no names for None. Raises ValueError if the text is not a valid expression. Allowed are
+    comparisons of columns, numbers and texts, `in [...]`, `and`, `or` and `not`.
     """
     if where is None:
         return []
     make_filter(where, None)
-    return sorted({node.id for node in ast.walk(ast.parse(where, mode="eval")) if isinstance(node, ast.Name)})
+    return sorted(
+        {node.id for node in ast.walk(ast.parse(where, mode="eval")) if isinstance(node, ast.Name)}
+    )
 
 
 def make_filter(where: str, schema: pa.Schema | None) -> pc.Expression:
-    """An expression as pyarrow's, for tables of a schema: a column of text is a number where it is compared with one.
+    """Turn an expression into a pyarrow expression for tables of a schema.
 
-    schema: None to see only whether it is an expression.
+    A text column that is compared with a number is cast to a number. With schema None, the
+    expression is only checked. Raises ValueError if it is not valid.
     """
     try:
         return build(ast.parse(where.strip(), mode="eval").body, schema)
@@ -36,7 +44,7 @@ def make_filter(where: str, schema: pa.Schema | None) -> pc.Expression:
 
 
 def build(node: ast.AST, schema: pa.Schema | None) -> pc.Expression:
-    """What an expression's part stands for."""
+    """Turn a node of the syntax tree into a pyarrow expression."""
     match node:
         case ast.BoolOp(ast.And() | ast.Or() as kind, parts):
             join = operator.and_ if isinstance(kind, ast.And) else operator.or_
@@ -49,21 +57,41 @@ def build(node: ast.AST, schema: pa.Schema | None) -> pc.Expression:
             return pc.field(name)
         case ast.Constant(bool() | int() | float() | str() as value):
             return pc.scalar(value)
-        case ast.Compare(left, [ast.In() | ast.NotIn() as kind], [ast.List(items) | ast.Tuple(items)]):
-            found = functools.reduce(operator.or_, [compare(ast.Eq(), left, item, schema) for item in items])
+        case ast.Compare(
+            left, [ast.In() | ast.NotIn() as kind], [ast.List(items) | ast.Tuple(items)]
+        ):
+            found = functools.reduce(
+                operator.or_, [compare(ast.Eq(), left, item, schema) for item in items]
+            )
             return found if isinstance(kind, ast.In) else ~found
         case ast.Compare(left, kinds, rights) if all(type(kind) in COMPARE for kind in kinds):
             pairs = zip(kinds, [left, *rights], rights, strict=False)
             return functools.reduce(operator.and_, [compare(*pair, schema) for pair in pairs])
-    raise ValueError(f"{ast.unparse(node)!r} is no comparison of columns, numbers and texts, such as width >= 512")
+    raise ValueError(
+        f"{ast.unparse(node)!r} is no comparison of columns, numbers and texts, "
+        "such as width >= 512"
+    )
 
 
-def compare(kind: ast.cmpop, left: ast.expr, right: ast.expr, schema: pa.Schema | None) -> pc.Expression:
-    """Two parts compared; where a column of text, such as any of CSV, is compared with a number, as numbers."""
+def compare(
+    kind: ast.cmpop, left: ast.expr, right: ast.expr, schema: pa.Schema | None
+) -> pc.Expression:
+    """Compare two parts of an expression.
+
+    A text column that is compared with a number is cast to a number, since all columns of a CSV
+    file are text.
+    """
     sides = [build(side, schema) for side in (left, right)]
     others = (right, left)
     for i, side in enumerate((left, right)):
-        number = isinstance(others[i], ast.UnaryOp) or isinstance(getattr(others[i], "value", None), int | float)
-        if schema and number and isinstance(side, ast.Name) and pa.types.is_string(schema.field(side.id).type):
+        number = isinstance(others[i], ast.UnaryOp) or isinstance(
+            getattr(others[i], "value", None), int | float
+        )
+        if (
+            schema
+            and number
+            and isinstance(side, ast.Name)
+            and pa.types.is_string(schema.field(side.id).type)
+        ):
             sides[i] = sides[i].cast(pa.float64())
     return COMPARE[type(kind)](*sides)

@@ -1,4 +1,7 @@
-"""A downloaded file -> an image that is whole, maybe shrunk. By Pillow: torch would take 0.8 GB of each worker."""
+"""Check a downloaded image and shrink it if asked.
+
+This uses Pillow, because torch would take 0.8 GB of memory in each worker.
+"""
 
 import contextlib
 import hashlib
@@ -11,17 +14,28 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from diffusion_training.errors import is_machines_fault
-from diffusion_training.pillow import check_scans, is_deep_grey, lay_on_white, read_deep_grey, read_orientation
+from diffusion_training.pillow import (
+    check_scans,
+    is_deep_grey,
+    lay_on_white,
+    read_deep_grey,
+    read_orientation,
+)
 
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # no EPS: Pillow would start Ghostscript
-THREADS = min(4, os.cpu_count() or 1)  # that decode in a task
-LARGE = 2**24  # pixels: of larger images one is decoded at a time, or memory would be several times as much
+# EPS is left out because Pillow would start Ghostscript for it.
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+THREADS = min(4, os.cpu_count() or 1)  # decoding threads of a task
+# Pixels. Only one larger image is decoded at a time, to limit the memory.
+LARGE = 2**24
 Lock = contextlib.AbstractContextManager[Any]
 ANY: Lock = contextlib.nullcontext()
 
 
 class Failure(Exception):
-    """Why a row has no image. `wait`: seconds after which a retry may help, None if it can't."""
+    """The reason why a row has no image.
+
+    `wait` is the number of seconds after which a retry may help, or None if it can't help.
+    """
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
@@ -29,34 +43,50 @@ class Failure(Exception):
 
 
 def store_image(
-    data: bytes | bytearray, spool: IO[bytes], args: Namespace, alone: Lock = ANY, writes: Lock = ANY
+    data: bytes | bytearray,
+    spool: IO[bytes],
+    args: Namespace,
+    alone: Lock = ANY,
+    writes: Lock = ANY,
 ) -> dict[str, Any]:
-    """Check an image and add it to the file `spool`, maybe shrunk. `alone`, `writes`: locks, for several threads.
+    """Check an image, shrink it if asked, and append it to the file `spool`.
 
-    Returns {"first", "last" byte (excluded) of it there, "width", "height" as it is displayed, "sha256" of the file as
-    it came}. Raises Failure if it is none, and OSError if it can't be written.
+    With several threads, the lock `alone` is held to decode a large image, and `writes` to write.
+    Returns {"first": first byte in the file, "last": byte after the last, "width", "height": size
+    as displayed, "sha256": hash of the downloaded file}. Raises Failure if the data is not a usable
+    image, and OSError if it can't be written.
     """
     stored, width, height = check_image(data, args, alone)
     sha256 = hashlib.sha256(data).hexdigest()
     with writes:
         first = spool.seek(0, os.SEEK_END)
         spool.write(stored)
-        return {"first": first, "last": spool.tell(), "width": width, "height": height, "sha256": sha256}
+        return {
+            "first": first,
+            "last": spool.tell(),
+            "width": width,
+            "height": height,
+            "sha256": sha256,
+        }
 
 
-def check_image(data: bytes | bytearray, args: Namespace, alone: Lock = ANY) -> tuple[bytes | bytearray, int, int]:
-    """Decode a file to be sure of it. Returns (bytes to store, width, height). Raises Failure.
+def check_image(
+    data: bytes | bytearray, args: Namespace, alone: Lock = ANY
+) -> tuple[bytes | bytearray, int, int]:
+    """Decode an image file to check it; returns (bytes to store, width, height). Raises Failure.
 
-    It is decoded to the end, because a body that was cut off has a good header; of a JPEG at an eighth of its size.
+    It is decoded to the end, because a truncated file still has a good header. A JPEG is decoded at
+    an eighth of its size.
     """
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
-        # Deep grey is decoded to float32, and again for its values
+        # Deep grey images count four times: they are decoded to float32, and once more for their
+        # values.
         if width * height * (4 if is_deep_grey(image) else 1) > Image.MAX_IMAGE_PIXELS:
             raise Failure(f"too many pixels: {width} x {height}")
         check_scans(image, data)
-        if read_orientation(image) >= 5:  # EXIF: lies on its side
+        if read_orientation(image) >= 5:  # EXIF: rotated by 90 degrees
             width, height = height, width
         if min(width, height) < args.min_size:
             raise Failure(f"too small: {width} x {height}")
@@ -78,21 +108,31 @@ def check_image(data: bytes | bytearray, args: Namespace, alone: Lock = ANY) -> 
     return data, width, height
 
 
-def shrink_file(image: Image.Image, width: int, height: int, args: Namespace) -> tuple[bytes | bytearray, int, int]:
-    """Shrink an image that is displayed as width x height to args.resize_to: returns (a JPEG of it, width, height).
+def shrink_file(
+    image: Image.Image, width: int, height: int, args: Namespace
+) -> tuple[bytes | bytearray, int, int]:
+    """Shrink an image to args.resize_to; returns (JPEG file, width, height).
 
-    Much as `decode_image` and `shrink` of the other scripts do, but by Pillow: torch would take 0.8 GB of each worker.
-    A large JPEG is decoded to a fraction, still twice as large as what comes out. Bicubic would take 1.7 x the time.
+    The given width and height are those of the image as displayed. The result is close to that of
+    `decode_image` and `shrink` in the other scripts, which need torch. A large JPEG is decoded at
+    a reduced size, at least twice that of the result. A bicubic filter would take 1.7 times as
+    long.
     """
     side = args.resize_to
-    size = (side, int(side * height / width)) if width <= height else (int(side * width / height), side)
-    image.draft(image.mode, [2 * x for x in (size if image.size == (width, height) else size[::-1])])
+    size = (
+        (side, int(side * height / width))
+        if width <= height
+        else (int(side * width / height), side)
+    )
+    image.draft(
+        image.mode, [2 * x for x in (size if image.size == (width, height) else size[::-1])]
+    )
     if read_orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
     if is_deep_grey(image):
         image = Image.fromarray((read_deep_grey(image) * 255).round().astype(np.uint8))
     image = lay_on_white(image)
-    if image.mode not in ("L", "RGB"):  # or it would be a copy, and memory that goes to and fro
+    if image.mode not in ("L", "RGB"):  # else `convert` would copy the image for nothing
         image = image.convert("RGB")
     file = io.BytesIO()
     image.resize(size, Image.Resampling.HAMMING).save(file, "JPEG", quality=args.jpeg_quality)

@@ -22,21 +22,26 @@ from diffusion_training.files import digest_file, fits
 from diffusion_training.remote import remove, writing
 from diffusion_training.web.tables import find_invalid
 
-# What another day may mend, by the start of the reason: --retry_failed asks for these again.
+# Temporary failures, by the start of their reason: --retry_failed tries them again.
 PASSING = ("timed out", "connection", "broken off", "host not found", "HTTP 429", "HTTP 5")
 RECORD = {"images": int, "bytes": int, "sha256": str, "table": str,
           "failures": [{"row": int, "reason": str, "tries": int}]}  # fmt: skip
 
-Item = dict[str, Any]  # of `list_items`
-Images = dict[int, dict[str, Any]]  # {row: of `store_image`}
+Item = dict[str, Any]  # see `list_items`
+Images = dict[int, dict[str, Any]]  # {row: result of `store_image`}
 
 
 def read_shard(path: str | Path, item: Item, spool: IO[bytes]) -> Images | None:
-    """Copy the images of a shard into `spool`. Returns {row: image}; None if it is damaged or not there."""
+    """Copy the images of a shard into `spool`.
+
+    Returns {row: image}, or None if the shard is damaged or missing.
+    """
     first, count = item["first"], item["last"] - item["first"]
     try:
         parquet = pq.ParquetFile(path, page_checksum_verification=True)
-        bits = np.frombuffer(zlib.decompress(base64.b64decode(parquet.metadata.metadata[b"held"])), np.uint8)
+        bits = np.frombuffer(
+            zlib.decompress(base64.b64decode(parquet.metadata.metadata[b"held"])), np.uint8
+        )
         rows, images = (np.flatnonzero(np.unpackbits(bits, count=count)) + first).tolist(), {}
         if len(bits) != (count + 7) // 8 or len(rows) != parquet.metadata.num_rows:
             return None
@@ -46,18 +51,25 @@ def read_shard(path: str | Path, item: Item, spool: IO[bytes]) -> Images | None:
                 spool.write(image.pop("image")["bytes"])
                 images[rows[len(images)]] = {"first": start, "last": spool.tell(), **image}
         return images
-    except (OSError, ValueError, KeyError, TypeError, zlib.error):  # a disk that is full says so again
+    except (OSError, ValueError, KeyError, TypeError, zlib.error):
+        # If the cause is a full disk, writing the new shard reports it.
         return None
 
 
 def choose_urls(
     table: pa.Table, first: int, images: Images, failures: dict[int, dict], args: Namespace
 ) -> dict[int, str]:
-    """{row: URL} of what is to be asked for; rows that can't be asked for join `failures`."""
+    """Choose the rows to download, {row: URL}; rows without a usable URL are added to `failures`.
+
+    Rows that have an image or a recorded failure are not downloaded again, except for temporary
+    failures with --retry_failed. A row without a caption fails as well.
+    """
     urls, invalid = {}, find_invalid(table, first)
     for row, url, text in zip(itertools.count(first), table["url"], table["text"], strict=False):
         known = failures.get(row)
-        if row in images or (known and not (args.retry_failed and known["reason"].startswith(PASSING))):
+        if row in images or (
+            known and not (args.retry_failed and known["reason"].startswith(PASSING))
+        ):
             continue
         url, text = (None, None) if row in invalid else (url.as_py(), text.as_py())
         if not url or text is None:
@@ -69,41 +81,60 @@ def choose_urls(
 
 
 def describe_shard(path: str | Path) -> dict[str, Any]:
-    """{"bytes", "sha256"} of a file, as its record has them."""
+    """The size and hash of a shard for its record: {"bytes", "sha256"}."""
     return {"sha256": digest_file(Path(path)), "bytes": os.path.getsize(path)}
 
 
 def write_images(
-    path: str | Path, table: pa.Table, first: int, images: Images, spool: IO[bytes], schema: pa.Schema
+    path: str | Path,
+    table: pa.Table,
+    first: int,
+    images: Images,
+    spool: IO[bytes],
+    schema: pa.Schema,
 ) -> None:
-    """Write a shard: the rows of `table`, the first of which is row `first`, that have an image in `spool`.
+    """Write a shard: the rows of `table` that have an image in `spool`.
 
-    Its footer says which rows these are, a bit for each of the table, so that it can do without its record.
+    `first` is the number of the first row of `table`. The footer has a bit for each row of `table`
+    that tells whether the shard holds it, so the shard can be read without its record.
     """
     bits, groups, size = np.zeros(len(table), bool), [], 0
-    for row in sorted(images):  # row groups of at most 100 images or 32 MB, whichever comes first; never an empty one
+    # A row group has at most 100 images or 32 MB, whichever comes first, but at least one image.
+    for row in sorted(images):
         length = images[row]["last"] - images[row]["first"]
         if not groups or len(groups[-1]) == 100 or size + length > 32_000_000:
             groups, size = [*groups, []], 0
         groups[-1].append(row)
         size, bits[row - first] = size + length, True
-    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False,
-                          write_page_checksum=True) as writer:  # fmt: skip
+    with pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
+        write_page_checksum=True,
+    ) as writer:
         for rows in groups:
             part = table.take(pa.array([row - first for row in rows], pa.int64()))
-            columns = {f.name: part[f.name].cast(f.type) for f in schema if f.name in part.column_names}
-            columns |= {key: [images[row][key] for row in rows] for key in ("width", "height", "sha256")}
+            columns = {
+                f.name: part[f.name].cast(f.type) for f in schema if f.name in part.column_names
+            }
+            columns |= {
+                key: [images[row][key] for row in rows] for key in ("width", "height", "sha256")
+            }
             columns["image"] = []
             for row in rows:
                 spool.seek(images[row]["first"])
                 file = spool.read(images[row]["last"] - images[row]["first"])
                 columns["image"].append({"bytes": file, "path": None})
             writer.write_table(pa.table({f.name: columns[f.name] for f in schema}, schema=schema))
-        writer.add_key_value_metadata({"held": base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()})
+        writer.add_key_value_metadata(
+            {"held": base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()}
+        )
 
 
 def name_record(folder: str, name: str) -> str:
-    """The record of a shard."""
+    """The path of a shard's record."""
     return f"{folder}/__download__/records/{name.removesuffix('.parquet')}.json"
 
 
@@ -111,13 +142,15 @@ def list_sizes(fs: AbstractFileSystem, folder: str) -> dict[str, int]:
     """{name: bytes} of the files in a folder."""
     fs.invalidate_cache()
     try:
-        return {PurePosixPath(entry["name"]).name: entry["size"] for entry in fs.ls(folder, detail=True)}
+        return {
+            PurePosixPath(entry["name"]).name: entry["size"] for entry in fs.ls(folder, detail=True)
+        }
     except FileNotFoundError:  # object storage has no empty folders
         return {}
 
 
 def read_json(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
-    """What a file of ours says, a dict; an empty one if it is damaged or not there."""
+    """Read a dict from a JSON file; returns an empty one if the file is damaged or missing."""
     try:
         data = json.loads(fs.cat_file(path))
         return data if isinstance(data, dict) else {}
@@ -126,35 +159,46 @@ def read_json(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
 
 
 def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
-    """The record of a shard; nothing if it is damaged or not there."""
+    """Read the record of a shard; returns an empty dict if it is damaged or missing."""
     record = read_json(fs, path)
     return record if fits(record, RECORD) else {}
 
 
-def read_records(fs: AbstractFileSystem, folder: str, items: list[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
-    """Yield (item, its record) in order, by many requests at a time: object storage is quick only so."""
+def read_records(
+    fs: AbstractFileSystem, folder: str, items: list[Item]
+) -> Iterator[tuple[Item, dict[str, Any]]]:
+    """Yield (item, its record) in order.
+
+    Many records are read at the same time, because each read from object storage is slow.
+    """
     with ThreadPoolExecutor(32) as pool:
         for first in range(0, len(items), 1000):
             some = items[first : first + 1000]
             yield from zip(
-                some, pool.map(lambda x: read_record(fs, name_record(folder, x["name"])), some), strict=True
+                some,
+                pool.map(lambda x: read_record(fs, name_record(folder, x["name"])), some),
+                strict=True,
             )
 
 
 def find_repeated(fs: AbstractFileSystem, folder: str, items: list[Item]) -> list[Item]:
-    """The pieces of work whose shards hold files that an earlier row has too, byte for byte: with "repeated", the
-    places of these in their shards. The first row of the tables stays, so that it does not matter when who was made.
+    """Find the shards with files that an earlier row has too, byte for byte.
 
-    Takes about 100 bytes an image.
+    Returns their work items, with "repeated": positions of these files in the shard. The first row
+    in the order of the tables keeps the file, so the order in which shards were made does not
+    matter. Needs about 100 bytes of memory per image.
     """
 
     def read(item: Item) -> np.ndarray:
         path = f"{folder}/{item['name']}"
-        with explained(f"{path} is damaged: delete it, and the same command mends it"), fs.open(path) as file:
+        with (
+            explained(f"{path} is damaged: delete it, and the same command mends it"),
+            fs.open(path) as file,
+        ):
             texts = pq.read_table(file, columns=["sha256"])["sha256"].to_pylist()
             return np.frombuffer(bytes.fromhex("".join(text[:32] for text in texts)), "S16")
 
-    fs.invalidate_cache()  # or sizes would be those of before
+    fs.invalidate_cache()  # the cached file sizes may be outdated
     with ThreadPoolExecutor(16) as pool:
         digests = list(pool.map(read, items))
     _, first = np.unique(np.concatenate(digests), return_index=True)
@@ -164,27 +208,40 @@ def find_repeated(fs: AbstractFileSystem, folder: str, items: list[Item]) -> lis
     return [{**item, "repeated": some} for item, some in zip(items, places, strict=True) if some]
 
 
-def choose_items(fs: AbstractFileSystem, folder: str, items: list[Item], retry_failed: bool) -> list[Item]:
-    """The pieces of work without a record or a shard, and with `retry_failed` those with failures that may pass."""
+def choose_items(
+    fs: AbstractFileSystem, folder: str, items: list[Item], retry_failed: bool
+) -> list[Item]:
+    """The work items that lack a record or a shard.
+
+    With `retry_failed`, also those with temporary failures.
+    """
     records, shards = list_sizes(fs, f"{folder}/__download__/records"), list_sizes(fs, folder)
     done = [item for item in items if item["name"] in shards]
     done = [item for item in done if item["name"].replace(".parquet", ".json") in records]
     if retry_failed:
         records = read_records(fs, folder, done)
-        done = [item for item, r in records if r and not any(f["reason"].startswith(PASSING) for f in r["failures"])]
+        done = [
+            item
+            for item, r in records
+            if r and not any(f["reason"].startswith(PASSING) for f in r["failures"])
+        ]
     done = {item["name"] for item in done}
     return [item for item in items if item["name"] not in done]
 
 
 def gather(fs: AbstractFileSystem, folder: str, items: list[Item]) -> dict[str, Any]:
-    """Write failures.jsonl and summary.json from the records of all shards, unless nothing has changed since.
+    """Write failures.jsonl and summary.json from the records of all shards.
 
-    Returns {"images", "bytes" of the shards, "failures": {reason: count}}. A shard of another size than its record
-    says ends the program. `folder`: as `writing` takes it.
+    Does nothing if the shards have not changed since. Returns {"images", "bytes" of the shards,
+    "failures": {reason: count}}. The program ends with an error if a shard is missing or its size
+    differs from its record. `folder` is a path or an address, as for `writing`.
     """
     summary_path, sizes = f"{folder}/__download__/summary.json", list_sizes(fs, folder)
     if missing := sum(item["name"] not in sizes for item in items):
-        fail(f"{missing} of {len(items)} shards are not in {folder}: on several machines all must share it")
+        fail(
+            f"{missing} of {len(items)} shards are not in {folder}: "
+            "on several machines all must share it"
+        )
     size = sum(sizes[item["name"]] for item in items)
     if (summary := read_json(fs, summary_path)).get("bytes") == size:
         return summary
@@ -200,7 +257,10 @@ def gather(fs: AbstractFileSystem, folder: str, items: list[Item]) -> dict[str, 
                 reasons[failure["reason"].split(":")[0]] += 1
             images += record["images"]
         if damaged:
-            fail(f"{len(damaged)} shards, such as {damaged[0]}, are not as recorded: the same command mends it")
+            fail(
+                f"{len(damaged)} shards, such as {damaged[0]}, are not as recorded: "
+                "the same command mends it"
+            )
     summary = {"images": images, "bytes": size, "failures": dict(reasons)}
     with writing(summary_path) as path:
         path.write_text(json.dumps(summary))

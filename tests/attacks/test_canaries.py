@@ -1,4 +1,4 @@
-"""The seams in libraries that the scripts rely on: an upgrade that moves one fails here, and not in somebody's run."""
+"""Parts of libraries that the scripts rely on: an upgrade that changes one fails here first."""
 
 import inspect
 
@@ -9,7 +9,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 from conftest import make_images, reset
-from diffusers import DDIMPipeline, DDIMScheduler, DDPMPipeline, DDPMScheduler, UNet2DConditionModel, UNet2DModel
+from diffusers import (
+    DDIMPipeline,
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    UNet2DConditionModel,
+    UNet2DModel,
+)
 from diffusers.optimization import get_scheduler
 from PIL import Image
 
@@ -34,7 +41,8 @@ def test_accelerate_steps_at_once_and_tells_of_skipped_steps(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     accelerator, model = Accelerator(), torch.nn.Linear(1, 1)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    assert prepared is model and accelerator.scaler is None  # one process: no wrapper, no scaler but in fp16
+    # one process: no DDP wrapper, and no scaler except in fp16
+    assert prepared is model and accelerator.scaler is None
     before = model.weight.item()
     accelerator.backward(prepared(torch.ones(1, 1)).sum())
     norm = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
@@ -50,7 +58,9 @@ def test_names_of_ways_to_launch():
     """MULTI_... is DDP, whatever the device; the rest is refused."""
     ddp = {kind.value for kind in DistributedType if kind.value.startswith(("NO", "MULTI_"))}
     assert {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU"} <= ddp
-    assert {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"} == {kind.value for kind in DistributedType} - ddp
+    assert {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"} == {
+        kind.value for kind in DistributedType
+    } - ddp
 
 
 def test_dynamo_is_read_from_the_environment(monkeypatch):
@@ -69,7 +79,9 @@ def test_dynamo_is_read_from_the_environment(monkeypatch):
 # ------------------------------------------------------------------- diffusers
 
 
-@pytest.mark.parametrize("kind, scheduler", [(DDPMPipeline, DDPMScheduler), (DDIMPipeline, DDIMScheduler)])
+@pytest.mark.parametrize(
+    "kind, scheduler", [(DDPMPipeline, DDPMScheduler), (DDIMPipeline, DDIMScheduler)]
+)
 def test_pipelines_draw_as_the_open_loop_of_log_validation(kind, scheduler):
     unet = UNet2DModel(
         sample_size=8, layers_per_block=1, block_out_channels=(8, 8), norm_num_groups=4,
@@ -87,7 +99,10 @@ def test_pipelines_draw_as_the_open_loop_of_log_validation(kind, scheduler):
                 unet(images, timestep).sample, timestep, images, generator=generators
             ).prev_sample
     drawn = pipeline(
-        2, [torch.Generator().manual_seed(i) for i in range(2)], num_inference_steps=3, output_type="np"
+        2,
+        [torch.Generator().manual_seed(i) for i in range(2)],
+        num_inference_steps=3,
+        output_type="np",
     ).images
     np.testing.assert_array_equal((images / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy(), drawn)
 
@@ -96,9 +111,15 @@ def test_a_schedule_can_be_entered_anywhere():
     """`last_epoch=k` with initial_lr in the group gives the rate f(k) for the next update."""
 
     def rates(start, count):
-        optimizer = torch.optim.SGD([{"params": [torch.ones(1, requires_grad=True)], "initial_lr": 1.0}], lr=1.0)
-        schedule, found = get_scheduler("cosine", optimizer, num_warmup_steps=3, num_training_steps=11,
-                                        last_epoch=start), []  # fmt: skip
+        optimizer = torch.optim.SGD(
+            [{"params": [torch.ones(1, requires_grad=True)], "initial_lr": 1.0}], lr=1.0
+        )
+        schedule, found = (
+            get_scheduler(
+                "cosine", optimizer, num_warmup_steps=3, num_training_steps=11, last_epoch=start
+            ),
+            [],
+        )
         for _ in range(count):
             found.append(schedule.get_last_lr()[0])
             optimizer.step()
@@ -128,11 +149,20 @@ def test_a_scheduler_that_samples_noises_as_before():
 
 def test_undecoded_images_are_bytes_and_path_whatever_the_column(tmp_path):
     folder = make_images(tmp_path / "images", 2)
-    rows = datasets.load_dataset(folder, split="train").cast_column("image", datasets.Image(decode=False))
-    assert rows[0]["image"].keys() == {"bytes", "path"} and rows[[0, 1]]["image"][1]["path"].endswith("1.png")
+    rows = datasets.load_dataset(folder, split="train").cast_column(
+        "image", datasets.Image(decode=False)
+    )
+    assert rows[0]["image"].keys() == {"bytes", "path"} and rows[[0, 1]]["image"][1][
+        "path"
+    ].endswith("1.png")
     png = (tmp_path / "images/0.png").read_bytes()
-    for column, expected in (([png], {"bytes": png, "path": None}), (["a.png"], {"bytes": None, "path": "a.png"})):
-        rows = datasets.Dataset.from_dict({"image": column}).cast_column("image", datasets.Image(decode=False))
+    for column, expected in (
+        ([png], {"bytes": png, "path": None}),
+        (["a.png"], {"bytes": None, "path": "a.png"}),
+    ):
+        rows = datasets.Dataset.from_dict({"image": column}).cast_column(
+            "image", datasets.Image(decode=False)
+        )
         assert rows[0]["image"] == expected
 
 
@@ -147,9 +177,15 @@ def test_fingerprints_follow_the_files(tmp_path):
 def test_a_loader_without_batch_size_passes_whole_keys_on():
     class Keys(torch.utils.data.Dataset):
         def __getitem__(self, keys):
-            return {"keys": repr(keys), "pixel_values": torch.zeros(2, 3), "skipped": [("name", "reason")]}
+            return {
+                "keys": repr(keys),
+                "pixel_values": torch.zeros(2, 3),
+                "skipped": [("name", "reason")],
+            }
 
-    (batch,) = torch.utils.data.DataLoader(Keys(), batch_size=None, sampler=[[(0, 1, 0.5), (0, 2, 0.5)]])
+    (batch,) = torch.utils.data.DataLoader(
+        Keys(), batch_size=None, sampler=[[(0, 1, 0.5), (0, 2, 0.5)]]
+    )
     assert batch["keys"] == "[(0, 1, 0.5), (0, 2, 0.5)]" and batch["pixel_values"].shape == (2, 3)
     assert dict(batch["skipped"]) == {"name": "reason"}
 

@@ -1,9 +1,10 @@
-"""Attack the scripts at every moment, with whatever people have, and judge what is left.
+"""Attack the scripts at every moment, with all kinds of input, and judge the result.
 
-There are two verdicts: the same bits as if nothing had happened, or one sentence and nothing lost. The long part
-(`pytest -m long tests/attacks`) has more of the same cases, of every script; since what the scripts share stands once,
-the quick part has each attack on a script or two. What a run does is told as events (see `watch`), and an attack comes
-before the n-th event of a name, so that a failure says what repeats it.
+There are two good verdicts: the same bits as an undisturbed run, or one sentence and nothing lost.
+The long part (`pytest -m long tests/attacks`) runs more of the same cases for every script. The
+scripts share most of their code, so the quick part tries each attack on one or two of them. A run
+is recorded as events (see `watch`). An attack happens before the n-th event of a name, so a failure
+message tells how to repeat it.
 """
 
 import argparse
@@ -61,31 +62,38 @@ from diffusion_training.training import costs
 
 NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
 OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_data_dir"]
-ADAPTED = "train_text_to_image --rank"  # an adapter for SDXL, from images of several sizes with masks
+# a LoRA for SDXL, from images of several sizes with masks
+ADAPTED = "train_text_to_image --rank"
 SIZES = "precompute_latents --bucket_step"  # its cache
 SIDES = "precompute_latents --resolution"  # several: a cache each
 FLOW = "train_flow"
 STREAMS = ["precompute_latents --streaming", "train_text_to_image --streaming"]
 LONG = pytest.mark.long
-MOMENTS = ("images_per_second", "data_wait", "memory_gb", "tflops")  # of a record: what depends on the machine
+# fields of a record that depend on the machine
+MOMENTS = ("images_per_second", "data_wait", "memory_gb", "tflops")
 
 
 def cases(many, quick, slow=None, names=NAMES):
-    """How many cases of each target: `quick` in plain pytest, `slow` in CI, and of all names `many` if long."""
+    """Parametrize a test by the number of cases of each target.
+
+    `quick` runs in plain pytest, `slow` in CI, and `many` of each of `names` in the long tests.
+    """
     marked = [(quick, ()), (slow or {}, pytest.mark.ci), (dict.fromkeys(names, many), LONG)]
     return pytest.mark.parametrize(
-        "name, count", [pytest.param(*case, marks=marks) for counts, marks in marked for case in counts.items()]
+        "name, count",
+        [pytest.param(*case, marks=marks) for counts, marks in marked for case in counts.items()],
     )
 
 
-# ------------------------------------------------------------------- a run, what happens to it, and the verdict
+# ------------------------------------------------------------------- a run, attacks and verdicts
 
 
 def watch(script, out, happen):
-    """From here on call `happen(event)` before what this process does, in any thread.
+    """Call `happen(event)` before each event of this process, in any thread.
 
-    Events are the functions of the script and of the package, those that save and sample, and all that changes files
-    below `out`. A function is told of once, whichever modules have imported it.
+    Events are the functions of the script and of the package, those that save and sample, and all
+    changes to files below `out`. A function is reported once per call, whichever modules have
+    imported it.
     """
     home, own, watched = os.getpid(), threading.local(), {}
 
@@ -98,10 +106,15 @@ def watch(script, out, happen):
                 own.busy = False
 
     def audit(name, args):
-        if name == "open" and isinstance(args[2], int) and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if (
+            name == "open"
+            and isinstance(args[2], int)
+            and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        ):
             return
         if name in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
-            in_folder = name not in ("open", "os.rename") and args[-1] != -1  # one that is being deleted
+            # args[-1]: descriptor of the folder that is being deleted, or -1
+            in_folder = name not in ("open", "os.rename") and args[-1] != -1
             if in_folder or f"{args[0]}/".startswith(f"{out}/"):
                 tell(f"{name.removeprefix('os.')} {str(args[0]).removeprefix(str(out))}")
 
@@ -113,14 +126,28 @@ def watch(script, out, happen):
 
         setattr(owner, name, watched.setdefault(function, told))
 
-    house = [module for name, module in sorted(sys.modules.items()) if name.startswith("diffusion_training.")]
+    house = [
+        module
+        for name, module in sorted(sys.modules.items())
+        if name.startswith("diffusion_training.")
+    ]
     house = {script.__name__: script, **{module.__name__: module for module in house}}
-    kinds = (kind for module in house.values() for kind in vars(module).values() if isinstance(kind, type))
+    kinds = (
+        kind
+        for module in house.values()
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+    )
     for owner in [*house.values(), *dict.fromkeys(kinds)]:
         for name, function in list(vars(owner).items()):
             if inspect.isfunction(function) and function.__module__ in house:
                 tell_of(owner, name, function)
-    for owner, name in [(os, "fsync"), (torch, "save"), (safetensors.torch, "save_file"), (DDPMScheduler, "step")]:
+    for owner, name in [
+        (os, "fsync"),
+        (torch, "save"),
+        (safetensors.torch, "save_file"),
+        (DDPMScheduler, "step"),
+    ]:
         tell_of(owner, name, getattr(owner, name))
     sys.addaudithook(audit)
 
@@ -133,7 +160,11 @@ def at(event, nth, act):
 
 def contents(folder):
     """{file: its bytes}, without logs, locks, and how fast the machine was."""
-    paths = {str(path.relative_to(folder)): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+    paths = {
+        str(path.relative_to(folder)): path
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file()
+    }
     found = {
         n: path.read_bytes()
         for n, path in paths.items()
@@ -141,7 +172,9 @@ def contents(folder):
     }
     if "metrics.jsonl" in found:
         records = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
-        found["metrics.jsonl"] = [{k: v for k, v in record.items() if k not in MOMENTS} for record in records]
+        found["metrics.jsonl"] = [
+            {k: v for k, v in record.items() if k not in MOMENTS} for record in records
+        ]
     return found
 
 
@@ -149,26 +182,49 @@ class Target:
     """A script with a command of its own that takes a second, in a folder of its own."""
 
     def __init__(self, name, folder):
-        self.name, self.folder, self.out, self.log = name.split()[0], folder, folder / "out", folder / "log"
+        self.name, self.folder, self.out, self.log = (
+            name.split()[0],
+            folder,
+            folder / "out",
+            folder / "log",
+        )
         self.script, self.wholes = importlib.import_module(self.name), {}
         folder.mkdir()
         several = name in (ADAPTED, SIZES)
         make_masked(folder / "images", 7) if several else make_captioned(folder / "images", 7)
-        models = make_sdxl(folder) if several else MODELS if self.name == "precompute_latents" else make_models(folder)
+        models = (
+            make_sdxl(folder)
+            if several
+            else MODELS
+            if self.name == "precompute_latents"
+            else make_models(folder)
+        )
         data = f"""--train_data_dir={folder}/images --cache_dir={folder}/datasets --resolution=16
             --dataloader_num_workers=1"""
-        cache = f"""--pretrained_model_name_or_path={models} --random_flip --rows_per_shard=2 --batch_size=1
-            --latents=sample {"--bucket_step=4" * several} {"--resolution 8 16" * (name == SIDES)}"""
-        training = f"""--output_dir={self.out} --train_batch_size=2 --num_train_epochs=2 --learning_rate=1e-3
+        cache = (
+            f"--pretrained_model_name_or_path={models} --random_flip --rows_per_shard=2 "
+            f"""--batch_size=1
+            --latents=sample {"--bucket_step=4" * several} """
+            f"{'--resolution 8 16' * (name == SIDES)}"
+        )
+        training = (
+            f"--output_dir={self.out} --train_batch_size=2 --num_train_epochs=2 "
+            f"""--learning_rate=1e-3
             --lr_scheduler=cosine --lr_warmup_steps=2 --random_flip --logging_steps=1
             {"--optimizer=muon" if name == FLOW else "--noise_offset=0.1"}
-            --report_to=none --validation_steps=2 --checkpointing_steps=3 --checkpoints_total_limit=2
+            --report_to=none --validation_steps=2 --checkpointing_steps=3 """
+            f"""--checkpoints_total_limit=2
             --resume_from_checkpoint=latest"""
+        )
         if self.name == "precompute_latents":
             argv = f"{data} {cache} --output_dir={self.out} {'--streaming' * (name in STREAMS)}"
         elif self.name == "train_unconditional":
-            argv = f"""{data} {training} --model_config_name_or_path={make_unet_config(folder)} --eval_batch_size=2
-                --ddpm_num_inference_steps=2 --save_model_epochs=1 {"--cache_images" * (name in OTHERS)}"""
+            argv = (
+                f"{data} {training} --model_config_name_or_path={make_unet_config(folder)} "
+                f"""--eval_batch_size=2
+                --ddpm_num_inference_steps=2 --save_model_epochs=1 """
+                f"{'--cache_images' * (name in OTHERS)}"
+            )
         else:
             if name == FLOW:
                 training += f" --transformer_config_name_or_path={make_prx(folder / 'prx')}"
@@ -181,22 +237,34 @@ class Target:
             argv += " --streaming --max_train_steps=8 --shuffle_buffer=3" * (name in STREAMS)
             made = importlib.import_module("precompute_latents")
             making = f"{data} {cache} --output_dir={folder}/cache".split()
-            assert finish(start(lambda: made.main(made.parse_args(making)), log=self.log)) == [0], self.log.read_text()
+            assert finish(start(lambda: made.main(made.parse_args(making)), log=self.log)) == [0], (
+                self.log.read_text()
+            )
         self.argv = argv.split()
 
     def __str__(self):
         return f"{self.name}.py {' '.join(self.argv)}"
 
-    def start(self, *argv, happen=None, num_processes=1, victim=None, flags=None, before=lambda: None):
+    def start(
+        self, *argv, happen=None, num_processes=1, victim=None, flags=None, before=lambda: None
+    ):
         """Begin a run; `happen` is told what the processes do, or the `victim` alone."""
         self.log.unlink(missing_ok=True)
 
         def run():
-            # Curves of the report and operations take most of so short a run, and are not compared, as loss.png is.
-            # Both are still told of.
-            save, draw, count = matplotlib.figure.Figure.savefig, report.draw_curves, costs.count_flops
-            matplotlib.figure.Figure.savefig = lambda *to, **how: how.get("format") == "svg" or save(*to, **how)
-            report.draw_curves = functools.wraps(draw)(lambda *of, **log: "loss" in of[1] and draw(*of, **log))
+            # The report's curves and counting operations take most of so short a run, so they are
+            # skipped; they are not compared (loss.png is). Their events are still reported.
+            save, draw, count = (
+                matplotlib.figure.Figure.savefig,
+                report.draw_curves,
+                costs.count_flops,
+            )
+            matplotlib.figure.Figure.savefig = lambda *to, **how: (
+                how.get("format") == "svg" or save(*to, **how)
+            )
+            report.draw_curves = functools.wraps(draw)(
+                lambda *of, **log: "loss" in of[1] and draw(*of, **log)
+            )
             costs.count_flops = functools.wraps(count)(lambda *given: 10**6)
             before()
             if happen and victim in (None, int(os.environ.get("RANK", "0"))):
@@ -206,17 +274,27 @@ class Target:
         return start(run, num_processes, self.log)
 
     def run(self, *argv, timeout=100, together=False, **options):
-        """A run to its end (`together`: that of the victim). Returns (exit statuses, what was printed)."""
+        """Run to the end, or with `together` to the end of the victim.
+
+        Returns (exit statuses, output).
+        """
         pids = self.start(*argv, **options)
         try:
-            return finish([pids[options["victim"]]] if together else pids, timeout), self.log.read_text()
+            return finish(
+                [pids[options["victim"]]] if together else pids, timeout
+            ), self.log.read_text()
         finally:
             kill(pids)  # and the loader's processes
 
     def whole(self, num_processes=1):
-        """What an undisturbed run leaves, and its moments: (event, how often it came before, in which process)."""
+        """Return the files of an undisturbed run, and its moments.
+
+        A moment is (event, how often it came before, in which process).
+        """
         if num_processes not in self.wholes:
-            notes = [self.folder / f"events-{num_processes}-{rank}" for rank in range(num_processes)]
+            notes = [
+                self.folder / f"events-{num_processes}-{rank}" for rank in range(num_processes)
+            ]
 
             def note(event):
                 with notes[int(os.environ.get("RANK", "0"))].open("a") as file:
@@ -239,25 +317,48 @@ class Target:
     def moments(self, count, num_processes=1, of_files=False, after=None, until=None):
         """`count` moments of an undisturbed run in their order, of as many kinds as there are."""
         kinds, moments = collections.defaultdict(list), self.whole(num_processes)[1]
-        chosen = [moment for i, moment in enumerate(moments) if not after or (after, 0, moment[2]) in moments[:i]]
-        chosen = [moment for moment in chosen if (until, 0, moment[2]) not in moments[: moments.index(moment)]]
-        chosen = [m for m in chosen if not of_files or " " in m[0] or m[0] in ("fsync", "save", "save_file")]
+        chosen = [
+            moment
+            for i, moment in enumerate(moments)
+            if not after or (after, 0, moment[2]) in moments[:i]
+        ]
+        chosen = [
+            moment
+            for moment in chosen
+            if (until, 0, moment[2]) not in moments[: moments.index(moment)]
+        ]
+        chosen = [
+            m
+            for m in chosen
+            if not of_files or " " in m[0] or m[0] in ("fsync", "save", "save_file")
+        ]
         for moment in random.Random(count).sample(chosen, len(chosen)):
             kinds[moment[0]].append(moment)
-        spread = [moment for row in itertools.zip_longest(*kinds.values()) for moment in row if moment]
+        spread = [
+            moment for row in itertools.zip_longest(*kinds.values()) for moment in row if moment
+        ]
         return sorted((spread * count)[:count], key=moments.index)
 
     def judge_same(self, codes, said, reproduction, num_processes=1, left_out="nothing"):
-        """The run ended well, with the bits of an undisturbed one, but for files whose name matches `left_out`."""
+        """The run ended well, with the bits of an undisturbed one.
+
+        Files whose names match `left_out` may differ.
+        """
         whole, found = self.whole(num_processes)[0], contents(self.out)
         assert set(codes) == {0} and "Traceback" not in said, f"{reproduction}\n{said}"
-        others = [n for n in {**whole, **found} if whole.get(n) != found.get(n) and not re.match(left_out, n)]
+        others = [
+            n
+            for n in {**whole, **found}
+            if whole.get(n) != found.get(n) and not re.match(left_out, n)
+        ]
         assert not others, f"{reproduction}\n{others} are not those of an undisturbed run\n{said}"
 
     def judge_sentence(self, codes, said, reproduction):
         """The run ended with one sentence, and the status of an error."""
         sentences = re.findall(rf"^{self.name}\.py: .*", said, re.M)
-        fine = set(codes) <= {1, 2} and "Traceback" not in said and 1 <= len(sentences) <= len(codes)
+        fine = (
+            set(codes) <= {1, 2} and "Traceback" not in said and 1 <= len(sentences) <= len(codes)
+        )
         assert fine and len(sentences[0]) < 600, f"{reproduction}\n{codes}\n{said}"
         return sentences[0]
 
@@ -279,12 +380,14 @@ class Target:
                 torch.tensor([record["loss"] for record in metrics(self.out)]),
                 *weights(self.out / "unet").values(),
             ]
-            assert all(number.isfinite().all() for number in numbers), f"{reproduction}\nnot finite\n{said}"
+            assert all(number.isfinite().all() for number in numbers), (
+                f"{reproduction}\nnot finite\n{said}"
+            )
         return "a sound run"
 
 
 class Verdicts(collections.Counter):
-    """How many cases ended how; what is wrong is kept, so that one failure does not hide the others."""
+    """Counts how the cases ended, and keeps failures, so that one does not hide the others."""
 
     def __init__(self):
         super().__init__()
@@ -297,13 +400,17 @@ class Verdicts(collections.Counter):
             yield
         except (AssertionError, TimeoutError) as error:
             text = str(error)
-            self.failures.append(text if len(text) < 3000 else f"{text[:1000]}\n...\n{text[-2000:]}")
+            self.failures.append(
+                text if len(text) < 3000 else f"{text[:1000]}\n...\n{text[-2000:]}"
+            )
             print(self.failures[-1])
             shutil.rmtree(target.out, ignore_errors=True)
 
     def show(self, name):
         print(f"{name}: {dict(self)}, {len(self.failures)} failed")
-        assert not self.failures, f"{len(self.failures)} failed:\n\n" + "\n\n".join(self.failures[:20])
+        assert not self.failures, f"{len(self.failures)} failed:\n\n" + "\n\n".join(
+            self.failures[:20]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -316,17 +423,22 @@ def targets(tmp_path_factory):
 # ------------------------------------------------------------------- what happens to a run
 
 
-def attack(target, moments, act, judge, num_processes=1, together=False, left_out="nothing", argv=()):
-    """Runs in the same folder in which `act` happens before one moment each; after four of them one is left alone.
+def attack(
+    target, moments, act, judge, num_processes=1, together=False, left_out="nothing", argv=()
+):
+    """Run in the same folder again and again, each time with `act` before one of the moments.
 
-    `judge(codes, said, victim, reproduction)` tells whether the attack came, and fails if the run ended badly.
+    After every four attacks one run is left undisturbed. `judge(codes, said, victim, reproduction)`
+    returns whether the attack happened, and fails if the run ended badly.
     """
     assert moments
     verdicts, so_far = Verdicts(), []
     shutil.rmtree(target.out, ignore_errors=True)
     for number, (event, nth, victim) in enumerate(moments, 1):
         so_far = [*so_far, (event, nth)] if target.out.exists() else [(event, nth)]
-        reproduction = f"{target}\n{act.__name__} in process {victim} of {num_processes}, before {so_far}"
+        reproduction = (
+            f"{target}\n{act.__name__} in process {victim} of {num_processes}, before {so_far}"
+        )
         options = {"num_processes": num_processes, "happen": at(event, nth, act), "victim": victim}
         with verdicts.case(target):
             codes, said = target.run(*argv, together=together, **options)
@@ -387,24 +499,39 @@ def test_two_processes_killed_or_one_of_them(targets, name, count):
             target.judge_sentence([codes[1 - victim]], said, reproduction)
         return codes[victim] == -signal.SIGKILL
 
-    attack(target, target.moments(count, 2), die, lambda codes, *_: codes == [-signal.SIGKILL], 2, together=True)
+    attack(
+        target,
+        target.moments(count, 2),
+        die,
+        lambda codes, *_: codes == [-signal.SIGKILL],
+        2,
+        together=True,
+    )
     attack(target, target.moments(count, 2, after="threads_are_default"), die, judge, 2)
 
 
 @cases(50, {NAMES[1]: 4}, {}, [*NAMES, *OTHERS])
 def test_stopped_at_any_event_it_goes_on(targets, name, count):
-    """SIGTERM and SIGINT: a sentence, the right status, nothing lost; a checkpoint comes besides."""
+    """SIGTERM and SIGINT: a sentence, the right status, one more checkpoint, and nothing lost."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
-        assert set(codes) <= {0, 130, 143} and "Traceback" not in said, f"{reproduction}\n{codes}\n{said}"
+        assert set(codes) <= {0, 130, 143} and "Traceback" not in said, (
+            f"{reproduction}\n{codes}\n{said}"
+        )
         assert (codes == [0]) != ("Stopped by" in said), f"{reproduction}\n{codes}\n{said}"
         return codes != [0]
 
     def stop():
         os.kill(os.getpid(), signal.SIGTERM if os.getpid() % 2 else signal.SIGINT)
 
-    attack(target, target.moments(count, after="make_accelerator"), stop, judge, left_out="checkpoint-(?!8/)")
+    attack(
+        target,
+        target.moments(count, after="make_accelerator"),
+        stop,
+        judge,
+        left_out="checkpoint-(?!8/)",
+    )
 
 
 @cases(25, {NAMES[1]: 2}, names=[*NAMES[:2], *OTHERS])
@@ -419,8 +546,11 @@ def test_a_killed_loader_process_at_any_event(targets, name, count):
             process.kill()
 
     if name == NAMES[0]:  # after its first batch the loader may have read all of this little data
-        return attack(target, target.moments(count, after="mark_time", until="encode"), kill_loader, judge)
-    moments = target.moments(count, after="load_batches")  # more epochs: another schedule, so other weights in the end
+        return attack(
+            target, target.moments(count, after="mark_time", until="encode"), kill_loader, judge
+        )
+    # more epochs change the schedule, and so the final weights
+    moments = target.moments(count, after="load_batches")
     attack(target, moments, kill_loader, judge, left_out=".*", argv=["--num_train_epochs=50"])
 
 
@@ -436,12 +566,13 @@ def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, nam
         number = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES][os.getpid() % 4]
         raise OSError(number, os.strerror(number))
 
-    attack(target, target.moments(count, of_files=True), refuse, judge, left_out="report.json")  # which ends no run
+    # a failure to write report.json ends no run
+    attack(target, target.moments(count, of_files=True), refuse, judge, left_out="report.json")
 
 
 @cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 6}, [*NAMES, *OTHERS])
 def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets, name, count):
-    """Before any call and any change of a file: the run ends in a sentence, and the same command ends as ever."""
+    """Before any call or file change: the run ends with a sentence, a rerun with the same bits."""
     target, left_out = targets(name), r"report\.(html|json)|.*\.(args|png)"
 
     def judge(codes, said, victim, reproduction):
@@ -449,7 +580,11 @@ def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets
 
     def lack():
         number = [errno.EMFILE, errno.ENFILE, errno.ENOMEM][os.getpid() % 3]
-        lacking = [MemoryError(), RuntimeError("can't start new thread"), OSError(number, os.strerror(number))]
+        lacking = [
+            MemoryError(),
+            RuntimeError("can't start new thread"),
+            OSError(number, os.strerror(number)),
+        ]
         raise lacking[os.getpid() // 3 % 3]
 
     attack(target, target.moments(count, after="main"), lack, judge, left_out=left_out)
@@ -457,7 +592,7 @@ def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets
 
 @cases(4, {}, {NAMES[1]: 512})
 def test_a_full_disk_at_any_write_is_one_sentence(targets, name, count):
-    """On a disk that grows by `count` KiB after each failure, the same command ends with the same bits."""
+    """On a disk that grows by `count` KiB after each failure, reruns end with the same bits."""
     target, verdicts = targets(name), Verdicts()
     target.whole()
     shutil.rmtree(target.out, ignore_errors=True)
@@ -500,21 +635,36 @@ def damage(path, how, other):
 
 @cases(10**9, {}, {NAMES[0]: 8, NAMES[1]: 8, "its cache": 8}, [*NAMES, "its cache", ADAPTED])
 def test_damaged_files_are_mended_or_refused(targets, name, count):
-    """Each file cut, emptied, with a flipped bit, exchanged with the next, deleted, and as a folder: large ones first,
-    as a rule."""
-    rng, target, verdicts = random.Random(0), targets(NAMES[2] if name == "its cache" else name), Verdicts()
+    """Damage each file in six ways, mostly large files first.
+
+    It is cut, emptied, deleted, exchanged with the next or made a folder, or a bit is flipped.
+    """
+    rng, target, verdicts = (
+        random.Random(0),
+        targets(NAMES[2] if name == "its cache" else name),
+        Verdicts(),
+    )
     target.whole()
     shutil.rmtree(target.out, ignore_errors=True)
     if name == NAMES[0]:
         target.run()
     else:  # with two checkpoints, and something left to do
         assert target.run(happen=at("train_step", 7, die))[0] == [-signal.SIGKILL]
-    folder, good = target.folder / ("cache" if name == "its cache" else "out"), target.folder / "good"
+    folder, good = (
+        target.folder / ("cache" if name == "its cache" else "out"),
+        target.folder / "good",
+    )
     for place in (target.out, folder):
         shutil.copytree(place, good / place.name, dirs_exist_ok=True)
-    sizes = {file: (folder / file).stat().st_size + 1 for file in contents(folder) if not file.endswith(".png")}
+    sizes = {
+        file: (folder / file).stat().st_size + 1
+        for file in contents(folder)
+        if not file.endswith(".png")
+    }
     names = sorted(sizes)
-    trials = [(file, how) for file in names for how in ("cut", "empty", "flip", "swap", "gone", "folder")]
+    trials = [
+        (file, how) for file in names for how in ("cut", "empty", "flip", "swap", "gone", "folder")
+    ]
     trials.sort(key=lambda trial: math.log(rng.random()) / sizes[trial[0]], reverse=True)
     for file, how in trials[:count]:
         for place in (target.out, folder):
@@ -522,14 +672,19 @@ def test_damaged_files_are_mended_or_refused(targets, name, count):
             shutil.copytree(good / place.name, place)
         other = names[(names.index(file) + 1) % len(names)]
         damage(folder / file, how, folder / other)
-        past = "metrics" in file + other * (how == "swap")  # what is told of the past is not made again
+        # records of the past are not made again
+        past = "metrics" in file + other * (how == "swap")
         before = {} if past else contents(target.out)
         with verdicts.case(target):
             codes, said = target.run()
             reproduction = f"{target}\n{how} {folder / file} (the next is {other})"
             left_out = "checkpoint-3/" + past * "|metrics.jsonl|loss.png|README.md"
             verdicts[target.judge_either(codes, said, reproduction, left_out=left_out)] += 1
-            lost = [n for n, old in before.items() if codes != [0] and contents(target.out).get(n) != old]
+            lost = [
+                n
+                for n, old in before.items()
+                if codes != [0] and contents(target.out).get(n) != old
+            ]
             lost = {*lost} - {"run.args"}  # which each run makes again
             assert not lost, f"{reproduction}\n{lost} changed\n{said}"
     for place in (target.out, folder):
@@ -543,16 +698,25 @@ def test_damaged_files_are_mended_or_refused(targets, name, count):
 
 
 FORMATS = {
-    "PNG": "1 L LA P RGB RGBA I;16", "JPEG": "L RGB CMYK", "WEBP": "RGB RGBA", "GIF": "L P", "BMP": "1 L P RGB",
-    "TIFF": "1 L LA P RGB RGBA CMYK YCbCr LAB I;16", "PPM": "1 L RGB", "TGA": "L RGB RGBA", "JPEG2000": "L RGB RGBA",
-}  # fmt: skip
+    "PNG": "1 L LA P RGB RGBA I;16",
+    "JPEG": "L RGB CMYK",
+    "WEBP": "RGB RGBA",
+    "GIF": "L P",
+    "BMP": "1 L P RGB",
+    "TIFF": "1 L LA P RGB RGBA CMYK YCbCr LAB I;16",
+    "PPM": "1 L RGB",
+    "TGA": "L RGB RGBA",
+    "JPEG2000": "L RGB RGBA",
+}
 
 
 def make_file(rng):
     """The bytes of an image, or of something like one; and whether it has to be used."""
     format = rng.choice(list(FORMATS))
     mode = rng.choice(FORMATS[format].split())
-    size = rng.choice([(1, 1), (1, 40), (90, 2), (rng.randint(2, 60), rng.randint(2, 60)), (500, 9)])
+    size = rng.choice(
+        [(1, 1), (1, 40), (90, 2), (rng.randint(2, 60), rng.randint(2, 60)), (500, 9)]
+    )
     picture = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
     if mode in ("LA", "LAB", "I;16"):  # which Pillow does not convert to
         picture = Image.new(mode, size, {"LA": (9, 100), "LAB": (50, 9, 200), "I;16": 60000}[mode])
@@ -565,30 +729,61 @@ def make_file(rng):
     (picture if picture.mode == mode else picture.convert(mode)).save(buffer, format, **options)
     data = buffer.getvalue()
     fault = rng.choice(["none"] * 12 + ["cut", "flips", "head", "tail", "zeros", "other", "gone"])
-    other = [b"", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage", b"<svg/>", b"GIF89a", b"\xff\xd8\xff"]
+    other = [
+        b"",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage",
+        b"<svg/>",
+        b"GIF89a",
+        b"\xff\xd8\xff",
+    ]
     flipped, cut = bytearray(data), rng.randrange(len(data))
     for _ in range(5):
         flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     return {
-        "none": data, "cut": data[:cut], "flips": bytes(flipped), "head": rng.randbytes(9) + data[9:], "gone": None,
-        "tail": data + rng.randbytes(50), "zeros": data[:cut] + bytes(len(data) - cut), "other": rng.choice(other),
-    }[fault], fault in ("none", "tail")  # fmt: skip
+        "none": data,
+        "cut": data[:cut],
+        "flips": bytes(flipped),
+        "head": rng.randbytes(9) + data[9:],
+        "gone": None,
+        "tail": data + rng.randbytes(50),
+        "zeros": data[:cut] + bytes(len(data) - cut),
+        "other": rng.choice(other),
+    }[fault], fault in ("none", "tail")
 
 
 def make_caption(rng):
-    """What stands in columns of captions; None too."""
+    """Return something that columns of captions contain, sometimes None."""
     pieces = [
-        "a red bicycle", "ein Füchslein", "红色自行车", "عربي", "\U0001f469\u200d\U0001f467", "\u202eabc",
-        "Z\u0335\u0327a", "\0", "\x1b[31m", "\n\t\r", "<|endoftext|>", "'", '"', "{", "%s",
-        "\\u0000", "\ufeff", "\uffff", "1e999",
-    ]  # fmt: skip
+        "a red bicycle",
+        "ein Füchslein",
+        "红色自行车",
+        "عربي",
+        "\U0001f469\u200d\U0001f467",
+        "\u202eabc",
+        "Z\u0335\u0327a",
+        "\0",
+        "\x1b[31m",
+        "\n\t\r",
+        "<|endoftext|>",
+        "'",
+        '"',
+        "{",
+        "%s",
+        "\\u0000",
+        "\ufeff",
+        "\uffff",
+        "1e999",
+    ]
     kind = rng.randrange(8)
     if kind < 2:
         return rng.choice([None, "", " ", "\0", "a"])
     if kind == 2:
         return rng.choice(pieces) * rng.choice([100, 20000])
     if kind == 3:
-        return "".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(30))
+        return "".join(
+            chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]))
+            for _ in range(30)
+        )
     return " ".join(rng.choices(pieces, k=rng.randint(1, 9)))
 
 
@@ -597,29 +792,53 @@ def make_caption(rng):
 )
 def test_every_row_of_odd_images_and_captions_is_used_or_listed(targets, tmp_path, count):
     rng = random.Random(count)
-    files, captions = [make_file(rng) for _ in range(count)], [make_caption(rng) for _ in range(count)]
+    files, captions = (
+        [make_file(rng) for _ in range(count)],
+        [make_caption(rng) for _ in range(count)],
+    )
     image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    image = pa.array([{"bytes": data, "path": None} if data is not None else None for data, _ in files], image)
+    image = pa.array(
+        [{"bytes": data, "path": None} if data is not None else None for data, _ in files], image
+    )
     (tmp_path / "data").mkdir()
     table = pa.table({"image": image, "text": pa.array(captions, pa.string())})
     pq.write_table(table, tmp_path / "data/train.parquet")
-    data = [f"--train_data_dir={tmp_path}/data", "--image_column=image", f"--output_dir={tmp_path}/out"]
-    codes, said = targets(NAMES[0]).run(*data, "--max_skipped=1", "--rows_per_shard=100", "--batch_size=8")
+    data = [
+        f"--train_data_dir={tmp_path}/data",
+        "--image_column=image",
+        f"--output_dir={tmp_path}/out",
+    ]
+    codes, said = targets(NAMES[0]).run(
+        *data, "--max_skipped=1", "--rows_per_shard=100", "--batch_size=8"
+    )
     assert codes == [0] and "Traceback" not in said, said
-    listed = {entry["row"]: entry["reason"] for entry in map(json.loads, (tmp_path / "out/skipped.jsonl").open())}
-    used, rows = [i for i in range(count) if i not in listed], datasets.load_from_disk(str(tmp_path / "out"))
+    listed = {
+        entry["row"]: entry["reason"]
+        for entry in map(json.loads, (tmp_path / "out/skipped.jsonl").open())
+    }
+    used, rows = (
+        [i for i in range(count) if i not in listed],
+        datasets.load_from_disk(str(tmp_path / "out")),
+    )
     assert rows["text"] == [captions[i] for i in used] and rows["key"] == [f"row {i}" for i in used]
     wrong = {i: listed[i] for i in listed if files[i][1] and captions[i] is not None}
     assert not wrong and all(listed.values()), wrong
     assert {i for i in range(count) if captions[i] is None or files[i][0] is None} <= set(listed)
-    print(f"{count} rows: {len(used)} used, {len(listed)} listed with {len(set(listed.values()))} reasons")
+    print(
+        f"{count} rows: {len(used)} used, "
+        f"{len(listed)} listed with {len(set(listed.values()))} reasons"
+    )
     prompts = [text for text in captions if text and "\0" not in text][:5]
     for name in NAMES[1:]:
         shutil.rmtree(tmp_path / "out")
         target = targets(name)
         flags = [flag for flag in target.argv if "--latents_dir" not in flag]
         more = [] if name == NAMES[1] else ["--resolution=16", "--validation_prompts", *prompts]
-        more += ["--max_train_steps=2", f"--train_batch_size={-(-count // 2)}", "--validation_steps=9"]
+        more += [
+            "--max_train_steps=2",
+            f"--train_batch_size={-(-count // 2)}",
+            "--validation_steps=9",
+        ]
         codes, said = target.run(*data, *more, flags=flags, timeout=900)
         assert codes == [0] and "Traceback" not in said, said
         record = metrics(tmp_path / "out")[-1]
@@ -628,33 +847,51 @@ def test_every_row_of_odd_images_and_captions_is_used_or_listed(targets, tmp_pat
             for row, reason in listed.items()
             if name == NAMES[2] or "caption is" not in reason or not files[row][1]
         ]
-        assert math.isfinite(record["loss"]) and record["skipped_images"] == said.count("Skipped row") >= len(bad) - 9
+        assert (
+            math.isfinite(record["loss"])
+            and record["skipped_images"] == said.count("Skipped row") >= len(bad) - 9
+        )
         assert record["skipped_images"] <= len(listed)
 
 
 def test_every_kind_of_column_of_captions(targets, tmp_path):
     """Rows are used, or listed; or one sentence says what the column is."""
     make_images(tmp_path / "images", 6)
-    images = [{"bytes": (tmp_path / f"images/{i}.png").read_bytes(), "path": None} for i in range(6)]
+    images = [
+        {"bytes": (tmp_path / f"images/{i}.png").read_bytes(), "path": None} for i in range(6)
+    ]
     texts = {
-        "numbers": pa.array(range(6)), "lists": pa.array([["a", "b"], [], None, ["c"], [""], [None]]),
-        "bytes": pa.array([b"a"] * 6), "codes": pa.array(["a", "b"] * 3).dictionary_encode(),
-        "large": pa.array(["a", None] * 3, pa.large_string()), "nothing": pa.nulls(6),
-    }  # fmt: skip
+        "numbers": pa.array(range(6)),
+        "lists": pa.array([["a", "b"], [], None, ["c"], [""], [None]]),
+        "bytes": pa.array([b"a"] * 6),
+        "codes": pa.array(["a", "b"] * 3).dictionary_encode(),
+        "large": pa.array(["a", None] * 3, pa.large_string()),
+        "nothing": pa.nulls(6),
+    }
     for kind, column in texts.items():
         (tmp_path / kind).mkdir()
-        pq.write_table(pa.table({"image": pa.array(images), "text": column}), tmp_path / kind / "a.parquet")
-    lines = [json.dumps({"file_name": f"{i}.png", "text": text}) for i, text in enumerate(["\ud800", "a"] * 3)]
+        pq.write_table(
+            pa.table({"image": pa.array(images), "text": column}), tmp_path / kind / "a.parquet"
+        )
+    lines = [
+        json.dumps({"file_name": f"{i}.png", "text": text})
+        for i, text in enumerate(["\ud800", "a"] * 3)
+    ]
     Path(make_images(tmp_path / "surrogates", 6), "metadata.jsonl").write_text("\n".join(lines))
     target, verdicts = targets(NAMES[0]), Verdicts()
     for kind in [*texts, "surrogates"]:
         out = tmp_path / f"out-{kind}"
         with verdicts.case(target):
-            codes, said = target.run(f"--train_data_dir={tmp_path / kind}", f"--output_dir={out}", "--max_skipped=1")
+            codes, said = target.run(
+                f"--train_data_dir={tmp_path / kind}", f"--output_dir={out}", "--max_skipped=1"
+            )
             if codes != [0]:
                 verdicts["one sentence"] += bool(target.judge_sentence(codes, said, kind))
                 continue
-            used, listed = json.loads((out / "cache.json").read_text())["rows"], (out / "skipped.jsonl").open()
+            used, listed = (
+                json.loads((out / "cache.json").read_text())["rows"],
+                (out / "skipped.jsonl").open(),
+            )
             assert "Traceback" not in said and used + len(list(listed)) == 6, f"{kind}\n{said}"
             verdicts["used or listed"] += 1
     verdicts.show("kinds of columns")
@@ -676,12 +913,25 @@ def list_flags(script):
 
 @cases(10**9, {NAMES[2]: 6})
 def test_every_number_at_its_limits_is_refused_or_runs_well(targets, name, count, capsys):
-    """One step with each flag at 0, -1, nan, inf, 1e30, 10**30 and at its bounds, where the parser takes it."""
+    """Run one step with each flag at its limits, if the parser accepts the value.
+
+    Values are 0, -1, nan, inf, 1e30, 10**30 and the flag's bounds.
+    """
     target, taken, verdicts = targets(name), set(), Verdicts()
-    only_work = {"resolution", "eval_batch_size", "num_validation_images", "dataloader_num_workers", "max_train_steps"}
+    only_work = {
+        "resolution",
+        "eval_batch_size",
+        "num_validation_images",
+        "dataloader_num_workers",
+        "max_train_steps",
+    }
     for action in list_flags(target.script):
         low, high, kind = getattr(action.type, "bounds", (0, 0, None))
-        for value in ["0", "-1", "nan", "inf", "-inf", "1e30", str(10**30), kind(low), kind(high)] if kind else []:
+        for value in (
+            ["0", "-1", "nan", "inf", "-inf", "1e30", str(10**30), kind(low), kind(high)]
+            if kind
+            else []
+        ):
             flag = f"--{action.dest}={value}"
             try:
                 target.script.parse_args([*target.argv, flag])
@@ -693,7 +943,9 @@ def test_every_number_at_its_limits_is_refused_or_runs_well(targets, name, count
     for flag in random.Random(0).sample(sorted(taken), min(count, len(taken))):
         shutil.rmtree(target.out, ignore_errors=True)
         with verdicts.case(target):
-            codes, said = target.run(*["--max_train_steps=1"][: name != NAMES[0]], flag, before=limit_memory)
+            codes, said = target.run(
+                *["--max_train_steps=1"][: name != NAMES[0]], flag, before=limit_memory
+            )
             verdicts[target.judge_sound(codes, said, f"{target} {flag}")] += 1
     shutil.rmtree(target.out, ignore_errors=True)
     verdicts.show(name)
@@ -715,7 +967,10 @@ def limit_memory_and_let_warn():
 def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, count):
     """Values of the JSON files of the models as null, 0, -1, "x", [], true and a large number."""
     target, verdicts = targets(name), Verdicts()
-    folder, copied = target.folder / {NAMES[1]: "tiny-unet", NAMES[2]: "sd"}.get(name, "none"), target.folder / "odd"
+    folder, copied = (
+        target.folder / {NAMES[1]: "tiny-unet", NAMES[2]: "sd"}.get(name, "none"),
+        target.folder / "odd",
+    )
     folder = folder if folder.exists() else MODELS
     trials = [
         (path.relative_to(folder), key, value)
@@ -727,15 +982,23 @@ def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, 
     for file, key, value in random.Random(1).sample(trials, min(count, len(trials))):
         shutil.rmtree(copied, ignore_errors=True)
         shutil.copytree(folder, copied)
-        (copied / file).write_text(json.dumps({**json.loads((copied / file).read_text()), key: value}))
-        flags = [flag.replace(str(folder), str(copied)) for flag in target.argv if "--latents_dir" not in flag]
-        flags += [f"--train_data_dir={target.folder}/images", "--resolution=16"] + ["--max_train_steps=1"][
-            : name != NAMES[0]
+        (copied / file).write_text(
+            json.dumps({**json.loads((copied / file).read_text()), key: value})
+        )
+        flags = [
+            flag.replace(str(folder), str(copied))
+            for flag in target.argv
+            if "--latents_dir" not in flag
         ]
+        flags += [f"--train_data_dir={target.folder}/images", "--resolution=16"] + [
+            "--max_train_steps=1"
+        ][: name != NAMES[0]]
         shutil.rmtree(target.out, ignore_errors=True)
         with verdicts.case(target):
             codes, said = target.run(flags=flags, before=limit_memory_and_let_warn)
-            verdicts[target.judge_sound(codes, said, f"{target}\n{file}: {key} = {json.dumps(value)}")] += 1
+            verdicts[
+                target.judge_sound(codes, said, f"{target}\n{file}: {key} = {json.dumps(value)}")
+            ] += 1
     shutil.rmtree(target.out, ignore_errors=True)
     verdicts.show(f"{name}, {len(trials)} settings")
 
@@ -758,13 +1021,30 @@ def test_nothing_grows_with_the_steps(targets, count):
 
     shutil.rmtree(target.out, ignore_errors=True)
     path.unlink(missing_ok=True)
-    more = [f"--max_train_steps={count}", "--validation_steps=1000000", "--save_model_epochs=1000000"]
+    more = [
+        f"--max_train_steps={count}",
+        "--validation_steps=1000000",
+        "--save_model_epochs=1000000",
+    ]
     codes, said = target.run(
-        *more, f"--checkpointing_steps={count // 5}", "--logging_steps=10", happen=note, timeout=9000
+        *more,
+        f"--checkpointing_steps={count // 5}",
+        "--logging_steps=10",
+        happen=note,
+        timeout=9000,
     )
     assert codes == [0], said
-    memory, files, times = zip(*[map(float, line.split()) for line in path.read_text().splitlines()], strict=True)
+    memory, files, times = zip(
+        *[map(float, line.split()) for line in path.read_text().splitlines()], strict=True
+    )
     steps = [10000 * (after - before) / count for before, after in itertools.pairwise(times)]
-    print(f"{count} steps: {memory[2]:.0f} to {memory[-1]:.0f} MiB, {files[2]:.0f} to {files[-1]:.0f} open files, "
-          f"{steps[2]:.1f} to {steps[-1]:.1f} ms of a core a step")  # fmt: skip
-    assert max(memory[-3:]) < memory[2] + 20 and files[-1] <= files[2] + 1 and min(steps[-3:]) < 1.5 * min(steps[:3])
+    print(
+        f"{count} steps: {memory[2]:.0f} to {memory[-1]:.0f} MiB, "
+        f"{files[2]:.0f} to {files[-1]:.0f} open files, "
+        f"{steps[2]:.1f} to {steps[-1]:.1f} ms of a core a step"
+    )
+    assert (
+        max(memory[-3:]) < memory[2] + 20
+        and files[-1] <= files[2] + 1
+        and min(steps[-3:]) < 1.5 * min(steps[:3])
+    )

@@ -48,20 +48,32 @@ def first(cell):
 @pytest.fixture
 def ramp(monkeypatch):
     """One picture of 120 px in place of photographs: a ramp, in which a shift would show."""
-    buffer, colours = io.BytesIO(), np.add.outer(np.arange(80), np.arange(120))[..., None] + np.array([0, 20, 40])
+    buffer, colours = (
+        io.BytesIO(),
+        np.add.outer(np.arange(80), np.arange(120))[..., None] + np.array([0, 20, 40]),
+    )
     Image.fromarray(colours.astype(np.uint8)).save(buffer, "JPEG", quality=95)
     monkeypatch.setattr(precompute_speed, "make_photos", lambda width: [buffer.getvalue()])
     return buffer.getvalue()
 
 
 def test_all_ways_to_transform_make_the_same_picture(ramp, capsys):
-    precompute_speed.main(["transform", "--resolutions=32", "--widths=120", "--seconds=0.01", "--rounds=2"])
+    precompute_speed.main(
+        ["transform", "--resolutions=32", "--widths=120", "--seconds=0.01", "--rounds=2"]
+    )
     said = capsys.readouterr().out
     rows = table(said)
     there = [name for name in precompute_speed.WAYS if name in [row[0] for row in rows]]
     assert len(there) == len(rows) >= 5 and all(first(row[1]) > 0 for row in rows)
-    for name, missing in (("OpenCV", precompute_speed.cv2 is None), ("torchcodec", decode_jpeg is None)):
-        assert (f"{name} is not installed" in said) == missing == (not any(row.startswith(name) for row in there))
+    for name, missing in (
+        ("OpenCV", precompute_speed.cv2 is None),
+        ("torchcodec", decode_jpeg is None),
+    ):
+        assert (
+            (f"{name} is not installed" in said)
+            == missing
+            == (not any(row.startswith(name) for row in there))
+        )
     photos = [precompute_speed.WAYS[name](32)(ramp) for name in there[:-1]]
     photos = [photo.numpy() if torch.is_tensor(photo) else photo.astype(float) for photo in photos]
     for name, photo in zip(there, photos, strict=False):
@@ -69,21 +81,44 @@ def test_all_ways_to_transform_make_the_same_picture(ramp, capsys):
 
 
 def test_the_speed_of_precomputing(ramp, capsys):
-    flags = ["--size=toy", "--rows=10", "--resolutions=16", "--batch_size=4", "--rounds=2", "--widths=120"]
+    flags = [
+        "--size=toy",
+        "--rows=10",
+        "--resolutions=16",
+        "--batch_size=4",
+        "--rounds=2",
+        "--widths=120",
+    ]
     precompute_speed.main(["script", *flags, "--dataloader_num_workers=0"])
     (row,) = table(capsys.readouterr().out)
     decode, encode, whole, running, share, cores = map(first, row[1:])
     assert row[0] == "16" and min(decode, encode, whole) > 0 and whole <= running
-    assert share == pytest.approx(running / encode, rel=0.8) and cores == pytest.approx(encode / decode, abs=1)
+    assert share == pytest.approx(running / encode, rel=0.8) and cores == pytest.approx(
+        encode / decode, abs=1
+    )
 
 
 def test_two_resolutions_in_one_pass_are_timed(ramp, capsys):
-    flags = ["--size=toy", "--rows=6", "--resolutions", "16", "32", "--batch_size=4", "--rounds=1", "--widths=120"]
+    flags = [
+        "--size=toy",
+        "--rows=6",
+        "--resolutions",
+        "16",
+        "32",
+        "--batch_size=4",
+        "--rounds=1",
+        "--widths=120",
+    ]
     precompute_speed.main(["passes", *flags, "--dataloader_num_workers=0"])
     stage, whole = table(capsys.readouterr().out)
-    assert stage[0] == "stage 1" and whole[0] == "whole" and all(first(cell) >= 0 for cell in stage[1:4])
+    assert (
+        stage[0] == "stage 1"
+        and whole[0] == "whole"
+        and all(first(cell) >= 0 for cell in stage[1:4])
+    )
     one, other, together = map(first, whole[1:4])
-    low, high = (together - 0.05) / (one + other + 0.1), (together + 0.05) / (one + other - 0.1)  # they are rounded
+    # the printed figures are rounded
+    low, high = (together - 0.05) / (one + other + 0.1), (together + 0.05) / (one + other - 0.1)
     assert min(one, other, together) > 0 and low - 0.01 <= float(whole[4]) <= high + 0.01
 
 
@@ -97,15 +132,28 @@ def test_all_readers_read_the_same_numbers(tmp_path, capsys):
     for opened in cache_reader.READERS.values():
         for batch, right in zip(opened(folder)(order), expected, strict=True):
             assert all(np.array_equal(batch[name], right[name]) for name in cache_reader.COLUMNS)
-    cache_reader.main(["--size=toy", "--rows=40", "--resolutions=16", "--batch_size=8", "--rounds=2"])
+    cache_reader.main(
+        ["--size=toy", "--rows=40", "--resolutions=16", "--batch_size=8", "--rounds=2"]
+    )
     rows = table(capsys.readouterr().out)
     assert [row[1] for row in rows] == list(cache_reader.READERS)
-    assert all(re.fullmatch(r"[0-9.]+k, [0-9.]+ \([0-9.]+ to [0-9.]+\)", cell) for row in rows for cell in row[2:])
+    assert all(
+        re.fullmatch(r"[0-9.]+k, [0-9.]+ \([0-9.]+ to [0-9.]+\)", cell)
+        for row in rows
+        for cell in row[2:]
+    )
     assert [cell.split(", ")[1] for cell in rows[1][2:]] == 3 * ["1.00 (1.00 to 1.00)"]
 
 
 def test_the_speed_of_storage(capsys, tmp_path):
-    flags = ["--size=toy", "--rows=140", "--rows_per_shard=1", "--resolution=16", "--batch_size=8", "--rounds=1"]
+    flags = [
+        "--size=toy",
+        "--rows=140",
+        "--rows_per_shard=1",
+        "--resolution=16",
+        "--batch_size=8",
+        "--rounds=1",
+    ]
     storage.main([*flags, f"--bucket=file://{tmp_path / 'bucket'}"])
     rows = table(capsys.readouterr().out)
     assert len(rows) == 4 and all(float(number) >= 0 for row in rows for number in row[1:])
@@ -116,7 +164,9 @@ def test_a_synthetic_cache_is_one_that_trains(tmp_path):
     """It passes every check of the trainer, that of each row included."""
     models = bench.make_models(tmp_path / "sd", "toy")
     for kind in ("embeddings", "ids"):
-        cache = load_cache(bench.make_cache(tmp_path / kind, models, 70, 64, kind, rows_per_shard=32))
+        cache = load_cache(
+            bench.make_cache(tmp_path / kind, models, 70, 64, kind, rows_per_shard=32)
+        )
         dataset = CachedLatents({kind: cache}, seed=0, random_flip=False)
         assert len(dataset) == cache[0]["rows"] == 70
         assert len(dataset[[(0, row, 1.0) for row in range(70)]]["weight"]) == 70
@@ -145,11 +195,22 @@ def test_peers_are_started_in_turns_and_compared(tmp_path, capsys, monkeypatch):
         lora = "--rank=4" in argv
         if theirs := script.is_relative_to(tmp_path):
             name = f"train_text_to_image{'_lora_sdxl' * lora}.py"
-            assert script.parts[-3:] == ("examples", "text_to_image", name) and "--no-use_ema" not in argv
+            assert (
+                script.parts[-3:] == ("examples", "text_to_image", name)
+                and "--no-use_ema" not in argv
+            )
         else:
             args = importlib.import_module(script.stem).parse_args(list(map(str, argv)))
-            assert args.use_ema == (not lora) and args.max_train_steps in (steps, None) and args.report_to == "none"
-        cache = [Path(flag.split("=")[1]).name.split("-")[-1] for flag in argv if flag.startswith("--latents_dir")]
+            assert (
+                args.use_ema == (not lora)
+                and args.max_train_steps in (steps, None)
+                and args.report_to == "none"
+            )
+        cache = [
+            Path(flag.split("=")[1]).name.split("-")[-1]
+            for flag in argv
+            if flag.startswith("--latents_dir")
+        ]
         started.append("theirs" if theirs else cache[0] if cache else "pixels")
         return {"step": seconds[started[-1]] + len(started) / 100, "first": 9}
 
@@ -174,19 +235,31 @@ def test_peers_are_started_in_turns_and_compared(tmp_path, capsys, monkeypatch):
     assert started[13:] == 3 * list(seconds) and [row[0] for row in rows] == 4 * ["a LoRA for SDXL"]
 
 
-PUBLISHED = {"Stable Diffusion 1.5": 859_520_964, "Stable Diffusion 2": 865_910_724, "SDXL": 2_567_463_684}
+PUBLISHED = {
+    "Stable Diffusion 1.5": 859_520_964,
+    "Stable Diffusion 2": 865_910_724,
+    "SDXL": 2_567_463_684,
+}
 
 
 def test_memory_is_that_of_published_shapes():
     for name, count in PUBLISHED.items():
         found = memory.count_bytes(memory.make_unet(memory.MODELS[name][0]), "adamw", True)
-        assert found == {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count, "averaged": 4 * count}
-    # Rank 16 at 140 attentions in 70 blocks: A and B of to_q, to_k, to_v, to_out; `attn2` reads 2,048 numbers a token.
+        assert found == {
+            "weights": 4 * count,
+            "gradients": 4 * count,
+            "moments": 8 * count,
+            "averaged": 4 * count,
+        }
+    # Rank 16 at 140 attentions in 70 blocks: A and B of to_q, to_k, to_v, to_out.
+    # `attn2` reads 2,048 numbers per token.
     widths = [640] * 10 + [1280] * 60
     adapter = sum(16 * (7 * 2 * width + (width + width) + 2 * (2048 - width)) for width in widths)
     found = memory.count_bytes(memory.make_unet(memory.SDXL, 16), "adamw", True)
     assert adapter == 23_224_320 and found["gradients"] == found["averaged"] == 4 * adapter
-    assert found["weights"] == 2 * PUBLISHED["SDXL"] + 4 * adapter and found["moments"] == 8 * adapter
+    assert (
+        found["weights"] == 2 * PUBLISHED["SDXL"] + 4 * adapter and found["moments"] == 8 * adapter
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
@@ -200,9 +273,13 @@ def test_optimizers_keep_what_is_counted(optimizer):
         parameter.grad, steps = torch.randn(shape), make([parameter])
         steps.step()
         tensors = [
-            x for name, x in steps.state[parameter].items() if torch.is_tensor(x) and name[:4] not in ("step", "qmap")
+            x
+            for name, x in steps.state[parameter].items()
+            if torch.is_tensor(x) and name[:4] not in ("step", "qmap")
         ]
-        assert sum(x.numel() * x.element_size() for x in tensors) == memory.count_moments(parameter, optimizer), shape
+        assert sum(x.numel() * x.element_size() for x in tensors) == memory.count_moments(
+            parameter, optimizer
+        ), shape
 
 
 @pytest.mark.long
@@ -212,19 +289,35 @@ def test_the_page_says_what_memory_prints(capsys):
     page = (ROOT / "docs/training.md").read_text()
     rows = [row for row in table(training) if row[0] != "Stable Diffusion 2"]
     assert len(rows) == 10 and all(f"| {' | '.join(row)} |\n" in page for row in rows)
-    assert all(f"| {' | '.join(row)} |\n" in (ROOT / "docs/speed.md").read_text() for row in table(steps))
+    assert all(
+        f"| {' | '.join(row)} |\n" in (ROOT / "docs/speed.md").read_text() for row in table(steps)
+    )
     assert len(table(kept)) == 10 and all(f"| {' | '.join(row)} |\n" in page for row in table(kept))
-    # What tutorials say: beside an image of float32, in a step of 64 images, and of SDXL with its weights in bf16 too.
+    # The activations, as the page compares them: with an image in float32, in a step of 64 images,
+    # and for SDXL with bf16 too.
     sizes = {(name, int(side)): int(count.replace(",", "")) for name, side, count, _ in table(kept)}
-    small, large = (sizes[f"unet_{side}.json", side] * 1e6 / (3 * side**2 * 4) for side in (64, 256))
-    fixed, added, sdxl = 20 * 35_746_307 / 1e9, 64 * sizes["unet_64.json", 64] / 1e3, sizes["SDXL", 512] / 1e3
+    small, large = (
+        sizes[f"unet_{side}.json", side] * 1e6 / (3 * side**2 * 4) for side in (64, 256)
+    )
+    fixed, added, sdxl = (
+        20 * 35_746_307 / 1e9,
+        64 * sizes["unet_64.json", 64] / 1e3,
+        sizes["SDXL", 512] / 1e3,
+    )
     cast, whole = PUBLISHED["SDXL"] * 2 / 1e9, PUBLISHED["SDXL"] * 20 / 1e9
     said = [f"{small:,.0f} times an image at 64 px", f"{large:,.0f} times at 256 px"]
-    said += [f"| {fixed + added:.1f} GB: {fixed:.2f} in a step and", f"; {1.1 * fixed + added / 2:.1f} with bf16 |"]
+    said += [
+        f"| {fixed + added:.1f} GB: {fixed:.2f} in a step and",
+        f"; {1.1 * fixed + added / 2:.1f} with bf16 |",
+    ]
     said += [f"{whole + sdxl:.1f} GB become {whole + cast + sdxl / 2:.1f} |"]
     assert [part for part in said if part not in page] == []
-    # diffusers' own table says 5,979.1 for the forward pass of SDXL, a third of a step: without attention's products.
-    products = sum(4 * tokens * (tokens + 77) * width * n for tokens, width, n in ((4096, 640, 10), (1024, 1280, 60)))
+    # diffusers' table has 5,979.1 GFLOP for SDXL's forward pass, which is a third of a step. It
+    # leaves out the products of attention.
+    products = sum(
+        4 * tokens * (tokens + 77) * width * n
+        for tokens, width, n in ((4096, 640, 10), (1024, 1280, 60))
+    )
     assert memory.count_step(memory.SDXL, 1024) / 3 - products == pytest.approx(5979.1e9, rel=0.01)
     page = " ".join((ROOT / "docs/latent-cache.md").read_text().split())
     for name, gigabytes, shares in table(encoders)[1:]:
@@ -237,9 +330,27 @@ def test_tables_of_all_that_is_trained(tmp_path, capsys):
     for benchmark, argv in (
         (step_overhead, TOY),
         (peers, TOY),
-        (growth, ["--rows=64", "--num_caches=2", "--steps=20", "--rows_per_shard=4", "--written_shards=2"]),
+        (
+            growth,
+            [
+                "--rows=64",
+                "--num_caches=2",
+                "--steps=20",
+                "--rows_per_shard=4",
+                "--written_shards=2",
+            ],
+        ),
         (growth, ["--rows", "--images", "8", "32"]),
-        (gpu, [*TOY[:2], "--mixed_precision=no", "--resolutions=64", "--batch_sizes=4", "--no_compile"]),
+        (
+            gpu,
+            [
+                *TOY[:2],
+                "--mixed_precision=no",
+                "--resolutions=64",
+                "--batch_sizes=4",
+                "--no_compile",
+            ],
+        ),
     ):
         reset()
         benchmark.main(argv)
@@ -256,7 +367,9 @@ def test_downloads_arrive_in_both_ways(ramp, capsys, monkeypatch):
         if shrinks:
             return measure(way, table, shrinks, cli)
         script = importlib.import_module("download_images")
-        script.parse_args(list(map(str, downloads.make_command(way, table, "out", shrinks, cli)[2:])))
+        script.parse_args(
+            list(map(str, downloads.make_command(way, table, "out", shrinks, cli)[2:]))
+        )
         return 1, 1
 
     monkeypatch.setattr(downloads, "measure", measure_one)

@@ -1,4 +1,7 @@
-"""benchmarks/evaluate_samples.py: its figures are what they claim, of the right images, and tell good from bad."""
+"""benchmarks/evaluate_samples.py: its figures are right and tell good from bad.
+
+They are computed on the right images.
+"""
 
 import functools
 import importlib.util
@@ -50,7 +53,8 @@ class Moments(torch.nn.Module):
 
 @pytest.fixture
 def extractor(tmp_path):
-    with warnings.catch_warnings(action="ignore"):  # torch would rather have another format, which it can't run alone
+    # torch warns that TorchScript is deprecated; its successor can't be run alone
+    with warnings.catch_warnings(action="ignore"):
         torch.jit.script(Moments()).save(str(tmp_path / "moments.pt"))
     return f"--feature_extractor={tmp_path / 'moments.pt'}"
 
@@ -71,11 +75,23 @@ def trained(tmp_path_factory):
     """A run on 12 images, 5 of them held out; the weights are as they were drawn."""
     folder = tmp_path_factory.mktemp("trained")
     make_images(folder / "images", 12)
-    run(train_unconditional, f"--train_data_dir={folder / 'images'}", f"--output_dir={folder / 'out'}",
-        f"--model_config_name_or_path={make_unet_config(folder)}", f"--cache_dir={folder / 'cache'}",
-        "--resolution=16", "--train_batch_size=4", "--max_train_steps=1", "--learning_rate=0",
-        "--ddpm_num_inference_steps=1", "--eval_batch_size=1", "--report_to=none", "--dataloader_num_workers=0",
-        "--holdout=5", "--random_flip")  # fmt: skip
+    run(
+        train_unconditional,
+        f"--train_data_dir={folder / 'images'}",
+        f"--output_dir={folder / 'out'}",
+        f"--model_config_name_or_path={make_unet_config(folder)}",
+        f"--cache_dir={folder / 'cache'}",
+        "--resolution=16",
+        "--train_batch_size=4",
+        "--max_train_steps=1",
+        "--learning_rate=0",
+        "--ddpm_num_inference_steps=1",
+        "--eval_batch_size=1",
+        "--report_to=none",
+        "--dataloader_num_workers=0",
+        "--holdout=5",
+        "--random_flip",
+    )
     return folder
 
 
@@ -99,23 +115,31 @@ def seen(monkeypatch):
     return rows
 
 
-@pytest.mark.parametrize("count, features", [(300, 8), (20, 32)])  # more images than features, and fewer
+# more images than features, and fewer
+@pytest.mark.parametrize("count, features", [(300, 8), (20, 32)])
 def test_the_fast_fid_is_that_of_torchmetrics(count, features):
     generator = torch.Generator().manual_seed(0)
     mix = torch.randn(features, features, generator=generator)
     real, fake = (torch.randn(count + n, features, generator=generator) @ mix for n in (0, 7))
-    slow, fast = evaluate_samples.measure_fid(real, fake + 1), evaluate_samples.measure_fid_fast(real, fake + 1)
+    slow, fast = (
+        evaluate_samples.measure_fid(real, fake + 1),
+        evaluate_samples.measure_fid_fast(real, fake + 1),
+    )
     assert fast == pytest.approx(slow, rel=1e-3) and slow > 1
     moved = evaluate_samples.measure_fid(real, real + 2)
-    assert moved == pytest.approx(4 * features, rel=1e-3) == evaluate_samples.measure_fid_fast(real, real + 2)
+    assert (
+        moved
+        == pytest.approx(4 * features, rel=1e-3)
+        == evaluate_samples.measure_fid_fast(real, real + 2)
+    )
     for measure in (evaluate_samples.measure_fid, evaluate_samples.measure_fid_fast):
         assert measure(real, real) == pytest.approx(0, abs=1e-2 * slow)
 
 
 def test_the_interval_covers_as_often_as_it_says():
-    """95 % of the intervals of a mean hold the true one, and those of KID between two halves hold 0."""
+    """95 % of a mean's intervals hold the true mean, and of KID's between two halves hold 0."""
     generator = torch.Generator().manual_seed(0)
-    mean = lambda values: values.mean().item()  # noqa: E731
+    mean = lambda values: values.mean().item()
     held = 0
     for _ in range(200):
         values = torch.randn(50, generator=generator) + 3
@@ -127,7 +151,9 @@ def test_the_interval_covers_as_often_as_it_says():
     kid = functools.partial(evaluate_samples.measure_kid, subsets=1)
     low, high = evaluate_samples.find_interval(kid(*halves), kid, halves, 50)
     assert low < 0 < high
-    low, high = evaluate_samples.find_interval(kid(halves[0], halves[1] + 1), kid, (halves[0], halves[1] + 1), 50)
+    low, high = evaluate_samples.find_interval(
+        kid(halves[0], halves[1] + 1), kid, (halves[0], halves[1] + 1), 50
+    )
     assert 0 < low < high
     assert evaluate_samples.find_interval(1.0, mean, (values,), 0) is None
 
@@ -137,33 +163,60 @@ def classifier():
     """Trained once, and for a third of the steps: right on 99 % of the digits."""
     with pytest.MonkeyPatch.context() as context:
         train, trained = functools.partial(evaluate_samples.train_classifier, steps=300), []
-        once = lambda *data: trained[0] if trained else trained.append(train(*data)) or trained[0]  # noqa: E731
+        once = lambda *data: trained[0] if trained else trained.append(train(*data)) or trained[0]
         context.setattr(evaluate_samples, "train_classifier", once)
         yield
 
 
 @pytest.mark.ci
-def test_a_trained_demo_scores_far_better_than_an_untrained_one(tmp_path, monkeypatch, seen, capsys):
+def test_a_trained_demo_scores_far_better_than_an_untrained_one(
+    tmp_path, monkeypatch, seen, capsys
+):
     """The demo for 200 steps of half the images, with a U-Net of half the width."""
     monkeypatch.chdir(ROOT)
     for name in ("log_held_out_loss", "make_report"):  # which take longer than so short a training
         patch(monkeypatch, name, lambda *_: None)
-    config = json.loads(Path("demo/digits_unet.json").read_text()) | {"block_out_channels": [16, 32]}
+    config = json.loads(Path("demo/digits_unet.json").read_text()) | {
+        "block_out_channels": [16, 32]
+    }
     (tmp_path / "unet.json").write_text(json.dumps(config))
     reports = {}
-    for name, flags in (("trained", ["--max_train_steps=200"]), ("not", ["--max_train_steps=1", "--learning_rate=0"])):
-        run(train_unconditional, *flags, f"--output_dir={tmp_path / name}", "--lr_warmup_steps=20", "--holdout=100",
-            "--report_to=none", "--save_images_epochs=1000", "--eval_batch_size=1", "--train_batch_size=32",
-            f"--model_config_name_or_path={tmp_path / 'unet.json'}")  # fmt: skip
+    for name, flags in (
+        ("trained", ["--max_train_steps=200"]),
+        ("not", ["--max_train_steps=1", "--learning_rate=0"]),
+    ):
+        run(
+            train_unconditional,
+            *flags,
+            f"--output_dir={tmp_path / name}",
+            "--lr_warmup_steps=20",
+            "--holdout=100",
+            "--report_to=none",
+            "--save_images_epochs=1000",
+            "--eval_batch_size=1",
+            "--train_batch_size=32",
+            f"--model_config_name_or_path={tmp_path / 'unet.json'}",
+        )
         seen.clear()
-        reports[name] = evaluate(tmp_path, tmp_path / name, "--feature_extractor=digits", "--num_samples=100",
-                                 "--num_inference_steps=20", "--resamples=30")  # fmt: skip
+        reports[name] = evaluate(
+            tmp_path,
+            tmp_path / name,
+            "--feature_extractor=digits",
+            "--num_samples=100",
+            "--num_inference_steps=20",
+            "--resamples=30",
+        )
     hashes = {row: xxhash.xxh3_64_intdigest(f"0 row {row}".encode()) for row in range(1797)}
-    assert {row for _, row in seen} == set(sorted(hashes, key=hashes.get)[:100]) and reports["not"]["held_out"]
+    assert {row for _, row in seen} == set(sorted(hashes, key=hashes.get)[:100]) and reports["not"][
+        "held_out"
+    ]
     assert reports["not"]["real"] == reports["not"]["samples"] == 100
     for metric in ("FID", "KID"):
         trained, untrained = (reports[name]["metrics"][metric] for name in ("trained", "not"))
-        assert trained["value"] < 0.5 * untrained["value"] and trained["interval"][1] < untrained["interval"][0]
+        assert (
+            trained["value"] < 0.5 * untrained["value"]
+            and trained["interval"][1] < untrained["interval"][0]
+        )
         assert trained["interval"][0] < trained["value"] < trained["interval"][1]
         assert trained["halves_of_real"] < 0.5 * untrained["value"]
     assert f"| FID | {reports['not']['metrics']['FID']['value']:.4g} | " in capsys.readouterr().out
@@ -177,15 +230,25 @@ def test_real_against_real_is_near_0():
         noise = extract(torch.randint(256, (900, 3, 8, 8), dtype=torch.uint8))
     assert real.shape == (1797, 128)
     far = evaluate_samples.measure_fid(real, noise), evaluate_samples.measure_kid(real, noise)
-    near = [measure(real[::2], real[1::2]) for measure in (evaluate_samples.measure_fid, evaluate_samples.measure_kid)]
+    near = [
+        measure(real[::2], real[1::2])
+        for measure in (evaluate_samples.measure_fid, evaluate_samples.measure_kid)
+    ]
     assert near[0] < 0.02 * far[0] and abs(near[1]) < 0.02 * far[1]
     assert evaluate_samples.measure_fid(real, real) == pytest.approx(0, abs=1e-3 * far[0])
 
 
-def test_figures_do_not_depend_on_batch_size_and_processes(tmp_path, pipeline, extractor, seen, capsys):
+def test_figures_do_not_depend_on_batch_size_and_processes(
+    tmp_path, pipeline, extractor, seen, capsys
+):
     flags = [pipeline, extractor, "--num_samples=7", "--num_inference_steps=2", "--resamples=20"]
     one = evaluate(tmp_path, *flags)
-    assert len(seen) == 5 and {epoch for epoch, _ in seen} == {None} and one["real"] == 5 and one["held_out"]
+    assert (
+        len(seen) == 5
+        and {epoch for epoch, _ in seen} == {None}
+        and one["real"] == 5
+        and one["held_out"]
+    )
     assert "7 samples, 5 real images, held out from training" in capsys.readouterr().out
     other = evaluate(tmp_path, *flags, "--batch_size=2")
     argv = [*map(str, flags), f"--output={tmp_path / 'two.json'}"]
@@ -195,13 +258,21 @@ def test_figures_do_not_depend_on_batch_size_and_processes(tmp_path, pipeline, e
     two = json.loads((tmp_path / "two.json").read_text())
     for report in (other, two):
         for metric, found in report["metrics"].items():
-            assert found["value"] == pytest.approx(one["metrics"][metric]["value"], rel=1e-5, abs=1e-6)
-            assert found["interval"] == pytest.approx(one["metrics"][metric]["interval"], rel=1e-4, abs=1e-5)
+            assert found["value"] == pytest.approx(
+                one["metrics"][metric]["value"], rel=1e-5, abs=1e-6
+            )
+            assert found["interval"] == pytest.approx(
+                one["metrics"][metric]["interval"], rel=1e-4, abs=1e-5
+            )
     another = evaluate(tmp_path, *flags, "--seed=1")
-    assert another["metrics"]["FID"]["value"] != pytest.approx(one["metrics"]["FID"]["value"], rel=1e-3)
+    assert another["metrics"]["FID"]["value"] != pytest.approx(
+        one["metrics"]["FID"]["value"], rel=1e-3
+    )
 
 
-def test_a_pipeline_without_a_run_is_compared_with_a_folder(tmp_path, pipeline, extractor, seen, capsys):
+def test_a_pipeline_without_a_run_is_compared_with_a_folder(
+    tmp_path, pipeline, extractor, seen, capsys
+):
     (pipeline / "run.args").unlink()
     flags = [pipeline, extractor, "--num_samples=4", "--num_inference_steps=1", "--resamples=0"]
     with pytest.raises(SystemExit):
@@ -209,7 +280,11 @@ def test_a_pipeline_without_a_run_is_compared_with_a_folder(tmp_path, pipeline, 
     assert "does not say where images are: --real does" in capsys.readouterr().err
     (tmp_path / "images/3.png").write_bytes(b"no image")
     report = evaluate(tmp_path, *flags, f"--real={tmp_path / 'images'}")
-    assert report["real"] == 11 and not report["held_out"] and {row for _, row in seen} == set(range(12))
+    assert (
+        report["real"] == 11
+        and not report["held_out"]
+        and {row for _, row in seen} == set(range(12))
+    )
     assert report["metrics"]["FID"]["interval"] is None and report["metrics"]["FID"]["value"] > 0
     assert "11 real images, not held out from training" in capsys.readouterr().out
 
@@ -219,9 +294,16 @@ def make_clip(folder):
     tokenizer = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
     text = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length,
             "eos_token_id": tokenizer.eos_token_id}  # fmt: skip
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = CLIPConfig(
-        text_config={**small, **text}, vision_config={**small, "image_size": 16, "patch_size": 8}, projection_dim=16
+        text_config={**small, **text},
+        vision_config={**small, "image_size": 16, "patch_size": 8},
+        projection_dim=16,
     )
     CLIPModel(config).save_pretrained(folder)
     sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
@@ -234,12 +316,28 @@ def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
 ):
     captions = [f"a digit {'zero one two'.split()[i % 3]} {i}" for i in range(12)]
     make_captioned(tmp_path / "images", 12, captions)
-    models, shared = make_models(tmp_path), ["--resolution=16", "--dataloader_num_workers=0", "--rows_per_shard=5"]
-    run(precompute_latents, f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}",
-        f"--output_dir={tmp_path / 'cache'}", *shared)  # fmt: skip
-    run(train_text_to_image, f"--pretrained_model_name_or_path={models}", f"--latents_dir={tmp_path / 'cache'}",
-        f"--output_dir={tmp_path / 'out'}", "--max_train_steps=1", "--learning_rate=0", "--report_to=none",
-        "--holdout=4", "--guidance_scale=2")  # fmt: skip
+    models, shared = (
+        make_models(tmp_path),
+        ["--resolution=16", "--dataloader_num_workers=0", "--rows_per_shard=5"],
+    )
+    run(
+        precompute_latents,
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={MODELS}",
+        f"--output_dir={tmp_path / 'cache'}",
+        *shared,
+    )
+    run(
+        train_text_to_image,
+        f"--pretrained_model_name_or_path={models}",
+        f"--latents_dir={tmp_path / 'cache'}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--max_train_steps=1",
+        "--learning_rate=0",
+        "--report_to=none",
+        "--holdout=4",
+        "--guidance_scale=2",
+    )
     drawn, draw = [], StableDiffusionPipeline.__call__
 
     def spy(self, **options):
@@ -247,43 +345,75 @@ def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
         return drawn[-1][1]
 
     monkeypatch.setattr(StableDiffusionPipeline, "__call__", spy)
-    flags = [tmp_path / "out", extractor, "--num_samples=6", "--num_inference_steps=2", "--resamples=10"]
+    flags = [
+        tmp_path / "out",
+        extractor,
+        "--num_samples=6",
+        "--num_inference_steps=2",
+        "--resamples=10",
+    ]
     with pytest.raises(SystemExit):
         evaluate(tmp_path, *flags)
     assert "does not say where images are: --real does" in capsys.readouterr().err
-    flags += [f"--real={tmp_path / 'images'}", f"--clip={make_clip(tmp_path / 'clip')}", "--batch_size=6"]
+    flags += [
+        f"--real={tmp_path / 'images'}",
+        f"--clip={make_clip(tmp_path / 'clip')}",
+        "--batch_size=6",
+    ]
     report = evaluate(tmp_path, *flags)
     state = json.loads((tmp_path / "out/checkpoint-1/trainer_state.json").read_text())
-    assert state["settings"]["num_images"] == 8 and report["real"] == 4 == len(seen) and report["held_out"]
+    assert (
+        state["settings"]["num_images"] == 8
+        and report["real"] == 4 == len(seen)
+        and report["held_out"]
+    )
     args = train_text_to_image.parse_args([f"@{tmp_path / 'out/run.args'}"])
     data = CachedLatents({"cache": load_cache(tmp_path / "cache")}, args.seed, args.random_flip)
     _, held_out = hold_out(Accelerator(cpu=True), data, args.holdout, args.seed)
     of_cache = {list(data.names())[row] for row in held_out}  # as the trainer chose them
     ((options, result),) = drawn
-    assert {f"{prompt.split()[-1]}.png" for prompt in options["prompt"]} == of_cache and len(of_cache) == 4
+    assert {f"{prompt.split()[-1]}.png" for prompt in options["prompt"]} == of_cache and len(
+        of_cache
+    ) == 4
     assert options["guidance_scale"] == 2 and result.images.shape == (6, 16, 16, 3)
-    model, processor = CLIPModel.from_pretrained(tmp_path / "clip"), CLIPProcessor.from_pretrained(tmp_path / "clip")
+    model, processor = (
+        CLIPModel.from_pretrained(tmp_path / "clip"),
+        CLIPProcessor.from_pretrained(tmp_path / "clip"),
+    )
     cosines = []
     for image, prompt in zip(result.images, options["prompt"], strict=True):  # one by one
         image = (image * 255).round().astype(np.uint8)
         inputs = processor(text=[prompt], images=[image], return_tensors="pt")
         with torch.no_grad():
             embeds = model(**inputs)
-        cosines.append(torch.nn.functional.cosine_similarity(embeds.text_embeds, embeds.image_embeds).item())
+        cosines.append(
+            torch.nn.functional.cosine_similarity(embeds.text_embeds, embeds.image_embeds).item()
+        )
     found = report["metrics"]["CLIP score"]
     assert found["value"] == pytest.approx(100 * np.mean(cosines), abs=1e-3)
     assert found["interval"][0] <= found["value"] <= found["interval"][1]
 
 
-@pytest.mark.parametrize("argv, sentence", [
-    ([], "`pip install torch-fidelity` first"),
-    (["--feature_extractor=nowhere.pt"], "nowhere.pt is neither inception, nor digits, nor a file"),
-    (["--feature_extractor=digits", "--clip=clip"], "--clip compares samples with their prompts: this pipeline takes"),
-    (["--num_samples=1"], "1 is not between 2 and"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        ([], "`pip install torch-fidelity` first"),
+        (
+            ["--feature_extractor=nowhere.pt"],
+            "nowhere.pt is neither inception, nor digits, nor a file",
+        ),
+        (
+            ["--feature_extractor=digits", "--clip=clip"],
+            "--clip compares samples with their prompts: this pipeline takes",
+        ),
+        (["--num_samples=1"], "1 is not between 2 and"),
+    ],
+)
 def test_what_can_not_be_measured_is_said(tmp_path, pipeline, argv, sentence, capsys, monkeypatch):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "fidelity" in name else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if "fidelity" in name else find_spec(name)
+    )
     with pytest.raises(SystemExit) as stop:
         evaluate(tmp_path, pipeline, *argv)
     assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]

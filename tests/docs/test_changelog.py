@@ -1,4 +1,4 @@
-"""CHANGELOG.md: its newest version is that of the package, and the formats that it names are those of the code."""
+"""CHANGELOG.md: its newest version and the formats that it names are those of the code."""
 
 import re
 
@@ -16,7 +16,10 @@ def test_the_newest_version_is_that_of_the_package():
 
 
 def test_formats_are_those_that_are_written():
-    rows = {row[0]: row for row in (line[2:-2].split(" | ") for line in TEXT.splitlines() if line.startswith("| "))}
+    rows = {
+        row[0]: row
+        for row in (line[2:-2].split(" | ") for line in TEXT.splitlines() if line.startswith("| "))
+    }
     assert all(f"`{feature}`" in rows["latent cache"][2] for feature in FEATURES)
     for what in ("half-made cache", "checkpoint"):
         assert rows[what][2] == str(KEYS) and rows[what][3].split(";")[0] == str(KEYS)

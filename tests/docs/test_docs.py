@@ -1,4 +1,4 @@
-"""README.md and docs/: every command is run or parsed, every link, test and sentence that they name is there."""
+"""README.md and docs/: every command runs or parses; every link, test and sentence exists."""
 
 import ast
 import functools
@@ -11,16 +11,24 @@ import sys
 import pytest
 from conftest import ROOT, finish, make_captioned, make_unet_config, reset, start
 
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
+]
 MARKS = {"hub", "gpu", "cluster", "network"}  # what a command needs that a test has not
 SCRIPTS = {path.name for path in ROOT.glob("*.py")}
 BLOCK = r"(?:<!-- needs: (\w+) -->\n)?```(bash|python)\n(.*?)```"
-# What makes a command short; flags that come later win.
+# Flags that make a command short; later flags win.
 SHORT = {
-    "train_unconditional.py": "--max_train_steps 2 --ddpm_num_inference_steps 1 --eval_batch_size 1 --report_to none "
+    "train_unconditional.py": "--max_train_steps 2 --ddpm_num_inference_steps 1 "
+    "--eval_batch_size 1 --report_to none "
     "--find_lr_steps 10 --mixed_precision no --dataloader_num_workers 0",
-    "train_text_to_image.py": "--max_train_steps 2 --num_inference_steps 1 --num_validation_images 1 --report_to none",
-    "train_flow.py": "--max_train_steps 2 --num_inference_steps 1 --num_validation_images 1 --report_to none",
+    "train_text_to_image.py": "--max_train_steps 2 --num_inference_steps 1 "
+    "--num_validation_images 1 --report_to none",
+    "train_flow.py": "--max_train_steps 2 --num_inference_steps 1 "
+    "--num_validation_images 1 --report_to none",
     "precompute_latents.py": "",
     "precompute_latents_ray.py": "--dry_run",  # its own tests start Ray
 }
@@ -79,7 +87,12 @@ def run(words, folder, inputs):
         if "--holdout" in flags:
             flags += ["--holdout", "32"]
         if "path/to/images" in flags:
-            flags += ["--model_config_name_or_path", str(inputs / "tiny-unet"), "--resolution", "16"]
+            flags += [
+                "--model_config_name_or_path",
+                str(inputs / "tiny-unet"),
+                "--resolution",
+                "16",
+            ]
         module = importlib.import_module(script.removesuffix(".py"))
 
         def work():
@@ -102,23 +115,44 @@ def run(words, folder, inputs):
 
         assert finish(start(judge, log=folder / "log")) == [0], (folder / "log").read_text()
         return
-    text = shlex.join(words).replace("'>'", ">").replace("accelerate launch", shlex.quote(sys.executable))
+    text = (
+        shlex.join(words)
+        .replace("'>'", ">")
+        .replace("accelerate launch", shlex.quote(sys.executable))
+    )
     text = re.sub(r"^python\b", shlex.quote(sys.executable), text)
     if "mine.py" in words and ">" not in words:
-        text += f" {SHORT['train_unconditional.py']} --model_config_name_or_path {inputs / 'tiny-unet'}"
+        text += (
+            f" {SHORT['train_unconditional.py']} --model_config_name_or_path {inputs / 'tiny-unet'}"
+        )
     done = subprocess.run(text, shell=True, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, (text, done.stderr[-2000:])
 
 
+# new-trainer.md is one script and has a test of its own
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(not needs for needs, _, _ in blocks(page)) and "new-trainer" not in page]
-)  # which is one script, and has a test of its own
-def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch, inputs, request):
+    "page",
+    [
+        page
+        for page in PAGES
+        if any(not needs for needs, _, _ in blocks(page)) and "new-trainer" not in page
+    ],
+)
+def test_the_commands_of_a_page_run_one_after_the_other(
+    page, tmp_path, monkeypatch, inputs, request
+):
     if page != "README.md":
         request.getfixturevalue("without_figures")
     for path in ROOT.iterdir():
-        if path.name in {*SCRIPTS, "diffusion_training", "demo", "configs", "benchmarks", "accelerate_configs"}:
+        if path.name in {
+            *SCRIPTS,
+            "diffusion_training",
+            "demo",
+            "configs",
+            "benchmarks",
+            "accelerate_configs",
+        }:
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "path/to").mkdir(parents=True)
     (tmp_path / "path/to/images").symlink_to(inputs / "images")
@@ -156,14 +190,15 @@ def test_every_test_that_a_page_names_is_there():
 
 
 def test_every_sentence_of_troubleshooting_is_one_that_is_said():
-    """The parts between dots stand in the texts of scripts and package."""
+    """The parts between dots occur in the strings of the scripts and the package."""
     said = ""
     for path in [*ROOT.glob("*.py"), *(ROOT / "diffusion_training").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 said += node.value + "\n"
     text = (ROOT / "docs/troubleshooting.md").read_text()
-    items = re.findall(r"^- ((?:`[^`]+`(?:, | or | \(or |$)?)+)", text, re.M)  # what an item begins with
+    # the quoted sentences at the start of each item
+    items = re.findall(r"^- ((?:`[^`]+`(?:, | or | \(or |$)?)+)", text, re.M)
     quoted = [sentence for item in items for sentence in re.findall("`([^`]+)`", item)]
     assert len(quoted) > 40
     for sentence in quoted:
@@ -173,9 +208,18 @@ def test_every_sentence_of_troubleshooting_is_one_that_is_said():
 
 def test_every_sign_stands_in_troubleshooting():
     tree = ast.parse((ROOT / "diffusion_training/training/signs.py").read_text())
-    (found,) = (x for x in ast.walk(tree) if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "sentences")
+    (found,) = (
+        x
+        for x in ast.walk(tree)
+        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "sentences"
+    )
     signs = [ast.unparse(sign) for sign in found.value.values]
-    table = (ROOT / "docs/troubleshooting.md").read_text().split('"Worth a look:" |')[1].split("\n## ")[0]
+    table = (
+        (ROOT / "docs/troubleshooting.md")
+        .read_text()
+        .split('"Worth a look:" |')[1]
+        .split("\n## ")[0]
+    )
     said = [
         [part.strip() for part in sentence.split("...")]
         for cell in re.findall(r"^\| (`.*?`) \|", table, re.M)

@@ -1,4 +1,7 @@
-"""CONTRIBUTING.md: the figure of layers is that of the imports. `python tests/docs/test_layers.py` draws it anew."""
+"""CONTRIBUTING.md: the figure of layers matches the imports.
+
+`python tests/docs/test_layers.py` draws it anew.
+"""
 
 import collections
 import functools
@@ -27,16 +30,22 @@ def draw_layers():
         room, _, module = name.rpartition(".")
         cells[height(name), room].append(module)
     rooms = sorted({room for _, room in cells})
-    lines = ["| layer | " + " | ".join(f"`{room}/`" if room else "for all" for room in rooms) + " |"]
+    lines = [
+        "| layer | " + " | ".join(f"`{room}/`" if room else "for all" for room in rooms) + " |"
+    ]
     lines.append("|---" * (1 + len(rooms)) + "|")
     for level in sorted({level for level, _ in cells}, reverse=True):
-        lines.append(f"| {level} | " + " | ".join(", ".join(cells[level, room]) for room in rooms) + " |")
+        lines.append(
+            f"| {level} | " + " | ".join(", ".join(cells[level, room]) for room in rooms) + " |"
+        )
     return "\n".join(lines)
 
 
 def test_the_figure_of_layers_is_that_of_the_imports():
     (figure,) = FIGURE.findall(PAGE.read_text())
-    assert figure == draw_layers(), "CONTRIBUTING.md has old layers: python tests/docs/test_layers.py draws them anew"
+    assert figure == draw_layers(), (
+        "CONTRIBUTING.md has old layers: python tests/docs/test_layers.py draws them anew"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/training.md: the figures of its U-Nets and of steps and epochs are those of the files and of the arithmetic."""
+"""docs/training.md: the figures of U-Nets, steps and epochs match the files and the arithmetic."""
 
 import json
 import math
@@ -17,7 +17,9 @@ import train_unconditional
 from diffusion_training.training.progress import Progress
 
 TEXT = (ROOT / "docs/training.md").read_text()
-U_NETS = re.findall(r"^\| \[unet_(\d+)\.json\].*?\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", TEXT, re.M)
+U_NETS = re.findall(
+    r"^\| \[unet_(\d+)\.json\].*?\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", TEXT, re.M
+)
 STEPS = re.findall(r"^\| ([\d,]+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", TEXT, re.M)
 
 
@@ -31,12 +33,16 @@ def make_unet(side, *flags):
 
 
 def test_all_configs_are_in_the_table():
-    assert {f"unet_{side}.json" for side, *_ in U_NETS} == {path.name for path in ROOT.glob("configs/unet_*.json")}
+    assert {f"unet_{side}.json" for side, *_ in U_NETS} == {
+        path.name for path in ROOT.glob("configs/unet_*.json")
+    }
     assert len(U_NETS) == 4 and len(STEPS) == 4
 
 
 @pytest.mark.parametrize("side, weights, in_step, between, _", U_NETS)
-def test_a_config_takes_its_resolution_and_has_as_many_weights_as_said(side, weights, in_step, between, _):
+def test_a_config_takes_its_resolution_and_has_as_many_weights_as_said(
+    side, weights, in_step, between, _
+):
     with torch.device("meta"), torch.no_grad():
         unet = make_unet(side, f"--model_config_name_or_path={ROOT / f'configs/unet_{side}.json'}")
         shape = (1, 3, int(side), int(side))
@@ -45,19 +51,29 @@ def test_a_config_takes_its_resolution_and_has_as_many_weights_as_said(side, wei
     assert count == integer(weights) and not list(unet.buffers())
     assert (f"{20 * count / 1e9:.2f}", f"{16 * count / 1e9:.2f}") == (in_step, between)
     config = json.loads((ROOT / f"configs/unet_{side}.json").read_text())
-    assert config["sample_size"] == int(side) and config["dropout"] == (0.1 if int(side) < 128 else 0.0)
+    assert config["sample_size"] == int(side) and config["dropout"] == (
+        0.1 if int(side) < 128 else 0.0
+    )
     kinds = config["down_block_types"]
-    assert [int(side) >> level for level, kind in enumerate(kinds) if kind.startswith("Attn")] == [16]
+    assert [int(side) >> level for level, kind in enumerate(kinds) if kind.startswith("Attn")] == [
+        16
+    ]
 
 
 def test_the_largest_is_the_one_that_comes_without_a_config():
     with torch.device("meta"):
-        one, other = make_unet(256), make_unet(256, f"--model_config_name_or_path={ROOT / 'configs/unet_256.json'}")
-    shapes = [{name: value.shape for name, value in unet.state_dict().items()} for unet in (one, other)]
+        one, other = (
+            make_unet(256),
+            make_unet(256, f"--model_config_name_or_path={ROOT / 'configs/unet_256.json'}"),
+        )
+    shapes = [
+        {name: value.shape for name, value in unet.state_dict().items()} for unet in (one, other)
+    ]
     assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("side, checkpointing", [("32", False), ("32", True), ("64", True)])  # the others take long
+# the other cases take long
+@pytest.mark.parametrize("side, checkpointing", [("32", False), ("32", True), ("64", True)])
 def test_what_an_image_keeps_for_the_backward_pass(side, checkpointing):
     (row,) = (row for row in U_NETS if row[0] == side)
     unet = UNet2DModel.from_config(UNet2DModel.load_config(ROOT / f"configs/unet_{side}.json"))
@@ -74,7 +90,9 @@ def test_what_an_image_keeps_for_the_backward_pass(side, checkpointing):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = unet(torch.zeros(1, 3, int(side), int(side)), torch.zeros(1)).sample
     share = 1 / 3 if checkpointing else 1
-    assert out.requires_grad and sum(kept.values()) / 1e6 == pytest.approx(share * int(row[4]), rel=0.15)
+    assert out.requires_grad and sum(kept.values()) / 1e6 == pytest.approx(
+        share * int(row[4]), rel=0.15
+    )
 
 
 def test_the_trainer_holds_five_numbers_a_weight_in_a_step_and_four_between(tmp_path, monkeypatch):
@@ -84,9 +102,16 @@ def test_the_trainer_holds_five_numbers_a_weight_in_a_step_and_four_between(tmp_
     def stepping(self, *args, **options):
         step(self, *args, **options)
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        moments = [moment for weight in weights for name, moment in self.state[weight].items() if name != "step"]
+        moments = [
+            moment
+            for weight in weights
+            for name, moment in self.state[weight].items()
+            if name != "step"
+        ]
         grads = [weight.grad for weight in weights if weight.grad is not None]
-        counts.append([sum(tensor.numel() for tensor in tensors) for tensors in (weights, moments, grads)])
+        counts.append(
+            [sum(tensor.numel() for tensor in tensors) for tensors in (weights, moments, grads)]
+        )
 
     def averaging(averaged, models, *args):
         update_ema(averaged, models, *args)
@@ -96,8 +121,13 @@ def test_the_trainer_holds_five_numbers_a_weight_in_a_step_and_four_between(tmp_
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
     monkeypatch.setattr(train_unconditional, "update_ema", averaging)
-    flags = ["--max_train_steps=2", "--report_to=none", f"--output_dir={tmp_path / 'out'}", "--eval_batch_size=1",
-             "--ddpm_num_inference_steps=1"]  # fmt: skip
+    flags = [
+        "--max_train_steps=2",
+        "--report_to=none",
+        f"--output_dir={tmp_path / 'out'}",
+        "--eval_batch_size=1",
+        "--ddpm_num_inference_steps=1",
+    ]
     train_unconditional.main(train_unconditional.parse_args(flags))
     assert len(counts) == 2
     for weights, moments, grads, averaged in counts:
@@ -115,7 +145,10 @@ def test_steps_are_epochs_times_the_steps_of_one(images, side, steps, epochs):
 
 
 def test_the_sizes_of_caches_are_arithmetic():
-    """Of Stable Diffusion 2: 8 numbers for 8 x 8 pixels, 77 tokens of 1,024 numbers, 2 bytes each; tokens in 4."""
+    """Stable Diffusion 2 has 8 numbers for 8 x 8 pixels, and 77 tokens of 1,024 numbers.
+
+    A number takes 2 bytes, a token id 4.
+    """
     page, cluster = ((ROOT / f"docs/{name}.md").read_text() for name in ("latent-cache", "cluster"))
     table = re.findall(r"^\| `(\w+)`[^|]*\| (\d+) KiB \| (\d+) KiB \| (\d+) TB ", page, re.M)
     expected = []
@@ -123,41 +156,69 @@ def test_the_sizes_of_caches_are_arithmetic():
         rows = [2 * 4 * (side // 8) ** 2 * 2 + caption for side in (256, 512)]
         expected.append((kind, *(str(row // 1024) for row in rows), f"{2e9 * rows[0] / 1e12:.0f}"))
     assert table == expected
-    said = f"{expected[0][3]} TB of cache in {math.ceil(2e9 / 2048):,} shards of 2,048 rows, {expected[1][3]} TB"
+    said = (
+        f"{expected[0][3]} TB of cache in {math.ceil(2e9 / 2048):,} shards of 2,048 rows, "
+        f"{expected[1][3]} TB"
+    )
     assert f"2e9 images at 256 px are {said}" in cluster
 
 
 def test_the_sizes_of_sdxl_caches_are_what_a_dry_run_says(tmp_path, capsys):
     """Of models that are as wide as the published ones, and else small."""
     folder = make_sdxl(tmp_path)
-    widths = {"text_encoder": {"hidden_size": 768}, "text_encoder_2": {"hidden_size": 1280, "projection_dim": 1280}}
+    widths = {
+        "text_encoder": {"hidden_size": 768},
+        "text_encoder_2": {"hidden_size": 1280, "projection_dim": 1280},
+    }
     for suffix, kind in (("", CLIPTextModel), ("_2", CLIPTextModelWithProjection)):
         config = CLIPTextConfig.from_pretrained(folder / f"text_encoder{suffix}")
-        config.update({**widths[f"text_encoder{suffix}"], "num_hidden_layers": 1, "max_position_embeddings": 77})
+        config.update(
+            {
+                **widths[f"text_encoder{suffix}"],
+                "num_hidden_layers": 1,
+                "max_position_embeddings": 77,
+            }
+        )
         kind(config).save_pretrained(folder / f"text_encoder{suffix}")
-        tokenizer = CLIPTokenizer.from_pretrained(folder / f"tokenizer{suffix}", model_max_length=77)
+        tokenizer = CLIPTokenizer.from_pretrained(
+            folder / f"tokenizer{suffix}", model_max_length=77
+        )
         tokenizer.save_pretrained(folder / f"tokenizer{suffix}")
     vae = {**AutoencoderKL.load_config(folder / "vae"), "block_out_channels": [8, 8, 8, 8]}
-    vae |= {f"{name}_block_types": [f"{kind}coderBlock2D"] * 4 for name, kind in (("down", "DownEn"), ("up", "UpDe"))}
+    vae |= {
+        f"{name}_block_types": [f"{kind}coderBlock2D"] * 4
+        for name, kind in (("down", "DownEn"), ("up", "UpDe"))
+    }
     AutoencoderKL.from_config(vae).save_pretrained(folder / "vae")
     make_captioned(tmp_path / "images", 2)
     table = []
     for kind in ("embeddings", "ids"):
         rows = []
         for side in (512, 1024):
-            precompute_latents.main(precompute_latents.parse_args([
-                f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={tmp_path / 'images'}",
-                f"--resolution={side}", f"--text_cache={kind}", f"--output_dir={tmp_path / 'cache'}", "--dry_run",
-            ]))  # fmt: skip
+            precompute_latents.main(
+                precompute_latents.parse_args(
+                    [
+                        f"--pretrained_model_name_or_path={folder}",
+                        f"--train_data_dir={tmp_path / 'images'}",
+                        f"--resolution={side}",
+                        f"--text_cache={kind}",
+                        f"--output_dir={tmp_path / 'cache'}",
+                        "--dry_run",
+                    ]
+                )
+            )
             reset()
             rows.append(float(re.search(r"rows of ([\d.]+)kB", capsys.readouterr().out)[1]))
         table.append((kind, *(f"{row * 1000 / 1024:.0f}" for row in rows), f"{rows[1]:.0f}"))
     page = (ROOT / "docs/latent-cache.md").read_text()
-    assert re.findall(r"^\| `(\w+)`[^|]*\| (\d+) KiB \| (\d+) KiB \| (\d+) GB ", page, re.M) == table
+    assert (
+        re.findall(r"^\| `(\w+)`[^|]*\| (\d+) KiB \| (\d+) KiB \| (\d+) GB ", page, re.M) == table
+    )
 
 
 def test_the_demos_vae_restores_digits_as_said():
-    rows = datasets.load_dataset(str(ROOT / "demo/digits"), split="train").shuffle(seed=0)  # as demo/make_models.py
+    # shuffled as in demo/make_models.py
+    rows = datasets.load_dataset(str(ROOT / "demo/digits"), split="train").shuffle(seed=0)
     images = np.stack([np.array(image.convert("RGB")) for image in rows["image"]])[1400:]
     images, vae = (
         torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1,
@@ -167,5 +228,7 @@ def test_the_demos_vae_restores_digits_as_said():
     with torch.no_grad():
         restored = vae.decode(vae.encode(images).latent_dist.sample()).sample.clamp(-1, 1)
     found = -10 * ((restored - images).square().mean() / 4).log10().item()
-    (said,) = re.findall(r"VAE restores digits that it has not seen with ([\d.]+) dB PSNR", " ".join(TEXT.split()))
+    (said,) = re.findall(
+        r"VAE restores digits that it has not seen with ([\d.]+) dB PSNR", " ".join(TEXT.split())
+    )
     assert found == pytest.approx(float(said), abs=0.15)

@@ -9,7 +9,14 @@ from conftest import ROOT
 
 def test_the_workflow_fits_its_schema_and_runs_what_is_there():
     path = ROOT / ".github/workflows/test.yml"
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        "vendor.github-workflows",
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     text = path.read_text()

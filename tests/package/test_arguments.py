@@ -26,13 +26,30 @@ def parser():
 def test_what_is_written_is_read_again_to_the_bit(parser, tmp_path):
     for argv in (
         [],
-        ['--name=it\'s a # "test"', "--rate=0.30000000000000004", "--flip", "--size=7", "--batch=auto"],
-        ["--prompts", 'it\'s a "dog"', "# two", "", "--weights", "0.1", "1e-9", "--no-flip", "--out=a b/c"],
+        [
+            '--name=it\'s a # "test"',
+            "--rate=0.30000000000000004",
+            "--flip",
+            "--size=7",
+            "--batch=auto",
+        ],
+        [
+            "--prompts",
+            'it\'s a "dog"',
+            "# two",
+            "",
+            "--weights",
+            "0.1",
+            "1e-9",
+            "--no-flip",
+            "--out=a b/c",
+        ],
     ):
         args = parser.parse_args(argv)
         (tmp_path / "run.args").write_text(format_args(args, "paint.py"))
         assert vars(parser.parse_args([f"@{tmp_path}/run.args"])) == vars(args)
-        assert parser.parse_args([f"@{tmp_path}/run.args", "--flip", "--size=3"]).flip  # and later flags win
+        # later flags win
+        assert parser.parse_args([f"@{tmp_path}/run.args", "--flip", "--size=3"]).flip
     written = (tmp_path / "run.args").read_text().splitlines()
     assert written[0] == "# accelerate launch paint.py @run.args"
     assert "out" not in format_args(args, "paint.py", leave_out=["out"])
@@ -48,7 +65,9 @@ def test_a_file_of_ones_own_may_have_comments_and_several_flags_a_line(parser, t
 
 
 def test_numbers_are_within_their_bounds(parser, capsys):
-    assert parser.parse_args(["--size=64"]).size == 64 and parser.parse_args(["--rate=0"]).rate == 0.0
+    assert (
+        parser.parse_args(["--size=64"]).size == 64 and parser.parse_args(["--rate=0"]).rate == 0.0
+    )
     for flag, sentence in {
         "--size=65": "argument --size: 65 is not between 1 and 64",
         "--size=0": "0 is not between 1 and 64",
@@ -59,14 +78,17 @@ def test_numbers_are_within_their_bounds(parser, capsys):
     }.items():
         with pytest.raises(SystemExit) as stop:
             parser.parse_args([flag])
-        usage, error = capsys.readouterr().err.splitlines()  # whose hundred flags do not hide the sentence
+        # a hundred flags would hide the sentence
+        usage, error = capsys.readouterr().err.splitlines()
         assert stop.value.code == 2 and sentence in error and "--help" in usage, flag
     assert number(1, 2, int).bounds == (1, 2, int)  # for who looks at all flags
     with pytest.raises(argparse.ArgumentTypeError):
         number(-1, 1)("-inf")
 
 
-def test_a_demo_prints_the_command_that_it_is_short_for_and_any_flag_wins(parser, capsys, monkeypatch):
+def test_a_demo_prints_the_command_that_it_is_short_for_and_any_flag_wins(
+    parser, capsys, monkeypatch
+):
     demo = "--name 'the demo'\n  --size 4 --flip"
     args = parse_demo(parser, demo, ["--size=5", "--no-flip"])
     assert (args.name, args.size, args.flip) == ("the demo", 5, False)

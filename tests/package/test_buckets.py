@@ -35,8 +35,10 @@ def test_buckets_are_the_widest_that_fit():
 
 
 @pytest.mark.parametrize("size, bucket", [
-    ((100, 100), (512, 512)), ((1, 1), (512, 512)), ((480, 640), (448, 576)), ((640, 480), (576, 448)),
-    ((10, 1000), (384, 640)), ((1000, 10), (640, 384)), ((1080, 1920), (384, 640)), ((500, 520), (512, 512)),
+    ((100, 100), (512, 512)), ((1, 1), (512, 512)),
+    ((480, 640), (448, 576)), ((640, 480), (576, 448)),
+    ((10, 1000), (384, 640)), ((1000, 10), (640, 384)),
+    ((1080, 1920), (384, 640)), ((500, 520), (512, 512)),
 ])  # fmt: skip
 def test_an_image_gets_the_nearest_ratio(size, bucket):
     assert module.choose_size(*size, settings()) == bucket
@@ -45,7 +47,8 @@ def test_an_image_gets_the_nearest_ratio(size, bucket):
 
 @pytest.mark.parametrize("size, bucket", [
     ((1080, 1920), (384, 640)), ((512, 512), (512, 512)),  # large enough: as without
-    ((500, 520), (448, 512)), ((100, 700), (64, 640)), ((300, 4000), (256, 640)), ((40, 30), (64, 64)),
+    ((500, 520), (448, 512)), ((100, 700), (64, 640)),
+    ((300, 4000), (256, 640)), ((40, 30), (64, 64)),
 ])  # fmt: skip
 def test_no_side_is_longer_than_the_images_if_that_is_wanted(size, bucket):
     args = settings()
@@ -56,25 +59,46 @@ def test_no_side_is_longer_than_the_images_if_that_is_wanted(size, bucket):
 
 
 def test_of_two_that_are_as_near_it_is_the_larger(monkeypatch):
-    monkeypatch.setattr(module, "list_buckets", lambda *settings: [(8, 4), (16, 8), (8, 16), (4, 8)])
-    assert module.choose_size(200, 100, settings()) == (16, 8) and module.choose_size(1, 2, settings()) == (8, 16)
+    monkeypatch.setattr(
+        module, "list_buckets", lambda *settings: [(8, 4), (16, 8), (8, 16), (4, 8)]
+    )
+    assert module.choose_size(200, 100, settings()) == (16, 8) and module.choose_size(
+        1, 2, settings()
+    ) == (8, 16)
 
 
 def test_sizes_are_read_from_headers_as_images_are_shown(tmp_path):
-    """A turned image counts as it is shown; one that can't be read as a square, and is skipped when it is decoded."""
+    """An image with an EXIF rotation counts as it is shown.
+
+    One that can't be read counts as a square, and is skipped when it is decoded.
+    """
     sources = []
-    for i, (size, orientation) in enumerate([((30, 20), 1), ((30, 20), 6), ((20, 30), 4), ((40, 20), 5)]):
+    for i, (size, orientation) in enumerate(
+        [((30, 20), 1), ((30, 20), 6), ((20, 30), 4), ((40, 20), 5)]
+    ):
         exif, file = Image.Exif(), io.BytesIO()
         exif[0x0112] = orientation
         Image.new("RGB", size).save(file, "JPEG", exif=exif)
         (tmp_path / f"{i}.jpg").write_bytes(file.getvalue())
-        sources.append({"bytes": file.getvalue() if i % 2 else None, "path": str(tmp_path / f"{i}.jpg")})
-    sources += [{"bytes": b"no image", "path": None}, {"bytes": None, "path": str(tmp_path / "gone.jpg")}]
-    rows = datasets.Dataset.from_dict({"photo": sources}).cast_column("photo", datasets.Image(decode=False))
+        sources.append(
+            {"bytes": file.getvalue() if i % 2 else None, "path": str(tmp_path / f"{i}.jpg")}
+        )
+    sources += [
+        {"bytes": b"no image", "path": None},
+        {"bytes": None, "path": str(tmp_path / "gone.jpg")},
+    ]
+    rows = datasets.Dataset.from_dict({"photo": sources}).cast_column(
+        "photo", datasets.Image(decode=False)
+    )
     found = module.size_rows(Accelerator(cpu=True), rows, "photo", settings(48, 16))
     assert module.list_buckets(48, 16, 2.0) == [(32, 64), (48, 48), (64, 32)]
     assert found.tolist() == [[32, 64], [64, 32], [64, 32], [64, 32], [48, 48], [48, 48]]
-    assert module.read_sizes({"photo": sources}, "photo")["size"][:4] == [(20, 30), (30, 20), (30, 20), (40, 20)]
+    assert module.read_sizes({"photo": sources}, "photo")["size"][:4] == [
+        (20, 30),
+        (30, 20),
+        (30, 20),
+        (40, 20),
+    ]
     assert module.size_rows(None, rows, "photo", settings(48, None)) is None
 
 
@@ -103,7 +127,10 @@ def walk(num_rows, sizes, batch_size, accumulation):
 def test_most_steps_have_one_size_and_few_micro_batches_more_than_squares_have():
     sizes = np.random.default_rng(0).integers(0, 5, (2000, 1)).repeat(2, axis=1)
     steps = walk(2000, sizes, 8, 4)
-    assert sum(len({sizes[row][0] for rows in step for row in rows}) == 1 for step in steps) >= len(steps) - 5
+    assert (
+        sum(len({sizes[row][0] for rows in step for row in rows}) == 1 for step in steps)
+        >= len(steps) - 5
+    )
     assert 2000 / 8 <= sum(map(len, steps)) <= 2000 / 8 + 25
     first = [sizes[step[0][0]][0] for step in steps[:30]]
     assert max(collections.Counter(first).values()) < 15  # the sizes come in no order
@@ -117,7 +144,7 @@ def test_two_sizes_are_several():
 
 
 def test_what_is_left_of_many_sizes_is_shuffled():
-    """Of 30 images in 13 sizes all is left over: the sizes must not come in the order of their numbers."""
+    """All 30 images are left over, in 13 sizes, which must not come in numerical order."""
     sizes = np.random.default_rng(0).integers(0, 13, (30, 1)).repeat(2, axis=1)
     seen = [sizes[rows[0]][0] for step in walk(30, sizes, 4, 1) for rows in step]
     assert seen != sorted(seen) and seen != sorted(seen, reverse=True)

@@ -1,6 +1,6 @@
-"""The files of a latent cache: written whole or not at all, known again, finished so that no kill leaves half of it.
+"""The files of a latent cache: written whole or not at all, recognized, and safe to kill.
 
-No model is needed: the numbers are drawn.
+No model is needed: the numbers are random.
 """
 
 import argparse
@@ -30,7 +30,11 @@ SKIPPED = {4: "cannot identify image file"}
 
 
 def make_args(output_dir, *argv):
-    flags = ["--train_data_dir=.", "--pretrained_model_name_or_path=sd", f"--rows_per_shard={ROWS_PER_SHARD}"]
+    flags = [
+        "--train_data_dir=.",
+        "--pretrained_model_name_or_path=sd",
+        f"--rows_per_shard={ROWS_PER_SHARD}",
+    ]
     flags += ["--resolution=512", "--random_flip"]
     return precompute_latents.parse_args([*flags, f"--output_dir={output_dir}", *map(str, argv)])
 
@@ -39,7 +43,12 @@ def make_settings(text_cache="embeddings"):
     """As `describe_encoders` says them, of models that are not there."""
     return {
         "format_version": 2,
-        "vae": {"class": "AutoencoderKL", "sha256": "a" * 64, "scaling_factor": 0.2, "shift_factor": 0.0},
+        "vae": {
+            "class": "AutoencoderKL",
+            "sha256": "a" * 64,
+            "scaling_factor": 0.2,
+            "shift_factor": 0.0,
+        },
         "text_encoder": {"class": "CLIPTextModel", "sha256": "b" * 64},
         "tokenizer": {"sha256": "c" * 64, "model_max_length": PROMPT[0]},
         "latents": "moments",
@@ -62,16 +71,22 @@ def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):
     for start in range(first, end, 2):
         rows = range(start, min(start + 2, end))
         good = [row for row in rows if row not in skipped]
-        columns = {"latents": np.prod(LATENTS), "latents_flipped": np.prod(LATENTS), "prompt_embeds": np.prod(PROMPT)}
+        columns = {
+            "latents": np.prod(LATENTS),
+            "latents_flipped": np.prod(LATENTS),
+            "prompt_embeds": np.prod(PROMPT),
+        }
         drawn = {
             name: [
-                np.random.default_rng([seed, row, *name.encode()]).normal(size=n).astype(np.float16) for row in good
+                np.random.default_rng([seed, row, *name.encode()]).normal(size=n).astype(np.float16)
+                for row in good
             ]
             for name, n in columns.items()
         }
         if text_cache == "ids":
             drawn["input_ids"] = [
-                numbers[: PROMPT[0]].view(np.int16).astype(np.int32) for numbers in drawn.pop("prompt_embeds")
+                numbers[: PROMPT[0]].view(np.int16).astype(np.int32)
+                for numbers in drawn.pop("prompt_embeds")
             ]
         kinds = {name: pa.int32() if name == "input_ids" else pa.float16() for name in drawn}
         sizes = {name: PROMPT[0] if name == "input_ids" else int(columns[name]) for name in drawn}
@@ -83,10 +98,21 @@ def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):
         }
         arrays["text"] = pa.array([f"caption {row}" for row in good], pa.string())
         arrays["key"] = pa.array([f"{row}.png" for row in good], pa.string())
-        checksums = [checksum_row({name: drawn[name][i] for name in drawn}) for i in range(len(good))]
+        checksums = [
+            checksum_row({name: drawn[name][i] for name in drawn}) for i in range(len(good))
+        ]
         arrays["checksum"] = pa.array(checksums, pa.uint64())
-        bad = [{"row": row, "key": f"{row}.png", "reason": skipped[row]} for row in rows if row in skipped]
-        yield start, pa.RecordBatch.from_pydict(arrays), bad, {"encoded_again": 0, "captions_cut": 1}
+        bad = [
+            {"row": row, "key": f"{row}.png", "reason": skipped[row]}
+            for row in rows
+            if row in skipped
+        ]
+        yield (
+            start,
+            pa.RecordBatch.from_pydict(arrays),
+            bad,
+            {"encoded_again": 0, "captions_cut": 1},
+        )
 
 
 ACCELERATOR = argparse.Namespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
@@ -95,7 +121,10 @@ ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_R
 
 
 def open_cache(args, settings=None):
-    """Plan and open a cache as the scripts do. Returns (names of its shards, its lock, cache.json, records)."""
+    """Plan and open a cache as the scripts do.
+
+    Returns (names of its shards, its lock, cache.json, records).
+    """
     settings = settings or make_settings(args.text_cache)
     shards, _ = plan_cache(ROWS, settings, None, args)
     return shards, *module.open_cache(ACCELERATOR, settings, args)
@@ -119,7 +148,11 @@ def make_cache(folder, *argv, seed=0):
 
 def contents(folder):
     """Every file of a folder with its bytes."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
 
 
 def refused(match, *args, **options):
@@ -138,7 +171,9 @@ def test_a_shard_holds_the_good_rows_and_its_record_says_the_rest(tmp_path):
     assert rows == pa.Table.from_batches([batch for _, batch, _, _ in encode_rows(0, 7)])
     assert record == json.loads((tmp_path / "unfinished/data.arrow.json").read_text())
     assert record.pop("sha256") == module.digest_file(tmp_path / "data.arrow")
-    assert record.pop("checksums") == xxhash.xxh3_128_hexdigest(rows["checksum"].combine_chunks().to_numpy())
+    assert record.pop("checksums") == xxhash.xxh3_128_hexdigest(
+        rows["checksum"].combine_chunks().to_numpy()
+    )
     skipped = [{"row": 4, "key": "4.png", "reason": SKIPPED[4]}]
     assert record == {"rows": 6, "encoded_again": 0, "captions_cut": 4, "skipped": skipped}
     assert set(contents(tmp_path)) == {"data.arrow", "unfinished/data.arrow.json"}
@@ -162,12 +197,16 @@ def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
     record = write_shard(tmp_path / "shard.arrow", [(0, batch, [], counts) for batch in batches])
     written = list(pa.ipc.open_stream(tmp_path / "shard.arrow"))
     assert [len(batch) for batch in written] == [256, 256, 112]
-    assert pa.Table.from_batches(written) == pa.Table.from_batches([rows.slice(0, 32), rows.slice(48)])
+    assert pa.Table.from_batches(written) == pa.Table.from_batches(
+        [rows.slice(0, 32), rows.slice(48)]
+    )
     checksums = b"".join(batch["checksum"].to_numpy().tobytes() for batch in written)
     assert (record["rows"], record["checksums"]) == (624, xxhash.xxh3_128_hexdigest(checksums))
 
 
-@pytest.mark.parametrize("where", ["new_stream", "write_batches", "fsync", "write_file", "encoding"])
+@pytest.mark.parametrize(
+    "where", ["new_stream", "write_batches", "fsync", "write_file", "encoding"]
+)
 def test_a_shard_is_there_whole_or_not_at_all(tmp_path, monkeypatch, where):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "data.arrow").write_bytes(b"before")
@@ -186,7 +225,8 @@ def test_a_shard_is_there_whole_or_not_at_all(tmp_path, monkeypatch, where):
     else:
         monkeypatch.setattr(owner, where, full)
         with pytest.raises(
-            SystemExit, match=r"data.arrow could not be written \(.*No space left.*the same command goes on"
+            SystemExit,
+            match=r"data.arrow could not be written \(.*No space left.*the same command goes on",
         ):
             write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
         monkeypatch.undo()
@@ -202,7 +242,8 @@ def test_every_damage_of_a_shard_is_seen(tmp_path):
     records = {path.name: write_shard(path, encode_rows(0, 7))}
     whole = path.read_bytes()
     assert module.describe_damage(path, records) is None
-    assert module.describe_damage(tmp_path / "another.arrow", records) is None  # it has no record: it is missing
+    # a shard without a record counts as missing
+    assert module.describe_damage(tmp_path / "another.arrow", records) is None
     for bit in np.random.default_rng(0).integers(8 * len(whole), size=200).tolist():
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
@@ -222,7 +263,9 @@ def test_a_checksum_sees_every_bit_and_no_order_of_the_columns():
     row = {"prompt_embeds": np.arange(6, dtype=np.float16), "latents": np.ones(4, np.float16)}
     seen = {checksum_row(row)}
     assert checksum_row(dict(reversed(row.items()))) in seen
-    for name, bit in [(name, bit) for name, numbers in row.items() for bit in range(16 * len(numbers))]:
+    for name, bit in [
+        (name, bit) for name, numbers in row.items() for bit in range(16 * len(numbers))
+    ]:
         changed = row[name].copy()
         changed.view(np.uint8)[bit // 8] ^= 1 << bit % 8
         seen.add(checksum_row({**row, name: changed}))
@@ -233,7 +276,9 @@ def test_too_many_skipped_rows_end_it():
     skipped = [{"row": row, "key": f"{row}.png", "reason": f"broken {row}"} for row in range(6)]
     module.check_skipped(skipped[:5], 100, 0.05)
     module.check_skipped([], 100, 0)
-    with pytest.raises(SystemExit, match=r"6 of 100 .*_skipped 0.05 allows, such as 5.png \(broken 5") as stop:
+    with pytest.raises(
+        SystemExit, match=r"6 of 100 .*_skipped 0.05 allows, such as 5.png \(broken 5"
+    ) as stop:
         module.check_skipped(skipped, 100, 0.05)
     assert stop.value.alone  # whoever has made the last shard says it
 
@@ -247,8 +292,13 @@ def test_a_cache_is_planned_in_shards_that_hold_every_row_once(tmp_path):
     assert shards == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
     assert [name_shard(i, settings) for i in range(3)] == shards
     # latents of 24 numbers twice, embeddings of 30, two bytes each
-    assert sentence.startswith("7 rows of 156B (60.0B of it the caption's) and the text: 1.09kB in 3 shards")
-    args, settings = make_args(tmp_path, "--text_cache=ids", "--no-random_flip"), settings | {"text_cache": "ids"}
+    assert sentence.startswith(
+        "7 rows of 156B (60.0B of it the caption's) and the text: 1.09kB in 3 shards"
+    )
+    args, settings = (
+        make_args(tmp_path, "--text_cache=ids", "--no-random_flip"),
+        settings | {"text_cache": "ids"},
+    )
     assert "7 rows of 68.0B (20.0B of" in plan_cache(ROWS, settings, None, args)[1]
 
 
@@ -260,7 +310,11 @@ def leaves(tree, path=()):
 def test_whatever_decides_the_content_is_compared(tmp_path):
     """A cache that was made with one other setting is refused, and the sentence says which."""
     make_cache(tmp_path / "out")
-    before, args, settings = contents(tmp_path / "out"), make_args(tmp_path / "out"), make_settings()
+    before, args, settings = (
+        contents(tmp_path / "out"),
+        make_args(tmp_path / "out"),
+        make_settings(),
+    )
     plan_cache(ROWS, settings, None, args)
     paths = list(leaves(settings))
     assert len(paths) == 24 and ("transform", "image_interpolation_mode") in paths
@@ -273,7 +327,8 @@ def test_whatever_decides_the_content_is_compared(tmp_path):
         with pytest.raises(SystemExit) as stop:
             module.open_cache(ACCELERATOR, changed, args)
         said = (
-            f"{tmp_path / 'out'} holds another cache ({'.'.join(path)} {old} -> another): choose another --output_dir"
+            f"{tmp_path / 'out'} holds another cache ({'.'.join(path)} {old} -> another): "
+            "choose another --output_dir"
         )
         assert str(stop.value) == said
     assert contents(tmp_path / "out") == {**before, ".lock": b""}
@@ -288,32 +343,41 @@ def test_flags_decide_the_transform_and_the_shards(tmp_path):
         "--seed=3": "transform.seed 0 -> 3",
         "--min_size=9": "transform.min_size 0 -> 9",
         "--skip_empty_captions": "transform.skip_empty_captions False -> True",
-        "--image_interpolation_mode=bilinear": "transform.image_interpolation_mode bicubic -> bilinear",
+        "--image_interpolation_mode=bilinear": (
+            "transform.image_interpolation_mode bicubic -> bilinear"
+        ),
         "--rows_per_shard=4": "rows_per_shard 3 -> 4",
     }.items():
         refused(rf"holds another cache \({name}\)", make_args(tmp_path / "out", argv))
 
 
 def test_records_of_many_shards_are_written_by_columns_and_say_the_same(tmp_path, monkeypatch):
-    """Gone on with they give the same bytes, and a reader that does not know them refuses them by name."""
+    """A resumed cache has the same bytes, and a reader that does not know the layout names it."""
     few = make_cache(tmp_path / "few")
     monkeypatch.setattr(module, "MANY", 2)
     many = make_cache(tmp_path / "many")
     whole = contents(tmp_path / "many")
     assert (many["format_version"], many["features"]) == (3, ["records by columns"])
-    assert few["format_version"] == 2 and module.read_cache(tmp_path / "many") == module.read_cache(tmp_path / "few")
+    assert few["format_version"] == 2 and module.read_cache(tmp_path / "many") == module.read_cache(
+        tmp_path / "few"
+    )
     one, other = shards.list_shards(few), shards.list_shards(many)
-    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    assert one.keys() == other.keys() and all(
+        np.array_equal(one[name], other[name]) for name in one
+    )
     make_cache(tmp_path / "many")  # with nothing missing
     assert contents(tmp_path / "many") == whole
     opened = [reader.load_cache(tmp_path / name)[2] for name in ("few", "many")]
     assert [batch for _, batch in opened[0]] == [batch for _, batch in opened[1]]
-    for cache in few, {"features": ["masks"], **few, "format_version": 3}:  # the same bytes however often
+    # converting back gives the same bytes
+    for cache in few, {"features": ["masks"], **few, "format_version": 3}:
         packed = shards.list_by_columns(cache)
         assert json.dumps(shards.list_by_names(packed)) == json.dumps(cache)
         assert shards.list_by_names(cache) is cache
     monkeypatch.setattr(reader, "FEATURES", set())
-    with pytest.raises(SystemExit, match="holds records by columns, which this version does not know"):
+    with pytest.raises(
+        SystemExit, match="holds records by columns, which this version does not know"
+    ):
         reader.load_cache(tmp_path / "many")
 
 
@@ -321,16 +385,28 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
     cache = make_cache(tmp_path / "out")
     assert cache["version"] == __version__
     whole = contents(tmp_path / "out")
-    argv = ["--max_skipped=0.5", "--batch_size=5", "--dataloader_num_workers=1", f"--cache_dir={tmp_path}"]
+    argv = [
+        "--max_skipped=0.5",
+        "--batch_size=5",
+        "--dataloader_num_workers=1",
+        f"--cache_dir={tmp_path}",
+    ]
     _, lock, _, records = open_cache(make_args(tmp_path / "out", *argv))
     lock.release(force=True)
     assert records.keys() == cache["shards"].keys() and capsys.readouterr().out == ""
     now = contents(tmp_path / "out")
-    assert "--batch_size=5" in now["run.args"].decode() and "max_skipped" not in now["run.args"].decode()
+    assert (
+        "--batch_size=5" in now["run.args"].decode()
+        and "max_skipped" not in now["run.args"].decode()
+    )
     assert now | {"run.args": b""} == whole | {"run.args": b"", ".lock": b""}
     # of a version that did not say so, half-made; and with another decoder of JPEGs
     make_cache(tmp_path / "old")
-    begun = {name: value for name, value in cache.items() if name in {**make_settings(), "transform": 0, "source": 0}}
+    begun = {
+        name: value
+        for name, value in cache.items()
+        if name in {**make_settings(), "transform": 0, "source": 0}
+    }
     begun |= {"rows_per_shard": ROWS_PER_SHARD, "decoder": "pillow 1.0", "made_with": {}}
     (tmp_path / "old/cache.json").write_text(json.dumps(begun))
     (tmp_path / "old/state.json").unlink()
@@ -346,7 +422,9 @@ def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
     (tmp_path / "copy").mkdir()
     lock, _, _ = module.open_cache(ACCELERATOR, settings, args, tmp_path / "copy")
     lock.release(force=True)
-    assert {".lock", "cache.json", "run.args"} == {*contents(tmp_path / "copy")} and not (tmp_path / "out").exists()
+    assert {".lock", "cache.json", "run.args"} == {*contents(tmp_path / "copy")} and not (
+        tmp_path / "out"
+    ).exists()
 
 
 def test_a_reader_of_plain_caches_is_kept_from_those_with_more(tmp_path):
@@ -359,15 +437,24 @@ def test_a_reader_of_plain_caches_is_kept_from_those_with_more(tmp_path):
     ):
         settings = make_settings() | more
         plan_cache(ROWS, settings, None, make_args(tmp_path, *flags))
-        assert (settings["format_version"], settings.get("features")) == (3 if features else 2, features)
+        assert (settings["format_version"], settings.get("features")) == (
+            3 if features else 2,
+            features,
+        )
 
 
 def test_run_args_are_the_flags_again(tmp_path):
     make_cache(tmp_path / "out", "--caption_column=a b", "--seed=5")
     again = precompute_latents.parse_args([f"@{tmp_path / 'out/run.args'}"])
     made = make_args(tmp_path / "out", "--caption_column=a b", "--seed=5")
-    assert {name for name in vars(made) if getattr(made, name) != getattr(again, name)} == {"output_dir"}
-    assert (tmp_path / "out/run.args").read_text().startswith("# accelerate launch precompute_latents.py @run.args\n")
+    assert {name for name in vars(made) if getattr(made, name) != getattr(again, name)} == {
+        "output_dir"
+    }
+    assert (
+        (tmp_path / "out/run.args")
+        .read_text()
+        .startswith("# accelerate launch precompute_latents.py @run.args\n")
+    )
 
 
 def test_folders_of_something_else_are_refused_and_left_alone(tmp_path):
@@ -375,7 +462,10 @@ def test_folders_of_something_else_are_refused_and_left_alone(tmp_path):
     refused("can't be written to", make_args(tmp_path / "file/out"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other/model_index.json").write_text("{}")
-    refused("holds model_index.json and no latent cache: choose another folder", make_args(tmp_path / "other"))
+    refused(
+        "holds model_index.json and no latent cache: choose another folder",
+        make_args(tmp_path / "other"),
+    )
     assert set(contents(tmp_path / "other")) <= {"model_index.json", ".lock"}
     (tmp_path / "data").mkdir()
     args = make_args(tmp_path / "data/out", f"--train_data_dir={tmp_path / 'data'}")
@@ -387,7 +477,9 @@ def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
     make_cache(tmp_path / "out")
     (tmp_path / "out/.tmp-of-another-run").touch()
     with FileLock(tmp_path / "out/.lock"):
-        refused(f"another process is writing to {tmp_path / 'out'}: end it", make_args(tmp_path / "out"))
+        refused(
+            f"another process is writing to {tmp_path / 'out'}: end it", make_args(tmp_path / "out")
+        )
     assert (tmp_path / "out/.tmp-of-another-run").exists()
 
 
@@ -400,7 +492,8 @@ def test_what_a_kill_left_half_written_is_deleted_and_made_again(tmp_path):
     for i in (0, 1):
         write_shard(tmp_path / "out" / shards[i], encode_rows(3 * i, 3 * i + 3))
     unfinished = tmp_path / "out/unfinished"
-    (unfinished / f"{shards[1]}.json").write_text('{"rows": 3, "sha')  # without fsync, after a power cut
+    # as after a power cut without fsync
+    (unfinished / f"{shards[1]}.json").write_text('{"rows": 3, "sha')
     (unfinished / f".tmp-{shards[2]}.json").write_text("")
     (tmp_path / f"out/.tmp-{shards[2]}").write_bytes(b"half")
     (tmp_path / "out/.tmp-folder").mkdir()
@@ -431,7 +524,8 @@ def test_a_kill_between_its_first_files_is_no_cache_of_something_else(tmp_path, 
 
 
 @pytest.mark.parametrize("file, change, said", [
-    ("cache.json", lambda text: text.replace('"rows": 6', '"rows": 7'), "cache.json is not as it was written"),
+    ("cache.json", lambda text: text.replace('"rows": 6', '"rows": 7'),
+     "cache.json is not as it was written"),
     ("cache.json", lambda text: text[:100], "JSONDecodeError"),
     ("cache.json", lambda text: "[]", "AttributeError|TypeError|ValueError"),
     ("state.json", lambda text: "{}", "KeyError: '_fingerprint'"),
@@ -444,7 +538,10 @@ def test_a_cache_json_that_changed_is_refused(tmp_path, file, change, said):
     assert change(text) != text
     path.write_text(change(text))
     before = contents(tmp_path / "out")
-    refused(rf"{tmp_path / 'out'} is damaged \(.*({said}).*delete it, or choose another", make_args(tmp_path / "out"))
+    refused(
+        rf"{tmp_path / 'out'} is damaged \(.*({said}).*delete it, or choose another",
+        make_args(tmp_path / "out"),
+    )
     assert contents(tmp_path / "out") == {**before, ".lock": b""}
     path.write_text(text)
     make_cache(tmp_path / "out")
@@ -456,15 +553,19 @@ def test_a_cache_json_that_changed_is_refused(tmp_path, file, change, said):
 def test_datasets_opens_what_is_finished_and_finds_the_bits(tmp_path):
     cache = make_cache(tmp_path / "out")
     rows = datasets.load_from_disk(str(tmp_path / "out"))
-    expected = pa.Table.from_batches([batch for i in (0, 3, 6) for _, batch, _, _ in encode_rows(i, min(i + 3, 7))])
+    expected = pa.Table.from_batches(
+        [batch for i in (0, 3, 6) for _, batch, _, _ in encode_rows(i, min(i + 3, 7))]
+    )
     assert rows.data.table.combine_chunks() == expected.combine_chunks()
-    assert json.loads((tmp_path / "out/state.json").read_text())["_fingerprint"] == module.fingerprint_cache(cache)
+    assert json.loads((tmp_path / "out/state.json").read_text())[
+        "_fingerprint"
+    ] == module.fingerprint_cache(cache)
     assert {name: cache[name] for name in ("rows", "skipped", "encoded_again", "captions_cut")} == {
         "rows": 6, "skipped": 1, "encoded_again": 0, "captions_cut": 5,
     }  # fmt: skip
-    assert [json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()] == [
-        {"row": 4, "key": "4.png", "reason": SKIPPED[4]}
-    ]
+    assert [
+        json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()
+    ] == [{"row": 4, "key": "4.png", "reason": SKIPPED[4]}]
     assert np.load(tmp_path / "out/empty_prompt.npy").dtype == np.float16
     assert not (tmp_path / "out/unfinished").exists() and not list((tmp_path / "out").glob(".*"))
 
@@ -476,15 +577,21 @@ def test_what_was_skipped_is_listed_in_order_and_too_much_of_it_leaves_a_cache_u
     for i, name in reversed([*enumerate(shards)]):
         skipped = {row: f"broken {row}" for row in (5, 1, 0)}
         write_shard(tmp_path / name, encode_rows(3 * i, min(3 * i + 3, NUM_ROWS), skipped=skipped))
-    with pytest.raises(SystemExit, match=r"3 of 7 rows could not be used, .* such as 5.png \(broken 5\)"):
+    with pytest.raises(
+        SystemExit, match=r"3 of 7 rows could not be used, .* such as 5.png \(broken 5\)"
+    ):
         module.finish_cache(tmp_path, EMPTY, 0.4)
     assert not (tmp_path / "state.json").exists() and (tmp_path / "unfinished").exists()
     assert module.finish_cache(tmp_path, EMPTY, 0.5)["skipped"] == 3
-    listed = [json.loads(line)["row"] for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line)["row"] for line in (tmp_path / "skipped.jsonl").read_text().splitlines()
+    ]
     assert listed == [0, 1, 5] and len(datasets.load_from_disk(str(tmp_path))) == 4
 
 
-def test_a_kill_at_any_moment_of_the_end_changes_nothing_and_state_json_comes_last(tmp_path, monkeypatch):
+def test_a_kill_at_any_moment_of_the_end_changes_nothing_and_state_json_comes_last(
+    tmp_path, monkeypatch
+):
     """Without state.json it does not open."""
     make_cache(tmp_path / "whole")
     whole = contents(tmp_path / "whole")
@@ -516,10 +623,18 @@ def test_a_kill_at_any_moment_of_the_end_changes_nothing_and_state_json_comes_la
 
 
 @pytest.mark.parametrize("change", [
-    "[]", "1", {"skipped": None}, {"skipped": [[]]}, {"skipped": [{"row": 1}]}, {"rows": "3"}, {"sha256": None},
+    "[]", "1", {"skipped": None}, {"skipped": [[]]}, {"skipped": [{"row": 1}]}, {"rows": "3"},
+    {"sha256": None},
 ])  # fmt: skip
 def test_a_record_that_is_none_is_that_of_a_shard_that_is_missing(tmp_path, change):
-    whole = {"rows": 3, "sha256": "a", "checksums": "b", "encoded_again": 0, "captions_cut": 0, "skipped": []}
+    whole = {
+        "rows": 3,
+        "sha256": "a",
+        "checksums": "b",
+        "encoded_again": 0,
+        "captions_cut": 0,
+        "skipped": [],
+    }
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "cache.json").write_text("{}")
     record = tmp_path / "unfinished/data-00000-of-00001.arrow.json"

@@ -24,13 +24,20 @@ TOKENIZER = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
 
 @pytest.fixture
 def row(tmp_path):
-    """row(*flags, **changes) transforms image 3 of a folder, with the caption and the fields that are given."""
+    """row(*flags, **changes) transforms image 3 of a folder, with `changes` to its fields."""
     folder = make_images(tmp_path / "images", 4)
 
     def transform(*flags, number=3, epoch=0, target=None, source="train_data_dir", **changes):
-        flags = [f"--{source}={folder}", "--pretrained_model_name_or_path=sd", "--resolution=16", *flags]
+        flags = [
+            f"--{source}={folder}",
+            "--pretrained_model_name_or_path=sd",
+            "--resolution=16",
+            *flags,
+        ]
         item = {"image": {"bytes": None, "path": f"{folder}/3.png"}, "text": "a digit", **changes}
-        return module.transform(number, epoch, item, "image", 3, precompute_latents.parse_args(flags), target)
+        return module.transform(
+            number, epoch, item, "image", 3, precompute_latents.parse_args(flags), target
+        )
 
     transform.folder = folder
     return transform
@@ -46,7 +53,9 @@ def test_a_row_is_cropped_where_its_key_says(row, tmp_path):
             "row": number, "key": "3.png", "text": "a digit", "skipped": None,
             "original_size": (20, 24), "crop_top_left": (0, round(round(4 * x) * 16 / 20)),
         }  # fmt: skip
-    assert torch.equal(row("--center_crop", "--seed=1")["pixel_values"], shrink(image, 16, (0.5, 0.5)))
+    assert torch.equal(
+        row("--center_crop", "--seed=1")["pixel_values"], shrink(image, 16, (0.5, 0.5))
+    )
     nearest = row("--center_crop", "--image_interpolation_mode=nearest-exact")["pixel_values"]
     assert torch.equal(nearest, shrink(image, 16, (0.5, 0.5), "nearest-exact"))
 
@@ -59,14 +68,18 @@ def test_a_row_becomes_as_large_as_it_is_told_and_its_mask_with_it(row):
     file = io.BytesIO()
     mask.save(file, "PNG")
     y, x = draw_choices(0, 0, 3)[:2]
-    made = row("--mask_column=where", target=(16, 8), where={"bytes": file.getvalue(), "path": None})
+    made = row(
+        "--mask_column=where", target=(16, 8), where={"bytes": file.getvalue(), "path": None}
+    )
     assert torch.equal(made["pixel_values"], shrink(image, (16, 8), (y, x)))
     assert made["crop_top_left"] == (0, round(round(14 * x) * 8 / 10))
     masks = decode_image({"bytes": file.getvalue(), "path": None}, 1)
     assert torch.equal(made["mask"], shrink(masks, (16, 8), (y, x), "bilinear"))
     made = row(target=(16, 40))  # a crop of 24 x 10
     assert made["crop_top_left"] == (round(round(10 * y) * 16 / 10), 0) and round(10 * y) % 5
-    assert torch.equal(row("--center_crop", target=(16, 40))["pixel_values"], shrink(image, (16, 40), (0.5, 0.5)))
+    assert torch.equal(
+        row("--center_crop", target=(16, 40))["pixel_values"], shrink(image, (16, 40), (0.5, 0.5))
+    )
     for nothing in (None, {"bytes": None, "path": None}):  # counts everywhere
         mask = row("--mask_column=where", target=(16, 8), where=nothing)["mask"]
         assert mask.shape == (1, 16, 8) and (mask == 255).all()
@@ -77,8 +90,13 @@ def test_a_row_becomes_as_large_as_it_is_told_and_its_mask_with_it(row):
 def test_a_mask_that_does_not_fit_is_the_rows_fault_and_memory_is_not(row, monkeypatch):
     file = io.BytesIO()
     Image.new("L", (7, 9)).save(file, "PNG")
-    for data, said in ((file.getvalue(), "its mask has 7 x 9 pixels, the image 24 x 20"), (b"x", "its mask: cannot")):
-        assert row("--mask_column=where", where={"bytes": data, "path": None})["skipped"].startswith(said)
+    for data, said in (
+        (file.getvalue(), "its mask has 7 x 9 pixels, the image 24 x 20"),
+        (b"x", "its mask: cannot"),
+    ):
+        assert row("--mask_column=where", where={"bytes": data, "path": None})[
+            "skipped"
+        ].startswith(said)
 
     def fail(source, channels, **options):
         if channels == 1:
@@ -92,7 +110,10 @@ def test_a_mask_that_does_not_fit_is_the_rows_fault_and_memory_is_not(row, monke
 
 def test_of_a_list_of_captions_one_is_drawn_by_key(row):
     several = [f"caption {k}" for k in range(5)]
-    drawn = [[row(f"--seed={seed}", number=i, text=several)["text"] for i in range(20)] for seed in (0, 0, 1)]
+    drawn = [
+        [row(f"--seed={seed}", number=i, text=several)["text"] for i in range(20)]
+        for seed in (0, 0, 1)
+    ]
     assert drawn[0] == drawn[1] != drawn[2] and {*drawn[0]} == {*several}
     assert drawn[0] == [several[int(5 * draw_choices(0, 0, i)[3])] for i in range(20)]
     assert row(text=["only"])["text"] == "only"
@@ -108,7 +129,8 @@ def test_of_a_list_of_captions_one_is_drawn_by_key(row):
     ({"image": None}, [], "there is no image"),
     ({"image": {"bytes": None, "path": None}}, [], "there is no image"),
     ({"image": {"bytes": b"no image", "path": "a.png"}}, [], "cannot identify image file"),
-    ({"image": {"bytes": make_pixel_bomb(), "path": "a.png"}}, [], "Image size (3600000000 pixels) exceeds limit"),
+    ({"image": {"bytes": make_pixel_bomb(), "path": "a.png"}}, [],
+     "Image size (3600000000 pixels) exceeds limit"),
     ({}, ["--min_size=21"], "24 x 20 pixels are less than --min_size 21"),
     ({}, ["--min_size=20"], None),
 ])  # fmt: skip
@@ -122,9 +144,15 @@ def test_why_a_row_is_skipped(row, changes, flags, reason):
 
 def test_a_row_that_is_gone_is_skipped_and_a_machine_that_fails_is_not(row, monkeypatch):
     for error, reason in (
-        (FileNotFoundError(2, "No such file", "/gone/away/3.png"), "not read: [Errno 2] No such file"),
+        (
+            FileNotFoundError(2, "No such file", "/gone/away/3.png"),
+            "not read: [Errno 2] No such file",
+        ),
         (PermissionError(13, "Permission denied", "x"), "not read: [Errno 13] Permission denied"),
-        (OSError("image file is truncated (3 bytes not processed)"), "image file is truncated (3 bytes"),
+        (
+            OSError("image file is truncated (3 bytes not processed)"),
+            "image file is truncated (3 bytes",
+        ),
         (Image.DecompressionBombError("Image size exceeds limit"), "Image size exceeds limit"),
         (OSError(5, "Input/output error"), None),
         (MemoryError(), None),
@@ -155,7 +183,9 @@ def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
     texts = ["", "a digit", "a " * 50]
     tokens = module.tokenize(Tokenizers([TOKENIZER]), texts)["input_ids"]
     assert tokens.shape == (3, 8) and (tokens[:, 0] == TOKENIZER.bos_token_id).all()
-    assert (tokens[0, 2:] == TOKENIZER.pad_token_id).all() and tokens[2, -1] == TOKENIZER.eos_token_id
+    assert (tokens[0, 2:] == TOKENIZER.pad_token_id).all() and tokens[
+        2, -1
+    ] == TOKENIZER.eos_token_id
     assert module.are_cut(Tokenizers([TOKENIZER]), texts) == [False, False, True]
     limit = "a " * 6  # a token each, and what stands before and after them
     assert module.are_cut(Tokenizers([TOKENIZER]), [limit, limit + "a"]) == [False, True]
@@ -164,12 +194,21 @@ def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
 def test_what_is_said_of_captions(capsys):
     def look(captions, prompt=None, repeats=False):
         args = argparse.Namespace(instance_prompt=prompt, folder_repeats=repeats)
-        module.say_equal(module.look_at_captions(datasets.Dataset.from_dict({"c": captions}), "c"), args)
+        module.say_equal(
+            module.look_at_captions(datasets.Dataset.from_dict({"c": captions}), "c"), args
+        )
         return capsys.readouterr().out
 
     assert "say 'x?[2J': is it the right --caption_column?" in look(["x\x1b[2J"] * 3)
     assert look(["dog"] * 3, repeats=True) == ""
-    assert look(["x"] * 3, prompt="x") == look(["x"]) == look(["x", "y"]) == look([None, "x"]) == look([]) == ""
+    assert (
+        look(["x"] * 3, prompt="x")
+        == look(["x"])
+        == look(["x", "y"])
+        == look([None, "x"])
+        == look([])
+        == ""
+    )
     assert "say 'x'" in look([["x", "y"], ["x", "z"], []])  # of each row the first
     assert f"say '{'x' * 60}'" in look(["x" * 99] * 2)
     rows = datasets.Dataset.from_dict({"c": [str(i) for i in range(25_000)]})
@@ -185,15 +224,26 @@ def test_a_caption_of_megabytes_is_cut_before_the_tokenizer_sees_it():
     texts = ["a digit " * 10**6, "a digit " * 9, "a digit"]
     begin = time.process_time()
     tokens = module.tokenize(Tokenizers([tokenizer]), texts)["input_ids"]
-    assert module.are_cut(Tokenizers([tokenizer]), texts)[::2] == [True, False] and time.process_time() - begin < 2
-    assert torch.equal(tokens[0], module.tokenize(Tokenizers([tokenizer]), ["a digit " * 100])["input_ids"][0])
+    assert (
+        module.are_cut(Tokenizers([tokenizer]), texts)[::2] == [True, False]
+        and time.process_time() - begin < 2
+    )
+    assert torch.equal(
+        tokens[0], module.tokenize(Tokenizers([tokenizer]), ["a digit " * 100])["input_ids"][0]
+    )
 
 
 def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):
     sizes = []
-    monkeypatch.setattr(module, "shrink", lambda image, *how: sizes.append(len(image)) or shrink(image, *how))
+    monkeypatch.setattr(
+        module, "shrink", lambda image, *how: sizes.append(len(image)) or shrink(image, *how)
+    )
     assert "mask" not in row() and sizes == [3]
-    assert row("--mask_column=where", where=None)["mask"].unique().tolist() == [255] and sizes == [3, 3, 1]
+    assert row("--mask_column=where", where=None)["mask"].unique().tolist() == [255] and sizes == [
+        3,
+        3,
+        1,
+    ]
 
 
 def test_the_order_of_tags_stays_what_it_is():

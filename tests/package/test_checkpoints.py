@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, loaded to the bit, and whatever is wrong with one is a sentence."""
+"""Checkpoints: complete or absent, loaded bit for bit, and any fault ends in one sentence."""
 
 import argparse
 import json
@@ -28,7 +28,13 @@ from diffusion_training.training.checkpoints import (
 )
 from diffusion_training.training.models import list_parameters
 
-SETTINGS = {"num_images": 6, "seed": 0, "use_ema": True, "resume_from_checkpoint": None, "held_out": None}
+SETTINGS = {
+    "num_images": 6,
+    "seed": 0,
+    "use_ema": True,
+    "resume_from_checkpoint": None,
+    "held_out": None,
+}
 
 
 @pytest.fixture
@@ -43,7 +49,10 @@ def config(tmp_path_factory):
 
 @pytest.fixture
 def make(config):
-    """(models, their optimizer after one step), from a seed: a U-Net, a further module, and the averages of both."""
+    """make(seed) returns (models, their optimizer after one step).
+
+    The models are a U-Net, a second module, and the averages of both.
+    """
 
     def make(seed, ema=True):
         torch.manual_seed(seed)
@@ -52,7 +61,10 @@ def make(config):
         for parameter in list_parameters(models):
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        averaged = {"unet_ema": UNet2DModel.from_config(config), "projection_ema": torch.nn.Linear(3, 2)}
+        averaged = {
+            "unet_ema": UNet2DModel.from_config(config),
+            "projection_ema": torch.nn.Linear(3, 2),
+        }
         return models | averaged if ema else models, optimizer
 
     return make
@@ -67,7 +79,13 @@ def save(tmp_path, accelerator, make):
         (tmp_path / "out").mkdir(exist_ok=True)
         args = argparse.Namespace(output_dir=str(tmp_path / "out"), checkpoints_total_limit=limit)
         for step in steps:
-            state = {"global_step": step, "data_step": step, "images_seen": 2 * step, "settings": settings, **more}
+            state = {
+                "global_step": step,
+                "data_step": step,
+                "images_seen": 2 * step,
+                "settings": settings,
+                **more,
+            }
             save_checkpoint(accelerator, models, optimizer, state, args)
         return models, optimizer
 
@@ -94,13 +112,16 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(tmp_path, save, load):
     assert state["version"] == __version__ and state["settings"] == SETTINGS
     for name, model in models.items():
         one, other = model.state_dict(), found[name].state_dict()
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
+        assert one.keys() == other.keys() and all(
+            torch.equal(one[key], other[key]) for key in one
+        ), name
     one, other = optimizer.state_dict(), loaded.state_dict()
     assert one["state"].keys() == other["state"].keys() and len(one["state"]) > 10
     for number, moments in one["state"].items():
         for name in ("step", "exp_avg", "exp_avg_sq"):
             assert torch.equal(moments[name], other["state"][number][name])
-    assert other["param_groups"][0]["lr"] == 0.01 != one["param_groups"][0]["lr"]  # the flags of this run count
+    # this run's flags win
+    assert other["param_groups"][0]["lr"] == 0.01 != one["param_groups"][0]["lr"]
     folders = {path.name for path in (tmp_path / "out/checkpoint-3").iterdir() if path.is_dir()}
     assert folders == {"unet", "unet_ema", "projection", "projection_ema"}
     assert UNet2DModel.from_pretrained(tmp_path / "out/checkpoint-3/unet")  # as anybody opens it
@@ -110,20 +131,26 @@ def test_averaging_can_begin_at_a_checkpoint_without(tmp_path, save, load, capsy
     models, _ = save(3, ema=False, settings={**SETTINGS, "use_ema": False})
     found, _, _ = load(tmp_path / "out/checkpoint-3")
     assert torch.equal(found["projection_ema"].weight, models["projection"].weight)
-    assert f"Resuming from {tmp_path}/out/checkpoint-3, use_ema False -> True\n" in capsys.readouterr().out
+    assert (
+        f"Resuming from {tmp_path}/out/checkpoint-3, use_ema False -> True\n"
+        in capsys.readouterr().out
+    )
 
 
 def test_settings_that_changed_are_told(tmp_path, save, load, capsys):
     save(3)
-    load(tmp_path / "out/checkpoint-3", settings={**SETTINGS, "resume_from_checkpoint": "latest", "new": 1})
+    load(
+        tmp_path / "out/checkpoint-3",
+        settings={**SETTINGS, "resume_from_checkpoint": "latest", "new": 1},
+    )
     assert capsys.readouterr().out == f"Resuming from {tmp_path}/out/checkpoint-3\n"
     load(tmp_path / "out/checkpoint-3", settings={**SETTINGS, "seed": 7, "num_images": 9})
     assert "checkpoint-3, num_images 6 -> 9, seed 0 -> 7\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("part", [
-    "unet/diffusion_pytorch_model.safetensors", "unet_ema/config.json", "projection/model.safetensors",
-    "optimizer.bin", "scaler.bin",
+    "unet/diffusion_pytorch_model.safetensors", "unet_ema/config.json",
+    "projection/model.safetensors", "optimizer.bin", "scaler.bin",
 ])  # fmt: skip
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone", "swap"])
 def test_a_checkpoint_knows_its_content(tmp_path, save, load, part, damage):
@@ -136,9 +163,14 @@ def test_a_checkpoint_knows_its_content(tmp_path, save, load, part, damage):
         "cut": lambda: path.write_bytes(data[:-10]),
         "empty": lambda: path.write_bytes(b""),
         "gone": path.unlink,
-        "swap": lambda: path.write_bytes((tmp_path / "out/checkpoint-1" / part).read_bytes() + b" "),
+        "swap": lambda: path.write_bytes(
+            (tmp_path / "out/checkpoint-1" / part).read_bytes() + b" "
+        ),
     }[damage]()
-    sentence = rf"checkpoint-2 is damaged or from another model \({part} is not as it was written\); resume from"
+    sentence = (
+        rf"checkpoint-2 is damaged or from another model \({part} is not as it was written\); "
+        "resume from"
+    )
     with pytest.raises(SystemExit, match=sentence):
         load(tmp_path / "out/checkpoint-2")
 
@@ -154,7 +186,9 @@ def test_another_model_is_refused(tmp_path, save, load, config):
     save(2)
     config["block_out_channels"] = (8, 24)
     try:
-        with pytest.raises(SystemExit, match="checkpoint-2 is damaged or from another model") as stop:
+        with pytest.raises(
+            SystemExit, match="checkpoint-2 is damaged or from another model"
+        ) as stop:
             load(tmp_path / "out/checkpoint-2")
         assert "\n" not in str(stop.value)
     finally:
@@ -169,7 +203,9 @@ def test_every_digit_of_the_state_that_changed_is_seen(tmp_path, save):
     for i, character in enumerate(content):
         if character.isdigit():
             path.write_text(content[:i] + str((int(character) + 1) % 10) + content[i + 1 :])
-            with pytest.raises(SystemExit, match="is damaged; .*trainer_state.json is not as it was written"):
+            with pytest.raises(
+                SystemExit, match="is damaged; .*trainer_state.json is not as it was written"
+            ):
                 read_state(path.parent, 6)
     path.write_text(re.sub('"use_ema": true', '"use_ema": false', content))
     with pytest.raises(SystemExit, match="is damaged"):
@@ -178,19 +214,29 @@ def test_every_digit_of_the_state_that_changed_is_seen(tmp_path, save):
     assert read_state(path.parent, 6) == state
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"global_step": 1}', "null", "\x00", "{", '{"checksums": []}',
+@pytest.mark.parametrize("content", [
+    "", "[]", "{}", '{"global_step": 1}', "null", "\x00", "{", '{"checksums": []}',
     '{"global_step": 1, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}}',
-    '{"global_step": 1, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}, "checksums": {}}',
+    '{"global_step": 1, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}, '
+    '"checksums": {}}',
 ])  # fmt: skip
 def test_a_damaged_state_is_one_sentence(tmp_path, content):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1/trainer_state.json").write_text(content)
-    with pytest.raises(SystemExit, match="checkpoint-1 is damaged; resume from another or choose a new --output_dir"):
+    with pytest.raises(
+        SystemExit,
+        match="checkpoint-1 is damaged; resume from another or choose a new --output_dir",
+    ):
         read_state(tmp_path / "checkpoint-1", 6)
 
 
 def test_without_a_checkpoint_all_begins_at_zero():
-    assert read_state(None, 6) == {"global_step": 0, "data_step": 0, "images_seen": 0, "settings": {}}
+    assert read_state(None, 6) == {
+        "global_step": 0,
+        "data_step": 0,
+        "images_seen": 0,
+        "settings": {},
+    }
 
 
 def test_with_other_images_the_epoch_that_was_begun_begins_again(tmp_path, save):
@@ -199,25 +245,35 @@ def test_with_other_images_the_epoch_that_was_begun_begins_again(tmp_path, save)
     assert read_state(tmp_path / "out/checkpoint-5", 7)["images_seen"] == 7
 
 
-def test_a_checkpoint_that_has_seen_the_images_that_would_be_held_out_is_refused(tmp_path, save, load):
+def test_a_checkpoint_that_has_seen_the_images_that_would_be_held_out_is_refused(
+    tmp_path, save, load
+):
     save(2)
-    with pytest.raises(SystemExit, match="checkpoint-2 was trained on images that would be held out, or held out"):
+    with pytest.raises(
+        SystemExit, match="checkpoint-2 was trained on images that would be held out, or held out"
+    ):
         load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "held_out": "these"})
     save(2, settings={**SETTINGS, "held_out": "these"})
-    with pytest.raises(SystemExit, match="keep images, --holdout and --seed as they were, or leave --holdout out"):
+    with pytest.raises(
+        SystemExit, match="keep images, --holdout and --seed as they were, or leave --holdout out"
+    ):
         load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "held_out": "others"})
     load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "held_out": "these"})
     load(tmp_path / "out/checkpoint-2")  # without, nothing is measured that was trained on
 
 
-def test_other_keys_of_what_is_drawn_and_a_stream_where_images_were_counted_are_refused(tmp_path, save, monkeypatch):
+def test_other_keys_of_what_is_drawn_and_a_stream_where_images_were_counted_are_refused(
+    tmp_path, save, monkeypatch
+):
     save(2)
     with pytest.raises(SystemExit, match="checkpoint-2 counts images, and a stream can't"):
         read_state(tmp_path / "out/checkpoint-2", sys.maxsize)
     monkeypatch.setattr(checkpoints, "KEYS", 1)
     save(3)
     monkeypatch.undo()
-    with pytest.raises(SystemExit, match="checkpoint-3 is of a version that drew other noise and another order"):
+    with pytest.raises(
+        SystemExit, match="checkpoint-3 is of a version that drew other noise and another order"
+    ):
         read_state(tmp_path / "out/checkpoint-3", 6)
 
 
@@ -227,7 +283,8 @@ def test_other_keys_of_what_is_drawn_and_a_stream_where_images_were_counted_are_
 def test_the_oldest_go_and_never_the_one_just_saved(tmp_path, save):
     save(1, 2, 10, limit=2)
     out = tmp_path / "out"
-    assert [path.name for path in find_checkpoints(out)] == ["checkpoint-2", "checkpoint-10"]  # by number
+    # sorted by number
+    assert [path.name for path in find_checkpoints(out)] == ["checkpoint-2", "checkpoint-10"]
     save(5, limit=1)  # gone back, to a folder with a newer one
     assert [path.name for path in find_checkpoints(out)] == ["checkpoint-5"]
     save(6)
@@ -246,7 +303,9 @@ def test_one_that_was_moved_and_linked_back_is_pruned_here_and_stays_there(tmp_p
     assert (tmp_path / "moved/trainer_state.json").exists()
 
 
-def test_a_failed_save_is_one_sentence_and_leaves_earlier_checkpoints(tmp_path, save, load, monkeypatch):
+def test_a_failed_save_is_one_sentence_and_leaves_earlier_checkpoints(
+    tmp_path, save, load, monkeypatch
+):
     save(2)
 
     def full(*args):
@@ -273,9 +332,12 @@ def test_what_is_no_whole_checkpoint_is_not_found(tmp_path, accelerator, save, c
     for given in ("checkpoint-500", "checkpoint-5", str(tmp_path)):
         with pytest.raises(SystemExit, match="is no whole checkpoint, neither as a path nor in"):
             find_checkpoint(given, str(out))
-    with pytest.raises(SystemExit, match="holds checkpoint-6 of an earlier run: go on from it with --resume_from"):
+    with pytest.raises(
+        SystemExit, match="holds checkpoint-6 of an earlier run: go on from it with --resume_from"
+    ):
         find_checkpoint(None, str(out))
-    # By name, and a namesake in the working directory is not taken for it; by path, from elsewhere too.
+    # By name: a folder of the same name in the working directory is ignored. By path: from any
+    # folder.
     monkeypatch.chdir(out.parent)
     shutil.copytree(out / "checkpoint-4", tmp_path / "checkpoint-6")
     assert find_checkpoint("checkpoint-6", str(out)) == out / "checkpoint-6"
@@ -289,7 +351,9 @@ def test_a_folder_with_checkpoints_takes_none_of_another_run(tmp_path, accelerat
     (tmp_path / "out").rename(tmp_path / "another")
     for steps in ((1,), (2,), (9,)):
         save(*steps)
-        with pytest.raises(SystemExit, match="or of another run: delete what is newer, or choose another"):
+        with pytest.raises(
+            SystemExit, match="or of another run: delete what is newer, or choose another"
+        ):
             find_checkpoint(str(tmp_path / "another/checkpoint-4"), str(tmp_path / "out"))
         shutil.rmtree(tmp_path / "out")
 
@@ -297,16 +361,20 @@ def test_a_folder_with_checkpoints_takes_none_of_another_run(tmp_path, accelerat
 def test_going_back_does_not_leave_newer_checkpoints_to_latest(tmp_path, accelerator, save):
     save(2, 4)
     for given in ("checkpoint-2", str(tmp_path / "out/checkpoint-2")):
-        with pytest.raises(SystemExit, match="checkpoint-4 is newer than .*checkpoint-2, or of another run: delete"):
+        with pytest.raises(
+            SystemExit, match="checkpoint-4 is newer than .*checkpoint-2, or of another run: delete"
+        ):
             find_checkpoint(given, str(tmp_path / "out"))
     assert find_checkpoint("checkpoint-4", str(tmp_path / "out")) == tmp_path / "out/checkpoint-4"
 
 
 def test_machines_that_see_different_folders_are_told(tmp_path, accelerator, save, monkeypatch):
     save(2, 4)
-    patch(monkeypatch, "gather_object", lambda found: [*found, "checkpoint-2"])  # what the other machine has
+    # the other machine finds checkpoint-2
+    patch(monkeypatch, "gather_object", lambda found: [*found, "checkpoint-2"])
     with pytest.raises(
-        SystemExit, match="machines found different checkpoints: --output_dir must be a folder that th"
+        SystemExit,
+        match="machines found different checkpoints: --output_dir must be a folder that th",
     ):
         find_checkpoint("latest", str(tmp_path / "out"))
 
@@ -319,7 +387,9 @@ def test_the_scale_of_fp16_goes_on_where_it_was(tmp_path, accelerator, save, loa
     assert accelerator.scaler.get_scale() == 8.0
 
 
-def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_held_out(tmp_path, save):
+def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_held_out(
+    tmp_path, save
+):
     assert find_start(None) is None
     with pytest.raises(SystemExit, match="--init_from .* holds no whole checkpoint, and is none"):
         find_start(str(tmp_path))
@@ -328,17 +398,30 @@ def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_
     assert start == find_start(str(start)) == tmp_path / "out/checkpoint-3"
     args = argparse.Namespace(holdout=2.0, seed=0, max_train_steps=4)
     state = read_start(start, args)
-    assert (state["global_step"], state["data_step"], state["images_seen"], state["settings"]) == (3, 3, 0, {})
+    assert (state["global_step"], state["data_step"], state["images_seen"], state["settings"]) == (
+        3,
+        3,
+        0,
+        {},
+    )
     for name, other in ("holdout", 0.0), ("seed", 1):
-        with pytest.raises(SystemExit, match="would be trained on: give --holdout 2 --seed 0, and images of the same"):
+        with pytest.raises(
+            SystemExit,
+            match="would be trained on: give --holdout 2 --seed 0, and images of the same",
+        ):
             read_start(start, argparse.Namespace(**vars(args) | {name: other}))
     with pytest.raises(SystemExit, match="--max_train_steps 3: .*checkpoint-3 is at step 3"):
         read_start(start, argparse.Namespace(**vars(args) | {"max_train_steps": 3}))
 
 
-def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(tmp_path, accelerator, make, save, capsys):
+def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(
+    tmp_path, accelerator, make, save, capsys
+):
     models, _ = save(3, cuts=[4, 2])
-    start, args = tmp_path / "out/checkpoint-3", argparse.Namespace(holdout=0.0, seed=1, max_train_steps=None)
+    start, args = (
+        tmp_path / "out/checkpoint-3",
+        argparse.Namespace(holdout=0.0, seed=1, max_train_steps=None),
+    )
     state, (found, _) = read_start(start, args), make(2)
     assert "cuts" not in state
     load_start(accelerator, start, found, state)
@@ -347,7 +430,9 @@ def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(tmp_pat
         assert all(torch.equal(one[key], other[key]) for key in one), name
     assert capsys.readouterr().out == f"Going on from the weights of {start}, at step 3\n"
     (start / "unet/config.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"checkpoint-3 is damaged or from another model \(unet/config.json is not"):
+    with pytest.raises(
+        SystemExit, match=r"checkpoint-3 is damaged or from another model \(unet/config.json is not"
+    ):
         load_start(accelerator, start, found, state)
 
 
@@ -362,10 +447,18 @@ class Harm:
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "scaler.bin"])
-def test_of_a_checkpoint_that_somebody_made_up_nothing_is_run(tmp_path, accelerator, save, load, monkeypatch, name):
-    accelerator.scaler, dump, harm = torch.amp.GradScaler("cpu"), torch.save, Harm(tmp_path / "harm")
+def test_of_a_checkpoint_that_somebody_made_up_nothing_is_run(
+    tmp_path, accelerator, save, load, monkeypatch, name
+):
+    accelerator.scaler, dump, harm = (
+        torch.amp.GradScaler("cpu"),
+        torch.save,
+        Harm(tmp_path / "harm"),
+    )
     with monkeypatch.context() as m:
-        m.setattr(torch, "save", lambda saved, path: dump(harm if path.name == name else saved, path))
+        m.setattr(
+            torch, "save", lambda saved, path: dump(harm if path.name == name else saved, path)
+        )
         save(2)
     with pytest.raises(SystemExit, match="checkpoint-2 is damaged or from another model"):
         load(tmp_path / "out/checkpoint-2")
@@ -375,17 +468,25 @@ def test_of_a_checkpoint_that_somebody_made_up_nothing_is_run(tmp_path, accelera
 def test_an_optimizer_of_another_kind_is_refused(tmp_path, save, load):
     save(2)  # of before there was a choice
     load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "optimizer": "adamw"})
-    with pytest.raises(SystemExit, match="checkpoint-2 was trained with --optimizer adamw, not prodigy: go on with"):
+    with pytest.raises(
+        SystemExit, match="checkpoint-2 was trained with --optimizer adamw, not prodigy: go on with"
+    ):
         load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "optimizer": "prodigy"})
     save(3, settings={**SETTINGS, "optimizer": "prodigy"})
-    with pytest.raises(SystemExit, match="checkpoint-3 was trained with --optimizer prodigy, not adamw"):
+    with pytest.raises(
+        SystemExit, match="checkpoint-3 was trained with --optimizer prodigy, not adamw"
+    ):
         load(tmp_path / "out/checkpoint-3")
 
 
-def test_the_first_process_writes_and_speaks_and_the_others_wait(tmp_path, accelerator, save, capsys, monkeypatch):
+def test_the_first_process_writes_and_speaks_and_the_others_wait(
+    tmp_path, accelerator, save, capsys, monkeypatch
+):
     met, out = [], tmp_path / "out"
     monkeypatch.setattr(
-        accelerator, "wait_for_everyone", lambda: met.append([path.name for path in find_checkpoints(out)])
+        accelerator,
+        "wait_for_everyone",
+        lambda: met.append([path.name for path in find_checkpoints(out)]),
     )
     save(3)
     monkeypatch.setattr(Accelerator, "is_main_process", False)

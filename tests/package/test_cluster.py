@@ -19,7 +19,7 @@ import precompute_latents  # noqa: E402
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What Ray is told: [(name, arguments)]. Like the real one, it puts its own signal handlers in place."""
+    """The calls to a fake Ray: [(name, arguments)]. Like the real one, it sets signal handlers."""
     calls, there = [], []
 
     def init(address, **options):
@@ -37,7 +37,9 @@ def calls(monkeypatch):
 def test_workers_get_the_package_and_the_scripts_as_they_lie_here():
     scripts = [str(ROOT / "download_images.py"), str(ROOT / "precompute_latents.py")]
     package = str(ROOT / "diffusion_training")
-    found = module.find_modules(download_images.download_shard, precompute_latents.TransformedRows, Refused)
+    found = module.find_modules(
+        download_images.download_shard, precompute_latents.TransformedRows, Refused
+    )
     assert found == sorted([package, *scripts]) and all(map(os.path.exists, found))
     assert module.find_modules(Refused, download_images.fetch_rows) == [package]
 
@@ -46,7 +48,11 @@ def test_a_ray_is_started_with_these_files_and_ended_again(calls):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     disconnect = module.connect(None, ["/a", "/b"], num_cpus=3)
     ((_, address, options),) = calls
-    assert address is None and options["runtime_env"] == {"py_modules": ["/a", "/b"]} and options["num_cpus"] == 3
+    assert (
+        address is None
+        and options["runtime_env"] == {"py_modules": ["/a", "/b"]}
+        and options["num_cpus"] == 3
+    )
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     disconnect()
     assert calls[1:] == [("shutdown",)]
@@ -64,7 +70,9 @@ def test_a_ray_that_is_not_there_is_named_at_once(calls, monkeypatch, way):
     begin, address = time.time(), f"127.0.0.1:{free_port()}"
     if way == "environment":
         monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(SystemExit, match=rf"Ray can't be started or found at {address} \(.*refused"):
+    with pytest.raises(
+        SystemExit, match=rf"Ray can't be started or found at {address} \(.*refused"
+    ):
         module.connect(address if way == "flag" else None, [])
     assert time.time() - begin < 5 and not calls  # Ray itself would look for minutes
     with socket.socket() as listener:
@@ -80,7 +88,9 @@ def test_what_ray_says_against_it_is_the_sentence(calls, monkeypatch):
         raise ConnectionError("no node\nanywhere")
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(SystemExit, match=r"Ray can't be started or found at auto \(no node anywhere\)"):
+    with pytest.raises(
+        SystemExit, match=r"Ray can't be started or found at auto \(no node anywhere\)"
+    ):
         module.connect("auto", [])
     with pytest.raises(SystemExit, match=r"Ray can't be started \(no node"):
         module.connect(None, [])

@@ -1,4 +1,4 @@
-"""Columns of a latent cache: which there are and of what type, and that a row of any length is found again."""
+"""Columns of a latent cache: their names and types, and that rows of any length are found."""
 
 import argparse
 
@@ -13,21 +13,29 @@ CACHE = {
     "prompt_embeds_shape": [5, 6], "pooled_prompt_embeds_shape": [7], "latents_shape": [4, 3, 2],
     "text_cache": "embeddings", "transform": {"random_flip": True},
 }  # fmt: skip
-PLAIN = {"prompt_embeds": pa.list_(HALF, 30), "latents": pa.list_(HALF, 24), "latents_flipped": pa.list_(HALF, 24)}
+PLAIN = {
+    "prompt_embeds": pa.list_(HALF, 30),
+    "latents": pa.list_(HALF, 24),
+    "latents_flipped": pa.list_(HALF, 24),
+}
 
 
 @pytest.mark.parametrize("change, kinds", [
     ({}, PLAIN),
-    ({"transform": {"random_flip": False}}, {"prompt_embeds": pa.list_(HALF, 30), "latents": pa.list_(HALF, 24)}),
+    ({"transform": {"random_flip": False}},
+     {"prompt_embeds": pa.list_(HALF, 30), "latents": pa.list_(HALF, 24)}),
     ({"features": ["masks"]}, {**PLAIN, "mask": pa.list_(pa.uint8(), 6)}),
     ({"features": ["sdxl"]}, {**PLAIN, "pooled_prompt_embeds": pa.list_(HALF, 7),
-                              "original_size": pa.list_(pa.int32(), 2), "crop_top_left": pa.list_(pa.int32(), 2)}),
+                              "original_size": pa.list_(pa.int32(), 2),
+                              "crop_top_left": pa.list_(pa.int32(), 2)}),
     ({"features": ["ragged latents", "masks"], "text_cache": "ids"},
-     {"input_ids": pa.list_(pa.int32(), 5), "latents": pa.list_(HALF), "latents_flipped": pa.list_(HALF),
-      "mask": pa.list_(pa.uint8()), "size": pa.list_(pa.int32(), 2)}),
+     {"input_ids": pa.list_(pa.int32(), 5), "latents": pa.list_(HALF),
+      "latents_flipped": pa.list_(HALF), "mask": pa.list_(pa.uint8()),
+      "size": pa.list_(pa.int32(), 2)}),
     ({"features": ["sdxl"], "text_cache": "ids", "transform": {"random_flip": False}},
-     {"input_ids": pa.list_(pa.int32(), 5), "input_ids_2": pa.list_(pa.int32(), 5), "latents": pa.list_(HALF, 24),
-      "original_size": pa.list_(pa.int32(), 2), "crop_top_left": pa.list_(pa.int32(), 2)}),
+     {"input_ids": pa.list_(pa.int32(), 5), "input_ids_2": pa.list_(pa.int32(), 5),
+      "latents": pa.list_(HALF, 24), "original_size": pa.list_(pa.int32(), 2),
+      "crop_top_left": pa.list_(pa.int32(), 2)}),
 ])  # fmt: skip
 def test_a_cache_says_which_columns_it_has(change, kinds):
     assert module.describe_columns({**CACHE, **change}) == kinds

@@ -14,7 +14,13 @@ from test_lora import adapted
 
 import train_text_to_image as script
 from diffusion_training.training import costs
-from diffusion_training.training.costs import Costs, copy_shapes, count_flops, count_memory, find_peak
+from diffusion_training.training.costs import (
+    Costs,
+    copy_shapes,
+    count_flops,
+    count_memory,
+    find_peak,
+)
 from diffusion_training.training.models import call_unet, list_parameters, start_average
 from diffusion_training.training.optimizers import make_optimizer
 
@@ -27,8 +33,16 @@ def base(tmp_path_factory):
 
 
 def args(**flags):
-    flags = {"optimizer": "adamw", "learning_rate": 1e-3, "adam_weight_decay": 0.01, "adam_epsilon": 1e-8, **flags}
-    return argparse.Namespace(adam_beta1=0.9, adam_beta2=0.999, mixed_precision="no", allow_tf32=False, **flags)
+    flags = {
+        "optimizer": "adamw",
+        "learning_rate": 1e-3,
+        "adam_weight_decay": 0.01,
+        "adam_epsilon": 1e-8,
+        **flags,
+    }
+    return argparse.Namespace(
+        adam_beta1=0.9, adam_beta2=0.999, mixed_precision="no", allow_tf32=False, **flags
+    )
 
 
 def unet_of(base):
@@ -47,10 +61,17 @@ def test_memory_is_what_torch_holds_after_a_step(base, lora, optimizer):
     made.step()
 
     def size(tensors):
-        return sum({x.data_ptr(): x.nbytes() for x in (each.untyped_storage() for each in tensors)}.values())
+        return sum(
+            {
+                x.data_ptr(): x.nbytes() for x in (each.untyped_storage() for each in tensors)
+            }.values()
+        )
 
     state = [x for each in made.state.values() for name, x in each.items() if name != "step"]
-    found = {"weights": size(model.parameters()), "gradients": size(x.grad for x in list_parameters(models))}
+    found = {
+        "weights": size(model.parameters()),
+        "gradients": size(x.grad for x in list_parameters(models)),
+    }
     both = size([*model.parameters(), *averaged["unet"].parameters()])
     found |= {"averaged": both - found["weights"], "moments": size(state), "encoders": 4 * 20}
     assert said == found | {"exchanged gradients": 0}
@@ -58,35 +79,49 @@ def test_memory_is_what_torch_holds_after_a_step(base, lora, optimizer):
 
 
 def test_a_convolution_is_its_closed_form():
-    """2 x pixels x kernel x channels in and out, three times: forward, to the weights and to the input."""
+    """2 x pixels x kernel x input channels x output channels, three times.
+
+    Once forward, once for the weights' gradient and once for the input's.
+    """
     layer = torch.nn.Conv2d(6, 10, 3, stride=2, padding=1)
     forward = 2 * (8 * 12) * 9 * 6 * 10
-    call = lambda model, images, timesteps, condition: model(images)  # noqa: E731
+    call = lambda model, images, timesteps, condition: model(images)
     first = count_flops({"one": copy_shapes(layer)}, call, torch.zeros(5, 6, 16, 24), {})
     assert first == 2 * forward  # nobody asks for the gradient of the images
     twice = torch.nn.Sequential(torch.nn.Conv2d(6, 6, 1), layer)
     own = 2 * (16 * 24) * 36
-    assert count_flops({"one": copy_shapes(twice)}, call, torch.zeros(5, 6, 16, 24), {}) == 3 * forward + 2 * own
+    assert (
+        count_flops({"one": copy_shapes(twice)}, call, torch.zeros(5, 6, 16, 24), {})
+        == 3 * forward + 2 * own
+    )
 
 
 def test_an_attention_block_is_its_closed_form():
-    """Four projections, and the products with keys and values, of which the backward pass has twice as many."""
+    """Four projections and the products with keys and values; backward takes twice as many."""
     tokens, words, width, others = 40, 7, 16, 24
     block = Attention(width, cross_attention_dim=others, heads=2, dim_head=8)
-    call = lambda model, images, timesteps, condition: model(images, **condition)  # noqa: E731
+    call = lambda model, images, timesteps, condition: model(images, **condition)
     condition = {"encoder_hidden_states": torch.zeros(2, words, others)}
     found = count_flops({"a": copy_shapes(block)}, call, torch.zeros(2, tokens, width), condition)
     products = 3 * 2 * (2 * tokens * words * width)
-    weights = 2 * (tokens * width * width + 2 * words * others * width)  # of what is given: no gradient of the input
+    # keys and values of the given text: the text gets no gradient
+    weights = 2 * (tokens * width * width + 2 * words * others * width)
     assert found == products + 2 * weights + 3 * 2 * tokens * width * width
 
 
-def test_operations_are_of_a_whole_image_and_checkpointing_compiling_and_precision_change_none(base):
+def test_operations_are_of_a_whole_image_and_checkpointing_compiling_and_precision_change_none(
+    base,
+):
     model = unet_of(base).train()
     images = torch.zeros(3, 4, 8, 8)
-    count = lambda model: count_flops({"unet": copy_shapes(model)}, call_unet, images, CONDITION)  # noqa: E731
+    count = lambda model: count_flops({"unet": copy_shapes(model)}, call_unet, images, CONDITION)
     once = count(model)
-    assert count_flops({"a": copy_shapes(model), "b": copy_shapes(model)}, call_unet, images, CONDITION) == 2 * once
+    assert (
+        count_flops(
+            {"a": copy_shapes(model), "b": copy_shapes(model)}, call_unet, images, CONDITION
+        )
+        == 2 * once
+    )
     model.enable_gradient_checkpointing()
     assert count(model) == once and model.is_gradient_checkpointing  # of the copy it is taken
     model.compile(backend="aot_eager")
@@ -99,34 +134,49 @@ def test_counting_draws_nothing_and_leaves_the_model_alone(base):
     model, draw = unet_of(base).train(), torch.get_rng_state()
     before = [weight.clone() for weight in model.parameters()]
     count_flops({"unet": copy_shapes(model)}, call_unet, torch.zeros(1, 4, 8, 8), CONDITION)
-    assert torch.equal(draw, torch.get_rng_state()) and all(x.grad is None for x in model.parameters())
-    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert torch.equal(draw, torch.get_rng_state()) and all(
+        x.grad is None for x in model.parameters()
+    )
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)
+    )
 
 
 def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, capsys):
     accelerator = Accelerator(cpu=True)
     made = Costs(accelerator, {"unet": unet_of(base)}, {}, call_unet, args(), [None])
     line = re.fullmatch(
-        r"Memory: (\S+) GB = (\S+) weights \+ (\S+) gradients \+ (\S+) moments; what .*\n", capsys.readouterr().out
+        r"Memory: (\S+) GB = (\S+) weights \+ (\S+) gradients \+ (\S+) moments; what .*\n",
+        capsys.readouterr().out,
     )
-    assert float(line[1]) == pytest.approx(made.held, rel=0.01) == pytest.approx(4 * float(line[2]), rel=0.01)
-    assert made.measure(10.0).keys() == {"memory_gb"} and 0.1 < made.measure(10.0)["memory_gb"] < 100
+    assert (
+        float(line[1])
+        == pytest.approx(made.held, rel=0.01)
+        == pytest.approx(4 * float(line[2]), rel=0.01)
+    )
+    assert (
+        made.measure(10.0).keys() == {"memory_gb"} and 0.1 < made.measure(10.0)["memory_gb"] < 100
+    )
     made.look(torch.zeros(3, 4, 8, 8), CONDITION)
     made.num_processes, made.peak = 2, 1e-3
     found = made.measure(10.0)
-    assert found["tflops"] == pytest.approx(5 * made.flops / 1e12) and found["mfu"] == pytest.approx(
-        found["tflops"] / 1e-3
+    assert found["tflops"] == pytest.approx(5 * made.flops / 1e12) and found[
+        "mfu"
+    ] == pytest.approx(found["tflops"] / 1e-3)
+    assert made.describe().startswith("Memory: ") and made.describe().endswith(
+        "of this process and its loader's"
     )
-    assert made.describe().startswith("Memory: ") and made.describe().endswith("of this process and its loader's")
 
 
 def test_a_model_that_can_not_be_counted_ends_nothing(base, capsys):
-    call = lambda model, images, timesteps, condition: F.relu(images.sum().item())  # noqa: E731
+    call = lambda model, images, timesteps, condition: F.relu(images.sum().item())
     made = Costs(Accelerator(cpu=True), {"unet": unet_of(base)}, {}, call, args())
     for _ in range(2):
         made.look(torch.zeros(3, 4, 8, 8), CONDITION)
     assert made.measure(10.0).keys() == {"memory_gb"}
-    assert capsys.readouterr().err.count("tflops are not recorded, a model's can't be counted (") == 1
+    assert (
+        capsys.readouterr().err.count("tflops are not recorded, a model's can't be counted (") == 1
+    )
 
 
 @pytest.mark.parametrize("name, peaks", [
@@ -134,8 +184,10 @@ def test_a_model_that_can_not_be_counted_ends_nothing(base, capsys):
     ("NVIDIA H200", (989, 989, 495)),
     ("NVIDIA A100-SXM4-80GB", (312, 312, 156)), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (None,) * 3),
     ("NVIDIA A10", (125, 125, 62.5)), ("NVIDIA A10G", (None,) * 3), ("NVIDIA L4", (121, 121, 60)),
-    ("NVIDIA L40S", (362, 362, 183)), ("Tesla T4", (65, None, None)), ("Tesla V100-SXM2-16GB", (125, None, None)),
-    ("NVIDIA GeForce RTX 4090", (165, 165, 83)), ("NVIDIA GeForce RTX 4090 Laptop GPU", (None,) * 3),
+    ("NVIDIA L40S", (362, 362, 183)), ("Tesla T4", (65, None, None)),
+    ("Tesla V100-SXM2-16GB", (125, None, None)),
+    ("NVIDIA GeForce RTX 4090", (165, 165, 83)),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", (None,) * 3),
     ("AMD Instinct MI300X", (None,) * 3),
 ])  # fmt: skip
 def test_peaks_are_of_the_gpu_and_the_precision(name, peaks):
@@ -147,7 +199,8 @@ def test_a_gpu_is_asked_for_its_peaks(base, monkeypatch, capsys):
     """One that is not there: what torch would say of it."""
     fake = argparse.Namespace(total_memory=80e9)
     for name, value in {
-        "reset_peak_memory_stats": None, "get_device_properties": fake, "get_device_name": "NVIDIA A100-SXM4-80GB",
+        "reset_peak_memory_stats": None, "get_device_properties": fake,
+        "get_device_name": "NVIDIA A100-SXM4-80GB",
         "max_memory_allocated": 30e9, "max_memory_reserved": 40e9,
     }.items():  # fmt: skip
         monkeypatch.setattr(costs.torch.cuda, name, lambda *_, value=value: value)
@@ -165,15 +218,33 @@ def test_a_run_says_what_it_holds_what_was_tried_and_what_came_of_it(
     """The memory that is said is that of the adapter's training, beside frozen encoders."""
     patch(monkeypatch, "count_flops", count_flops)
     make_captioned(tmp_path / "images", 4)
-    flags = [f"--pretrained_model_name_or_path={base}", f"--train_data_dir={tmp_path / 'images'}", "--resolution=16"]
-    flags += ["--max_train_steps=2", "--report_to=none", "--logging_steps=1", "--dataloader_num_workers=0", "--rank=2"]
-    script.main(script.parse_args([*flags, "--train_batch_size=auto", f"--output_dir={tmp_path / 'out'}"]))
+    flags = [
+        f"--pretrained_model_name_or_path={base}",
+        f"--train_data_dir={tmp_path / 'images'}",
+        "--resolution=16",
+    ]
+    flags += [
+        "--max_train_steps=2",
+        "--report_to=none",
+        "--logging_steps=1",
+        "--dataloader_num_workers=0",
+        "--rank=2",
+    ]
+    script.main(
+        script.parse_args([*flags, "--train_batch_size=auto", f"--output_dir={tmp_path / 'out'}"])
+    )
     said = capsys.readouterr().out
     assert re.search(
-        r"Memory: \S+ GB = \S+ weights \+ \S+ averaged \+ \S+ gradients \+ \S+ moments \+ \S+ encoders;", said
+        r"Memory: \S+ GB = \S+ weights \+ \S+ averaged \+ \S+ gradients \+ "
+        r"\S+ moments \+ \S+ encoders;",
+        said,
     )
     assert said.count("of this process and its loader's") == 1
     tried = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+)$", said, re.M)
-    assert "  images  memory, GB  images/s\n" in said and [int(row[0]) for row in tried] == [1, 2, 4]
+    assert "  images  memory, GB  images/s\n" in said and [int(row[0]) for row in tried] == [
+        1,
+        2,
+        4,
+    ]
     for record in metrics(tmp_path / "out"):
         assert record["memory_gb"] > 0.1 and record["tflops"] > 0 and "mfu" not in record

@@ -1,4 +1,4 @@
-"""VAE, text encoder and tokenizer: loaded whole or refused, tried, called and recognized. Tiny ones."""
+"""VAE, text encoder and tokenizer (tiny ones): loaded whole or refused, tried and recognized."""
 
 import hashlib
 import json
@@ -16,7 +16,9 @@ from diffusion_training.latents import encoders as module
 
 def load(*argv, resolution=16, dtype=torch.float32):
     argv = [f"--pretrained_model_name_or_path={MODELS}", *map(str, argv)]
-    args = precompute_latents.parse_args(["--train_data_dir=.", f"--resolution={resolution}", *argv])
+    args = precompute_latents.parse_args(
+        ["--train_data_dir=.", f"--resolution={resolution}", *argv]
+    )
     return module.load_models(args, dtype)
 
 
@@ -35,7 +37,9 @@ def models(tmp_path):
 def test_images_become_moments_and_prompts_the_last_hidden_state():
     vae, text_encoders, tokenizers = load()
     ids = {"input_ids": torch.tensor([[1, 2, 3]])}
-    pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randint(
+        256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         moments = module.encode_images(vae, pixels)
         posterior = vae.encode(pixels / 127.5 - 1).latent_dist
@@ -46,7 +50,10 @@ def test_images_become_moments_and_prompts_the_last_hidden_state():
     assert module.vae_scale_factor(vae) == 2 and moments.shape == (3, 8, 8, 8)
     low = load(dtype=torch.bfloat16)
     with torch.no_grad():
-        close, text = module.encode_images(low[0], pixels), module.encode_prompts(low[1], ids)["prompt_embeds"]
+        close, text = (
+            module.encode_images(low[0], pixels),
+            module.encode_prompts(low[1], ids)["prompt_embeds"],
+        )
     assert close.dtype == text.dtype == torch.float32 and 0 < (close - moments).abs().max() < 0.1
 
 
@@ -60,21 +67,36 @@ def make_tiny(folder, **config):
 
 def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
     made = make_tiny(tmp_path / "tiny")
-    apart = [f"--vae_name_or_path={tmp_path / 'tiny'}", f"--text_encoder_name_or_path={MODELS / 'text_encoder'}"]
-    vae, text_encoders, tokenizers = load(*apart, f"--tokenizer_name_or_path={MODELS / 'tokenizer'}")
-    assert isinstance(vae, AutoencoderTiny) and module.vae_scale_factor(vae) == 2 and not vae.training
+    apart = [
+        f"--vae_name_or_path={tmp_path / 'tiny'}",
+        f"--text_encoder_name_or_path={MODELS / 'text_encoder'}",
+    ]
+    vae, text_encoders, tokenizers = load(
+        *apart, f"--tokenizer_name_or_path={MODELS / 'tokenizer'}"
+    )
+    assert (
+        isinstance(vae, AutoencoderTiny) and module.vae_scale_factor(vae) == 2 and not vae.training
+    )
     module.try_models(vae, text_encoders)
     pixels = torch.randint(256, (2, 1, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
-        torch.testing.assert_close(module.encode_images(vae, pixels), made.eval().encode(pixels / 127.5 - 1).latents)
-    described, whole = module.describe_models(vae, text_encoders, tokenizers), module.describe_models(*load())
+        torch.testing.assert_close(
+            module.encode_images(vae, pixels), made.eval().encode(pixels / 127.5 - 1).latents
+        )
+    described, whole = (
+        module.describe_models(vae, text_encoders, tokenizers),
+        module.describe_models(*load()),
+    )
     assert described["vae"]["class"] == "AutoencoderTiny"
     assert described["vae"]["scaling_factor"] == made.config.scaling_factor
-    assert {k: v for k, v in described.items() if k != "vae"} == {k: v for k, v in whole.items() if k != "vae"}
+    assert {k: v for k, v in described.items() if k != "vae"} == {
+        k: v for k, v in whole.items() if k != "vae"
+    }
     # A tokenizer lies beside a text encoder of one's own
     shutil.copytree(MODELS / "text_encoder", tmp_path / "both")
     refused(
-        f"{tmp_path / 'both'} does not hold the model of", argv=[f"--text_encoder_name_or_path={tmp_path / 'both'}"]
+        f"{tmp_path / 'both'} does not hold the model of",
+        argv=[f"--text_encoder_name_or_path={tmp_path / 'both'}"],
     )
     shutil.copytree(MODELS / "tokenizer", tmp_path / "both", dirs_exist_ok=True)
     assert len(load(f"--text_encoder_name_or_path={tmp_path / 'both'}")[2][0]) == len(tokenizers[0])
@@ -82,12 +104,20 @@ def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
 
 def test_models_that_lack_weights_are_refused(models):
     """transformers would fill in random ones, and diffusers leave them out."""
-    for part, file in (("vae", "diffusion_pytorch_model.safetensors"), ("text_encoder", "model.safetensors")):
+    for part, file in (
+        ("vae", "diffusion_pytorch_model.safetensors"),
+        ("text_encoder", "model.safetensors"),
+    ):
         whole = load_file(MODELS / part / file)
         for missing in (sorted(whole)[:1], sorted(whole)):
-            kept = {name: tensor for name, tensor in whole.items() if name not in missing} or {"x": torch.ones(1)}
+            kept = {name: tensor for name, tensor in whole.items() if name not in missing} or {
+                "x": torch.ones(1)
+            }
             save_file(kept, models / part / file, metadata={"format": "pt"})
-            said = f"{models} does not hold the {part} of a Stable Diffusion pipeline ({len(missing)} missing keys"
+            said = (
+                f"{models} does not hold the {part} of a Stable Diffusion pipeline "
+                f"({len(missing)} missing keys"
+            )
             refused(said, argv=[f"--pretrained_model_name_or_path={models}"])
         wrong = {**whole, sorted(whole)[0]: torch.ones(2, 3, 4)}
         save_file(wrong, models / part / file, metadata={"format": "pt"})
@@ -98,10 +128,13 @@ def test_models_that_lack_weights_are_refused(models):
 @pytest.mark.parametrize("file, change, said", [
     ("vae/config.json", {"shift_factor": 0.1}, "it has a shift_factor"),
     ("vae/config.json", {"latents_mean": [0.0] * 4}, "it has a latents_mean"),
-    ("vae/config.json", {"_class_name": "VQModel"}, "it is an VQModel, no AutoencoderKL or AutoencoderTiny"),
+    ("vae/config.json", {"_class_name": "VQModel"},
+     "it is an VQModel, no AutoencoderKL or AutoencoderTiny"),
     ("vae/config.json", {"norm_num_groups": True}, "the VAE does not work (group_norm()"),
-    ("text_encoder/config.json", {"num_attention_heads": -1}, "the text encoder does not work (invalid shape"),
-    ("text_encoder/config.json", {"layer_norm_eps": None}, "the text encoder does not work (layer_norm()"),
+    ("text_encoder/config.json", {"num_attention_heads": -1},
+     "the text encoder does not work (invalid shape"),
+    ("text_encoder/config.json", {"layer_norm_eps": None},
+     "the text encoder does not work (layer_norm()"),
     ("text_encoder/config.json", {"vocab_size": 100}, "does not hold the text_encoder"),
     ("tokenizer/tokenizer_config.json", {"pad_token": None}, "or none to fill up with"),
 ])  # fmt: skip
@@ -114,12 +147,24 @@ def test_configs_that_can_not_be_computed_are_refused(models, file, change, said
 
 
 def test_what_is_no_pipeline_is_refused_and_where_it_was_looked_for_said(tmp_path, models):
-    refused(f"{tmp_path} does not hold the vae of a Stable", argv=[f"--pretrained_model_name_or_path={tmp_path}"])
+    refused(
+        f"{tmp_path} does not hold the vae of a Stable",
+        argv=[f"--pretrained_model_name_or_path={tmp_path}"],
+    )
     shutil.rmtree(models / "tokenizer")
-    refused(f"{models} does not hold the tokenizer of", argv=[f"--pretrained_model_name_or_path={models}"])
-    UNet2DModel(block_out_channels=(8,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
-                norm_num_groups=4).save_pretrained(tmp_path / "unet")  # fmt: skip
-    refused("does not hold the model of a Stable", "UNet2DModel", argv=[f"--vae_name_or_path={tmp_path / 'unet'}"])
+    refused(
+        f"{models} does not hold the tokenizer of",
+        argv=[f"--pretrained_model_name_or_path={models}"],
+    )
+    UNet2DModel(
+        block_out_channels=(8,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",),
+        norm_num_groups=4,
+    ).save_pretrained(tmp_path / "unet")  # fmt: skip
+    refused(
+        "does not hold the model of a Stable",
+        "UNet2DModel",
+        argv=[f"--vae_name_or_path={tmp_path / 'unet'}"],
+    )
     refused("--resolution 15 is not a multiple of 2, which this VAE needs", resolution=15)
 
 
@@ -138,7 +183,8 @@ def test_the_hash_sees_values_not_names(tmp_path):
     vae = load()[0]
     digest = module.hash_weights(vae)
     vae.half().save_pretrained(tmp_path / "half")
-    assert module.hash_weights(AutoencoderKL.from_pretrained(tmp_path / "half")) != digest  # rounded: other weights
+    # rounding changes the weights
+    assert module.hash_weights(AutoencoderKL.from_pretrained(tmp_path / "half")) != digest
     again = load()[0]
     again.renamed, again.quant_conv = again.quant_conv, None
     assert module.hash_weights(again) == digest
@@ -168,5 +214,7 @@ def test_every_difference_of_models_is_described():
                 tokenizers[0].model_max_length = 7
         seen.append(module.describe_models(vae, text_encoders, tokenizers))
     assert seen[0] == seen[-1] and len({json.dumps(described) for described in seen}) == 6
-    where = [[name for name in seen[0] if described[name] != seen[0][name]] for described in seen[1:-1]]
+    where = [
+        [name for name in seen[0] if described[name] != seen[0][name]] for described in seen[1:-1]
+    ]
     assert where == [["vae"], ["vae"], ["text_encoder"], ["tokenizer"], ["tokenizer"]]

@@ -1,4 +1,4 @@
-"""Errors: whatever ends a program is one sentence, said once; what nobody foresaw keeps its traceback."""
+"""Errors: an expected one ends the program with one sentence; others keep their traceback."""
 
 import argparse
 import contextlib
@@ -40,10 +40,13 @@ def test_a_refusal_is_one_sentence_with_the_scripts_name_and_status_1(capsys):
 
 
 @pytest.mark.parametrize("world, rank, alone, said", [
-    ("1", "0", False, True), ("2", "0", False, True), ("2", "1", False, False), ("2", "1", True, True),
+    ("1", "0", False, True), ("2", "0", False, True),
+    ("2", "1", False, False), ("2", "1", True, True),
     ("1", "1", False, True),  # one process alone speaks, whatever its rank is said to be
 ])  # fmt: skip
-def test_of_several_processes_one_speaks_or_the_one_that_knows(monkeypatch, capsys, world, rank, alone, said):
+def test_of_several_processes_one_speaks_or_the_one_that_knows(
+    monkeypatch, capsys, world, rank, alone, said
+):
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setenv("LOCAL_RANK", rank)
     with pytest.raises(SystemExit) as stop:
@@ -52,7 +55,8 @@ def test_of_several_processes_one_speaks_or_the_one_that_knows(monkeypatch, caps
 
 
 @pytest.mark.parametrize("flag, said", [
-    ("batch_size", "try a smaller --batch_size"), ("connections", "try a smaller --num_cpus or --connections"),
+    ("batch_size", "try a smaller --batch_size"),
+    ("connections", "try a smaller --num_cpus or --connections"),
 ])  # fmt: skip
 def test_too_little_memory_names_a_flag_that_the_script_has(capsys, flag, said):
     with pytest.raises(SystemExit):
@@ -65,13 +69,18 @@ def fail_for_memory(args):
 
 
 @pytest.mark.parametrize("error, sentence", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "there is not enough memory (CUDA out of memory"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to"),
+     "there is not enough memory (CUDA out of memory"),
     (MemoryError(), "there is not enough memory (MemoryError): try a smaller --train_batch_size"),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you"), "enough memory"),
-    (OSError(28, "No space left on device"), "[Errno 28] No space left on device; what was saved before is whole"),
-    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "a process that loads data was killed"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: "
+                  "can't allocate memory: you"), "enough memory"),
+    (OSError(28, "No space left on device"),
+     "[Errno 28] No space left on device; what was saved before is whole"),
+    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+     "a process that loads data was killed"),
     (torch.distributed.DistBackendError("NCCL"), "another process has ended, and says why (NCCL)"),
-    (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer"), "another process has ended, and says why"),
+    (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer"),
+     "another process has ended, and says why"),
 ])  # fmt: skip
 def test_what_happens_to_any_run_is_one_sentence(capsys, monkeypatch, error, sentence):
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -94,7 +103,10 @@ def test_less_memory_is_had_by_the_scripts_own_flag():
 def test_what_is_not_foreseen_keeps_its_traceback():
     with pytest.raises(IndexError):
         in_one_sentence(lambda args: [][1])(TRAINER)
-    reraised = "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback:\nRuntimeError: a bug of mine"
+    reraised = (
+        "Caught RuntimeError in DataLoader worker process 0.\n"
+        "Original Traceback:\nRuntimeError: a bug of mine"
+    )
     assert foresee(RuntimeError(reraised), TRAINER) is None
 
 
@@ -105,7 +117,10 @@ def test_signals_before_and_after_training_say_what_is_saved_and_are_handed_back
             in_one_sentence(lambda args, number=number: os.kill(os.getpid(), number))(None)
         assert stop.value.code == code
         said = capsys.readouterr()
-        assert f"Stopped by {signal.Signals(number).name}; what is saved is whole" in said.out and not said.err
+        assert (
+            f"Stopped by {signal.Signals(number).name}; what is saved is whole" in said.out
+            and not said.err
+        )
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
@@ -136,19 +151,28 @@ def test_a_terminal_that_knows_ascii_only_ends_no_run(monkeypatch):
 
 
 def test_an_error_is_explained_in_one_line():
-    wrapped = datasets.exceptions.DatasetGenerationError("An error occurred while generating the dataset")
+    wrapped = datasets.exceptions.DatasetGenerationError(
+        "An error occurred while generating the dataset"
+    )
     wrapped.__cause__ = ValueError("a column\n  too few")
     assert explain(wrapped) == "a column too few"
     worker = (
-        "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  x\nOSError: y"
+        "Caught OSError in DataLoader worker process 0.\n"
+        "Original Traceback (most recent call last):\n  x\nOSError: y"
     )
     assert explain(OSError(worker)) == "OSError: y"
-    assert explain(OSError("cannot identify image file <_io.BytesIO object at 0x7f>")) == "cannot identify image file"
+    assert (
+        explain(OSError("cannot identify image file <_io.BytesIO object at 0x7f>"))
+        == "cannot identify image file"
+    )
     assert explain(KeyError()) == "KeyError" and len(explain(ValueError("x" * 1000))) == 404
 
 
 def test_what_fails_inside_is_explained_and_refusals_pass():
-    with pytest.raises(SystemExit, match=r"^that can't be read \(no such thing\)$"), explained("that can't be read"):
+    with (
+        pytest.raises(SystemExit, match=r"^that can't be read \(no such thing\)$"),
+        explained("that can't be read"),
+    ):
         raise ValueError("no such thing")
     with pytest.raises(SystemExit, match="^choose another$"), explained("that can't be read"):
         fail("choose another")
@@ -175,15 +199,19 @@ def test_main_may_run_in_a_thread_twice_and_changes_nothing_it_is_given():
 
 
 @pytest.mark.parametrize("error, machines", [
-    (MemoryError(), True), (torch.OutOfMemoryError("CUDA out of memory"), True), (OSError(errno.EMFILE, "many"), True),
-    (RuntimeError("could not create a primitive"), True), (RuntimeError("can't start new thread"), True),
-    (OSError(errno.ENFILE, "many"), True), (OSError(errno.EIO, "disk"), True), (OSError(errno.ESTALE, "nfs"), True),
-    (OSError(errno.ENOSPC, "full"), True), (OSError(errno.ENOTCONN, "away"), True), (ConnectionError("reset"), True),
-    (TimeoutError(), True), (OSError(errno.ENOMEM, "memory"), True),
+    (MemoryError(), True), (torch.OutOfMemoryError("CUDA out of memory"), True),
+    (OSError(errno.EMFILE, "many"), True), (RuntimeError("could not create a primitive"), True),
+    (RuntimeError("can't start new thread"), True), (OSError(errno.ENFILE, "many"), True),
+    (OSError(errno.EIO, "disk"), True), (OSError(errno.ESTALE, "nfs"), True),
+    (OSError(errno.ENOSPC, "full"), True), (OSError(errno.ENOTCONN, "away"), True),
+    (ConnectionError("reset"), True), (TimeoutError(), True),
+    (OSError(errno.ENOMEM, "memory"), True),
     (FileNotFoundError(errno.ENOENT, "gone"), False), (OSError(errno.ENAMETOOLONG, "long"), False),
     (OSError(errno.ELOOP, "links"), False), (NotADirectoryError(errno.ENOTDIR, "file"), False),
-    (PermissionError(errno.EACCES, "not for you"), False), (IsADirectoryError(errno.EISDIR, "folder"), False),
-    (OSError("image file is truncated"), False), (ValueError("a bad header"), False), (SyntaxError("not PNG"), False),
+    (PermissionError(errno.EACCES, "not for you"), False),
+    (IsADirectoryError(errno.EISDIR, "folder"), False),
+    (OSError("image file is truncated"), False), (ValueError("a bad header"), False),
+    (SyntaxError("not PNG"), False),
 ])  # fmt: skip
 def test_whose_fault_it_is(error, machines):
     assert is_machines_fault(error) is machines
@@ -203,6 +231,8 @@ def test_what_is_undone_when_main_fails_stays_when_it_does_not():
         assert undone == [True] * fails
 
 
-@pytest.mark.parametrize("said", ["could not create a primitive", "can't start new thread", "std::bad_alloc"])
+@pytest.mark.parametrize(
+    "said", ["could not create a primitive", "can't start new thread", "std::bad_alloc"]
+)
 def test_too_little_memory_is_one_sentence_whoever_says_it(said):
     assert "there is not enough memory" in foresee(RuntimeError(said), TRAINER)

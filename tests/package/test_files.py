@@ -1,4 +1,4 @@
-"""Files: each is whole or not there, whenever a kill comes, and nothing that is somebody else's is touched."""
+"""Files: each is complete or absent after a kill at any time, and no foreign file is touched."""
 
 import argparse
 import errno
@@ -25,7 +25,11 @@ class Killed(BaseException):
 
 
 def tree(folder):
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def save(folder, text):
@@ -65,7 +69,10 @@ def test_killed_before_any_change_of_a_file_each_item_is_whole(tmp_path, monkeyp
 
         return change
 
-    functions = {name: getattr(os, name) for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")}
+    functions = {
+        name: getattr(os, name)
+        for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")
+    }
     seen = set()
     for limit in range(1, 100):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -82,11 +89,16 @@ def test_killed_before_any_change_of_a_file_each_item_is_whole(tmp_path, monkeyp
                 break
         clean(tmp_path / "out")
         found = tree(tmp_path / "out")
-        assert sorted(found) == ["index.json", "mine.txt", "unet/config.json", "unet/weights"], limit
+        assert sorted(found) == ["index.json", "mine.txt", "unet/config.json", "unet/weights"], (
+            limit
+        )
         assert found["unet/config.json"] == found["unet/weights"] and found["mine.txt"] == "mine"
         seen.add((found["unet/weights"], found["index.json"]))
         save(tmp_path / "out", "next")
-        assert set(tree(tmp_path / "out").values()) == {"next", "mine"} and len(tree(tmp_path / "out")) == 4
+        assert (
+            set(tree(tmp_path / "out").values()) == {"next", "mine"}
+            and len(tree(tmp_path / "out")) == 4
+        )
     assert limit > 10 and {("old", "old"), ("new", "new")} < seen
     assert tree(tmp_path / "out") == {**dict.fromkeys(found, "new"), "mine.txt": "mine"}
 
@@ -97,7 +109,10 @@ def test_what_a_kill_left_half_moved_is_put_back(tmp_path):
     (tmp_path / "run.args").write_text("new")
     (tmp_path / ".tmp-saving").mkdir()
     clean(tmp_path)
-    assert tree(tmp_path) == {"metrics.jsonl": "old", "run.args": "new"} and len(list(tmp_path.iterdir())) == 2
+    assert (
+        tree(tmp_path) == {"metrics.jsonl": "old", "run.args": "new"}
+        and len(list(tmp_path.iterdir())) == 2
+    )
 
 
 def test_a_half_written_folder_is_in_nobodys_way(tmp_path):
@@ -112,7 +127,8 @@ def test_a_failure_is_one_sentence_and_changes_nothing(tmp_path, monkeypatch):
     fill(tmp_path / "out")
     before = tree(tmp_path / "out")
     with pytest.raises(
-        SystemExit, match=r"^the model could not be saved \(a bug\); what was saved before is untouched"
+        SystemExit,
+        match=r"^the model could not be saved \(a bug\); what was saved before is untouched",
     ):
         with saving(tmp_path / "out", "the model") as unfinished:
             (unfinished / "unet").mkdir()
@@ -122,9 +138,11 @@ def test_a_failure_is_one_sentence_and_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(SystemExit, match=r"could not be saved \(the disk is full\)") as stop:
         with saving(tmp_path / "out", "the model"):
-            raise RuntimeError("[enforce fail at inline_container.cc:603]")  # what torch.save says then
+            # torch.save's error for a full disk
+            raise RuntimeError("[enforce fail at inline_container.cc:603]")
     assert stop.value.alone and tree(tmp_path / "out") == before
-    with pytest.raises(SystemExit, match=r"could not be saved \(\[Errno 2\]"):  # of a folder that was moved away
+    # the folder was moved away
+    with pytest.raises(SystemExit, match=r"could not be saved \(\[Errno 2\]"):
         save(tmp_path / "elsewhere", "new")
     assert not (tmp_path / "elsewhere").exists()
 
@@ -141,7 +159,10 @@ def test_an_error_of_the_disk_at_any_item_leaves_each_whole(tmp_path, monkeypatc
             broken.setattr(os, name, refuse)
             save(tmp_path / "out", "new")
         clean(tmp_path / "out")
-        assert set(tree(tmp_path / "out").values()) == {"old", "mine"} and len(tree(tmp_path / "out")) == 4
+        assert (
+            set(tree(tmp_path / "out").values()) == {"old", "mine"}
+            and len(tree(tmp_path / "out")) == 4
+        )
 
 
 def test_links_are_replaced_and_what_they_lead_to_stays(tmp_path):
@@ -155,7 +176,9 @@ def test_links_are_replaced_and_what_they_lead_to_stays(tmp_path):
     (tmp_path / "out/.tmp-link").symlink_to(tmp_path / "data")
     save(tmp_path / "out", "new")
     clean(tmp_path / "out")
-    assert not (tmp_path / "out/unet").is_symlink() and tree(tmp_path / "out")["unet/weights"] == "new"
+    assert (
+        not (tmp_path / "out/unet").is_symlink() and tree(tmp_path / "out")["unet/weights"] == "new"
+    )
     assert (tmp_path / "unet/weights").read_text() == (tmp_path / "index.json").read_text() == "old"
     assert (tmp_path / "data/photo.png").exists() and not list((tmp_path / "out").glob(".tmp*"))
     delete(tmp_path / "out/nothing")
@@ -181,12 +204,14 @@ def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(Killed):
         write_file(path, b"new")
     assert digest_file(path) == digest and digest_file(tmp_path / "gone") is None
-    assert len([name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]) == 1  # as a kill would
+    # as after a kill, the temporary file is left
+    assert len([name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]) == 1
     for error in (OSError(28, "No space left on device"), MemoryError()):
-        monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(error))  # noqa: B023
+        monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
             write_file(path, b"new")
-        assert len(os.listdir(tmp_path)) == 2  # nothing more: who goes on without this file leaves no other
+        # the temporary file is removed: a run may continue without this file
+        assert len(os.listdir(tmp_path)) == 2
 
 
 def check(output_dir, **flags):
@@ -196,13 +221,23 @@ def check(output_dir, **flags):
 def test_what_is_written_can_not_become_what_is_read(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "data")
-    for flag in ("train_data_dir", "dataset_name", "pretrained_model_name_or_path", "vae_name_or_path"):
+    for flag in (
+        "train_data_dir",
+        "dataset_name",
+        "pretrained_model_name_or_path",
+        "vae_name_or_path",
+    ):
         for inside in ("data", "data/out", "link/out", "x/../data"):
             with pytest.raises(SystemExit, match=f"lies in --{flag} .*: choose another folder"):
                 check(tmp_path / inside, **{flag: str(tmp_path / "data")})
     with pytest.raises(SystemExit, match="lies in --latents_dir"):
         check(tmp_path / "data", latents_dir=[str(tmp_path / "other"), str(tmp_path / "data")])
-    check(tmp_path / "data2", train_data_dir=str(tmp_path / "data"), dataset_name="beans", resume_from="x")
+    check(
+        tmp_path / "data2",
+        train_data_dir=str(tmp_path / "data"),
+        dataset_name="beans",
+        resume_from="x",
+    )
     for address in ("s3://bucket/x", "a\0b"):
         with pytest.raises(SystemExit, match="is no path on a disk"):
             check(address)
@@ -215,8 +250,16 @@ def test_what_is_no_text_is_refused(tmp_path, flags):
 
 
 def test_differences_are_named_with_both_values():
-    before = {"vae": {"scaling_factor": 0.18215, "class": "AutoencoderKL"}, "latents": "moments", "gone": 1}
-    now = {"vae": {"scaling_factor": 0.13025, "class": "AutoencoderKL"}, "latents": "moments", "new": {"a": 1}}
+    before = {
+        "vae": {"scaling_factor": 0.18215, "class": "AutoencoderKL"},
+        "latents": "moments",
+        "gone": 1,
+    }
+    now = {
+        "vae": {"scaling_factor": 0.13025, "class": "AutoencoderKL"},
+        "latents": "moments",
+        "new": {"a": 1},
+    }
     assert find_differences(before, before) == []
     expected = ["vae.scaling_factor 0.18215 -> 0.13025", "gone 1 -> None", "new None -> {'a': 1}"]
     assert find_differences(before, now) == expected
@@ -253,5 +296,7 @@ def test_a_folder_is_made_with_its_parents_and_hidden_files_are_nobodys(tmp_path
     (folder / ".DS_Store").touch()
     take_folder(folder, folder, lambda names: False, "run of this script").release()
     (folder / "photo.png").touch()
-    with pytest.raises(SystemExit, match="holds photo.png and no run of this script: choose another folder"):
+    with pytest.raises(
+        SystemExit, match="holds photo.png and no run of this script: choose another folder"
+    ):
         take_folder(folder, folder, lambda names: False, "run of this script")

@@ -25,23 +25,32 @@ COLUMNS |= {"text": ["a cat", "a dog", None, "a cat"], "nsfw": [False, False, Tr
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["numbers", "text"])
 def test_rows_are_those_that_an_expression_names(where, expected, kind):
-    """Of CSV all is text, and compared with a number it is one. What is not there fulfils nothing."""
+    """CSV columns are text, and are read as numbers to compare them with one.
+
+    A missing value fulfils no condition.
+    """
     table = pa.table(COLUMNS)
     if kind == "text":
         if "nsfw" in where:
             return
         names = ["width", "similarity"]
-        table = table.cast(pa.schema([f.with_type(pa.string()) if f.name in names else f for f in table.schema]))
+        table = table.cast(
+            pa.schema([f.with_type(pa.string()) if f.name in names else f for f in table.schema])
+        )
     assert table.filter(make_filter(where, table.schema))["id"].to_pylist() == expected
 
 
 def test_columns_are_those_that_it_names():
-    assert find_columns(None) == [] and find_columns("b > 1 and (a == 'c' or not b in [1, 2])") == ["a", "b"]
+    assert find_columns(None) == [] and find_columns("b > 1 and (a == 'c' or not b in [1, 2])") == [
+        "a",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize("where", [
-    "", "width >", "width = 3", "__import__('os').system('true')", "width + 1 > 2", "width > [1]", "a.b > 1", "a is b",
-    "lambda: 1", "width > 1 if a else b", "a[0] > 1", "text > b'1'", "f(a) > 1", "x in y",
+    "", "width >", "width = 3", "__import__('os').system('true')", "width + 1 > 2", "width > [1]",
+    "a.b > 1", "a is b", "lambda: 1", "width > 1 if a else b", "a[0] > 1", "text > b'1'",
+    "f(a) > 1", "x in y",
 ])  # fmt: skip
 def test_all_else_is_refused_and_nothing_is_run(where):
     with pytest.raises(ValueError, match="is no"):

@@ -31,7 +31,8 @@ def parse(*argv):
     (["--lr_scheduler=piecewise_constant", "--lr_step_rules=nan:5,0.1"], "needs --lr_step_rules"),
     (["--learning_rate=nan"], "argument --learning_rate: nan is not between 0 and 100"),
     (["--train_batch_size=0"], "argument --train_batch_size: 0 is not between 1 and"),
-    (["--find_lr", "--find_lr_min=1", "--find_lr_max=0.1"], "--find_lr_min 1.0 is not below --find_lr_max 0.1"),
+    (["--find_lr", "--find_lr_min=1", "--find_lr_max=0.1"],
+     "--find_lr_min 1.0 is not below --find_lr_max 0.1"),
 ])  # fmt: skip
 def test_bad_values_end_with_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -41,7 +42,9 @@ def test_bad_values_end_with_one_line(argv, sentence, capsys):
 
 def test_8_bits_have_two_names_and_need_bitsandbytes(monkeypatch, capsys):
     assert parse().optimizer == "adamw" and parse("--optimizer=adafactor").optimizer == "adafactor"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else name)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else name
+    )
     for argv in (["--use_8bit_adam"], ["--optimizer=adamw8bit"]):
         with pytest.raises(SystemExit):
             parse(*argv)
@@ -51,12 +54,16 @@ def test_8_bits_have_two_names_and_need_bitsandbytes(monkeypatch, capsys):
 
 
 def test_good_values_are_taken():
-    assert parse("--lr_scheduler=piecewise_constant", "--lr_step_rules=1:1000,0.1:2000,0.01").lr_step_rules
+    assert parse(
+        "--lr_scheduler=piecewise_constant", "--lr_step_rules=1:1000,0.1:2000,0.01"
+    ).lr_step_rules
     assert parse("--train_batch_size=auto").train_batch_size == "auto"
     assert parse("--num_epochs=3").num_train_epochs == 3
     assert parse().scale_lr is parse("--scale_lr=sqrt", "--no-scale_lr").scale_lr is False
     assert parse("--scale_lr").scale_lr == "linear"
-    assert not parse("--push_to_hub", "--find_lr").push_to_hub and parse("--push_to_hub").push_to_hub
+    assert (
+        not parse("--push_to_hub", "--find_lr").push_to_hub and parse("--push_to_hub").push_to_hub
+    )
 
 
 def test_every_tracker_of_accelerate_is_taken_and_named_when_missing(capsys, monkeypatch):

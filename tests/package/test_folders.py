@@ -14,9 +14,18 @@ from diffusion_training.data.rows import load_rows
 
 def read(folder, **flags):
     """What `load_rows` returns."""
-    flags = {"caption_column": "text", "caption_extension": ".txt", "instance_prompt": None, **flags}
+    flags = {
+        "caption_column": "text",
+        "caption_extension": ".txt",
+        "instance_prompt": None,
+        **flags,
+    }
     flags = {"folder_repeats": False, "dataset_name": None, "train_data_dir": str(folder), **flags}
-    flags |= {"dataset_config_name": None, "dataset_split": "train", "cache_dir": str(folder.parent / "kept")}
+    flags |= {
+        "dataset_config_name": None,
+        "dataset_split": "train",
+        "cache_dir": str(folder.parent / "kept"),
+    }
     args = argparse.Namespace(**flags, image_column=None, max_train_samples=None, mask_column=None)
     return load_rows(args, others=["text"])
 
@@ -58,13 +67,23 @@ def test_one_caption_is_that_of_all_that_have_none(tmp_path):
         load(folder)
     found, one = load(folder, instance_prompt="a sks dog")
     assert found == [(f"{i}.png", "a sks dog") for i in range(3)]
-    assert load(folder, instance_prompt="a sks dog")[1] == one != load(folder, instance_prompt="a cat")[1]
+    assert (
+        load(folder, instance_prompt="a sks dog")[1]
+        == one
+        != load(folder, instance_prompt="a cat")[1]
+    )
     (folder / "1.txt").write_text("my own")
     (folder / "2.txt").write_text("")
-    assert [text for _, text in load(folder, instance_prompt="a sks dog")[0]] == ["a sks dog", "my own", ""]
+    assert [text for _, text in load(folder, instance_prompt="a sks dog")[0]] == [
+        "a sks dog",
+        "my own",
+        "",
+    ]
     assert [text for _, text in load(folder)[0]] == [None, "my own", ""]
     (folder / "0.txt").write_text("another")
-    with pytest.raises(SystemExit, match="--instance_prompt does nothing: all images of .* have captions"):
+    with pytest.raises(
+        SystemExit, match="--instance_prompt does nothing: all images of .* have captions"
+    ):
         load(folder, instance_prompt="a sks dog")
 
 
@@ -75,7 +94,10 @@ def test_folders_say_how_often_and_what(tmp_path):
     (folder / "3_sks dog/a.txt").write_text("a dog runs")
     dogs = [("3_sks dog/a.png", "a dog runs")] * 3 + [("3_sks dog/deep/b.png", "sks dog")] * 3
     found, one = load(folder, folder_repeats=True)
-    assert sorted(found[:-1]) == sorted([*dogs, ("1_cat/c.png", "cat")]) and found[-1] == ("plain/d.png", None)
+    assert sorted(found[:-1]) == sorted([*dogs, ("1_cat/c.png", "cat")]) and found[-1] == (
+        "plain/d.png",
+        None,
+    )
     other, two = load(folder, folder_repeats=True, instance_prompt="a photo")
     assert other[:-1] == found[:-1] and other[-1] == ("plain/d.png", "a photo") and one != two
     assert load(folder, folder_repeats=True) == (found, one)
@@ -106,4 +128,7 @@ def test_captions_that_are_not_utf_8_are_said(tmp_path, capsys):
     for i, text in enumerate((b"a dog", "a café".encode("latin1"))):
         (tmp_path / f"images/{i}.txt").write_bytes(text)
     assert [text for _, text in load(tmp_path / "images")[0]] == ["a dog", None, None]
-    assert f"1 captions can't be read, such as {tmp_path}/images/1.txt: are they UTF-8?" in capsys.readouterr().out
+    assert (
+        f"1 captions can't be read, such as {tmp_path}/images/1.txt: are they UTF-8?"
+        in capsys.readouterr().out
+    )

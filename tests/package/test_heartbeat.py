@@ -1,4 +1,7 @@
-"""A machine that falls silent ends the job; one that is busy, has left, or was stopped together with all, does not."""
+"""A machine that falls silent ends the job.
+
+One that is busy, has left, or was stopped together with all others does not.
+"""
 
 import argparse
 import hashlib
@@ -20,7 +23,7 @@ def quick(monkeypatch):
 
 
 def start_machines(folder, seconds, after=lambda rank: None):
-    """Two machines of a process each, which meet again and again for some seconds of work, and then do `after`."""
+    """Start two machines of one process; they meet for some seconds, then call `after`."""
 
     def work():
         reset()
@@ -48,7 +51,10 @@ def test_a_machine_that_is_silent_ends_the_job_in_a_sentence(tmp_path, quick, st
     finally:
         kill(pids)
     said = (tmp_path / "log").read_text()
-    assert f"machine {stopped} ({os.uname().nodename}) has been silent for 2 seconds; what is saved is whole" in said
+    assert (
+        f"machine {stopped} ({os.uname().nodename}) has been silent for 2 seconds; "
+        "what is saved is whole"
+    ) in said
     assert "Traceback" not in said and "the end" not in said
 
 
@@ -64,7 +70,9 @@ def test_all_that_were_stopped_go_on_together(tmp_path, quick):
     assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
 
 
-def test_one_that_computes_alone_or_goes_on_after_the_others_have_left_is_not_ended(tmp_path, quick):
+def test_one_that_computes_alone_or_goes_on_after_the_others_have_left_is_not_ended(
+    tmp_path, quick
+):
     def work(rank):
         deadline = time.time() + 3 * (rank == 0)
         while time.time() < deadline:  # in Python, which holds its lock, or outside

@@ -32,14 +32,20 @@ class Named:
         images = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(row)) * 2 - 1
         batch = {"pixel_values": images, "weight": torch.tensor([weight]), "skipped": []}
         if row in self.broken:
-            batch = {"pixel_values": torch.zeros(1, 3, 16, 16), "weight": torch.zeros(1), "skipped": [("it", "why")]}
+            batch = {
+                "pixel_values": torch.zeros(1, 3, 16, 16),
+                "weight": torch.zeros(1),
+                "skipped": [("it", "why")],
+            }
         return batch
 
 
 def split(names, holdout, seed=0):
     """Names to train on, and those that are held out."""
     rows, held = hold_out(Accelerator(cpu=True), Named(names), holdout, seed)
-    assert sorted([*rows.tolist(), *held]) == list(range(len(names))) and rows.tolist() == sorted(rows)
+    assert sorted([*rows.tolist(), *held]) == list(range(len(names))) and rows.tolist() == sorted(
+        rows
+    )
     return {names[row] for row in rows}, {names[row] for row in held}
 
 
@@ -48,11 +54,16 @@ def test_new_images_move_no_other(capsys):
     trained, held = split(names, 0.2)
     assert 4 <= len(held) <= 22 and f"Held out: {len(held)} of 60 images" in capsys.readouterr().out
     left = [name for i, name in enumerate(names) if i % 7]
-    now_trained, now_held = split([f"a new {i}" for i in range(9)] + left[::-1], 0.2)  # and in another order
+    # some names removed, some new, in another order
+    now_trained, now_held = split([f"a new {i}" for i in range(9)] + left[::-1], 0.2)
     assert now_trained & trained == trained & {*left} and now_held & held == held & {*left}
     assert split(names, 0.2, seed=1)[1] != held
     # A number: the lowest hashes, so that with more images at most the last of them change.
-    assert len(split(names, 1.0)[1]) == 1 and len(split(names, 7)[1]) == 7 and split(names, 7)[1] < split(names, 9)[1]
+    assert (
+        len(split(names, 1.0)[1]) == 1
+        and len(split(names, 7)[1]) == 7
+        and split(names, 7)[1] < split(names, 9)[1]
+    )
     rows, nothing = hold_out(Accelerator(cpu=True), Named(names), 0.0, 0)
     assert rows.tolist() == list(range(60)) and nothing == {}
 
@@ -63,7 +74,7 @@ def test_which_are_held_out_stays_what_it_is():
 
 
 def test_of_rows_of_one_name_all_are_held_out_or_none():
-    """--folder_repeats makes several of an image: what is measured must not be trained on under another number."""
+    """--folder_repeats gives an image several rows; none of a held-out image may be trained on."""
     names = [f"{i % 10}.png" for i in range(50)]
     for holdout, count in (1, 5), (5, 5), (7, 10), (0.3, 15):
         trained, held = split(names, holdout)
@@ -84,7 +95,9 @@ def test_what_is_held_out_is_known_by_its_content_in_any_order():
 
 @pytest.mark.parametrize("holdout, count", [(1e-9, 0), (12, 12), (99, 99)])
 def test_all_or_nothing_is_refused(holdout, count):
-    with pytest.raises(SystemExit, match=f"sets {count} of 12 images aside: choose another share or number"):
+    with pytest.raises(
+        SystemExit, match=f"sets {count} of 12 images aside: choose another share or number"
+    ):
         split([f"{i}.png" for i in range(12)], holdout)
 
 
@@ -106,8 +119,13 @@ def unets(tmp_path_factory):
     return [UNet2DModel.from_config(config).train(), UNet2DModel.from_config(config).eval()]
 
 
-def measure(unets, dataset, held, told=None, prediction_type="epsilon", received=0, prepare=None, step=4):
-    told, models = told or Told(), dict(zip(["held_out_loss", "held_out_loss_ema"], unets, strict=False))
+def measure(
+    unets, dataset, held, told=None, prediction_type="epsilon", received=0, prepare=None, step=4
+):
+    told, models = (
+        told or Told(),
+        dict(zip(["held_out_loss", "held_out_loss_ema"], unets, strict=False)),
+    )
     log_held_out_loss(
         Accelerator(cpu=True), told, dataset, held, models,
         measure_epsilon(DDPMScheduler(prediction_type=prediction_type)),
@@ -126,8 +144,13 @@ def test_the_figure_is_the_error_of_epsilon_of_plain_images(unets, prediction_ty
     dataset = Named(range(7))
     told = measure(unets, dataset, HELD, prediction_type=prediction_type)
     (record,) = told.records
-    assert record["step"] == 4 and told.held_out == record and [unet.training for unet in unets] == [True, False]
-    assert dataset.asked == [(None, 1), (None, 4), (None, 6)]  # the key of what is never cropped or mirrored
+    assert (
+        record["step"] == 4
+        and told.held_out == record
+        and [unet.training for unet in unets] == [True, False]
+    )
+    # epoch None: never randomly cropped or mirrored
+    assert dataset.asked == [(None, 1), (None, 4), (None, 6)]
     alphas = DDPMScheduler().alphas_cumprod.double()
     for unet, key in zip(unets, ("held_out_loss", "held_out_loss_ema"), strict=True):
         was, losses = unet.training, []
@@ -170,7 +193,11 @@ def test_a_condition_is_given_at_all_nine_timesteps_and_what_is_drawn_has_a_key(
 
     def prepare(batch):
         drawn.append(torch.rand(1).item())
-        return batch["pixel_values"], {"label": torch.tensor([[len(drawn), 0]])}, {"mask": torch.zeros(1)}
+        return (
+            batch["pixel_values"],
+            {"label": torch.tensor([[len(drawn), 0]])},
+            {"mask": torch.zeros(1)},
+        )
 
     class Model(torch.nn.Module):
         def forward(self, noisy, timesteps, label):
@@ -179,7 +206,11 @@ def test_a_condition_is_given_at_all_nine_timesteps_and_what_is_drawn_has_a_key(
 
     for _ in range(2):
         measure([Model()], Named(range(7)), HELD, prepare=prepare)
-    assert given[:3] == [[[i, 0]] * 9 for i in (1, 2, 3)] and drawn[:3] == drawn[3:] and len({*drawn}) == 3
+    assert (
+        given[:3] == [[[i, 0]] * 9 for i in (1, 2, 3)]
+        and drawn[:3] == drawn[3:]
+        and len({*drawn}) == 3
+    )
 
 
 def test_a_signal_breaks_off_and_leaves_no_record(unets):
@@ -193,7 +224,11 @@ def test_a_signal_breaks_off_and_leaves_no_record(unets):
 def test_a_broken_image_is_named_and_left_out_and_all_broken_end_the_run(unets):
     whole = measure(unets, Named(range(7)), {1: HELD[1], 6: HELD[6]})
     less = measure(unets, Named(range(7), broken=[4]), HELD)
-    assert less.records[0]["held_out_loss"] == pytest.approx(whole.records[0]["held_out_loss"], rel=1e-6)
+    assert less.records[0]["held_out_loss"] == pytest.approx(
+        whole.records[0]["held_out_loss"], rel=1e-6
+    )
     assert less.new_skipped == {"it": "why"} and not whole.new_skipped
-    with pytest.raises(SystemExit, match="none of the 3 images that --holdout sets aside could be decoded"):
+    with pytest.raises(
+        SystemExit, match="none of the 3 images that --holdout sets aside could be decoded"
+    ):
         measure(unets, Named(range(7), broken=[1, 4, 6]), HELD)

@@ -17,9 +17,9 @@ def args(tmp_path):
     make_images(tmp_path / "images", 6)
     names = ["dataset_name", "dataset_config_name", "image_column", "max_train_samples"]
     return argparse.Namespace(
-        **dict.fromkeys(names), train_data_dir=str(tmp_path / "images"), dataset_split="train", seed=0,
-        cache_dir=str(tmp_path / "cached"), output_dir=str(tmp_path / "out"), resolution=16, center_crop=True,
-        min_size=0,
+        **dict.fromkeys(names), train_data_dir=str(tmp_path / "images"), dataset_split="train",
+        seed=0, cache_dir=str(tmp_path / "cached"), output_dir=str(tmp_path / "out"),
+        resolution=16, center_crop=True, min_size=0,
     )  # fmt: skip
 
 
@@ -33,14 +33,20 @@ def test_it_holds_what_decoding_gives(args, tmp_path):
     rows, column = load_rows(args)
     expected = [shrink(decode_image(row[column], 3), 16, (0.5, 0.5)) for row in rows]
     pixels, left_out = make(args)
-    assert left_out == 0 and all(torch.equal(one, other) for one, other in zip(pixels, expected, strict=True))
+    assert left_out == 0 and all(
+        torch.equal(one, other) for one, other in zip(pixels, expected, strict=True)
+    )
     args.center_crop = False  # what is cropped in each epoch anew keeps its length
     assert [tuple(image.shape) for image in make(args)[0]] == [(3, 16, 19)] * 6
 
 
 def test_it_is_made_once_for_the_same_data_and_transform(args, tmp_path, monkeypatch):
     calls = []
-    patch(monkeypatch, "decode_image", lambda *args, **options: (calls.append(1), decode_image(*args, **options))[1])
+    patch(
+        monkeypatch,
+        "decode_image",
+        lambda *args, **options: (calls.append(1), decode_image(*args, **options))[1],
+    )
 
     def count(**options):
         calls.clear()
@@ -79,7 +85,9 @@ def test_what_is_damaged_or_was_not_finished_is_made_again(args, tmp_path, damag
     whole = path.read_bytes()
     damage(path)
     again, _ = make(args)
-    assert path.read_bytes() == whole and [file.name for file in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == whole and [file.name for file in path.parent.iterdir()] == [
+        path.name
+    ]
     assert all(torch.equal(one, other) for one, other in zip(pixels, again, strict=True))
 
 
@@ -87,7 +95,9 @@ def test_images_that_can_not_be_decoded_are_named_and_left_out(args, tmp_path, c
     (tmp_path / "images/2.png").write_bytes(b"no image")
     (tmp_path / "images/4.png").write_bytes(b"no image")
     pixels, left_out = make(args)
-    assert (len(pixels), left_out) == (4, 2) and capfd.readouterr().err.count("2.png (cannot identify") == 1
+    assert (len(pixels), left_out) == (4, 2) and capfd.readouterr().err.count(
+        "2.png (cannot identify"
+    ) == 1
     assert make(args)[1] == 2 and "2.png" not in capfd.readouterr().err  # told when it is made
     for i in range(6):
         (tmp_path / f"images/{i}.png").write_bytes(b"none at all")
@@ -99,4 +109,6 @@ def test_a_row_without_an_image_is_named(capfd):
     rows = {"image": [None, {"bytes": None, "path": None}]}
     assert cache_batch(rows, [5, 6], "image", 16, True, 3, 0) == {"image": []}
     said = capfd.readouterr().err
-    assert "Skipped row 5 (there is no image)" in said and "Skipped row 6 (there is no image)" in said
+    assert (
+        "Skipped row 5 (there is no image)" in said and "Skipped row 6 (there is no image)" in said
+    )

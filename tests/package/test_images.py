@@ -1,4 +1,4 @@
-"""Images: every kind decodes right, what can't be read says why, and crops lie where their key says."""
+"""Images: every kind is decoded correctly, faults have a reason, and keys determine the crops."""
 
 import contextlib
 import io
@@ -12,7 +12,14 @@ import torch
 from PIL import Image, ImageOps
 
 from diffusion_training.data import images
-from diffusion_training.data.images import decode_image, describe_decoder, make_time_ids, name_image, plan_crop, shrink
+from diffusion_training.data.images import (
+    decode_image,
+    describe_decoder,
+    make_time_ids,
+    name_image,
+    plan_crop,
+    shrink,
+)
 
 
 def encoded(image, format, **options):
@@ -23,7 +30,10 @@ def encoded(image, format, **options):
 
 
 def photo(mode="RGB"):
-    """A 12 x 8 image whose left half is red, right half blue; saved without loss by PNG, nearly by JPEG."""
+    """A 12 x 8 image, red on the left and blue on the right.
+
+    PNG stores it without loss, JPEG nearly so.
+    """
     pixels = np.zeros((8, 12, 3), np.uint8)
     pixels[:, :6, 0] = 200
     pixels[:, 6:, 2] = 100
@@ -49,12 +59,22 @@ def test_every_kind_of_image_decodes_right():
     ):
         close(decode_image(data, 3), rgb, tolerance)
         close(decode_image({**data, "path": name}, 1), grey, max(tolerance, 1))
-    for data in (encoded(photo("L"), "PNG"), encoded(photo("L"), "JPEG", quality=100), encoded(photo("LA"), "PNG")):
+    for data in (
+        encoded(photo("L"), "PNG"),
+        encoded(photo("L"), "JPEG", quality=100),
+        encoded(photo("LA"), "PNG"),
+    ):
         close(decode_image(data, 3), grey.expand(3, -1, -1), 2)
         close(decode_image(data, 1), grey, 2)
-    close(decode_image(encoded(photo("1"), "PNG"), 1), torch.from_numpy(np.array(photo("1")))[None] * 255, 0)
+    close(
+        decode_image(encoded(photo("1"), "PNG"), 1),
+        torch.from_numpy(np.array(photo("1")))[None] * 255,
+        0,
+    )
     frames = [photo(), Image.new("RGB", (12, 8), "green")]
-    close(decode_image(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]), 3), rgb, 2)
+    close(
+        decode_image(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]), 3), rgb, 2
+    )
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
@@ -74,14 +94,16 @@ def test_jpegs_are_the_same_from_both_decoders(orientation, monkeypatch):
     xmp = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x='adobe:ns:meta/'></x:xmpmeta>"
     exif[0x0112] = orientation
     plain, turned = encoded(picture, "JPEG", quality=90)["bytes"], exif.tobytes()
-    segment = lambda content: b"\xff\xe1" + (len(content) + 2).to_bytes(2, "big") + content  # noqa: E731
+    segment = lambda content: b"\xff\xe1" + (len(content) + 2).to_bytes(2, "big") + content
     files = {
         "exif": encoded(picture, "JPEG", quality=90, exif=turned)["bytes"],
         "xmp before exif": plain[:2]
         + segment(xmp)
         + segment(b"Exif\0\0" + turned.removeprefix(b"Exif\0\0"))
         + plain[2:],
-        "damaged exif": plain[:2] + segment(b"Exif\0\0II*\0" + bytes([orientation] * 20)) + plain[2:],
+        "damaged exif": plain[:2]
+        + segment(b"Exif\0\0II*\0" + bytes([orientation] * 20))
+        + plain[2:],
         "grey": encoded(picture.convert("L"), "JPEG", quality=90, exif=turned)["bytes"],
     }
     assert images.decode_jpeg is not None and describe_decoder().startswith("torchcodec ")
@@ -93,9 +115,14 @@ def test_jpegs_are_the_same_from_both_decoders(orientation, monkeypatch):
                 other = decode_image({"bytes": data, "path": None}, channels)
                 assert describe_decoder().startswith("pillow ")
             assert one.shape == other.shape, name
-            # One decodes to grey, the other to colours and those to grey: some levels apart where colours are clipped.
-            assert (one.int() - other.int()).abs().max() <= (0 if channels == 3 or name == "grey" else 8), name
-            assert one.shape[1:] == ((130, 90) if orientation > 4 and name != "damaged exif" else (90, 130)), name
+            # One decoder gives grey, the other colours that are then made grey; they differ by
+            # some levels where colours are clipped.
+            assert (one.int() - other.int()).abs().max() <= (
+                0 if channels == 3 or name == "grey" else 8
+            ), name
+            assert one.shape[1:] == (
+                (130, 90) if orientation > 4 and name != "damaged exif" else (90, 130)
+            ), name
 
 
 def test_a_program_is_never_handed_to_another():
@@ -107,17 +134,25 @@ def test_a_program_is_never_handed_to_another():
 
 def test_transparency_is_laid_onto_white():
     image = photo("RGBA")
-    image.putalpha(Image.fromarray(np.tile(np.repeat([[255, 0]], [6, 6], axis=1), (8, 1)).astype(np.uint8)))
+    image.putalpha(
+        Image.fromarray(np.tile(np.repeat([[255, 0]], [6, 6], axis=1), (8, 1)).astype(np.uint8))
+    )
     for data in (encoded(image, "PNG"), encoded(image, "WEBP", lossless=True)):
         decoded = decode_image(data, 3)
-        assert decoded[:, 4, 2].tolist() == [200, 0, 0] and decoded[:, 4, 9].tolist() == [255, 255, 255]
+        assert decoded[:, 4, 2].tolist() == [200, 0, 0] and decoded[:, 4, 9].tolist() == [
+            255,
+            255,
+            255,
+        ]
     palette = photo().quantize(4)
     transparent = palette.getpixel((9, 4))
     decoded = decode_image(encoded(palette, "GIF", transparency=transparent), 3)
     assert decoded[:, 4, 9].tolist() == [255, 255, 255] and decoded[0, 4, 2] > 195
 
 
-@pytest.mark.parametrize("format, dtype", [("PNG", "<u2"), ("TIFF", "<u2"), ("TIFF", "<i4"), ("TIFF", "<f4")])
+@pytest.mark.parametrize(
+    "format, dtype", [("PNG", "<u2"), ("TIFF", "<u2"), ("TIFF", "<i4"), ("TIFF", "<f4")]
+)
 def test_deep_grey_is_scaled_and_kept_on_demand(format, dtype):
     values = np.linspace(0, 1, 12 * 8).reshape(8, 12)
     scale = 1.0 if dtype == "<f4" else 65535
@@ -130,7 +165,9 @@ def test_deep_grey_is_scaled_and_kept_on_demand(format, dtype):
     assert plain.dtype == torch.float32 and plain[0, 0, 0] == pytest.approx(200 / 255)
 
 
-@pytest.mark.parametrize("dtype, value", [("<f4", 250.0), ("<f4", -0.1), ("<f4", np.nan), ("<i4", 70000), ("<i4", -1)])
+@pytest.mark.parametrize(
+    "dtype, value", [("<f4", 250.0), ("<f4", -0.1), ("<f4", np.nan), ("<i4", 70000), ("<i4", -1)]
+)
 def test_deep_grey_beyond_its_range_is_refused_and_not_bleached(dtype, value):
     values = np.zeros((8, 12), dtype)
     values[2, 3] = value
@@ -183,7 +220,10 @@ def test_no_more_than_a_gigabyte_is_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(images.fsspec, "open", lambda path: contextlib.nullcontext(File()))
     (tmp_path / "large.png").touch()
-    for source in ({"bytes": Large(), "path": None}, {"bytes": None, "path": str(tmp_path / "large.png")}):
+    for source in (
+        {"bytes": Large(), "path": None},
+        {"bytes": None, "path": str(tmp_path / "large.png")},
+    ):
         with pytest.raises(ValueError, match="it has more than 1 GiB"):
             decode_image(source, 3)
 
@@ -198,7 +238,11 @@ def test_crops_are_square_and_in_their_place():
     assert shrink(ramp, 10, (0.5, 0.5))[0, 0].tolist() == list(range(10, 20))
     assert shrink(ramp, 10, (0, 1))[0, 0].tolist() == list(range(20, 30))
     assert shrink(ramp.mT, 10, (1, 0))[0, :, 0].tolist() == list(range(20, 30))
-    assert shrink(ramp, 5, (0.5, 0.5)).shape == (3, 5, 5) and shrink(ramp, 20, None).shape == (3, 20, 60)
+    assert shrink(ramp, 5, (0.5, 0.5)).shape == (3, 5, 5) and shrink(ramp, 20, None).shape == (
+        3,
+        20,
+        60,
+    )
     sharp = torch.tensor([0.0, 1.0]).repeat(8).expand(1, 16, 16)
     assert shrink(sharp, 40, (0, 0)).aminmax() == (0, 1)  # bicubic swings beyond
     few = shrink(ramp, 3, (0, 0), "nearest-exact")
@@ -210,11 +254,19 @@ def test_a_crop_has_at_least_a_pixel():
 
 
 def test_what_is_told_of_sizes_is_of_the_image_as_it_is_seen():
-    """20 x 30 pixels become 8 x 12, of which a crop of 8 x 8 begins at 1, or mirrored at 3; of a square at 0."""
-    sizes, corners = torch.tensor([[20, 30], [20, 30], [30, 30]]), torch.tensor([[0, 1], [0, 1], [0, 0]])
+    """20 x 30 pixels become 8 x 12; an 8 x 8 crop that begins at 1 begins at 3 when mirrored.
+
+    The crop of a square begins at 0.
+    """
+    sizes, corners = (
+        torch.tensor([[20, 30], [20, 30], [30, 30]]),
+        torch.tensor([[0, 1], [0, 1], [0, 0]]),
+    )
     told = make_time_ids(sizes, corners, (8, 8), torch.tensor([False, True, True]))
     assert told.tolist() == [[20, 30, 0, 1, 8, 8], [20, 30, 0, 3, 8, 8], [30, 30, 0, 0, 8, 8]]
-    (told,) = make_time_ids(torch.tensor([[30, 20]]), torch.tensor([[2, 0]]), (8, 16), torch.tensor([True]))
+    (told,) = make_time_ids(
+        torch.tensor([[30, 20]]), torch.tensor([[2, 0]]), (8, 16), torch.tensor([True])
+    )
     assert told.tolist() == [30, 20, 2, 0, 8, 16]
     wide, strip = torch.tensor([[20, 40]]), torch.tensor([[1, 5]])
     (told,) = make_time_ids(wide, torch.tensor([[0, 1]]), (8, 12), torch.tensor([True]))
@@ -225,7 +277,9 @@ def test_what_is_told_of_sizes_is_of_the_image_as_it_is_seen():
 
 def test_a_strip_of_pixels_does_not_fill_the_memory():
     strip = torch.zeros(3, 2, 40000, dtype=torch.uint8)
-    assert shrink(strip, 64, None).shape == (3, 64, 256) and shrink(strip, 64, (0.5, 0.5)).shape == (3, 64, 64)
+    assert shrink(strip, 64, None).shape == (3, 64, 256) and shrink(
+        strip, 64, (0.5, 0.5)
+    ).shape == (3, 64, 64)
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
@@ -246,7 +300,9 @@ def test_what_pillow_takes_for_no_exif_turns_nothing(mark):
     turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     pixels = decode_image({"bytes": data, "path": None}, 3)
     assert pixels.shape == (3, turned.height, turned.width)
-    assert (pixels.permute(1, 2, 0).float() - torch.from_numpy(np.array(turned)).float()).abs().max() < 4
+    assert (
+        pixels.permute(1, 2, 0).float() - torch.from_numpy(np.array(turned)).float()
+    ).abs().max() < 4
 
 
 def test_a_jpeg_of_thousands_of_scans_is_not_decoded():

@@ -1,4 +1,4 @@
-"""The launch: what can't be done is refused; signals are noted and agreed on; memory is kept; the end lets go."""
+"""The launch: impossible flags end in an error, signals are agreed on, memory is kept and freed."""
 
 import argparse
 import os
@@ -13,7 +13,13 @@ from conftest import finish, reset, start
 from filelock import FileLock
 
 from diffusion_training.training import launch
-from diffusion_training.training.launch import StopSignal, end_run, end_stopped, keep_memory, make_accelerator
+from diffusion_training.training.launch import (
+    StopSignal,
+    end_run,
+    end_stopped,
+    keep_memory,
+    make_accelerator,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,16 +30,33 @@ def threads():
 
 
 def make(**flags):
-    return make_accelerator(argparse.Namespace(**{"mixed_precision": None, "compile": None, **flags}))
+    return make_accelerator(
+        argparse.Namespace(**{"mixed_precision": None, "compile": None, **flags})
+    )
 
 
 def test_what_can_not_be_done_is_refused(monkeypatch):
-    with pytest.raises(SystemExit, match="fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or"):
+    with pytest.raises(
+        SystemExit,
+        match="fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or",
+    ):
         make(mixed_precision="fp16")
     for name, value, sentence in (
-        ("ACCELERATE_USE_FSDP", "true", "FSDP is not supported: launch on one device, or on several with DDP"),
-        ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed precision fp8 is not supported: choose no, fp16 or bf16"),
-        ("WORLD_SIZE", "2", "2 processes were launched but each sees 1: on CPUs set ACCELERATE_USE_CPU=true"),
+        (
+            "ACCELERATE_USE_FSDP",
+            "true",
+            "FSDP is not supported: launch on one device, or on several with DDP",
+        ),
+        (
+            "ACCELERATE_MIXED_PRECISION",
+            "fp8",
+            "mixed precision fp8 is not supported: choose no, fp16 or bf16",
+        ),
+        (
+            "WORLD_SIZE",
+            "2",
+            "2 processes were launched but each sees 1: on CPUs set ACCELERATE_USE_CPU=true",
+        ),
         ("WORLD_SIZE", "abc", "the processes can't be set up as they were launched"),
     ):
         with monkeypatch.context() as launched, pytest.raises(SystemExit, match=sentence):
@@ -49,15 +72,21 @@ def test_what_the_launch_says_is_used(monkeypatch, capsys):
     accelerator, cores = make_accelerator(args)
     assert (args.mixed_precision, args.gradient_accumulation_steps) == ("bf16", 3)
     assert accelerator.gradient_accumulation_steps == 1  # or Accelerate would divide once more
-    assert cores == len(os.sched_getaffinity(0)) and "mixed precision: bf16\n" in capsys.readouterr().out
+    assert (
+        cores == len(os.sched_getaffinity(0))
+        and "mixed precision: bf16\n" in capsys.readouterr().out
+    )
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have their own ways")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="other allocators have their own ways"
+)
 def test_memory_that_a_step_frees_is_there_for_the_next():
     def touched(megabytes=64):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         b"x" * (megabytes << 20)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before  # pages of 4 KiB asked for
+        # pages of 4 KiB that the system had to provide
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     keep_memory()
     touched()
@@ -93,11 +122,16 @@ def test_processes_agree_on_a_signal_that_one_has_got(tmp_path):
         end_stopped(accelerator, stop_signal.agree(), 7, 9)
 
     assert finish(start(run, 2, tmp_path / "log")) == [143, 143], (tmp_path / "log").read_text()
-    said = "Stopped by SIGTERM after step 7 of 9; the same command with --resume_from_checkpoint latest goes on"
+    said = (
+        "Stopped by SIGTERM after step 7 of 9; "
+        "the same command with --resume_from_checkpoint latest goes on"
+    )
     assert (tmp_path / "log").read_text().count(said) == 1
 
 
-def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(tmp_path, monkeypatch, capsys):
+def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
+    tmp_path, monkeypatch, capsys
+):
     calls = []
     monkeypatch.setattr(launch, "upload_folder", lambda **options: calls.append(options))
     args = argparse.Namespace(push_to_hub=False, output_dir=str(tmp_path), hub_model_id="me/it")
@@ -110,11 +144,19 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(tmp_pa
             assert "Done: it is there" in capsys.readouterr().out
     (call,) = calls
     assert call["repo_id"] == "me/it" and call["folder_path"] == str(tmp_path)
-    assert call["allow_patterns"] == ["model_index.json", "README.md", "loss.png", "samples/*", "unet/*"]
+    assert call["allow_patterns"] == [
+        "model_index.json",
+        "README.md",
+        "loss.png",
+        "samples/*",
+        "unet/*",
+    ]
 
     def offline(**options):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(launch, "upload_folder", offline)
-    with pytest.raises(SystemExit, match=r"upload to me/it failed; all is whole in .* \(no network\)"):
+    with pytest.raises(
+        SystemExit, match=r"upload to me/it failed; all is whole in .* \(no network\)"
+    ):
         end_run(Accelerator(cpu=True), lock, "Done", [], args)

@@ -1,4 +1,4 @@
-"""Laws that hold for whatever comes, by examples that hypothesis makes up, the same ones each time."""
+"""Properties that hold for any input, tested with examples from hypothesis (the same each time)."""
 
 import argparse
 import collections
@@ -26,16 +26,21 @@ from diffusion_training.web.downloads import PrivateAddress, check_address
 
 
 def law(count):
-    """Tried with `count` examples, the same each time; nothing is kept on the disk, and a slow machine is no error."""
+    """Test with `count` examples, the same each time.
+
+    Nothing is written to the disk, and a slow machine is no error.
+    """
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     return settings(
-        max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=checks
+        max_examples=count, derandomize=True, database=None, deadline=None,
+        suppress_health_check=checks,
     )  # fmt: skip
 
 
 # ------------------------------------------------------------------- order and progress
 
-LAUNCH = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))  # batch, accumulation, processes
+# batch, accumulation, processes
+LAUNCH = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))
 
 
 @law(150)
@@ -47,15 +52,25 @@ LAUNCH = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))  # b
 def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
     num_images, seed, num_epochs, parts, kinds
 ):
-    """`parts`: launches one after the other, each killed after so many steps; the last one runs to the end. The images
-    have so many `kinds` of sizes, and those of a micro-batch one on all processes."""
+    """`parts` are launches in sequence, each killed after some steps; the last runs to the end.
+
+    The images have up to `kinds` sizes per side; a micro-batch has one size on all processes.
+    """
     rows, end = [3 * i + 1 for i in range(num_images)], num_epochs * num_images
     sizes = np.random.default_rng(seed).integers(0, kinds, (3 * num_images, 2)) if kinds else None
     state, seen = {"global_step": 0, "data_step": 0, "images_seen": 0}, []
     for (batch_size, accumulation, num_processes), steps in [*parts, (parts[-1][0], math.inf)]:
         order = Order(rows, seed, sizes)
-        progress = Progress(json.loads(json.dumps(state)), num_images, batch_size * num_processes, accumulation, order)
-        ranks = [step_batches(order, progress, rank, num_processes) for rank in range(num_processes)]
+        progress = Progress(
+            json.loads(json.dumps(state)),
+            num_images,
+            batch_size * num_processes,
+            accumulation,
+            order,
+        )
+        ranks = [
+            step_batches(order, progress, rank, num_processes) for rank in range(num_processes)
+        ]
         last_step = progress.last_step(num_epochs)
         while progress.images_seen < end and steps > 0:
             epoch, steps = progress.epoch, steps - 1
@@ -69,7 +84,9 @@ def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
             for batches in zip(*step, strict=True):  # all have about as many
                 counts = [sum(key[2] > 0 for key in batch) for batch in batches]
                 assert max(counts) - min(counts) <= 1
-                shapes = {tuple(sizes[row]) for keys in batches for _, row, _ in keys} if kinds else {0}
+                shapes = (
+                    {tuple(sizes[row]) for keys in batches for _, row, _ in keys} if kinds else {0}
+                )
                 assert len(shapes) == 1
             seen += used
             progress.advance(images, stepped=True)
@@ -77,12 +94,16 @@ def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
         if progress.images_seen == end:
             assert progress.global_step == progress.data_step == last_step
         state = progress.state()
-    assert collections.Counter(seen) == collections.Counter(itertools.product(range(num_epochs), rows))
+    assert collections.Counter(seen) == collections.Counter(
+        itertools.product(range(num_epochs), rows)
+    )
 
 
 @law(60)
 @given(st.integers(1, 40), st.integers(0, 99), st.integers(0, 120), LAUNCH, LAUNCH)
-def test_the_order_of_a_step_is_that_of_seed_and_epoch_whoever_takes_it(num_images, seed, images_seen, one, other):
+def test_the_order_of_a_step_is_that_of_seed_and_epoch_whoever_takes_it(
+    num_images, seed, images_seen, one, other
+):
     def take(batch_size, accumulation, num_processes, count=2 * num_images):
         state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
         progress = Progress(state, num_images, batch_size * num_processes, accumulation)
@@ -105,10 +126,17 @@ def test_the_order_of_a_step_is_that_of_seed_and_epoch_whoever_takes_it(num_imag
 @law(100)
 @given(st.integers(0, 2**63 - 1), *[st.tuples(st.integers(0, 99), st.integers(0, 10**9))] * 2)
 @example(0, (0, 3), (1, 3))
-def test_no_two_rows_or_epochs_draw_the_same_and_what_is_held_out_is_drawn_as_at_first(seed, one, other):
+def test_no_two_rows_or_epochs_draw_the_same_and_what_is_held_out_is_drawn_as_at_first(
+    seed, one, other
+):
     assume(one != other)
     assert not set(draw_choices(seed, *one)) & set(draw_choices(seed, *other))
-    assert list(draw_choices(seed, None, one[1])) == [0.5, 0.5, 1.0, draw_choices(seed, 0, one[1])[3]]
+    assert list(draw_choices(seed, None, one[1])) == [
+        0.5,
+        0.5,
+        1.0,
+        draw_choices(seed, 0, one[1])[3],
+    ]
 
 
 # ------------------------------------------------------------------- flags
@@ -144,8 +172,14 @@ def parser():
 @example({"name": "a\nb"})
 @example({"name": "\u2028", "prompts": ["a\x85b", "c\rd"]})
 def test_what_a_run_writes_is_what_it_reads(parser, flags):
-    """Any text but what argparse can't take: in a list what begins with "-", or with "@" of a file, and "--"."""
-    assume(not any(text.startswith(("-", "@")) for text in flags.get("prompts", ())) and flags.get("name") != "--")
+    """Any text except the following, which argparse can't take.
+
+    In a list, text that begins with "-" or "@" (a file of flags); as a single value, "--".
+    """
+    assume(
+        not any(text.startswith(("-", "@")) for text in flags.get("prompts", ()))
+        and flags.get("name") != "--"
+    )
     args = argparse.Namespace(**{**dict.fromkeys(FLAGS), "flip": False, **flags})
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.args").write_bytes(format_args(args, "paint.py").encode())
@@ -154,7 +188,10 @@ def test_what_a_run_writes_is_what_it_reads(parser, flags):
 
 @law(300)
 @given(
-    st.floats(), st.floats(), st.one_of(st.floats().map(repr), st.integers().map(str)), st.sampled_from([int, float])
+    st.floats(),
+    st.floats(),
+    st.one_of(st.floats().map(repr), st.integers().map(str)),
+    st.sampled_from([int, float]),
 )
 def test_a_number_is_within_its_bounds_or_refused(low, high, text, kind):
     try:
@@ -194,7 +231,10 @@ DICTS = st.dictionaries(st.text("abc", min_size=1, max_size=1), JSON, max_size=3
 def test_differences_are_none_of_the_same_and_the_same_both_ways(before, now):
     assert find_differences(before, before) == []
     there, back = find_differences(before, now), find_differences(now, before)
-    swapped = [text.split(" ", 1)[0] + " {2} -> {0}".format(*text.split(" ", 1)[1].partition(" -> ")) for text in back]
+    swapped = [
+        text.split(" ", 1)[0] + " {2} -> {0}".format(*text.split(" ", 1)[1].partition(" -> "))
+        for text in back
+    ]
     assert sorted(there) == sorted(swapped)
 
     def differs(one, other):
@@ -221,12 +261,18 @@ def paint(mode, size, seed):
             image.info["transparency"] = 1
         return image
     if mode == "LA":
-        return Image.merge("LA", [Image.fromarray(np.ascontiguousarray(pixels[..., i])) for i in range(2)])
-    return Image.fromarray(pixels, "RGBA").convert(mode) if mode != "RGBA" else Image.fromarray(pixels, "RGBA")
+        return Image.merge(
+            "LA", [Image.fromarray(np.ascontiguousarray(pixels[..., i])) for i in range(2)]
+        )
+    return (
+        Image.fromarray(pixels, "RGBA").convert(mode)
+        if mode != "RGBA"
+        else Image.fromarray(pixels, "RGBA")
+    )
 
 
 def expect(data, channels):
-    """What Pillow makes of a file by its own means, laid onto white pixel by pixel: int [channels, H, W]."""
+    """Decode a file with Pillow alone, on a white background: int [channels, H, W]."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     if image.mode.startswith("I"):
         grey = np.rint(np.asarray(image) / 257)
@@ -251,7 +297,8 @@ KINDS = {  # the modes that a format keeps
 @law(300)
 @given(
     st.sampled_from([(kind, mode) for kind, modes in KINDS.items() for mode in modes]),
-    st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(0, 99), st.integers(1, 8), st.sampled_from([1, 3]),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(0, 99), st.integers(1, 8),
+    st.sampled_from([1, 3]),
 )  # fmt: skip
 def test_an_image_is_what_pillow_makes_of_it(kind, size, seed, orientation, channels):
     (format, mode), buffer, exif = kind, io.BytesIO(), Image.Exif()
@@ -269,7 +316,8 @@ def test_an_image_is_what_pillow_makes_of_it(kind, size, seed, orientation, chan
         channels,
         *(size if turned else size[::-1]),
     )
-    # Of JPEG, one makes grey of the file's own brightness and the other of colours, which are cut off at 0 and 255.
+    # For JPEG, one decoder takes grey from the file's luma, the other from colours that are clipped
+    # to 0 and 255.
     tolerance = 1 if mode in ("RGBA", "LA", "P") else 0  # mixed with white
     tolerance = (2 if channels == 3 or mode == "L" else 60) if format == "JPEG" else tolerance
     assert np.abs(found.numpy().astype(int) - expected).max() <= tolerance
@@ -296,15 +344,18 @@ def test_a_shrunk_image_has_its_size_its_type_and_nothing_beyond_its_values(
         assert list(found.shape[1:]) == sides and min(sides) == resolution
     if interpolation != "bicubic":  # which swings beyond
         assert found.min() >= image.min() - 1e-6 and found.max() <= image.max() + 1e-6
-    flat = shrink(torch.full_like(image, image.flatten()[0].item()), resolution, place, interpolation)
+    flat = shrink(
+        torch.full_like(image, image.flatten()[0].item()), resolution, place, interpolation
+    )
     assert torch.allclose(flat.float(), image.flatten()[0].float(), atol=1e-5)
 
 
 # ------------------------------------------------------------------- addresses
 
 PRIVATE = [ipaddress.ip_network(network) for network in (
-    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.2.0/24",
-    "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
+    "192.0.2.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
+    "224.0.0.0/4", "240.0.0.0/4",
     "168.63.129.16/32", "::/96", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8", "2001:db8::/32",
 )]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Loading: batches come ahead of the device, errors pass, and no process is left behind or waited for in vain."""
+"""Loading: batches are ready early, errors are passed on, and no process is left or hangs."""
 
 import argparse
 import os
@@ -36,7 +36,10 @@ def away():
 
 
 class NoRoom:
-    """As in a container whose /dev/shm is full: torch's own thread would drop the batch, and the run wait for ever."""
+    """An item that fails to pickle, as in a container whose /dev/shm is full.
+
+    torch's own thread would drop the batch, and the run would wait for ever.
+    """
 
     def __reduce__(self):
         raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
@@ -54,7 +57,10 @@ def guarded(tmp_path, keys, workers):
         list(load_batches(Items(), keys, workers, CPU))
 
     (tmp_path / "log").unlink(missing_ok=True)
-    codes = finish(start(lambda: main(argparse.Namespace(train_batch_size=1)), log=tmp_path / "log"), timeout=30)
+    codes = finish(
+        start(lambda: main(argparse.Namespace(train_batch_size=1)), log=tmp_path / "log"),
+        timeout=30,
+    )
     return codes, (tmp_path / "log").read_text()
 
 
@@ -64,7 +70,9 @@ def test_batches_come_ahead_with_the_wait_for_them_and_errors_pass():
         batches, waits = load_batches(Items(), [delay] * 8, 0, CPU), []
         for _ in range(5):
             batch = next(batches)
-            assert batch["pixel_values"].item() == pytest.approx(delay) and batch["skipped"] == [delay]
+            assert batch["pixel_values"].item() == pytest.approx(delay) and batch["skipped"] == [
+                delay
+            ]
             waits.append(seconds_between(*batch["waited"]))
         assert low <= sum(waits) <= high
         batches.close()
@@ -97,7 +105,12 @@ def test_a_process_reads_so_many_ahead(given, most):
 
 def test_errors_of_a_loaders_process_keep_their_traceback(tmp_path):
     codes, said = guarded(tmp_path, [0.0, bug], 1)
-    assert codes == [1] and "DataLoader worker process 0" in said and ", in bug\n" in said and "a bug of mine" in said
+    assert (
+        codes == [1]
+        and "DataLoader worker process 0" in said
+        and ", in bug\n" in said
+        and "a bug of mine" in said
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -143,7 +156,10 @@ def test_processes_ignore_the_signals_that_a_trainer_gets_and_end_with_it(tmp_pa
         fail("the loss is not finite")
 
     pids = start(lambda: main(argparse.Namespace(train_batch_size=1)), log=tmp_path / "log")
-    assert finish(pids, timeout=30) == [1] and "the loss is not finite" in (tmp_path / "log").read_text()
+    assert (
+        finish(pids, timeout=30) == [1]
+        and "the loss is not finite" in (tmp_path / "log").read_text()
+    )
     kill(pids)
 
 

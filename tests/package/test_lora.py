@@ -1,4 +1,4 @@
-"""LoRA: what is trained, shared and refused, and files with which others get the trained model at strength 1."""
+"""LoRA: trained, shared and refused layers; files that give the trained model at strength 1."""
 
 import argparse
 import json
@@ -20,7 +20,12 @@ from diffusion_training.training.lora import (
     save_adapter,
     save_lora,
 )
-from diffusion_training.training.models import copy_trained, list_parameters, start_average, update_ema
+from diffusion_training.training.models import (
+    copy_trained,
+    list_parameters,
+    start_average,
+    update_ema,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,13 @@ def base(tmp_path_factory):
 
 def adapted(base, dtype=torch.float32, sha256="base", seed=0, **flags):
     """A U-Net with an adapter whose B are as if it had been trained."""
-    flags = {"rank": 4, "lora_alpha": None, "lora_layers": "attention", "lora_dropout": 0.0, "use_dora": False} | flags
+    flags = {
+        "rank": 4,
+        "lora_alpha": None,
+        "lora_layers": "attention",
+        "lora_dropout": 0.0,
+        "use_dora": False,
+    } | flags
     unet = UNet2DConditionModel.from_pretrained(base, subfolder="unet").eval()
     torch.manual_seed(seed)
     add_lora(unet, sha256, dtype, argparse.Namespace(**flags))
@@ -54,7 +65,11 @@ def test_only_the_adapter_is_trained_and_in_float32(base, layers, dtype):
         assert weight.requires_grad == ("lora_" in name) and weight.dtype == (
             torch.float32 if "lora_" in name else dtype
         )
-    ends = {name.split(".lora_A")[0].split(".")[-1] for name, _ in unet.named_parameters() if "lora_A" in name}
+    ends = {
+        name.split(".lora_A")[0].split(".")[-1]
+        for name, _ in unet.named_parameters()
+        if "lora_A" in name
+    }
     assert ({"conv1", "proj_in", "2"} <= ends) == (layers == "all") and "to_q" in ends
     assert sum(map(torch.Tensor.numel, list_parameters({"unet": unet}))) == sum(
         weight.numel() for name, weight in unet.named_parameters() if "lora_" in name
@@ -74,24 +89,42 @@ def test_averages_and_trial_copies_share_what_is_frozen(base):
     averaged = start_average(models)
     for copied in (averaged["unet"], copy_trained(models["unet"])):
         for one, other in zip(models["unet"].parameters(), copied.parameters(), strict=True):
-            assert (one is other) != one.requires_grad and (one is other) == (one.data_ptr() == other.data_ptr())
+            assert (one is other) != one.requires_grad and (one is other) == (
+                one.data_ptr() == other.data_ptr()
+            )
     assert not any(weight.requires_grad for weight in averaged["unet"].parameters())
     before = [weight.clone() for weight in models["unet"].parameters()]
     with torch.no_grad():
         for weight in list_parameters(models):
             weight += 1
-    update_ema(averaged, models, 1, argparse.Namespace(ema_max_decay=0.9, ema_power=0.75, ema_inv_gamma=1.0))
-    for one, other, was in zip(averaged["unet"].parameters(), models["unet"].parameters(), before, strict=True):
-        assert torch.equal(one, other) and torch.equal(one, was) != other.requires_grad  # the first step copies
+    update_ema(
+        averaged,
+        models,
+        1,
+        argparse.Namespace(ema_max_decay=0.9, ema_power=0.75, ema_inv_gamma=1.0),
+    )
+    for one, other, was in zip(
+        averaged["unet"].parameters(), models["unet"].parameters(), before, strict=True
+    ):
+        # the first EMA step copies the weights
+        assert torch.equal(one, other) and torch.equal(one, was) != other.requires_grad
 
 
-FORMS = [{"lora_alpha": 1}, {}, {"lora_alpha": 16}, {"rank": 3, "lora_alpha": 10, "lora_layers": "all"}]
+FORMS = [
+    {"lora_alpha": 1},
+    {},
+    {"lora_alpha": 16},
+    {"rank": 3, "lora_alpha": 10, "lora_layers": "all"},
+]
 
 
 @pytest.mark.parametrize(
-    "flags, kohya", [*((form, kohya) for form in FORMS for kohya in (False, True)), ({"use_dora": True}, False)]
+    "flags, kohya",
+    [*((form, kohya) for form in FORMS for kohya in (False, True)), ({"use_dora": True}, False)],
 )
-def test_every_reader_gets_the_trained_model_at_strength_1(tmp_path, base, flags, kohya, monkeypatch):
+def test_every_reader_gets_the_trained_model_at_strength_1(
+    tmp_path, base, flags, kohya, monkeypatch
+):
     """Whatever alpha was, through diffusers' own reader; rounding to float16 is left out."""
     unet = adapted(base, **flags)
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
@@ -108,12 +141,17 @@ def test_every_reader_gets_the_trained_model_at_strength_1(tmp_path, base, flags
         with safe_open(tmp_path / name, "pt") as file:
             about = file.metadata()
         rank = str(flags.get("rank", 4))
-        assert {str(int(value)) for key, value in weights.items() if key.endswith(".alpha")} == {rank}
+        assert {str(int(value)) for key, value in weights.items() if key.endswith(".alpha")} == {
+            rank
+        }
         assert about == {
             "ss_network_module": "networks.lora", "ss_network_dim": rank, "ss_network_alpha": rank,
             "ss_base_model_version": "sd_v1",
         }  # fmt: skip
-        assert "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight" in weights
+        assert (
+            "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight"
+            in weights
+        )
 
 
 def test_the_averaged_adapter_is_what_is_given_away(tmp_path, base):
@@ -123,7 +161,9 @@ def test_the_averaged_adapter_is_what_is_given_away(tmp_path, base):
         (tmp_path / name).mkdir()
     save_lora(models, tmp_path / "one", args)
     save_lora({"unet": models["unet_ema"]}, tmp_path / "other", args)
-    one, other = (load_file(tmp_path / name / "pytorch_lora_weights.safetensors") for name in ("one", "other"))
+    one, other = (
+        load_file(tmp_path / name / "pytorch_lora_weights.safetensors") for name in ("one", "other")
+    )
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     with torch.no_grad():
         list_lora_b(models)[-1].fill_(70000.0)  # the average's; beyond float16
@@ -133,24 +173,32 @@ def test_the_averaged_adapter_is_what_is_given_away(tmp_path, base):
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_what_is_loaded_is_what_was_saved_and_no_base_weight_is_in_it(tmp_path, base, use_dora):
-    unet, other = (adapted(base, lora_layers="all", use_dora=use_dora, seed=seed) for seed in (0, 1))
-    save_adapter(unet.to(memory_format=torch.channels_last), tmp_path / "unet")  # as on CUDA
-    assert sum(value.numel() for value in load_file(tmp_path / "unet/adapter_model.safetensors").values()) == sum(
-        weight.numel() for weight in list_parameters({"unet": unet})
+    unet, other = (
+        adapted(base, lora_layers="all", use_dora=use_dora, seed=seed) for seed in (0, 1)
     )
+    save_adapter(unet.to(memory_format=torch.channels_last), tmp_path / "unet")  # as on CUDA
+    assert sum(
+        value.numel() for value in load_file(tmp_path / "unet/adapter_model.safetensors").values()
+    ) == sum(weight.numel() for weight in list_parameters({"unet": unet}))
     load_adapter(other, tmp_path / "unet")
-    assert all(torch.equal(*pair) for pair in zip(unet.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(unet.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("flags", [{}, {"lora_alpha": 16}, {"lora_alpha": 3, "lora_layers": "all"}])
 @pytest.mark.parametrize("form", ["ours", "kohya", "diffusers"])
-def test_an_adapters_file_goes_on_with_the_same_effect_whatever_alpha(tmp_path, base, flags, form, monkeypatch):
+def test_an_adapters_file_goes_on_with_the_same_effect_whatever_alpha(
+    tmp_path, base, flags, form, monkeypatch
+):
     one = adapted(base, **flags)
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
     path = tmp_path / f"pytorch_lora_weights{'_kohya' * (form == 'kohya')}.safetensors"
     if form == "diffusers":  # its scripts write alpha into the header
         about = _collate_lora_metadata({"unet": one})
-        StableDiffusionPipeline.save_lora_weights(tmp_path, unet_lora_layers=list_adapter(one), **about)
+        StableDiffusionPipeline.save_lora_weights(
+            tmp_path, unet_lora_layers=list_adapter(one), **about
+        )
     else:
         save_lora({"unet": one}, tmp_path, argparse.Namespace(output_kohya_format=form == "kohya"))
     for more in ({}, {"lora_alpha": 2}):
@@ -169,10 +217,13 @@ def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
     save_lora({"unet": adapted(base)}, tmp_path, argparse.Namespace(output_kohya_format=False))
     path = tmp_path / "pytorch_lora_weights.safetensors"
     for flags, said in [
-        ({"rank": 2}, "its rank is 4"), ({"lora_layers": "to_q,to_k"}, "it has an adapter at .*to_"),
+        ({"rank": 2}, "its rank is 4"),
+        ({"lora_layers": "to_q,to_k"}, "it has an adapter at .*to_"),
         ({"lora_layers": "all"}, "it has no adapter at "),
     ]:  # fmt: skip
-        with pytest.raises(SystemExit, match=rf"does not fit; choose --rank and --lora_layers .* \({said}"):
+        with pytest.raises(
+            SystemExit, match=rf"does not fit; choose --rank and --lora_layers .* \({said}"
+        ):
             load_network_weights(adapted(base, **flags), path)
     narrow = UNet2DConditionModel.load_config(base / "unet") | {"cross_attention_dim": 16}
     UNet2DConditionModel.from_config(narrow).save_pretrained(tmp_path / "narrow/unet")
@@ -187,13 +238,20 @@ def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
 def test_another_base_or_form_is_refused_and_dropout_may_change(tmp_path, base):
     save_adapter(adapted(base), tmp_path / "unet")
     load_adapter(adapted(base, lora_dropout=0.5), tmp_path / "unet")
-    load_adapter(adapted(base, torch.bfloat16, lora_layers="to_v, to_q,to_k,to_out.0"), tmp_path / "unet")  # the same
+    # the same form, written differently
+    load_adapter(
+        adapted(base, torch.bfloat16, lora_layers="to_v, to_q,to_k,to_out.0"), tmp_path / "unet"
+    )
     for flags, said in [
-        ({"sha256": "x"}, "other weights of the base"), ({"rank": 2}, "r 4 -> 2, lora_alpha 4 -> 2"),
+        ({"sha256": "x"}, "other weights of the base"),
+        ({"rank": 2}, "r 4 -> 2, lora_alpha 4 -> 2"),
         ({"lora_alpha": 8}, "lora_alpha 4 -> 8"), ({"use_dora": True}, "use_dora False -> True"),
         ({"lora_layers": "to_q"}, r"target_modules \['to_k', .*\] -> \['to_q'\]"),
     ]:  # fmt: skip
-        with pytest.raises(SystemExit, match=rf"unet is of another LoRA \({said}\): keep base and flags as they were"):
+        with pytest.raises(
+            SystemExit,
+            match=rf"unet is of another LoRA \({said}\): keep base and flags as they were",
+        ):
             load_adapter(adapted(base, **flags), tmp_path / "unet")
     config = json.loads((tmp_path / "unet/adapter_config.json").read_text())
     assert config["r"] == 4 and config["base_sha256"] == "base" and config["lora_dropout"] == 0

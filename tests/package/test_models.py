@@ -25,7 +25,9 @@ def test_averages_are_those_of_diffusers():
     models = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}
     averaged = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}
     args = argparse.Namespace(ema_power=0.6, ema_inv_gamma=2, ema_max_decay=0.7)
-    reference = EMAModel(list_parameters(models), decay=0.7, use_ema_warmup=True, inv_gamma=2, power=0.6)
+    reference = EMAModel(
+        list_parameters(models), decay=0.7, use_ema_warmup=True, inv_gamma=2, power=0.6
+    )
     for step in range(1, 20):
         with torch.no_grad():
             for parameter in list_parameters(models):
@@ -34,7 +36,10 @@ def test_averages_are_those_of_diffusers():
         reference.step(list_parameters(models))
         for mine, theirs in zip(list_parameters(averaged), reference.shadow_params, strict=True):
             torch.testing.assert_close(mine.detach(), theirs)
-        same = [torch.equal(*pair) for pair in zip(list_parameters(averaged), list_parameters(models), strict=True)]
+        same = [
+            torch.equal(*pair)
+            for pair in zip(list_parameters(averaged), list_parameters(models), strict=True)
+        ]
         assert all(same) if step == 1 else not any(same)
 
 

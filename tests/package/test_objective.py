@@ -1,4 +1,4 @@
-"""The objective: the loss of both trainers is that of the papers, whatever is predicted, and so is its weight."""
+"""The objective: both trainers' loss and its weight match the papers for every prediction type."""
 
 import argparse
 
@@ -9,7 +9,12 @@ from diffusers.training_utils import compute_snr
 
 import train_text_to_image
 import train_unconditional
-from diffusion_training.training.objective import check_objective, min_snr_weight, objective_flags, to_epsilon
+from diffusion_training.training.objective import (
+    check_objective,
+    min_snr_weight,
+    objective_flags,
+    to_epsilon,
+)
 
 TYPES = ["epsilon", "sample", "v_prediction"]
 TRAINERS = pytest.mark.parametrize("script", [train_unconditional, train_text_to_image])
@@ -28,8 +33,12 @@ class Model:
 
 def loss_of(script, model, scheduler, images, weight, condition=None, **flags):
     torch.manual_seed(3)
-    args = argparse.Namespace(**{"snr_gamma": None, "noise_offset": 0.0, "input_perturbation": 0.0, **flags})
-    return script.compute_loss({"unet": model}, scheduler, images, condition or {}, {}, weight, args)
+    args = argparse.Namespace(
+        **{"snr_gamma": None, "noise_offset": 0.0, "input_perturbation": 0.0, **flags}
+    )
+    return script.compute_loss(
+        {"unet": model}, scheduler, images, condition or {}, {}, weight, args
+    )
 
 
 @TRAINERS
@@ -39,12 +48,24 @@ def test_loss_matches_the_formulas(script, prediction_type, snr_gamma):
     scheduler = DDPMScheduler(prediction_type=prediction_type)
     images, weight = torch.rand(4, 3, 8, 8) * 2 - 1, torch.tensor([0.5, 0.25, 0.25, 0.0])
     model = Model(0.1)
-    loss = loss_of(script, model, scheduler, images, weight, {"encoder_hidden_states": "it"}, snr_gamma=snr_gamma)
+    loss = loss_of(
+        script,
+        model,
+        scheduler,
+        images,
+        weight,
+        {"encoder_hidden_states": "it"},
+        snr_gamma=snr_gamma,
+    )
     assert model.condition == {"encoder_hidden_states": "it"}
     torch.manual_seed(3)
     noise = torch.randn_like(images)
-    alpha_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)[model.timesteps].view(-1, 1, 1, 1)
-    torch.testing.assert_close(model.noisy, alpha_bar.sqrt() * images + (1 - alpha_bar).sqrt() * noise)
+    alpha_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)[model.timesteps].view(
+        -1, 1, 1, 1
+    )
+    torch.testing.assert_close(
+        model.noisy, alpha_bar.sqrt() * images + (1 - alpha_bar).sqrt() * noise
+    )
     velocity = alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * images
     target = {"epsilon": noise, "sample": images, "v_prediction": velocity}[prediction_type]
     snr = (alpha_bar / (1 - alpha_bar)).flatten()
@@ -73,16 +94,25 @@ def test_offset_noise_and_perturbation_enter_as_they_should(script):
     assert loss == pytest.approx(1.25, abs=0.05)
     assert noise.mean((2, 3)).var().item() == pytest.approx(0.25 + 0.25, abs=0.03)
     loss, noise = run(input_perturbation=0.5)  # in the input only
-    assert loss == pytest.approx(1, abs=0.03) and noise.var().item() == pytest.approx(1.25, abs=0.05)
+    assert loss == pytest.approx(1, abs=0.03) and noise.var().item() == pytest.approx(
+        1.25, abs=0.05
+    )
 
 
 @TRAINERS
 def test_noise_does_not_depend_on_the_memory_layout(script):
-    """A VAE on a GPU, or a convolution's choice on a CPU, gives latents whose strides are channels_last."""
+    """A VAE on a GPU, or some convolutions on a CPU, give latents with channels_last strides."""
     model, images, noisy = Model(), torch.randn(2, 4, 8, 8), []
     for layout in (torch.contiguous_format, torch.channels_last):
         flags = {"noise_offset": 0.1, "input_perturbation": 0.1}
-        loss_of(script, model, DDPMScheduler(), images.to(memory_format=layout), torch.ones(2) / 2, **flags)
+        loss_of(
+            script,
+            model,
+            DDPMScheduler(),
+            images.to(memory_format=layout),
+            torch.ones(2) / 2,
+            **flags,
+        )
         noisy.append(model.noisy)
     assert torch.equal(*noisy)
 
@@ -95,15 +125,22 @@ def test_min_snr_keeps_the_pure_noise_of_a_zero_terminal_snr():
 
 
 def test_the_weight_multiplies_before_it_is_divided():
-    """weight * clamp / snr; weight * (clamp / snr) would be other bits than those of the runs before."""
+    """weight * clamp / snr: weight * (clamp / snr) would change the bits of earlier runs."""
     scheduler, timesteps, weight = DDPMScheduler(), torch.arange(1000), torch.full((1000,), 1 / 3)
-    found, snr = min_snr_weight(weight, scheduler, timesteps, 5.0), compute_snr(scheduler, timesteps)
+    found, snr = (
+        min_snr_weight(weight, scheduler, timesteps, 5.0),
+        compute_snr(scheduler, timesteps),
+    )
     assert torch.equal(found, weight * snr.clamp(max=5) / snr)
     assert not torch.equal(found, weight * (snr.clamp(max=5) / snr))
 
 
 def test_a_perfect_prediction_of_any_type_is_the_noise():
-    images, noise, timesteps = torch.randn(9, 3, 4, 4), torch.randn(9, 3, 4, 4), torch.arange(100, 1000, 100)
+    images, noise, timesteps = (
+        torch.randn(9, 3, 4, 4),
+        torch.randn(9, 3, 4, 4),
+        torch.arange(100, 1000, 100),
+    )
     for prediction_type in TYPES:
         scheduler = DDPMScheduler(prediction_type=prediction_type)
         noisy = scheduler.add_noise(images, noise, timesteps)
@@ -116,18 +153,28 @@ def test_flags_that_are_given_win_and_others_are_left_to_the_scheduler():
     none = argparse.Namespace(prediction_type=None, rescale_betas_zero_snr=False)
     assert objective_flags(none) == {}
     both = argparse.Namespace(prediction_type="sample", rescale_betas_zero_snr=True)
-    expected = {"prediction_type": "sample", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    expected = {
+        "prediction_type": "sample",
+        "rescale_betas_zero_snr": True,
+        "timestep_spacing": "trailing",
+    }
     assert objective_flags(both) == expected
 
 
 @pytest.mark.parametrize("config, sentence", [
-    ({"num_train_timesteps": 1}, "the scheduler has 1 training timesteps: there must be two at least"),
+    ({"num_train_timesteps": 1},
+     "the scheduler has 1 training timesteps: there must be two at least"),
     ({"num_train_timesteps": 2.5}, "has 2.5 training timesteps"),
     ({"prediction_type": None}, "prediction type None is unknown: set --prediction_type"),
-    ({"rescale_betas_zero_snr": True, "prediction_type": "epsilon"}, "needs --prediction_type v_prediction or sample"),
+    ({"rescale_betas_zero_snr": True, "prediction_type": "epsilon"},
+     "needs --prediction_type v_prediction or sample"),
 ])  # fmt: skip
 def test_what_can_not_be_trained_is_refused(config, sentence):
-    plain = {"num_train_timesteps": 2, "prediction_type": "epsilon", "rescale_betas_zero_snr": False}
+    plain = {
+        "num_train_timesteps": 2,
+        "prediction_type": "epsilon",
+        "rescale_betas_zero_snr": False,
+    }
     check_objective(argparse.Namespace(config=argparse.Namespace(**plain)))
     with pytest.raises(SystemExit, match=sentence):
         check_objective(argparse.Namespace(config=argparse.Namespace(**plain | config)))

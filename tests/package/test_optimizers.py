@@ -1,4 +1,4 @@
-"""Optimizers: any goes on from a checkpoint with the same bits, and takes the rate of the run that goes on."""
+"""Optimizers: each resumes from a checkpoint bit for bit, with the resumed run's learning rate."""
 
 import argparse
 import io
@@ -12,11 +12,19 @@ KINDS = ["adamw", "adamw8bit", "adafactor"]
 
 
 def make(kind, seed=0, scaler=None, **flags):
-    """({name: model}, its optimizer); of a weight of 4,900 numbers bitsandbytes keeps 8 bits, of small ones all."""
+    """Return ({name: model}, its optimizer).
+
+    bitsandbytes keeps 8-bit moments for the weight of 4,900 numbers, full ones for small weights.
+    """
     torch.manual_seed(seed)
     models = {"unet": torch.nn.Sequential(torch.nn.Conv2d(70, 70, 1), torch.nn.Linear(5, 3))}
     models["unet"].append(torch.nn.Linear(9, 9).requires_grad_(False))
-    flags = {"learning_rate": 1e-2, "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-7} | flags
+    flags = {
+        "learning_rate": 1e-2,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.99,
+        "adam_epsilon": 1e-7,
+    } | flags
     args = argparse.Namespace(optimizer=kind, adam_weight_decay=0.1, **flags)
     return models, make_optimizer(models, scaler, args)
 
@@ -39,7 +47,12 @@ def go_on(optimizer, other):
 
 
 def tensors(optimizer):
-    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +70,9 @@ def test_it_goes_on_to_the_bit(kind):
     assert (torch.uint8 in {value.dtype for value in tensors(other)}) == (kind == "adamw8bit")
     assert len(optimizer.state) == 4  # nothing of what is frozen
     fresh = [weight for weight in make(kind)[0]["unet"].parameters() if weight.requires_grad]
-    assert not any(torch.equal(weight, moved) for weight, moved in zip(fresh, optimizer.state, strict=True))
+    assert not any(
+        torch.equal(weight, moved) for weight, moved in zip(fresh, optimizer.state, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,10 +100,15 @@ def test_with_a_scaler_nothing_is_fused_also_if_it_was():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_get_the_layout_of_their_parameters(kind):
-    """Saved channels_last on CUDA; and bitsandbytes undoes it at its first step, so there it is from the start."""
+    """Moments saved as channels_last (on CUDA) load into a contiguous model.
+
+    bitsandbytes makes weights contiguous at its first step, so they are so from the start.
+    """
     models, _ = make(kind)
     models["unet"][0] = torch.nn.Conv2d(70, 70, 3).to(memory_format=torch.channels_last)
-    flags = argparse.Namespace(optimizer=kind, adam_weight_decay=0.1, learning_rate=1e-2, adam_beta1=0.9)
+    flags = argparse.Namespace(
+        optimizer=kind, adam_weight_decay=0.1, learning_rate=1e-2, adam_beta1=0.9
+    )
     flags.adam_beta2, flags.adam_epsilon = 0.99, 1e-7
     optimizer, weight = make_optimizer(models, None, flags), models["unet"][0].weight
     assert weight.is_contiguous() == (kind == "adamw8bit")
@@ -111,7 +131,9 @@ def test_another_model_is_an_error():
 
 
 def test_any_optimizer_that_somebody_puts_there_has_a_schedule_and_goes_on_with_it():
-    args = argparse.Namespace(lr_scheduler="linear", lr_warmup_steps=0, max_train_steps=9, lr_step_rules=None)
+    args = argparse.Namespace(
+        lr_scheduler="linear", lr_warmup_steps=0, max_train_steps=9, lr_step_rules=None
+    )
     args.lr_num_cycles, args.lr_power = 1, 1.0
     weight, rates = torch.nn.Parameter(torch.ones(2)), []
     optimizer = torch.optim.SGD([weight], lr=1.0)

@@ -1,4 +1,7 @@
-"""Order: whatever the batch sizes, processes and kills, every image comes once an epoch and steps are means."""
+"""Order: every image comes once per epoch and steps are means.
+
+This holds for any batch size, any number of processes and any kill.
+"""
 
 import collections
 import itertools
@@ -10,18 +13,27 @@ import datasets
 import numpy as np
 import pytest
 
-from diffusion_training.order import Order, Stream, draw_choices, step_batches, step_seed, stream_batches
+from diffusion_training.order import (
+    Order,
+    Stream,
+    draw_choices,
+    step_batches,
+    step_seed,
+    stream_batches,
+)
 from diffusion_training.training.progress import Progress
 
 START = {"global_step": 0, "data_step": 0, "images_seen": 0}
 
 
 def progress_at(images_seen, num_images, batch_size, accumulation=1, num_processes=1):
-    return Progress({**START, "images_seen": images_seen}, num_images, batch_size * num_processes, accumulation)
+    return Progress(
+        {**START, "images_seen": images_seen}, num_images, batch_size * num_processes, accumulation
+    )
 
 
 def take_step(ranks, progress):
-    """The keys of the next step, one list for each process; all of them take as many micro-batches."""
+    """The keys of the next step, a list per process; all take equally many micro-batches."""
     images, micro_batches = progress.next_step()
     step = [[key for _ in range(micro_batches) for key in next(batches)] for batches in ranks]
     progress.advance(images, stepped=True)
@@ -29,28 +41,47 @@ def take_step(ranks, progress):
 
 
 def test_resuming_with_another_batch_repeats_and_skips_no_image():
-    """Runs that go on again and again, with other batch sizes, accumulations and numbers of processes."""
+    """Resume repeatedly with other batch sizes, accumulations and numbers of processes."""
     rng = random.Random(0)
     for trial in range(200):
         num_images, num_epochs, seed = rng.randint(1, 40), rng.randint(1, 4), rng.randint(0, 9)
         rows = np.array(rng.sample(range(1000), num_images))
         state, seen = START, collections.defaultdict(list)
         while state["images_seen"] < num_epochs * num_images:
-            batch_size, accumulation, num_processes = rng.randint(1, 7), rng.randint(1, 4), rng.randint(1, 4)
+            batch_size, accumulation, num_processes = (
+                rng.randint(1, 7),
+                rng.randint(1, 4),
+                rng.randint(1, 4),
+            )
             reproduction = (trial, state, num_images, batch_size, accumulation, num_processes)
-            progress = Progress(json.loads(json.dumps(state)), num_images, batch_size * num_processes, accumulation)
-            ranks = [step_batches(Order(rows, seed), progress, rank, num_processes) for rank in range(num_processes)]
-            last_step, kill = progress.last_step(num_epochs), progress.global_step + rng.randint(1, 12)
+            progress = Progress(
+                json.loads(json.dumps(state)), num_images, batch_size * num_processes, accumulation
+            )
+            ranks = [
+                step_batches(Order(rows, seed), progress, rank, num_processes)
+                for rank in range(num_processes)
+            ]
+            last_step, kill = (
+                progress.last_step(num_epochs),
+                progress.global_step + rng.randint(1, 12),
+            )
             while progress.images_seen < num_epochs * num_images and progress.global_step < kill:
                 epoch = progress.epoch
                 images, step = take_step(ranks, progress)
                 keys = [key for mine in step for key in mine]
                 used = [key for key in keys if key[2] > 0]
-                assert len(used) == images <= batch_size * accumulation * num_processes, reproduction
+                assert len(used) == images <= batch_size * accumulation * num_processes, (
+                    reproduction
+                )
                 assert {key[0] for key in keys} == {epoch}, reproduction
                 assert len({key[2] for key in used}) == 1, reproduction
-                assert sum(key[2] for key in keys) / num_processes == pytest.approx(1, abs=1e-12), reproduction
-                assert max(sum(key[2] > 0 for key in mine) for mine in step) <= batch_size * accumulation, reproduction
+                assert sum(key[2] for key in keys) / num_processes == pytest.approx(1, abs=1e-12), (
+                    reproduction
+                )
+                assert (
+                    max(sum(key[2] > 0 for key in mine) for mine in step)
+                    <= batch_size * accumulation
+                ), reproduction
                 seen[epoch] += [key[1] for key in used]
             if progress.images_seen == num_epochs * num_images:
                 assert progress.global_step == last_step, reproduction
@@ -68,7 +99,9 @@ def test_micro_batches_are_as_large_as_said_and_shared_in_turns():
     assert [[len(batch) for batch in mine] for mine in first] == [[2, 2], [2, 2]]
     assert {key[2] for mine in first for batch in mine for key in batch} == {2 / 8}
     second = [next(batches) for batches in ranks]
-    assert [len(batch) for batch in second] == [2, 1] and {key[2] for batch in second for key in batch} == {2 / 3}
+    assert [len(batch) for batch in second] == [2, 1] and {
+        key[2] for batch in second for key in batch
+    } == {2 / 3}
     order = np.random.default_rng(step_seed("epoch", 0, 0)).permutation(11).tolist()
     both = zip(*[[key[1] for batch in mine for key in batch] for mine in first], strict=True)
     assert [row for pair in both for row in pair] == order[:8]
@@ -87,9 +120,14 @@ def test_micro_batches_are_as_large_as_said_and_shared_in_turns():
 def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
     num_images, batch_size, accumulation, num_processes
 ):
-    """The order is that of seed and epoch alone, from whichever image a run goes on."""
-    orders = {(seed, e): np.random.default_rng(step_seed("epoch", seed, e)).permutation(num_images).tolist()
-              for seed in range(2) for e in range(3)}  # fmt: skip
+    """The order depends on seed and epoch only, whichever image a run resumes at."""
+    orders = {
+        (seed, e): np.random.default_rng(step_seed("epoch", seed, e))
+        .permutation(num_images)
+        .tolist()
+        for seed in range(2)
+        for e in range(3)
+    }
     assert num_images < 5 or len({tuple(order) for order in orders.values()}) == 6
     for seed, seen in itertools.product(range(2), range(2 * num_images)):
         progress = progress_at(seen, num_images, batch_size, accumulation, num_processes)
@@ -101,14 +139,21 @@ def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
             epoch, begin = divmod(progress.images_seen, num_images)
             images, step = take_step(ranks, progress)
             keys = [key for mine in step for key in mine if key[2]]
-            assert sorted(row for _, row, _ in keys) == sorted(orders[seed, epoch][begin : begin + images])
-            assert {key[2] for key in keys} == {num_processes / images} and {key[0] for key in keys} == {epoch}
+            assert sorted(row for _, row, _ in keys) == sorted(
+                orders[seed, epoch][begin : begin + images]
+            )
+            assert {key[2] for key in keys} == {num_processes / images} and {
+                key[0] for key in keys
+            } == {epoch}
 
 
 def test_an_epoch_may_choose_its_rows():
-    choose = lambda epoch: np.array([[3, 4], [5, 6], [7, 8]][epoch])  # noqa: E731
+    choose = lambda epoch: np.array([[3, 4], [5, 6], [7, 8]][epoch])
     batches = step_batches(Order(choose, 0), progress_at(1, 2, 2), 0, 1)
-    assert [sorted(key[:2] for key in next(batches)) for _ in range(3)][1:] == [[(1, 5), (1, 6)], [(2, 7), (2, 8)]]
+    assert [sorted(key[:2] for key in next(batches)) for _ in range(3)][1:] == [
+        [(1, 5), (1, 6)],
+        [(2, 7), (2, 8)],
+    ]
 
 
 def test_the_order_of_many_rows_is_held_as_numbers():
@@ -123,16 +168,28 @@ def test_the_order_of_many_rows_is_held_as_numbers():
 def test_seeds_and_choices_follow_from_their_key_alone():
     """And stay what they are: who resumes with another version must draw the same."""
     assert step_seed("step", 0, 1, 2, 3) == 3475452031678130806
-    keys = [key for length in range(1, 5) for key in itertools.product([0, 1, 2, 11, 2**32, 2**63 - 1], repeat=length)]
+    keys = [
+        key
+        for length in range(1, 5)
+        for key in itertools.product([0, 1, 2, 11, 2**32, 2**63 - 1], repeat=length)
+    ]
     keys = [(purpose, *key) for purpose in ("step", "sample") for key in keys]
-    assert len({step_seed(*key) for key in keys}) == len(keys)  # also of another length, or beyond 32 bits
+    # keys of different lengths and beyond 32 bits have different seeds too
+    assert len({step_seed(*key) for key in keys}) == len(keys)
     assert step_seed("step", np.int64(7), 1) == step_seed("step", 7, 1)
-    assert draw_choices(0, 1, 2).tolist() == pytest.approx([0.7288652230, 0.6749360100, 0.2133681938, 0.9351100200])
+    assert draw_choices(0, 1, 2).tolist() == pytest.approx(
+        [0.7288652230, 0.6749360100, 0.2133681938, 0.9351100200]
+    )
     assert next(step_batches(Order(range(9), 0), progress_at(4, 9, 4), 0, 1)) == [
         (0, row, 0.25) for row in (8, 3, 5, 2)
     ]
-    assert draw_choices(0, 1, 2).tolist() != draw_choices(0, 1, 3).tolist() != draw_choices(0, 2, 3).tolist()
-    y, x, flip, caption = draw_choices(5, None, 7)  # held out: the centre, not mirrored, a cache's caption
+    assert (
+        draw_choices(0, 1, 2).tolist()
+        != draw_choices(0, 1, 3).tolist()
+        != draw_choices(0, 2, 3).tolist()
+    )
+    # held-out images: centre crop, not mirrored, the caption of a cache (epoch 0)
+    y, x, flip, caption = draw_choices(5, None, 7)
     assert (y, x, flip, caption) == (0.5, 0.5, 1.0, draw_choices(5, 0, 7)[3])
 
 
@@ -152,7 +209,9 @@ def take(rows, images_seen, batch_size, count, rank=0, num_processes=1):
 def test_a_stream_gives_every_image_once_a_pass_and_goes_on_where_it_was():
     keys = take(stream(6), 0, 4, 3)
     numbers = [key[3]["number"] for key in keys]
-    assert sorted(numbers[:6]) == sorted(numbers[6:]) == list(range(6)) and numbers[:6] != numbers[6:]
+    assert (
+        sorted(numbers[:6]) == sorted(numbers[6:]) == list(range(6)) and numbers[:6] != numbers[6:]
+    )
     assert [key[:3] for key in keys] == [(i // 6, i % 6, 0.25) for i in range(12)]
     assert take(stream(6), 8, 4, 1) == keys[8:]
     assert [take(stream(6), 8, 2, 1), take(stream(6), 10, 2, 1)] == [
@@ -166,12 +225,21 @@ def test_processes_read_their_own_share_of_a_stream():
     for part in (slice(0, 4), slice(4, 8)):
         assert sorted(numbers[0][part] + numbers[1][part]) == list(range(8))
     assert {key[2] for share in shares for key in share} == {0.5}  # a step is of 4, averaged over 2
-    assert [take(stream(8), 8, 2, 2, rank, 2) for rank in range(2)] == [share[4:] for share in shares]
+    assert [take(stream(8), 8, 2, 2, rank, 2) for rank in range(2)] == [
+        share[4:] for share in shares
+    ]
 
 
 def test_a_stream_with_nothing_for_a_process_is_told():
     with pytest.raises(SystemExit, match="process 1 finds nothing in the stream") as stop:
-        take(datasets.Dataset.from_dict({"number": [1]}).to_iterable_dataset(), 0, 1, 1, rank=1, num_processes=2)
+        take(
+            datasets.Dataset.from_dict({"number": [1]}).to_iterable_dataset(),
+            0,
+            1,
+            1,
+            rank=1,
+            num_processes=2,
+        )
     assert stop.value.alone  # the other one, which has an image, says nothing
 
 
@@ -181,7 +249,10 @@ def test_a_stream_of_the_first_images_is_the_same_every_pass():
 
 
 def test_a_stream_is_shuffled_within_its_window_only():
-    progress, rows = progress_at(0, 10**9, 1), datasets.Dataset.from_dict({"number": range(50)}).to_iterable_dataset()
+    progress, rows = (
+        progress_at(0, 10**9, 1),
+        datasets.Dataset.from_dict({"number": range(50)}).to_iterable_dataset(),
+    )
     for window in (1, 5, 50):
         batches = stream_batches(Order(Stream(rows, window), 0), progress, 0, 1)
         numbers = [next(batches)[0][3]["number"] for _ in range(50)]

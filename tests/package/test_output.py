@@ -16,25 +16,42 @@ from PIL import Image
 
 import train_unconditional
 from diffusion_training.training import output
-from diffusion_training.training.output import draw_grid, open_output_dir, samples_path, save_pipeline, save_samples
+from diffusion_training.training.output import (
+    draw_grid,
+    open_output_dir,
+    samples_path,
+    save_pipeline,
+    save_samples,
+)
 
 
 @pytest.fixture
 def args(tmp_path):
     (tmp_path / "images").mkdir()
-    argv = [f"--train_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/out", "--mixed_precision=no"]
+    argv = [
+        f"--train_data_dir={tmp_path}/images",
+        f"--output_dir={tmp_path}/out",
+        "--mixed_precision=no",
+    ]
     return lambda *more: train_unconditional.parse_args([*argv, *map(str, more)])
 
 
 def take(args):
     """Open the folder and let go of it; returns the checkpoint to go on from."""
-    lock, checkpoint = open_output_dir(Accelerator(cpu=True), "somewhere/train_unconditional.py", args)
+    lock, checkpoint = open_output_dir(
+        Accelerator(cpu=True), "somewhere/train_unconditional.py", args
+    )
     lock.release(force=True)
     return checkpoint
 
 
 def test_a_run_leaves_its_command(tmp_path, args):
-    flags = ["--random_flip", "--no-use_ema", "--tracker_project_name=it's a # test", "--lr_power=0.30000000000000004"]
+    flags = [
+        "--random_flip",
+        "--no-use_ema",
+        "--tracker_project_name=it's a # test",
+        "--lr_power=0.30000000000000004",
+    ]
     assert take(args(*flags)) is None
     path = tmp_path / "out/run.args"
     assert path.read_text().startswith("# accelerate launch train_unconditional.py @run.args\n")
@@ -53,7 +70,11 @@ def test_folders_of_others_are_left_alone(tmp_path, args):
             (folder / "run.args").write_text("mine")
         with pytest.raises(SystemExit, match="and no run of this script: choose another folder"):
             take(args(f"--output_dir={folder}"))
-        assert {path.read_text() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"} == {"mine"}
+        assert {
+            path.read_text()
+            for path in folder.rglob("*")
+            if path.is_file() and path.name != ".lock"
+        } == {"mine"}
     for inside in ("images", "images/out"):  # what is written would be trained on next time
         with pytest.raises(SystemExit, match="lies in --train_data_dir"):
             take(args(f"--output_dir={tmp_path / inside}"))
@@ -62,7 +83,8 @@ def test_folders_of_others_are_left_alone(tmp_path, args):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="can't be written to"):
         take(args(f"--output_dir={tmp_path / 'file'}"))
-    for name in ("metrics.jsonl", "find_lr.json", "run.args", "image_cache"):  # one of which each run leaves
+    # every run leaves at least one of these
+    for name in ("metrics.jsonl", "find_lr.json", "run.args", "image_cache"):
         own = tmp_path / f"own-{name}"
         own.mkdir()
         (own / name).touch()
@@ -71,7 +93,8 @@ def test_folders_of_others_are_left_alone(tmp_path, args):
     kept = tmp_path / "copied/checkpoint-3"
     kept.mkdir(parents=True)
     (kept / "trainer_state.json").touch()
-    with pytest.raises(SystemExit, match="checkpoint-3 is damaged"):  # and not that the folder is another's
+    # the error is not that the folder belongs to another run
+    with pytest.raises(SystemExit, match="checkpoint-3 is damaged"):
         take(args(f"--output_dir={tmp_path / 'copied'}", "--resume_from_checkpoint=latest"))
 
 
@@ -83,7 +106,9 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, args):
 
     (pid,) = start(hold)
     wait_until((tmp_path / "held").exists)
-    with pytest.raises(SystemExit, match="another process is .*/out: end it, or choose another --output_dir"):
+    with pytest.raises(
+        SystemExit, match="another process is .*/out: end it, or choose another --output_dir"
+    ):
         take(args("--resume_from_checkpoint=latest"))
     os.kill(pid, signal.SIGKILL)
     assert finish([pid]) == [-signal.SIGKILL]
@@ -93,7 +118,8 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, args):
 
 
 def test_a_failure_that_is_looked_at_in_a_notebook_does_not_lock_the_folder(tmp_path, args):
-    lock, _ = open_output_dir(Accelerator(cpu=True), "train.py", args())  # which a traceback would hold
+    # a traceback would keep a reference to the lock
+    lock, _ = open_output_dir(Accelerator(cpu=True), "train.py", args())
     assert lock.is_locked and take(args()) is None
     with FileLock(tmp_path / "out/.lock", timeout=0):
         pass
@@ -121,14 +147,18 @@ def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeyp
     take(args("--push_to_hub", "--hub_model_id=it"))
     assert made == [("out", True), ("it", None)] and pushed.hub_model_id == "me/out"
     info.private = False
-    with pytest.raises(SystemExit, match="--hub_private_repo: me/public exists and is public; make it private, or"):
+    with pytest.raises(
+        SystemExit, match="--hub_private_repo: me/public exists and is public; make it private, or"
+    ):
         take(args("--push_to_hub", "--hub_private_repo", "--hub_model_id=public"))
 
     def no_login(*args, **options):
         raise ValueError("401 Unauthorized")
 
     monkeypatch.setattr(output, "create_repo", no_login)
-    with pytest.raises(SystemExit, match=r"no repository out; `hf auth login` first, or leave it out \(401"):
+    with pytest.raises(
+        SystemExit, match=r"no repository out; `hf auth login` first, or leave it out \(401"
+    ):
         take(args("--push_to_hub"))
 
 
@@ -149,10 +179,15 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     """The averaged ones may be so while the loss is fine."""
     save_pipeline(Pipeline(0.5), tmp_path)
     for weight in (float("nan"), float("inf")):
-        with pytest.raises(SystemExit, match="the weights are not finite: they are not saved, and") as stop:
+        with pytest.raises(
+            SystemExit, match="the weights are not finite: they are not saved, and"
+        ) as stop:
             save_pipeline(Pipeline(weight), tmp_path)
-        assert stop.value.alone and json.loads((tmp_path / "unet/config.json").read_text()) == {"weight": 0.5}
-    assert [path.name for path in tmp_path.iterdir()] == ["unet"]  # and where it lay is nobody's business
+        assert stop.value.alone and json.loads((tmp_path / "unet/config.json").read_text()) == {
+            "weight": 0.5
+        }
+    # the folder it was moved to is gone
+    assert [path.name for path in tmp_path.iterdir()] == ["unet"]
 
 
 def test_samples_are_whole_or_not_there_and_passed_to_trackers(tmp_path, monkeypatch):

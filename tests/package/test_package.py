@@ -1,4 +1,4 @@
-"""The house: layers without circles, one name for one thing, nothing written twice, and scripts as one file each."""
+"""The package: layers without cycles, one name for one thing, no code twice, standalone scripts."""
 
 import argparse
 import ast
@@ -20,8 +20,8 @@ from diffusion_training.standalone import make_standalone
 
 PACKAGE = ROOT / "diffusion_training"
 SCRIPTS = [
-    "download_images", "precompute_latents", "precompute_latents_ray", "train_flow", "train_text_to_image",
-    "train_unconditional",
+    "download_images", "precompute_latents", "precompute_latents_ray",
+    "train_flow", "train_text_to_image", "train_unconditional",
 ]  # fmt: skip
 # A module imports only from layers above its own line.
 LAYERS = """
@@ -41,28 +41,36 @@ latents.cache
 latents.reader latents.remote_cache
 latents.stream
 latents.source
-"""
-# What a worker of a download imports: torch would take 0.8 GB of each.
+"""  # noqa: E501
+# Modules that the workers of a download import. torch would take 0.8 GB in each worker.
 LIGHT = (
-    "errors pillow arguments files remote cluster web.pictures web.downloads web.filters web.tables web.shards".split()
-)
+    "errors pillow arguments files remote cluster "
+    "web.pictures web.downloads web.filters web.tables web.shards"
+).split()
 
 
 def name_module(path):
     return str(path.relative_to(PACKAGE)).removesuffix(".py").replace(os.sep, ".")
 
 
-MODULES = {name_module(path): path for path in PACKAGE.rglob("*.py") if path.parent == PACKAGE or path.stem[0] != "_"}
+MODULES = {
+    name_module(path): path
+    for path in PACKAGE.rglob("*.py")
+    if path.parent == PACKAGE or path.stem[0] != "_"
+}
 
 
 def find_imports(path):
     """{module of the package or script: names} that a file imports."""
     found = collections.defaultdict(set)
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("diffusion_training", *SCRIPTS):
-            found[node.module.removeprefix("diffusion_training").removeprefix(".") or "__init__"] |= {
-                alias.name for alias in node.names
-            }
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in (
+            "diffusion_training",
+            *SCRIPTS,
+        ):
+            found[
+                node.module.removeprefix("diffusion_training").removeprefix(".") or "__init__"
+            ] |= {alias.name for alias in node.names}
     return found
 
 
@@ -94,23 +102,38 @@ def definitions(path):
 
 
 def test_no_name_means_two_things():
-    own = {"main", "parse_args", "compute_loss", "train_step", "prepare_batch", "make_unet", "log_validation"}
+    own = {
+        "main",
+        "parse_args",
+        "compute_loss",
+        "train_step",
+        "prepare_batch",
+        "make_unet",
+        "log_validation",
+    }
     own |= {"describe_model", "make_pipeline"}  # what a script is about
     where = collections.defaultdict(list)
     for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
         for node in definitions(path):
             where[node.name].append(path.name)
-    assert {name: places for name, places in where.items() if len(places) > 1 and name not in own} == {}
+    assert {
+        name: places for name, places in where.items() if len(places) > 1 and name not in own
+    } == {}
 
 
 def test_nothing_but_the_loss_the_step_and_phases_of_main_is_written_twice():
     """No six lines in a row stand in two places, but for import lines and text."""
-    meant, where = {"compute_loss", "train_step", "main", "parse_args"}, collections.defaultdict(set)
+    meant, where = (
+        {"compute_loss", "train_step", "main", "parse_args"},
+        collections.defaultdict(set),
+    )
     for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
         for node in definitions(path):
             if node.name in meant:
                 continue
-            lines = [line.strip() for line in ast.get_source_segment(path.read_text(), node).splitlines()]
+            lines = [
+                line.strip() for line in ast.get_source_segment(path.read_text(), node).splitlines()
+            ]
             lines = [line for line in lines if len(line) > 3 and not line.startswith("#")]
             for i in range(len(lines) - 5):
                 where["\n".join(lines[i : i + 6])].add(f"{path.name}: {node.name}")
@@ -121,7 +144,8 @@ def test_nothing_but_the_loss_the_step_and_phases_of_main_is_written_twice():
         for node in definitions(ROOT / name)
         if node.name in ("compute_loss", "train_step")
     ]
-    assert len(loss) == 4 and loss[0] == loss[2] and loss[1] == loss[3]  # for now: each may have its own
+    # so far the scripts share them; each may get its own
+    assert len(loss) == 4 and loss[0] == loss[2] and loss[1] == loss[3]
 
 
 def test_scripts_are_read_in_one_sitting():
@@ -132,12 +156,21 @@ def test_scripts_are_read_in_one_sitting():
         assert len(path.read_text().splitlines()) <= count, script
         (main,) = (node for node in definitions(path) if node.name == "main")
         assert main.end_lineno - main.lineno < 140, script
-    assert sum(len(path.read_text().splitlines()) for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]) <= 10340
+    assert (
+        sum(
+            len(path.read_text().splitlines())
+            for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]
+        )
+        <= 10340
+    )
 
 
 def test_downloads_import_no_torch():
     names = ", ".join(f"diffusion_training.{name}" for name in LIGHT)
-    code = f"import {names}, download_images, sys; print([x for x in ('torch', 'accelerate') if x in sys.modules])"
+    code = (
+        f"import {names}, download_images, sys; "
+        "print([x for x in ('torch', 'accelerate') if x in sys.modules])"
+    )
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert said.stdout == "[]\n", said.stderr
 
@@ -145,7 +178,11 @@ def test_downloads_import_no_torch():
 def test_what_is_imported_is_required():
     named = set(re.findall(r"^([a-z_]+)", (ROOT / "requirements.txt").read_text(), re.M))
     named |= {"bitsandbytes"}  # of one choice of --optimizer, which says so if it is not there
-    ray = named | set(re.findall(r"^([a-z_]+)", (ROOT / "requirements-ray.txt").read_text(), re.M)) | {"ray", "yarl"}
+    ray = (
+        named
+        | set(re.findall(r"^([a-z_]+)", (ROOT / "requirements-ray.txt").read_text(), re.M))
+        | {"ray", "yarl"}
+    )
     for name, path in [*MODULES.items(), *((script, ROOT / f"{script}.py") for script in SCRIPTS)]:
         imported = set()
         for node in ast.walk(ast.parse(path.read_text())):
@@ -155,31 +192,49 @@ def test_what_is_imported_is_required():
                 imported.add(node.module.split(".")[0])
         imported = {"pillow" if each == "PIL" else each for each in imported}
         imported -= {*sys.stdlib_module_names, "diffusion_training", *SCRIPTS}
-        clustered = name in ("cluster", "precompute_latents_ray", "download_images") or name.startswith("web.")
-        assert imported <= (ray if clustered else named), (name, imported - (ray if clustered else named))
+        clustered = name in (
+            "cluster",
+            "precompute_latents_ray",
+            "download_images",
+        ) or name.startswith("web.")
+        assert imported <= (ray if clustered else named), (
+            name,
+            imported - (ray if clustered else named),
+        )
     assert {"wandb", "tensorboard"} <= named
 
 
 def test_the_package_is_what_is_installed_and_needs_what_is_required():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["name"] == "diffusion_training"
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "diffusion_training.__version__"}
-    assert project["tool"]["setuptools"]["dynamic"]["dependencies"] == {"file": ["requirements.txt"]}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "diffusion_training.__version__"
+    }
+    assert project["tool"]["setuptools"]["dynamic"]["dependencies"] == {
+        "file": ["requirements.txt"]
+    }
 
 
-@pytest.mark.parametrize("version, fits", [("0.1.0", True), ("0.1.9", True), ("0.2.0", False), ("1.1.0", False)])
+@pytest.mark.parametrize(
+    "version, fits", [("0.1.0", True), ("0.1.9", True), ("0.2.0", False), ("1.1.0", False)]
+)
 def test_a_script_of_another_version_says_so(version, fits, monkeypatch):
     monkeypatch.setattr(diffusion_training, "__version__", "0.1.3")
     if fits:
         diffusion_training.check_version(version, "mine.py")
     else:
-        with pytest.raises(SystemExit, match=f"mine.py is of version {version}, and the installed .* is 0.1.3"):
+        with pytest.raises(
+            SystemExit, match=f"mine.py is of version {version}, and the installed .* is 0.1.3"
+        ):
             diffusion_training.check_version(version, "mine.py")
 
 
 def test_every_script_is_of_this_version_and_looks_before_it_imports_more():
     for script in SCRIPTS:
-        look, text = f'check_version("{diffusion_training.__version__}", Path(', (ROOT / f"{script}.py").read_text()
+        look, text = (
+            f'check_version("{diffusion_training.__version__}", Path(',
+            (ROOT / f"{script}.py").read_text(),
+        )
         assert 0 < text.index(look) < text.index("from diffusion_training.")
 
 
@@ -188,16 +243,23 @@ def test_a_package_that_lacks_what_a_script_imports_is_one_sentence(tmp_path):
     (tmp_path / "diffusion_training").mkdir()
     (tmp_path / "diffusion_training/__init__.py").write_text(older)
     (tmp_path / "mine.py").write_text((ROOT / "download_images.py").read_text())
-    run = subprocess.run([sys.executable, tmp_path / "mine.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr.startswith("mine.py is of version") and run.stderr.count("\n") == 1
+    run = subprocess.run(
+        [sys.executable, tmp_path / "mine.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (
+        run.returncode == 1
+        and run.stderr.startswith("mine.py is of version")
+        and run.stderr.count("\n") == 1
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- the flags
+# ------------------------------------------------------------------- the flags
 
-# Flags whose defaults differ, because those of diffusers' two scripts do, or because a script has its own data.
+# Flags with different defaults, because diffusers' two scripts differ, or because a script has its
+# own kind of data.
 DEFAULTS = {
-    "--resolution", "--output_dir", "--lr_scheduler", "--adam_beta1", "--adam_weight_decay", "--tracker_project_name",
-    "--model_family", "--guidance_scale", "--num_inference_steps",
+    "--resolution", "--output_dir", "--lr_scheduler", "--adam_beta1", "--adam_weight_decay",
+    "--tracker_project_name", "--model_family", "--guidance_scale", "--num_inference_steps",
 }  # fmt: skip
 
 
@@ -224,7 +286,8 @@ def test_flags_of_the_same_name_mean_the_same():
                 kind = getattr(action.type, "bounds", action.type)
                 means = type(action), kind, action.nargs, tuple(action.choices or ()), action.help
                 first, default = seen.setdefault(option, (means, action.default))
-                assert means == first or option == "--resolution", (script, option)  # of a cache it may be several
+                # a cache may have several resolutions
+                assert means == first or option == "--resolution", (script, option)
                 differ |= {option} if action.default != default else set()
     assert len(seen) > 100 and differ == DEFAULTS
 
@@ -236,10 +299,18 @@ def test_every_number_has_bounds_and_every_flag_a_chapter(script):
     assert len(chapters) >= 3
     for action in parser._actions[1:]:
         assert action.container.title in chapters, action.option_strings
-        assert action.type not in (int, float), f"{action.option_strings}: say its bounds with number()"
-        paths = "_dir$|_path$|^dataset_name$|^resume_from|^init_from|^input$|^single_file|^network_weights"
+        assert action.type not in (int, float), (
+            f"{action.option_strings}: say its bounds with number()"
+        )
+        paths = (
+            "_dir$|_path$|^dataset_name$|^resume_from|^init_from|^input$|^single_file|"
+            "^network_weights"
+        )
         if path := re.search(paths, action.dest):
-            assert action.dest == "logging_dir" or action.type("~/x") == os.path.expanduser("~/x") != "~/x"
+            assert (
+                action.dest == "logging_dir"
+                or action.type("~/x") == os.path.expanduser("~/x") != "~/x"
+            )
         if action.type is None or path:
             continue
         low, high, kind = action.type.bounds
@@ -251,7 +322,7 @@ def test_every_number_has_bounds_and_every_flag_a_chapter(script):
         assert action.default is None or low <= action.default <= high
 
 
-# ----------------------------------------------------------------------------------------------- one file of a script
+# ------------------------------------------------------------------- one file of a script
 
 
 def names_defined(source):
@@ -262,7 +333,10 @@ def names_defined(source):
 def test_one_file_has_the_script_what_it_reaches_and_no_more(script):
     text = make_standalone(ROOT / f"{script}.py")
     assert "diffusion_training import" not in text and "import precompute_latents" not in text
-    mine, used = names_defined(text), {x.id for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Name)}
+    mine, used = (
+        names_defined(text),
+        {x.id for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Name)},
+    )
     assert mine >= names_defined((ROOT / f"{script}.py").read_text())
     assert mine - used <= {"parse_args", "main"}  # each function is there for somebody
     everything = set().union(*(names_defined(path.read_text()) for path in MODULES.values()))
@@ -275,11 +349,17 @@ def test_one_file_has_the_script_what_it_reaches_and_no_more(script):
 def test_one_file_is_refused_where_a_name_would_be_two_things(tmp_path):
     source = (ROOT / "train_unconditional.py").read_text()
     (tmp_path / "twice.py").write_text(source + "\n\ndef shrink(image):\n    return image\n")
-    with pytest.raises(SystemExit, match="shrink is one thing in .* and another in .*: rename one of them"):
+    with pytest.raises(
+        SystemExit, match="shrink is one thing in .* and another in .*: rename one of them"
+    ):
         make_standalone(tmp_path / "twice.py")
-    renamed = source.replace("import Progress\n", "import Progress as Place\n").replace(" Progress(", " Place(")
+    renamed = source.replace("import Progress\n", "import Progress as Place\n").replace(
+        " Progress(", " Place("
+    )
     (tmp_path / "renamed.py").write_text(renamed)
-    with pytest.raises(SystemExit, match="imports Progress of .* as a module or under another name"):
+    with pytest.raises(
+        SystemExit, match="imports Progress of .* as a module or under another name"
+    ):
         make_standalone(tmp_path / "renamed.py")
 
 
@@ -292,7 +372,7 @@ def inputs(tmp_path_factory):
 
 
 def run_file(path, flags, folder):
-    """Run a script's file in a fork of this process, in which the package and the scripts can't be imported."""
+    """Run a script's file in a fork that can't import the package and the scripts."""
 
     def work():
         reset()
@@ -300,7 +380,10 @@ def run_file(path, flags, folder):
         mine = ("diffusion_training", *SCRIPTS)
         for name in [name for name in sys.modules if name.split(".")[0] in mine]:
             del sys.modules[name]
-        sys.path[:] = [str(path.parent), *(place for place in sys.path if not (ROOT / "tests").is_relative_to(place))]
+        sys.path[:] = [
+            str(path.parent),
+            *(place for place in sys.path if not (ROOT / "tests").is_relative_to(place)),
+        ]
         sys.argv[:] = [str(path), *map(str, flags)]
         runpy.run_path(str(path), run_name="__main__")
 
@@ -324,17 +407,45 @@ def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs, without_figure
     encoders = ["--pretrained_model_name_or_path", MODELS, "--resolution=8"]
     few = ["--max_train_steps=2", "--report_to=none"]
     drawn = ["--validation_prompts=a", "--num_inference_steps=2", "--num_validation_images=1"]
-    text = ["--unet_config_name_or_path", ROOT / "demo/digits_text_to_image_unet.json", "--latents_dir", "latents"]
-    flow = ["--transformer_config_name_or_path", ROOT / "demo/digits_flow_transformer.json", "--train_batch_size=2"]
+    text = [
+        "--unet_config_name_or_path",
+        ROOT / "demo/digits_text_to_image_unet.json",
+        "--latents_dir",
+        "latents",
+    ]
+    flow = [
+        "--transformer_config_name_or_path",
+        ROOT / "demo/digits_flow_transformer.json",
+        "--train_batch_size=2",
+    ]
     commands = {
-        "train_unconditional": [*data, *unet, *few, "--resolution=16", "--eval_batch_size=1", "--output_dir=ddpm"],
-        "precompute_latents": [*data, *encoders, "--output_dir=latents", "--dataloader_num_workers=0"],
+        "train_unconditional": [
+            *data,
+            *unet,
+            *few,
+            "--resolution=16",
+            "--eval_batch_size=1",
+            "--output_dir=ddpm",
+        ],
+        "precompute_latents": [
+            *data,
+            *encoders,
+            "--output_dir=latents",
+            "--dataloader_num_workers=0",
+        ],
         "train_text_to_image": [*encoders, *text, *few, *drawn, "--output_dir=sd"],
         "train_flow": [*data, *encoders, *flow, *few, *drawn, "--output_dir=flow"],
-        "download_images": ["--input", tmp_path / "urls.csv", "--output_dir=images", "--num_cpus=1"],
+        "download_images": [
+            "--input",
+            tmp_path / "urls.csv",
+            "--output_dir=images",
+            "--num_cpus=1",
+        ],
     }
     (tmp_path / "urls.csv").write_text("url,text\nhttp://127.0.0.1:1/x.png,private\n,none\n")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RAY_AUTH_MODE": "disabled"}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "RAY_AUTH_MODE": "disabled"
+    }
     alone, here = tmp_path / "alone", tmp_path / "here"
     for folder in (alone, here):
         folder.mkdir()
@@ -356,11 +467,15 @@ def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs, without_figure
                 os.chdir(here)
                 module.main(module.parse_args([str(flag) for flag in flags]))
 
-            assert finish(start(work, log=tmp_path / "log")) == [0], (tmp_path / "log").read_text()[-2000:]
+            assert finish(start(work, log=tmp_path / "log")) == [0], (tmp_path / "log").read_text()[
+                -2000:
+            ]
         path.unlink()  # so that none finds another
 
     def read(folder, kinds=(".safetensors", ".arrow", ".png", ".npy", ".bin")):
-        paths = (path for path in folder.rglob("*") if path.suffix in kinds and path.name != "loss.png")
+        paths = (
+            path for path in folder.rglob("*") if path.suffix in kinds and path.name != "loss.png"
+        )
         return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
     for name in ("ddpm", "latents", "sd", "flow"):

@@ -47,7 +47,9 @@ def compare(pixels, expected):
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "RGBA", "LA", "I;16"])
 def test_shrunk_images_are_those_of_the_other_scripts(mode):
     data = encode(photograph(mode), "JPEG" if mode == "CMYK" else "PNG")
-    stored, width, height = module.check_image(data, make_args("--resize_to", 64, "--jpeg_quality", 100))
+    stored, width, height = module.check_image(
+        data, make_args("--resize_to", 64, "--jpeg_quality", 100)
+    )
     expected = shrink(decode_image({"bytes": data, "path": None}, 3), 64)
     assert (height, width) == tuple(expected.shape[1:]) == (64, 96)
     pixels = decode_image({"bytes": stored, "path": None}, 3)
@@ -58,12 +60,15 @@ def test_shrunk_images_are_those_of_the_other_scripts(mode):
 
 def test_fine_rings_become_grey_and_no_others_appear():
     y, x = np.mgrid[:200, :300]
-    rings = Image.fromarray((127.5 + 127.5 * np.cos(((x - 150) ** 2 + (y - 100) ** 2) / 95)).astype(np.uint8))
+    rings = Image.fromarray(
+        (127.5 + 127.5 * np.cos(((x - 150) ** 2 + (y - 100) ** 2) / 95)).astype(np.uint8)
+    )
     data = encode(rings)
     stored = module.check_image(data, make_args("--resize_to", 64, "--jpeg_quality", 100))[0]
     expected = shrink(decode_image({"bytes": data, "path": None}, 3), 64)
     difference = compare(decode_image({"bytes": stored, "path": None}, 3), expected)
-    assert difference.mean() < 8 and difference.max() < 40  # each pixel's own area alone: 12, nearest pixels: 70
+    # averaging only each pixel's own area gives 12, the nearest pixel 70
+    assert difference.mean() < 8 and difference.max() < 40
 
 
 @pytest.mark.parametrize("orientation", [1, 2, 6])
@@ -78,9 +83,14 @@ def test_large_jpegs_are_decoded_smaller_and_look_the_same(orientation):
     assert difference.mean() < 1 and difference.max() < 12
     with pytest.MonkeyPatch.context() as m:
         sizes, resize = [], Image.Image.resize
-        m.setattr(Image.Image, "resize", lambda self, *args: sizes.append(self.size) or resize(self, *args))
+        m.setattr(
+            Image.Image,
+            "resize",
+            lambda self, *args: sizes.append(self.size) or resize(self, *args),
+        )
         module.check_image(data, make_args("--resize_to", 100))
-    assert sizes[0] == ((375, 250) if orientation < 5 else (250, 375))  # a quarter: at least twice as large
+    # decoded at a quarter, still at least twice the final size
+    assert sizes[0] == ((375, 250) if orientation < 5 else (250, 375))
 
 
 def test_shrinking_rotates_and_never_enlarges():
@@ -116,7 +126,10 @@ def test_size_and_aspect_ratio(flags, reason):
 
 
 def test_decompression_bombs_are_not_decoded():
-    for size, where in (((13_000, 7_000), "too many pixels: 13000 x 7000"), ((20_000, 20_000), "too many pixels")):
+    for size, where in (
+        ((13_000, 7_000), "too many pixels: 13000 x 7000"),
+        ((20_000, 20_000), "too many pixels"),
+    ):
         data = encode(Image.new("1", size))
         before = time.monotonic()
         with pytest.raises(module.Failure, match=where):
@@ -154,10 +167,17 @@ def test_a_jpeg_that_stays_is_decoded_at_an_eighth_and_not_if_that_takes_minutes
 
 
 def test_no_format_that_starts_a_program_is_opened():
-    for data in (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\nshowpage\n", encode(photograph(), "PPM"), b""):
-        with pytest.raises(module.Failure, match="not an image: cannot identify image file") as caught:
+    for data in (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\nshowpage\n",
+        encode(photograph(), "PPM"),
+        b"",
+    ):
+        with pytest.raises(
+            module.Failure, match="not an image: cannot identify image file"
+        ) as caught:
             module.check_image(data, make_args())
-        assert caught.value.wait is None and "BytesIO" not in str(caught.value)  # it is not tried again
+        # no wait: it is not tried again
+        assert caught.value.wait is None and "BytesIO" not in str(caught.value)
 
 
 def test_what_is_stored_is_found_again_and_a_full_disk_is_no_failure_of_the_image():
@@ -169,7 +189,8 @@ def test_what_is_stored_is_found_again_and_a_full_disk_is_no_failure_of_the_imag
         assert image["sha256"] == hashlib.sha256(data).hexdigest()
     assert [image["first"] for image in stored] == [0, *[image["last"] for image in stored[:-1]]]
     shrunk = module.store_image(files[0], spool, make_args("--resize_to", 10))
-    assert shrunk["sha256"] == stored[0]["sha256"] and shrunk["height"] == 10  # of the file as it came
+    # the hash of the original file
+    assert shrunk["sha256"] == stored[0]["sha256"] and shrunk["height"] == 10
 
     class Full(io.BytesIO):
         def write(self, data):
@@ -179,7 +200,9 @@ def test_what_is_stored_is_found_again_and_a_full_disk_is_no_failure_of_the_imag
         module.store_image(files[0], Full(), make_args())
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OSError(5, "Input/output error"), OSError("broken data stream")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(5, "Input/output error"), OSError("broken data stream")]
+)
 def test_want_of_memory_is_no_fault_of_the_image(monkeypatch, error):
     def fail(self):
         raise error
@@ -195,12 +218,16 @@ def test_an_image_that_lies_on_its_side_is_measured_as_it_is_displayed(orientati
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(photograph(), "JPEG", exif=exif)
-    assert module.check_image(data, make_args())[1:] == ((300, 200) if orientation < 5 else (200, 300))
+    assert module.check_image(data, make_args())[1:] == (
+        (300, 200) if orientation < 5 else (200, 300)
+    )
 
 
 def test_grey_stays_grey_and_white_white():
     for image in (photograph("L"), Image.fromarray(np.full((200, 300), 65535, np.uint16))):
-        stored = Image.open(io.BytesIO(module.check_image(encode(image), make_args("--resize_to", 64))[0]))
+        stored = Image.open(
+            io.BytesIO(module.check_image(encode(image), make_args("--resize_to", 64))[0])
+        )
         assert stored.mode == "L" and (image.mode == "L" or stored.getextrema() == (255, 255))
 
 

@@ -6,8 +6,14 @@ from diffusion_training.order import Order
 from diffusion_training.training.progress import Progress
 
 
-def progress_at(global_step=0, images_seen=0, skipped=0, num_images=10, per_micro=2, accumulation=2):
-    state = {"global_step": global_step, "data_step": global_step + skipped, "images_seen": images_seen}
+def progress_at(
+    global_step=0, images_seen=0, skipped=0, num_images=10, per_micro=2, accumulation=2
+):
+    state = {
+        "global_step": global_step,
+        "data_step": global_step + skipped,
+        "images_seen": images_seen,
+    }
     return Progress({**state, "settings": {}}, num_images, per_micro, accumulation)
 
 
@@ -27,7 +33,11 @@ def test_the_last_step_of_an_epoch_takes_what_is_left():
     assert (progress.epoch, progress.images_seen) == (2, 22)
     assert walk(progress_at(num_images=3, per_micro=4), 2) == [(3, 1), (3, 1)]
     # Resumed in the middle, with steps of another size: the epoch still ends where it ends.
-    assert walk(progress_at(2, 8, num_images=11, per_micro=2, accumulation=1), 3) == [(2, 1), (1, 1), (2, 1)]
+    assert walk(progress_at(2, 8, num_images=11, per_micro=2, accumulation=1), 3) == [
+        (2, 1),
+        (1, 1),
+        (2, 1),
+    ]
 
 
 def test_epochs_are_counted_from_where_the_run_is():
@@ -43,7 +53,14 @@ def test_what_comes_every_so_many_steps_or_epochs():
     for _ in range(9):
         images, _ = progress.next_step()
         progress.advance(images, stepped=True)
-        due.append((progress.is_due(3), progress.is_due(None, 1), progress.is_due(None, 2), progress.is_due(4, 1)))
+        due.append(
+            (
+                progress.is_due(3),
+                progress.is_due(None, 1),
+                progress.is_due(None, 2),
+                progress.is_due(4, 1),
+            )
+        )
     steps = [{i for i, row in enumerate(due, 1) if row[kind]} for kind in range(4)]
     assert steps == [{3, 6, 9}, {3, 6, 9}, {6}, {4, 8}]  # steps override the epochs
     assert not progress.is_due(None)
@@ -58,14 +75,20 @@ def test_a_skipped_step_moves_the_data_alone():
     progress.advance(5, stepped=False)
     assert progress.is_due(None, 1) and progress.epoch == 2  # an epoch has ended all the same
     progress.advance(5, stepped=True)
-    assert progress.state() == {"global_step": 4, "data_step": 6, "images_seen": 25} and progress.is_due(4)
+    assert progress.state() == {
+        "global_step": 4,
+        "data_step": 6,
+        "images_seen": 25,
+    } and progress.is_due(4)
 
 
 def test_overflows_at_the_start_are_how_the_scaler_finds_its_scale_and_more_end_the_run():
     progress = progress_at(per_micro=1)
     for _ in range(50):
         progress.advance(1, stepped=False)
-    with pytest.raises(SystemExit, match="51 of 51 fp16 steps overflowed: use bf16 or a lower --learning_rate"):
+    with pytest.raises(
+        SystemExit, match="51 of 51 fp16 steps overflowed: use bf16 or a lower --learning_rate"
+    ):
         progress.advance(1, stepped=False)
     progress = progress_at(9950, 9950, skipped=50)
     for _ in range(99):

@@ -1,4 +1,4 @@
-"""The order of many shards: every row once an epoch, the same for all, and few shards open at a time."""
+"""The order of many shards: each row once per epoch, the same everywhere, few shards open."""
 
 import collections
 import itertools
@@ -17,7 +17,8 @@ from diffusion_training.order import Order, step_batches
 from diffusion_training.training.progress import Progress
 
 SHARDS = st.lists(st.integers(0, 9), min_size=1, max_size=30).filter(sum)
-ORDER = st.tuples(st.integers(0, 2**63 - 1), st.integers(1, 20), st.integers(1, 5))  # seed, ranges, shuffle_shards
+# seed, ranges, shuffle_shards
+ORDER = st.tuples(st.integers(0, 2**63 - 1), st.integers(1, 20), st.integers(1, 5))
 
 
 def lay_out(ranges, epoch):
@@ -29,17 +30,33 @@ def plan_until(end, ranges, *where):
 
 
 @law(150)
-@given(SHARDS, ORDER, st.data(), st.lists(st.tuples(LAUNCH, st.integers(1, 15)), min_size=1, max_size=6))
+@given(
+    SHARDS,
+    ORDER,
+    st.data(),
+    st.lists(st.tuples(LAUNCH, st.integers(1, 15)), min_size=1, max_size=6),
+)
 @example([3], (0, 8, 1), None, [((4, 2, 2), 1), ((3, 1, 1), 99)])  # fewer rows than ranges
-def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(shards, order, data, parts):
-    """`parts`: launches one after the other, each killed after so many steps, with other batches and processes."""
+def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
+    shards, order, data, parts
+):
+    """`parts` are launches in sequence, each killed after some steps.
+
+    They differ in batch size, accumulation and number of processes.
+    """
     total = sum(shards)
     held_out = data.draw(st.sets(st.integers(0, total - 1), max_size=total - 1)) if data else set()
     state, seen, num_epochs = {"global_step": 0, "data_step": 0, "images_seen": 0}, [], 2
     for (batch_size, accumulation, num_processes), steps in [*parts, (parts[-1][0], math.inf)]:
         ranges = Ranges(shards, *order, sorted(held_out))
         rows, num_images = Order(ranges, order[0]), len(ranges)
-        progress = Progress(json.loads(json.dumps(state)), num_images, batch_size * num_processes, accumulation, rows)
+        progress = Progress(
+            json.loads(json.dumps(state)),
+            num_images,
+            batch_size * num_processes,
+            accumulation,
+            rows,
+        )
         ranks = [step_batches(rows, progress, rank, num_processes) for rank in range(num_processes)]
         while progress.images_seen < num_epochs * num_images and steps > 0:
             steps -= 1
@@ -51,12 +68,16 @@ def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(sha
             assert len(seen) == progress.images_seen
         state = progress.state()
     rows = [row for row in range(total) if row not in held_out]
-    assert collections.Counter(seen) == collections.Counter(itertools.product(range(num_epochs), rows))
+    assert collections.Counter(seen) == collections.Counter(
+        itertools.product(range(num_epochs), rows)
+    )
 
 
 @law(100)
 @given(SHARDS, ORDER, st.integers(0, 200), LAUNCH, LAUNCH)
-def test_the_order_is_that_of_seed_and_epoch_whoever_takes_it(shards, order, images_seen, one, other):
+def test_the_order_is_that_of_seed_and_epoch_whoever_takes_it(
+    shards, order, images_seen, one, other
+):
     def take(batch_size, accumulation, num_processes):
         ranges = Ranges(shards, *order)
         state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
@@ -83,20 +104,30 @@ def test_a_place_is_the_row_of_a_range_and_windows_are_shuffled_pieces(shards, o
     rows, all_rows = lay_out(ranges, epoch), lay_out(ranges, epoch + 1)
     shard_of = np.repeat(np.arange(len(shards)), shards)
     laid = [rows[number::num_ranges] for number in range(num_ranges)]
-    assert max(map(len, laid)) - min(map(len, laid)) <= 1 and sorted(map(len, laid), reverse=True) == [*map(len, laid)]
+    assert max(map(len, laid)) - min(map(len, laid)) <= 1 and sorted(
+        map(len, laid), reverse=True
+    ) == [*map(len, laid)]
     for number, mine in enumerate(laid):
         assert sorted(mine) == sorted(all_rows[number::num_ranges])  # a range keeps its rows
         pieces, bounds, ends = ranges.cut_windows(epoch, number)
-        assert np.array_equal(np.diff(bounds)[1:-1], [window] * (len(bounds) - 3)) if len(bounds) > 3 else True
+        assert (
+            np.array_equal(np.diff(bounds)[1:-1], [window] * (len(bounds) - 3))
+            if len(bounds) > 3
+            else True
+        )
         for i in range(len(bounds) - 1):
             of_window = mine[ends[i] : ends[i + 1]]
-            assert {*shard_of[of_window]} == {*ranges.shards[pieces[bounds[i] : bounds[i + 1]]].tolist()}
+            assert {*shard_of[of_window]} == {
+                *ranges.shards[pieces[bounds[i] : bounds[i + 1]]].tolist()
+            }
 
 
 @law(60)
 @given(SHARDS, ORDER, st.integers(0, 60), LAUNCH, st.integers(1, 5))
-def test_what_a_process_meets_is_what_its_plan_says(shards, order, images_seen, launch, num_processes):
-    """A row is of a shard of a window that has begun when the row's step ends, and has not ended when it begins."""
+def test_what_a_process_meets_is_what_its_plan_says(
+    shards, order, images_seen, launch, num_processes
+):
+    """Each row's shard belongs to a window that overlaps the row's step."""
     batch_size, accumulation, _ = launch
     shard_of = np.repeat(np.arange(len(shards)), shards)
     for rank in range(num_processes):
@@ -121,7 +152,10 @@ def test_what_a_process_meets_is_what_its_plan_says(shards, order, images_seen, 
             progress.advance(images, stepped=True)
         for (begin, stop), shards_met in met.items():
             open_shards = {
-                shard for window in windows if window[0] < stop and window[1] > begin for shard in window[2]
+                shard
+                for window in windows
+                if window[0] < stop and window[1] > begin
+                for shard in window[2]
             }
             assert shards_met <= open_shards
         if math.gcd(num_processes, order[1]) == num_processes:  # its own ranges only
@@ -145,15 +179,19 @@ def test_a_position_among_a_million_shards_is_found_at_once(num_processes):
     assert len(ranges) == 2 * 10**9
     start = time.process_time()
     seen = 3 * len(ranges) + 1_234_567_890
-    progress = Progress({"global_step": 0, "data_step": 0, "images_seen": seen}, len(ranges), 256, 1)
+    progress = Progress(
+        {"global_step": 0, "data_step": 0, "images_seen": seen}, len(ranges), 256, 1
+    )
     batch = next(step_batches(Order(ranges, 0), progress, 0, num_processes))
     next(ranges.plan(*divmod(seen, len(ranges)), 0, num_processes))
     assert time.process_time() - start < 1
-    assert len({row for _, row, _ in batch}) == 256 // num_processes and {key[0] for key in batch} == {3}
+    assert len({row for _, row, _ in batch}) == 256 // num_processes and {
+        key[0] for key in batch
+    } == {3}
 
 
 def test_neighbours_come_from_shards_far_apart():
-    """What a data set sorted by class would do to a step: batches hold all classes, as of the full order."""
+    """In a data set sorted by class, batches hold all classes, as with a full shuffle."""
     ranges = Ranges([100] * 640, 0, 64, 2)
     labels = np.arange(len(ranges)) * 10 // len(ranges)  # ten classes, one after the other
     batches = labels[lay_out(ranges, 0)].reshape(-1, 64)

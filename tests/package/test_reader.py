@@ -27,7 +27,9 @@ def cache(tmp_path):
 
 
 def open_caches(*folders, seed=0, random_flip=True):
-    return module.CachedLatents({folder: module.load_cache(folder) for folder in folders}, seed, random_flip)
+    return module.CachedLatents(
+        {folder: module.load_cache(folder) for folder in folders}, seed, random_flip
+    )
 
 
 def read_rows(folder):
@@ -67,25 +69,39 @@ def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, text):
     for seed, name in enumerate(("cache", "other")):
         make_cache(tmp_path / name, *flags, seed=seed)
     data = open_caches(tmp_path / "cache", tmp_path / "other")
-    rows = [datasets.load_from_disk(str(tmp_path / name)).with_format("arrow") for name in ("cache", "other")]
+    rows = [
+        datasets.load_from_disk(str(tmp_path / name)).with_format("arrow")
+        for name in ("cache", "other")
+    ]
     expected = pa.concat_tables([table[:] for table in rows])
     assert len(data) == len(expected) == 12 and list(data.names()) == expected["key"].to_pylist()
-    columns = {name: np.stack(expected[name].to_pylist()) for name in ("latents", "latents_flipped", text)}
+    columns = {
+        name: np.stack(expected[name].to_pylist()) for name in ("latents", "latents_flipped", text)
+    }
     keys = [(epoch, row, 0.5) for epoch in range(8) for row in (10, 0, 5, 3, 4, 6)]
     batch, flipped = data[keys], 0
     assert batch["latents_shape"] == LATENTS
-    assert set(batch) == {"latents", text, "latents_shape", "flipped", "weight", "skipped"} and batch[
-        "weight"
-    ].tolist() == [0.5] * len(keys)
+    assert set(batch) == {
+        "latents",
+        text,
+        "latents_shape",
+        "flipped",
+        "weight",
+        "skipped",
+    } and batch["weight"].tolist() == [0.5] * len(keys)
     assert batch["latents"].dtype == torch.float16 and batch["skipped"] == []
     for i, (epoch, row, _) in enumerate(keys):
         mirrored = module.draw_choices(0, epoch, row)[2] < 0.5
         assert batch["flipped"][i].item() == mirrored
-        assert np.array_equal(batch["latents"][i], columns["latents_flipped" if mirrored else "latents"][row])
+        assert np.array_equal(
+            batch["latents"][i], columns["latents_flipped" if mirrored else "latents"][row]
+        )
         assert np.array_equal(batch[text][i], columns[text][row])
         flipped += mirrored
     assert 12 < flipped < 36  # the same row is mirrored in some epochs
-    plain = open_caches(tmp_path / "cache", tmp_path / "other", random_flip=False)[keys]["latents"].numpy()
+    plain = open_caches(tmp_path / "cache", tmp_path / "other", random_flip=False)[keys][
+        "latents"
+    ].numpy()
     assert np.array_equal(plain, columns["latents"][[row for _, row, _ in keys]])
 
 
@@ -114,13 +130,19 @@ def test_rows_that_come_again_in_an_epoch_are_mirrored_anew(tmp_path, cache):
     make_cache(tmp_path / "other", seed=1)
     data = open_caches(cache, tmp_path / "other")
     again = data[[(0, 7 + len(data) * k, 1.0) for k in range(8)]]
-    assert len(again["latents"].unique(dim=0)) == 2 and len(again["prompt_embeds"].unique(dim=0)) == 1
+    assert (
+        len(again["latents"].unique(dim=0)) == 2 and len(again["prompt_embeds"].unique(dim=0)) == 1
+    )
     assert torch.equal(again["prompt_embeds"][7], data[[(0, 7, 1.0)]]["prompt_embeds"][0])
 
 
 def test_a_row_is_digested_by_its_content_wherever_it_stands(tmp_path, cache):
     make_cache(tmp_path / "other", seed=1)
-    one, other, both = open_caches(cache), open_caches(tmp_path / "other"), open_caches(tmp_path / "other", cache)
+    one, other, both = (
+        open_caches(cache),
+        open_caches(tmp_path / "other"),
+        open_caches(tmp_path / "other", cache),
+    )
     digests = [data.digest(row) for data in (other, one) for row in range(6)]
     assert [both.digest(row) for row in range(12)] == digests and len({*digests} - {"None"}) == 12
 
@@ -138,18 +160,39 @@ def test_empty_record_batches_are_in_nobodys_way(cache):
 def test_fingerprints_tell_caches_apart(tmp_path, cache):
     make_cache(tmp_path / "equal")
     make_cache(tmp_path / "other", seed=1)
-    one, equal, other = (open_caches(tmp_path / name).fingerprint for name in ("cache", "equal", "other"))
+    one, equal, other = (
+        open_caches(tmp_path / name).fingerprint for name in ("cache", "equal", "other")
+    )
     assert one == equal != other
-    assert len({open_caches(*(tmp_path / x for x in xs)).fingerprint for xs in (["cache"], ["cache", "other"])}) == 2
+    assert (
+        len(
+            {
+                open_caches(*(tmp_path / x for x in xs)).fingerprint
+                for xs in (["cache"], ["cache", "other"])
+            }
+        )
+        == 2
+    )
 
 
 # ------------------------------------------------------------------- which rows an epoch takes
 
 
 def count_rows(epochs, weights, holdout=(), seed=0):
-    """How often each of 6 rows of one cache and 5 of another comes in each epoch: [epochs, rows]; the numbers."""
-    members = {"folders": ["a", "b"], "cache_ends": np.array([6, 11]), "__len__": lambda self: 11, "seed": seed}
-    dataset, rows = type("Dataset", (), members)(), np.array([row for row in range(11) if row not in holdout])
+    """Return (how often each row comes in each epoch: [epochs, rows], the numbers that were drawn).
+
+    The rows are 6 of one cache and 5 of another.
+    """
+    members = {
+        "folders": ["a", "b"],
+        "cache_ends": np.array([6, 11]),
+        "__len__": lambda self: 11,
+        "seed": seed,
+    }
+    dataset, rows = (
+        type("Dataset", (), members)(),
+        np.array([row for row in range(11) if row not in holdout]),
+    )
     numbers = [module.choose_rows(rows, dataset, weights, epoch) for epoch in range(epochs)]
     assert len({len(of_epoch) for of_epoch in numbers}) == 1
     return np.stack([np.bincount(of_epoch % 11, minlength=11) for of_epoch in numbers]), numbers
@@ -158,7 +201,8 @@ def count_rows(epochs, weights, holdout=(), seed=0):
 def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
     counts, numbers = count_rows(3, [1, 3])
     assert (counts[:, :6] == 1).all() and (counts[:, 6:] == 3).all()
-    assert len(set(numbers[0])) == len(numbers[0]) == 21  # a repeat has a number of its own, and so a mirroring
+    # each repeat has its own number, so it is mirrored on its own
+    assert len(set(numbers[0])) == len(numbers[0]) == 21
     assert (np.diff(numbers[0]) > 0).all()
     held = {"weights": [0.5, 1.4], "holdout": (0, 1)}
     counts, _ = count_rows(10, **held)
@@ -167,27 +211,39 @@ def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
     assert (counts[:, 2:6] <= 1).all() and set(counts[:, 6:].flat) == {1, 2}
     assert len(np.unique(counts, axis=0)) > 3  # others in each epoch, and in the long run all alike
     assert (counts[:, 2:6].sum(axis=0) == 5).all() and (counts[:, 6:].sum(axis=0) == 14).all()
-    counts, _ = count_rows(10, [2.7, 0.9])  # 16.2 and 4.5 of 20.7: what rounding takes from an epoch comes in another
-    assert {*counts.sum(axis=1)} == {21} and counts[:, :6].sum() == pytest.approx(210 * 16.2 / 20.7, abs=1)
+    # 16.2 and 4.5 of 20.7 rows: what rounding takes from one epoch comes in another
+    counts, _ = count_rows(10, [2.7, 0.9])
+    assert {*counts.sum(axis=1)} == {21} and counts[:, :6].sum() == pytest.approx(
+        210 * 16.2 / 20.7, abs=1
+    )
     assert np.ptp(counts.sum(axis=0)[:6]) <= 1
     counts, _ = count_rows(10, **held)
     assert np.array_equal(counts, count_rows(10, **held)[0])
     assert not np.array_equal(counts, count_rows(10, **held, seed=1)[0])
     for weights in ([1, 1], [], None):  # weights of 1 change nothing
         assert all(np.array_equal(of_epoch, range(11)) for of_epoch in count_rows(3, weights)[1])
-    with pytest.raises(SystemExit, match="--latents_weights takes 0.05 of the 5 rows of b: choose a larger one"):
+    with pytest.raises(
+        SystemExit, match="--latents_weights takes 0.05 of the 5 rows of b: choose a larger one"
+    ):
         count_rows(1, [1, 0.01])
 
 
 def test_an_epoch_is_filled_up_by_the_largest_remainder():
-    assert module.deal([1.2, 5.8, 3.0], 1) == [1, 6, 3] and module.deal([1.2, 5.8, 3.0], 3) == [4, 17, 9]
+    assert module.deal([1.2, 5.8, 3.0], 1) == [1, 6, 3] and module.deal([1.2, 5.8, 3.0], 3) == [
+        4,
+        17,
+        9,
+    ]
 
 
 # ------------------------------------------------------------------- what is refused
 
 
 def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cache):
-    refused(tmp_path / "nowhere", "nowhere/cache.json is missing: make the cache with precompute_latents.py")
+    refused(
+        tmp_path / "nowhere",
+        "nowhere/cache.json is missing: make the cache with precompute_latents.py",
+    )
     for name in ("data-00001-of-00003.arrow", "empty_prompt.npy"):
         path, data = cache / name, (cache / name).read_bytes()
         path.unlink()
@@ -215,17 +271,26 @@ def test_more_shards_than_a_process_can_map_are_no_damage(cache, monkeypatch):
     monkeypatch.setattr(pa, "memory_map", refuse)
     with pytest.raises(SystemExit) as stop:
         module.load_cache(cache)
-    assert paths[1] in str(stop.value) and "vm.max_map_count" in str(stop.value) and "damaged" not in str(stop.value)
+    assert (
+        paths[1] in str(stop.value)
+        and "vm.max_map_count" in str(stop.value)
+        and "damaged" not in str(stop.value)
+    )
 
 
-@pytest.mark.filterwarnings("ignore:The 'generic' unit")  # of numpy 2.5, where a bit makes a duration of a number
+# numpy 2.5 warns where a flipped bit turns a number into a duration
+@pytest.mark.filterwarnings("ignore:The 'generic' unit")
 @pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
 def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_cache):
     cache, rng, caught = tmp_path / "cache", np.random.default_rng(0), 0
     make_cache(cache, f"--text_cache={text_cache}")
     expected = read_rows(cache)
     text = "input_ids" if text_cache == "ids" else "prompt_embeds"
-    whole = {path: path.read_bytes() for path in cache.iterdir() if path.is_file() and path.name != "run.args"}
+    whole = {
+        path: path.read_bytes()
+        for path in cache.iterdir()
+        if path.is_file() and path.name != "run.args"
+    }
     for path, content in [item for item in whole.items() if item[1]]:
         for _ in range(10 if path.suffix != ".arrow" else 40):
             changed = bytearray(content)
@@ -239,7 +304,9 @@ def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_c
             else:  # what is not read: a caption, a key, what fills up, the other files' layout
                 assert path.name != "cache.json"
                 for one, other in zip(rows, expected, strict=True):
-                    assert torch.equal(one["latents"], other["latents"]) and torch.equal(one[text], other[text])
+                    assert torch.equal(one["latents"], other["latents"]) and torch.equal(
+                        one[text], other[text]
+                    )
             path.write_bytes(content)
     assert caught > 40
     # Each bit of the numbers themselves, of one row
@@ -251,13 +318,17 @@ def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_c
             changed = bytearray(whole[path])
             changed[place + bit // 8] ^= 1 << bit % 8
             path.write_bytes(changed)
-            with pytest.raises(OSError, match=f"{path} is damaged: run the command that made the cache again"):
+            with pytest.raises(
+                OSError, match=f"{path} is damaged: run the command that made the cache again"
+            ):
                 open_caches(cache)[[(0, 3, 1.0)]]
 
 
 def test_a_row_is_checked_when_it_is_first_read_and_only_then(cache, monkeypatch):
     checked, checksum_row = [], shards.checksum_row
-    monkeypatch.setattr(shards, "checksum_row", lambda row: checked.append(sorted(row)) or checksum_row(row))
+    monkeypatch.setattr(
+        shards, "checksum_row", lambda row: checked.append(sorted(row)) or checksum_row(row)
+    )
     data = open_caches(cache, random_flip=False)
     assert not checked  # a cache of any size opens at once
     for _ in range(3):
@@ -280,7 +351,9 @@ def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_p
     }.items():
         changed = table.drop_columns([column])
         if values:
-            changed = table.set_column(table.schema.get_field_index(column), column, pa.array(values))
+            changed = table.set_column(
+                table.schema.get_field_index(column), column, pa.array(values)
+            )
         write_rows(two, changed.to_batches(), changed.schema)
         refused(cache, f"{two} is damaged", column)
     holes = table["latents"].combine_chunks().flatten().to_pylist()
@@ -313,7 +386,10 @@ def test_a_cache_that_says_what_it_does_not_hold_is_refused(cache):
 def test_a_cache_of_another_format_is_refused_and_not_misread(cache):
     for version in (1, 4):
         rewrite(cache, lambda content, version=version: content.update(format_version=version))
-        refused(cache, f"{cache} is a cache of format {version}, this version reads 2 and 3: make it anew")
+        refused(
+            cache,
+            f"{cache} is a cache of format {version}, this version reads 2 and 3: make it anew",
+        )
     rewrite(cache, lambda content: content.update(format_version=3))
     assert len(open_caches(cache)) == 6
 
@@ -329,13 +405,20 @@ def load():
 def describe(vae, text_encoders, tokenizers, **more):
     """A cache of these models, as far as it is compared."""
     content = describe_models(vae, text_encoders, tokenizers) | describe_latents(vae, 16, "moments")
-    content |= {"prompt_embeds_shape": [8, 32], "text_cache": "embeddings", "captions_cut": 0, "rows": 10}
+    content |= {
+        "prompt_embeds_shape": [8, 32],
+        "text_cache": "embeddings",
+        "captions_cut": 0,
+        "rows": 10,
+    }
     return {**content, "transform": {"resolution": 16, "random_flip": False}, **more}, None, None
 
 
 def test_a_cache_of_other_models_or_settings_is_refused(capsys):
     def check(*found, argv=()):
-        args = make_args("out", f"--pretrained_model_name_or_path={MODELS}", "--no-random_flip", *argv)
+        args = make_args(
+            "out", f"--pretrained_model_name_or_path={MODELS}", "--no-random_flip", *argv
+        )
         args.resolution = args.resolution if argv else None
         check_caches(dict(zip("ab", found, strict=False)), args)
 
@@ -346,7 +429,10 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
     check(good, good)
     assert capsys.readouterr().out == ""
     check(describe(*models, captions_cut=3))
-    assert capsys.readouterr().out == "a: 3 of 10 captions have more than 8 tokens, and lose what is beyond\n"
+    assert (
+        capsys.readouterr().out
+        == "a: 3 of 10 captions have more than 8 tokens, and lose what is beyond\n"
+    )
 
     for change, said in {
         "scaling_factor": "vae.scaling_factor 0.18215 -> 0.9446",
@@ -366,7 +452,9 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
                 tokenizers[0].add_tokens(["<another>"])
         with pytest.raises(SystemExit) as stop:
             check(describe(vae, text_encoders, tokenizers))
-        assert str(stop.value).startswith(f"a does not fit these models or the first cache ({said}"), stop.value
+        assert str(stop.value).startswith(
+            f"a does not fit these models or the first cache ({said}"
+        ), stop.value
         assert str(stop.value).count(" -> ") == 1
     for second, said in {
         "latents": ("sample", "latents sample -> moments"),
@@ -376,8 +464,12 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
     }.items():
         with pytest.raises(SystemExit) as stop:
             check(good, describe(*models, **{second: said[0]}))
-        assert str(stop.value).startswith(f"b does not fit these models or the first cache ({said[1]})")
-    with pytest.raises(SystemExit, match="--random_flip: a was made without, so it holds no mirrored latents"):
+        assert str(stop.value).startswith(
+            f"b does not fit these models or the first cache ({said[1]})"
+        )
+    with pytest.raises(
+        SystemExit, match="--random_flip: a was made without, so it holds no mirrored latents"
+    ):
         check(good, argv=["--random_flip", "--resolution=16"])
     with pytest.raises(SystemExit, match="--resolution 32: a holds 16 px"):
         check(good, argv=["--resolution=32"])

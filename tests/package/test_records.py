@@ -21,13 +21,24 @@ from diffusion_training.training.signs import NUMBERS, find_signs, read_metrics
 def run(tmp_path):
     """`run(resumed_at)` -> the Records of a run of 8 steps; its batches are in [-1, 1] already."""
     (tmp_path / "out").mkdir()
-    argv = [f"--train_data_dir={tmp_path}", f"--output_dir={tmp_path}/out", "--max_train_steps=8", "--report_to=none"]
+    argv = [
+        f"--train_data_dir={tmp_path}",
+        f"--output_dir={tmp_path}/out",
+        "--max_train_steps=8",
+        "--report_to=none",
+    ]
 
     def run(global_step=0, *more, num_left_out=0):
-        args = train_unconditional.parse_args([*argv, "--lr_warmup_steps=0", "--max_grad_norm=1", *more])
+        args = train_unconditional.parse_args(
+            [*argv, "--lr_warmup_steps=0", "--max_grad_norm=1", *more]
+        )
         accelerator = Accelerator(cpu=True)
         return Records(
-            accelerator, global_step, num_left_out, tmp_path / "out/checkpoint-3" if global_step else None, args
+            accelerator,
+            global_step,
+            num_left_out,
+            tmp_path / "out/checkpoint-3" if global_step else None,
+            args,
         )
 
     return run
@@ -40,7 +51,12 @@ def prepare(batch):
 def batch_of(images, skipped=(), weight=None):
     images = torch.as_tensor(images, dtype=torch.float32)
     weight = torch.full((len(images),), 1 / len(images)) if weight is None else torch.tensor(weight)
-    return {"pixel_values": images, "weight": weight, "skipped": list(skipped), "waited": (0.0, 0.25)}
+    return {
+        "pixel_values": images,
+        "weight": weight,
+        "skipped": list(skipped),
+        "waited": (0.0, 0.25),
+    }
 
 
 NOISE = np.random.default_rng(0).uniform(-1, 1, (2, 3, 4, 4))
@@ -70,7 +86,9 @@ def test_a_record_is_the_mean_since_the_last(tmp_path, run):
     assert (one["step"], one["epoch"], one["loss"], one["lr"]) == (2, 0, 1.5, 1e-3)
     assert (one["grad_norm"], one["clipped"]) == (1.0, 0.5)
     assert (other["step"], other["epoch"], other["loss"], other["clipped"]) == (3, 1, 4.0, 1.0)
-    assert one["images_per_second"] > 0 and one["data_wait"] * 4 / one["images_per_second"] == pytest.approx(0.5)
+    assert one["images_per_second"] > 0 and one["data_wait"] * 4 / one[
+        "images_per_second"
+    ] == pytest.approx(0.5)
 
 
 def test_a_step_without_any_image_has_no_loss_to_record(tmp_path, run):
@@ -92,7 +110,8 @@ def test_what_is_skipped_is_named_once_also_when_the_run_goes_on(tmp_path, run, 
     told = [record.get("skipped") for record in metrics(tmp_path)]
     assert told == [{"a.png": "broken", "b.png": "odd"}, None, {"c.png": "broken"}]
     records = run(2)
-    assert [record["step"] for record in metrics(tmp_path)] == [1, 2]  # what came after the checkpoint comes again
+    # steps after the checkpoint are recorded anew
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2]
     step(records, 3, batch_of(NOISE, [("a.png", "broken"), ("c.png", "broken")]))
     said = capfd.readouterr().err
     assert "a.png" not in said and said.count("Skipped c.png") == 1
@@ -102,7 +121,9 @@ def test_what_is_skipped_is_named_once_also_when_the_run_goes_on(tmp_path, run, 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_anything_is_saved(tmp_path, run):
     records = run()
-    with pytest.raises(SystemExit, match=r"not finite at step 1 \(last checkpoint: none\); try a lower"):
+    with pytest.raises(
+        SystemExit, match=r"not finite at step 1 \(last checkpoint: none\); try a lower"
+    ):
         step(records, 1, loss=math.nan, log=False)
     (tmp_path / "out/checkpoint-3").mkdir()
     (tmp_path / "out/checkpoint-3/trainer_state.json").touch()
@@ -126,13 +147,23 @@ def test_when_nothing_decodes_the_run_ends(tmp_path, run):
 
 def test_what_a_power_cut_has_spoilt_is_left_out(tmp_path):
     whole = {"step": 1, **dict.fromkeys(NUMBERS, 0.5)}
-    lines = [json.dumps(whole), '{"step": 2, "lo', "\0\0\0", "[]", "1", '{"loss": 1}', '{"step": 1, "loss": 0.5}']
+    lines = [
+        json.dumps(whole),
+        '{"step": 2, "lo',
+        "\0\0\0",
+        "[]",
+        "1",
+        '{"loss": 1}',
+        '{"step": 1, "loss": 0.5}',
+    ]
     lines += [json.dumps(whole | wrong) for wrong in (
-        {"loss": math.nan}, {"loss": "x"}, {"data_wait": None}, {"step": 1.5}, {"step": True}, {"signs": []},
-        {"more": []},
+        {"loss": math.nan}, {"loss": "x"}, {"data_wait": None}, {"step": 1.5}, {"step": True},
+        {"signs": []}, {"more": []},
     )]  # fmt: skip
     lines += ['{"step": 4, "held_out_loss": 0.25}', '{"step": 5, "held_out_loss": "x"}']
-    lines += [json.dumps(whole | {"step": 6, "signs": {"lr": "why"}, "skipped": {"a.png": "broken"}})]
+    lines += [
+        json.dumps(whole | {"step": 6, "signs": {"lr": "why"}, "skipped": {"a.png": "broken"}})
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 4, 6]
     assert [record["step"] for record in read_metrics(tmp_path, 4)] == [1, 4]
@@ -144,7 +175,9 @@ def test_a_tracker_that_does_not_work_is_one_sentence(run, monkeypatch):
         raise ValueError("api_key not configured (no-tty)")
 
     monkeypatch.setattr(Accelerator, "init_trackers", no_login)
-    with pytest.raises(SystemExit, match=r"wandb does not work: `wandb login`, or set .* \(api_key not configured"):
+    with pytest.raises(
+        SystemExit, match=r"wandb does not work: `wandb login`, or set .* \(api_key not configured"
+    ):
         run(0, "--report_to=wandb")
     with pytest.raises(SystemExit, match=r"tensorboard does not work: --report_to none"):
         run(0, "--report_to=tensorboard")
@@ -161,7 +194,9 @@ def test_the_first_images_are_measured_and_a_sign_is_told_once(tmp_path, run, ca
         step(records, number, batch_of(images[:1] if number > 1 else np.zeros((1, 3, 4, 4))))
     signs = [record.get("signs", {}) for record in metrics(tmp_path)]
     assert signs[0].keys() == {"range", "colour"} and not any(signs[1:])
-    assert signs[0]["range"].startswith("images go from 0 to 0") and signs[0]["colour"].startswith("100%")
+    assert signs[0]["range"].startswith("images go from 0 to 0") and signs[0]["colour"].startswith(
+        "100%"
+    )
     assert capfd.readouterr().err.count("Worth a look: ") == 2
     step(run(7), 8, batch_of(images), last=True)
     assert not any("signs" in record for record in metrics(tmp_path)[1:])
@@ -177,14 +212,23 @@ def test_only_the_first_hundred_images_are_looked_at_and_each_is_prepared_once(r
 
     look = records.look(counting)
     given = [look(batch) for batch in records.watch([batch_of(np.ones((30, 3, 1, 1)))] * 9)]
-    assert prepared == [30] * 9 and records.looked_at == 120 and records.images[-1].item() == pytest.approx(4)
-    assert all(images.shape == (30, 3, 1, 1) and (condition, more) == ({}, {}) for images, condition, more in given)
+    assert (
+        prepared == [30] * 9
+        and records.looked_at == 120
+        and records.images[-1].item() == pytest.approx(4)
+    )
+    assert all(
+        images.shape == (30, 3, 1, 1) and (condition, more) == ({}, {})
+        for images, condition, more in given
+    )
 
 
 def test_images_are_measured_by_their_weight():
     images = torch.tensor([[-1.0, 1.0], [0.5, 0.5], [9.0, -9.0]]).view(3, 1, 1, 2)
     found = measure_images(images, torch.tensor([0.5, 0.25, 0.0]))
-    assert found.tolist() == pytest.approx([-0.5 + 0.125, 0.5 + 0.125, 0.5 + 0.0625, 0.25, 0.5 * 2, 0.75])
+    assert found.tolist() == pytest.approx(
+        [-0.5 + 0.125, 0.5 + 0.125, 0.5 + 0.0625, 0.25, 0.5 * 2, 0.75]
+    )
 
 
 def test_roughness_is_1_of_noise_and_little_of_what_is_smooth():
@@ -192,7 +236,9 @@ def test_roughness_is_1_of_noise_and_little_of_what_is_smooth():
     x, one = torch.arange(32) / 32, torch.ones(1)
     for cycles in (1, 4, 8):
         wave = (7 * torch.sin(2 * torch.pi * cycles * x)).expand(1, 3, 32, 32)
-        assert measure_images(wave, one)[4] == pytest.approx(1 - math.cos(2 * math.pi * cycles / 32), abs=0.04)
+        assert measure_images(wave, one)[4] == pytest.approx(
+            1 - math.cos(2 * math.pi * cycles / 32), abs=0.04
+        )
     assert measure_images(torch.randn(1, 3, 64, 64), one)[4] == pytest.approx(1, abs=0.05)
 
 
@@ -232,7 +278,10 @@ def test_the_record_after_an_epoch_has_the_mean_of_its_losses_resumed_or_not(tmp
 
     go_on(run(), told)
     whole = [record.get("epoch_loss") for record in metrics(tmp_path)]
-    assert whole == [None, None, 2.0, None, 7.0, 6.0] and read_metrics(tmp_path / "out")[2]["epoch_loss"] == 2.0
+    assert (
+        whole == [None, None, 2.0, None, 7.0, 6.0]
+        and read_metrics(tmp_path / "out")[2]["epoch_loss"] == 2.0
+    )
     (tmp_path / "out/checkpoint-3").mkdir()
     go_on(run(3), told[3:])  # from within an epoch
     assert [record.get("epoch_loss") for record in metrics(tmp_path)] == whole
@@ -249,29 +298,38 @@ def test_what_is_left_is_estimated_without_pauses(run, monkeypatch):
         step(records, number, log=False)
         with records.paused():
             now[0] += 100
-    assert bar.format_dict["elapsed"] == pytest.approx(4) and bar.format_dict["rate"] in (None, pytest.approx(1))
+    assert bar.format_dict["elapsed"] == pytest.approx(4) and bar.format_dict["rate"] in (
+        None,
+        pytest.approx(1),
+    )
 
 
 @pytest.mark.parametrize("argv, images, record, found", [
     ([], {}, {}, set()),
     (["--max_train_steps=200", "--lr_warmup_steps=0"], {}, {}, set()),
-    (["--lr_scheduler=constant"], {}, {}, set()),  # with averaged weights that is what most people do
+    # a common choice with averaged weights
+    (["--lr_scheduler=constant"], {}, {}, set()),
     (["--no-use_ema"], {}, {"lr": 1e-6}, set()),
     (["--no-use_ema"], {}, {}, {"lr"}),
     ([], {"low": 0.0}, {}, {"range"}),
     ([], {"high": 255.0}, {}, {"range"}),
     ([], {"flat": 0.2}, {}, {"colour"}),
     ([], {}, {"clipped": 0.6}, {"clipped"}),
-    (["--max_train_steps=20", "--lr_warmup_steps=0"], {}, {"clipped": 0.6, "data_wait": 0.6}, set()),  # too soon
+    # too few steps to judge
+    (["--max_train_steps=20", "--lr_warmup_steps=0"], {},
+     {"clipped": 0.6, "data_wait": 0.6}, set()),
     ([], {}, {"data_wait": 0.06}, {"waiting"}),
     (["--ema_power=1"], {}, {}, {"ema"}),
     (["--max_train_steps=2000", "--ema_max_decay=0.9999", "--ema_inv_gamma=0.01"], {}, {}, {"ema"}),
 ])  # fmt: skip
 def test_signs_are_told_apart_and_a_sane_run_has_none(tmp_path, argv, images, record, found):
-    args = train_unconditional.parse_args([f"--train_data_dir={tmp_path}", "--max_train_steps=10000", *argv])
+    args = train_unconditional.parse_args(
+        [f"--train_data_dir={tmp_path}", "--max_train_steps=10000", *argv]
+    )
     steps = np.linspace(0, args.max_train_steps, 11).astype(int)[1:]
     start = {"loss": 1, "lr": args.learning_rate, "data_wait": 0.01, "clipped": 0.1}
-    records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]  # before the warm-up ends all is allowed
+    # records of the warm-up are ignored
+    records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]
     records += [{"step": int(step), **start, **record} for step in steps]
     images = {"low": -0.9, "high": 0.8, "square": 0.3, "flat": 0.01, "rough": 0.1, **images}
     signs = find_signs(records, list(images.values()), args)
@@ -280,13 +338,19 @@ def test_signs_are_told_apart_and_a_sane_run_has_none(tmp_path, argv, images, re
 
 
 def test_of_latents_the_size_is_looked_at_and_no_range_or_colour(tmp_path):
-    argv = ["--pretrained_model_name_or_path=x", f"--latents_dir={tmp_path}", "--max_train_steps=10"]
+    argv = [
+        "--pretrained_model_name_or_path=x",
+        f"--latents_dir={tmp_path}",
+        "--max_train_steps=10",
+    ]
     args = train_text_to_image.parse_args(argv)
     record = {"step": 1, "loss": 1, "lr": 1e-4, "data_wait": 0, "clipped": 0}
     for mean_square, wrong in ((0.18**2, "0.18"), (1.0, None), (5.5**2, "5.5")):
         signs = find_signs([record], [-9.0, 9.0, mean_square, 1.0, 0.5], args)
         assert signs.keys() == ({"latents"} if wrong else set())
-        assert f"root mean square of {wrong}, not of about 1" in signs.get("latents", "") or not wrong
+        assert (
+            f"root mean square of {wrong}, not of about 1" in signs.get("latents", "") or not wrong
+        )
     turn = find_signs([{**record, "step": 1000, "data_wait": 0.5}], None, args)["waiting"]
     assert "a faster disk, or more memory" in turn
     args.latents_dir += ["s3://bucket/latents"]
@@ -296,14 +360,25 @@ def test_of_latents_the_size_is_looked_at_and_no_range_or_colour(tmp_path):
 
 def test_what_waits_for_data_is_told_what_to_turn(tmp_path):
     record = {"step": 1000, "loss": 1, "lr": 1e-4, "data_wait": 0.5, "clipped": 0}
-    for argv, words in (([], "try --cache_images, or more"), (["--cache_images"], "a faster disk, or more memory")):
+    for argv, words in (
+        ([], "try --cache_images, or more"),
+        (["--cache_images"], "a faster disk, or more memory"),
+    ):
         argv = [f"--train_data_dir={tmp_path}", "--max_train_steps=2000", *argv]
         assert words in find_signs([record], None, train_unconditional.parse_args(argv))["waiting"]
 
 
 def test_a_lora_that_has_learned_nothing_after_100_steps_is_told(tmp_path):
-    argv = [f"--train_data_dir={tmp_path}", "--max_train_steps=2000", "--no-use_ema", "--lr_warmup_steps=0"]
-    record, args = {"loss": 1, "lr": 1e-4, "data_wait": 0, "clipped": 0}, train_unconditional.parse_args(argv)
+    argv = [
+        f"--train_data_dir={tmp_path}",
+        "--max_train_steps=2000",
+        "--no-use_ema",
+        "--lr_warmup_steps=0",
+    ]
+    record, args = (
+        {"loss": 1, "lr": 1e-4, "data_wait": 0, "clipped": 0},
+        train_unconditional.parse_args(argv),
+    )
     for step, learned, told in [(99, 0.0, False), (100, 0.0, True), (2000, 1e-9, False)]:
         records = [{"step": 1, **record}, {"step": step, **record, "lr": 0}]
         assert ("lora" in find_signs(records, None, args, learned)) == told
@@ -324,12 +399,15 @@ def test_a_gpu_that_lies_idle_or_is_nearly_full_is_told(tmp_path, most, batch, t
     signs = find_signs([{"step": 1, **record}, {"step": 30, **record}], None, args, 1.0, costs)
     assert signs.keys() == ({kind} if kind else set()) and (not kind or said in signs[kind])
     assert all(len(text) < 160 for text in signs.values())
-    assert find_signs([{"step": 1, **record}], None, args, 1.0, costs) == {}  # one record is no judgement
+    # one record is too few to judge
+    assert find_signs([{"step": 1, **record}], None, args, 1.0, costs) == {}
 
 
 def test_nothing_is_told_by_other_processes(tmp_path, run):
     records = run()
-    records.accelerator = argparse.Namespace(is_main_process=False, log=lambda *args, **options: None)
+    records.accelerator = argparse.Namespace(
+        is_main_process=False, log=lambda *args, **options: None
+    )
     records.write({"step": 1, "loss": 1.0})
     assert os.path.getsize(tmp_path / "out/metrics.jsonl") == 0
 

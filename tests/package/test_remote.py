@@ -1,4 +1,7 @@
-"""Files on a disk or at an address: each is whole or not there. The address lies in memory: no server, no thread."""
+"""Files on a disk or at an address: each is complete or absent.
+
+The address is in memory, so there is no server and no thread.
+"""
 
 import os
 
@@ -26,7 +29,11 @@ def folder(request, tmp_path):
 
 
 def test_what_is_an_address():
-    assert module.is_address("s3://a/b") and module.is_address("file:///a") and not module.is_address("/a/s3:/b")
+    assert (
+        module.is_address("s3://a/b")
+        and module.is_address("file:///a")
+        and not module.is_address("/a/s3:/b")
+    )
 
 
 def test_files_are_written_read_listed_and_removed(folder, tmp_path):
@@ -65,7 +72,9 @@ def test_a_folder_is_named_as_files_in_it_are_written(folder, tmp_path, monkeypa
     url, files = folder
     fs, path, name = module.open_folder(url + "/")
     assert (
-        name.replace(":///", "://") == url and (path == url) == (not module.is_address(url)) and not path.endswith("/")
+        name.replace(":///", "://") == url
+        and (path == url) == (not module.is_address(url))
+        and not path.endswith("/")
     )
     if name == path:
         assert module.open_folder(f"file://{url}/")[1:] == (path, path)
@@ -73,7 +82,9 @@ def test_a_folder_is_named_as_files_in_it_are_written(folder, tmp_path, monkeypa
         assert module.open_folder("folder")[1:] == (path, path)
     with module.writing(f"{name}/text") as file:
         file.write_text("ä")
-    assert files() == {"text": "ä".encode()} and fs.cat_file(f"{name}/text") == fs.cat_file(f"{path}/text")
+    assert files() == {"text": "ä".encode()} and fs.cat_file(f"{name}/text") == fs.cat_file(
+        f"{path}/text"
+    )
 
 
 def test_files_are_written_beside_their_place_and_synced(tmp_path, monkeypatch):
@@ -89,8 +100,13 @@ def test_files_are_written_beside_their_place_and_synced(tmp_path, monkeypatch):
 
 @pytest.fixture
 def ask(monkeypatch):
-    """ask(error, times) does what fails so often; it keeps the file system of each try, and the seconds between."""
-    ask = lambda error, times, *hopeless: module.persist("memory://bucket/x", action(error, times), hopeless)  # noqa: E731
+    """ask(error, times, *hopeless) does an action that fails `times` times with `error`.
+
+    ask.tried keeps the file system of each try, ask.slept the seconds between tries.
+    """
+    ask = lambda error, times, *hopeless: module.persist(
+        "memory://bucket/x", action(error, times), hopeless
+    )
     ask.tried, ask.slept = [], []
     monkeypatch.setattr(module.time, "sleep", ask.slept.append)
 
@@ -111,15 +127,28 @@ def ask(monkeypatch):
 def test_what_can_not_be_read_is_asked_for_again_for_a_minute(ask):
     assert ask(OSError("reset by peer"), 0) == "/bucket/x" and ask.slept == []
     known = ask.tried[0]
-    assert ask(OSError("reset by peer"), 7) == "/bucket/x" and ask.slept == [0.5, 1, 2, 4, 8, 16, 32]
-    assert ask.tried[0] is known and len({*map(id, ask.tried)}) == 8  # then with credentials read anew
-    with pytest.raises(SystemExit, match=r"memory://bucket/x can't be read \(reset by peer\): what was saved") as stop:
+    assert ask(OSError("reset by peer"), 7) == "/bucket/x" and ask.slept == [
+        0.5,
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+    ]
+    # each further try opens a new file system, which reads the credentials again
+    assert ask.tried[0] is known and len({*map(id, ask.tried)}) == 8
+    with pytest.raises(
+        SystemExit, match=r"memory://bucket/x can't be read \(reset by peer\): what was saved"
+    ) as stop:
         ask(OSError("reset by peer"), 8)
     assert stop.value.alone and len(ask.tried) == 8
     assert ask(FileNotFoundError(), 2) == ask(PermissionError(), 2) == "/bucket/x"
 
 
-@pytest.mark.parametrize("error", [ImportError("no s3fs"), ModuleNotFoundError("no s3fs"), PermissionError("denied")])
+@pytest.mark.parametrize(
+    "error", [ImportError("no s3fs"), ModuleNotFoundError("no s3fs"), PermissionError("denied")]
+)
 def test_what_no_waiting_mends_is_said_at_once(ask, error):
     with pytest.raises(SystemExit, match="can't be read .no s3fs|can't be read .denied"):
         ask(error, 1, "FileNotFoundError", "PermissionError")

@@ -56,7 +56,9 @@ def test_a_cache_at_an_address_is_begun_once_fetched_and_sent_in_order(tmp_path,
     assert set(objects(url)) == {"cache.json", "run.args"}
     begun = objects(url)
     (tmp_path / "copy/cache.json").write_text("{}")
-    with pytest.raises(SystemExit, match=f"{url} can't be written to, or another run has just begun there"):
+    with pytest.raises(
+        SystemExit, match=f"{url} can't be written to, or another run has just begun there"
+    ):
         module.begin_cache(tmp_path / "copy", url)
     assert objects(url) == begun
 
@@ -68,17 +70,29 @@ def test_a_cache_at_an_address_is_begun_once_fetched_and_sent_in_order(tmp_path,
     fs.pipe_file(f"{root}/unfinished/data-0.arrow.json", b"{}")
     (tmp_path / "again").mkdir()
     assert module.fetch_cache(url, tmp_path / "again")
-    assert set(contents(tmp_path / "again")) == {"cache.json", "run.args", "unfinished/data-0.arrow.json"}
+    assert set(contents(tmp_path / "again")) == {
+        "cache.json",
+        "run.args",
+        "unfinished/data-0.arrow.json",
+    }
 
     sent, upload = [], module.upload
-    monkeypatch.setattr(module, "upload", lambda source, path: sent.append(path) or upload(source, path))
+    monkeypatch.setattr(
+        module, "upload", lambda source, path: sent.append(path) or upload(source, path)
+    )
     module.upload_finished(tmp_path / "whole", url)
     assert sent[-1] == f"{url}/state.json" and len(sent) == 6
-    small = {name: data for name, data in contents(tmp_path / "whole").items() if not name.endswith(".arrow")}
+    small = {
+        name: data
+        for name, data in contents(tmp_path / "whole").items()
+        if not name.endswith(".arrow")
+    }
     assert objects(url) == {**small, "data-0.arrow": shard}  # and nothing unfinished
 
     fs.pipe_file("bucket/other/thesis.txt", b"mine")
-    with pytest.raises(SystemExit, match="memory://bucket/other holds thesis.txt and no latent cache"):
+    with pytest.raises(
+        SystemExit, match="memory://bucket/other holds thesis.txt and no latent cache"
+    ):
         module.fetch_cache("memory://bucket/other", tmp_path / "again")
     with pytest.raises(SystemExit, match="--output_dir nowhere://x can't be read"):
         module.fetch_cache("nowhere://x", tmp_path / "again")

@@ -1,4 +1,4 @@
-"""Parquet at an address: the rows of a copy on a disk, read where they lie, and not mixed when the files change."""
+"""Parquet at an address: the same rows as on a disk, never mixed when the files change."""
 
 import os
 import pickle
@@ -20,14 +20,21 @@ COUNT = 26
 def folder(tmp_path):
     """Three files of parquet in row groups of three, as download_images.py writes them."""
     make_captioned(tmp_path / "images", COUNT, [f"No. {i} \U0001f600" for i in range(COUNT)])
-    rows = datasets.load_dataset(str(tmp_path / "images"), split="train", cache_dir=str(tmp_path / "hub"))
+    rows = datasets.load_dataset(
+        str(tmp_path / "images"), split="train", cache_dir=str(tmp_path / "hub")
+    )
     rows = rows.cast_column("image", datasets.Image(decode=False))
-    items = [{**row, "image": {"bytes": open(row["image"]["path"], "rb").read(), "path": None}} for row in rows]
+    items = [
+        {**row, "image": {"bytes": open(row["image"]["path"], "rb").read(), "path": None}}
+        for row in rows
+    ]
     (tmp_path / "parquet/sub").mkdir(parents=True)
     (tmp_path / "parquet/__download__").mkdir()
     for k, name in enumerate(("data-0", "data-1", "sub/data-2")):
         part = datasets.Dataset.from_list(items[10 * k : 10 * k + 10])
-        part = part.cast_column("image", datasets.Image(decode=False)).add_column("other", [k] * len(part))
+        part = part.cast_column("image", datasets.Image(decode=False)).add_column(
+            "other", [k] * len(part)
+        )
         part.to_parquet(str(tmp_path / f"parquet/{name}.parquet"), batch_size=3)
     for name in ("__download__/urls.parquet", ".hidden.parquet", "notes.txt"):  # no data
         (tmp_path / "parquet" / name).write_bytes(b"nothing to read")
@@ -35,7 +42,9 @@ def folder(tmp_path):
 
 
 def open_rows(folder, *argv):
-    args = precompute_latents.parse_args(["--train_data_dir=.", "--pretrained_model_name_or_path=sd", *argv])
+    args = precompute_latents.parse_args(
+        ["--train_data_dir=.", "--pretrained_model_name_or_path=sd", *argv]
+    )
     args.train_data_dir = f"file://{folder}/"
     module.open_parquet.cache_clear(), module.read_group.cache_clear()
     return module.RemoteRows(args)
@@ -45,9 +54,16 @@ def test_the_rows_are_those_of_a_copy_on_a_disk(folder, tmp_path):
     rows = open_rows(folder)
     for name in ("__download__/urls.parquet", ".hidden.parquet", "notes.txt"):
         (folder / name).unlink()
-    argv = [f"--train_data_dir={folder}", "--pretrained_model_name_or_path=sd", f"--cache_dir={tmp_path / 'hub'}"]
+    argv = [
+        f"--train_data_dir={folder}",
+        "--pretrained_model_name_or_path=sd",
+        f"--cache_dir={tmp_path / 'hub'}",
+    ]
     local, column = load_rows(precompute_latents.parse_args(argv), others=["text"])
-    assert len(rows) == len(local) == COUNT and rows.columns == (column, "text") == ("image", "text")
+    assert len(rows) == len(local) == COUNT and rows.columns == (column, "text") == (
+        "image",
+        "text",
+    )
     for numbers in ([0], [25, 0, 9, 10, 11], list(range(COUNT)), [3, 3]):
         assert rows[numbers] == local[numbers]
     assert rows[[9, 10]]["text"][1].startswith("No. 1")
@@ -62,9 +78,12 @@ def test_workers_get_names_and_counts_and_read_what_they_need(folder, monkeypatc
     monkeypatch.setattr(
         pq.ParquetFile,
         "read_row_group",
-        lambda file, *args: read.append((file.metadata.num_rows, *args)) or read_row_group(file, *args),
+        lambda file, *args: (
+            read.append((file.metadata.num_rows, *args)) or read_row_group(file, *args)
+        ),
     )
-    assert again[[12, 10, 11]] == rows[[12, 10, 11]] and read == [(10, 0, ("image", "text"))]  # no other column
+    # no other column is read
+    assert again[[12, 10, 11]] == rows[[12, 10, 11]] and read == [(10, 0, ("image", "text"))]
     again[[25]]
     assert read[1:] == [(6, 1, ("image", "text"))]
 
@@ -79,7 +98,11 @@ def test_files_that_change_at_an_address_are_not_mixed(folder):
     rows[[25]]
     with pytest.raises(ValueError, match="data-0.parquet: it has changed"):
         rows[[0]]
-    assert open_rows(folder)._fingerprint != rows._fingerprint == pickle.loads(pickle.dumps(rows))._fingerprint
+    assert (
+        open_rows(folder)._fingerprint
+        != rows._fingerprint
+        == pickle.loads(pickle.dumps(rows))._fingerprint
+    )
     path.unlink()
     module.open_parquet.cache_clear(), module.read_group.cache_clear()
     with pytest.raises(ValueError, match="data-0.parquet: .*No such file"):
@@ -95,12 +118,18 @@ def test_columns_are_chosen_by_the_flags(folder):
     assert rows.columns == ("picture", "caption") and len(rows[[3]]["picture"][0]["bytes"]) > 100
     several = "--caption_column", "caption", "other", "--image_column=picture"
     row = open_rows(folder, *several)[[3, 4]]
-    assert row["caption"][0].startswith("No. 3") and row["other"] == [0, 0] and row["picture"][1]["bytes"]
+    assert (
+        row["caption"][0].startswith("No. 3")
+        and row["other"] == [0, 0]
+        and row["picture"][1]["bytes"]
+    )
     pq.write_table(
         table.rename_columns(["picture", "caption", "mask"]).set_column(2, "mask", table["image"]),
         folder / "a.parquet",
     )
-    row = open_rows(folder, "--caption_column=caption", "--image_column=picture", "--mask_column=mask")[[3]]
+    row = open_rows(
+        folder, "--caption_column=caption", "--image_column=picture", "--mask_column=mask"
+    )[[3]]
     assert row["mask"] == row["picture"] and row["caption"][0].startswith("No. 3")
 
 
@@ -110,12 +139,19 @@ def test_what_can_not_be_read_is_refused_in_a_sentence(folder, tmp_path):
             open_rows(of, *argv)
         assert said in str(stop.value) and "\n" not in str(stop.value), stop.value
 
-    refused(f"file://{folder} has no column 'caption' but image, text, other: choose", "--caption_column=caption")
-    refused("has no column 'x' but image, text, other: choose with --image_column", "--image_column=x")
+    refused(
+        f"file://{folder} has no column 'caption' but image, text, other: choose",
+        "--caption_column=caption",
+    )
+    refused(
+        "has no column 'x' but image, text, other: choose with --image_column", "--image_column=x"
+    )
     (tmp_path / "empty").mkdir()
     refused("can't be read (it holds no parquet files)", of=tmp_path / "empty")
     refused("can't be read (it holds no parquet files)", of=tmp_path / "nowhere")
-    pq.write_table(pq.read_table(folder / "data-0.parquet").slice(0, 0), tmp_path / "empty/none.parquet")
+    pq.write_table(
+        pq.read_table(folder / "data-0.parquet").slice(0, 0), tmp_path / "empty/none.parquet"
+    )
     refused("holds no images", of=tmp_path / "empty")
     pq.write_table(pa.table({"text": ["a"], "image": ["b"]}), folder / "sub/zzz.parquet")
     refused("sub/zzz.parquet has other columns than data-0.parquet")

@@ -26,9 +26,21 @@ def load(tmp_path):
     """`load_rows` of a folder, with flags."""
 
     def load(folder, streaming=False, others=(), **flags):
-        none = ["dataset_name", "train_data_dir", "dataset_config_name", "image_column", "max_train_samples"]
-        args = dict.fromkeys(none) | {"dataset_split": "train", "seed": 0, "cache_dir": str(tmp_path / "cached")}
-        return load_rows(argparse.Namespace(**args | {"train_data_dir": str(folder)} | flags), streaming, others)
+        none = [
+            "dataset_name",
+            "train_data_dir",
+            "dataset_config_name",
+            "image_column",
+            "max_train_samples",
+        ]
+        args = dict.fromkeys(none) | {
+            "dataset_split": "train",
+            "seed": 0,
+            "cache_dir": str(tmp_path / "cached"),
+        }
+        return load_rows(
+            argparse.Namespace(**args | {"train_data_dir": str(folder)} | flags), streaming, others
+        )
 
     return load
 
@@ -40,7 +52,10 @@ def add_member(tar, name, content):
 
 
 def test_every_kind_of_folder_gives_its_images(tmp_path, load):
-    """Sub-folders, metadata.jsonl, parquet of images and of plain bytes, webdataset; and a column by another name."""
+    """Sub-folders, metadata.jsonl, parquet of images and of plain bytes, webdataset.
+
+    The image column may have another name.
+    """
     make_images(tmp_path / "images", 6)
     png = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(6)]
     for i in range(6):
@@ -58,18 +73,25 @@ def test_every_kind_of_folder_gives_its_images(tmp_path, load):
         for i, data in enumerate(png):
             add_member(tar, f"{i:03d}.png", data)
             add_member(tar, f"{i:03d}.txt", b"a caption")
-    reference = sorted(decode_image({"bytes": data, "path": None}, 3).float().mean().item() for data in png)
+    reference = sorted(
+        decode_image({"bytes": data, "path": None}, 3).float().mean().item() for data in png
+    )
     for name in ("images", "classes", "captions", "parquet", "plain", "tars"):
         rows, column = load(tmp_path / name)
         assert len(rows) == 6 and rows.column_names == [column], name
-        assert sorted(decode_image(row[column], 3).float().mean().item() for row in rows) == reference, name
+        assert (
+            sorted(decode_image(row[column], 3).float().mean().item() for row in rows) == reference
+        ), name
     assert load(None, dataset_name=str(tmp_path / "parquet"), image_column="img")[1] == "img"
     assert load(tmp_path / "parquet", others=["label"])[0].column_names == ["img", "label"]
 
 
 def test_so_many_images_are_drawn_by_seed_or_the_first_of_a_stream(tmp_path, load):
     make_images(tmp_path / "images", 6)
-    drawn = [load(tmp_path / "images", max_train_samples=4, seed=seed)[0]["image"][:] for seed in (0, 0, 1)]
+    drawn = [
+        load(tmp_path / "images", max_train_samples=4, seed=seed)[0]["image"][:]
+        for seed in (0, 0, 1)
+    ]
     assert len(drawn[0]) == 4 and drawn[0] == drawn[1] != drawn[2]
     assert len(load(tmp_path / "images", max_train_samples=99)[0]) == 6
     rows, column = load(tmp_path / "images", streaming=True, max_train_samples=3)
@@ -83,15 +105,21 @@ def test_what_can_not_be_read_is_one_sentence(tmp_path, load):
         load(tmp_path / "empty")
     with pytest.raises(SystemExit, match="can't be loaded as a data set"):
         load(tmp_path / "images", dataset_split="test")
-    with pytest.raises(SystemExit, match="no column 'photo' but image, text: choose with --image_column"):
+    with pytest.raises(
+        SystemExit, match="no column 'photo' but image, text: choose with --image_column"
+    ):
         load(tmp_path / "images", image_column="photo")
-    with pytest.raises(SystemExit, match=r"no column 'caption' but image, text: .*\(photo.txt for photo.jpg\)"):
+    with pytest.raises(
+        SystemExit, match=r"no column 'caption' but image, text: .*\(photo.txt for photo.jpg\)"
+    ):
         load(tmp_path / "images", others=["caption"])
     with pytest.raises(SystemExit, match="column 'text' of .* can't be read as images"):
         datasets.Dataset.from_dict({"text": [1, 2]}).to_parquet(tmp_path / "empty/train.parquet")
         load(tmp_path / "empty", image_column="text")
     (tmp_path / "none").mkdir()
-    datasets.Dataset.from_dict({"image": [b"x"]}).select([]).to_parquet(tmp_path / "none/train.parquet")
+    datasets.Dataset.from_dict({"image": [b"x"]}).select([]).to_parquet(
+        tmp_path / "none/train.parquet"
+    )
     with pytest.raises(SystemExit):
         load(tmp_path / "none")
 
@@ -101,7 +129,9 @@ def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load):
     make_images(tmp_path / "beside", 6)
     for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines():
         row = json.loads(line)
-        (tmp_path / "beside" / row["file_name"]).with_suffix(".cap").write_text(f"\ufeff{row['text']}\n")
+        (tmp_path / "beside" / row["file_name"]).with_suffix(".cap").write_text(
+            f"\ufeff{row['text']}\n"
+        )
     flags = {"others": ["text"], "caption_column": "text", "caption_extension": "cap"}
     one, other = (load(tmp_path / name, **flags)[0] for name in ("images", "beside"))
     assert one["text"][:] == other["text"][:] and one["text"][3] == "a digit zero"
@@ -109,13 +139,17 @@ def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load):
     (tmp_path / "beside/2.cap").write_text("another")
     (tmp_path / "beside/4.cap").unlink()
     changed, _ = load(tmp_path / "beside", **flags)
-    assert changed["text"][2:5] == ["another", "a digit zero", None] and changed._fingerprint != before
+    assert (
+        changed["text"][2:5] == ["another", "a digit zero", None] and changed._fingerprint != before
+    )
 
 
 def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, load, monkeypatch):
     make_images(tmp_path / "images" / "deep", 2)
     listed, listing = [], LocalFileSystem.ls
-    monkeypatch.setattr(LocalFileSystem, "ls", lambda fs, path, **k: listed.append(path) or listing(fs, path, **k))
+    monkeypatch.setattr(
+        LocalFileSystem, "ls", lambda fs, path, **k: listed.append(path) or listing(fs, path, **k)
+    )
     rows, _ = load(tmp_path / "images")
     assert len(rows) == 2 and 0 < sum(Path(path).name == "deep" for path in listed) < 4
     shutil.copy(tmp_path / "images/deep/0.png", tmp_path / "images/new.png")
@@ -127,11 +161,15 @@ def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, ca
     for name in (".hidden", "raw.cr2", "more/notes", "more/b.cr2"):
         (tmp_path / "images" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "images" / name).touch()
-    shutil.copy(tmp_path / "images/0.png", tmp_path / "images/left.png")  # which the metadata do not name
-    (tmp_path / "images/linked").symlink_to(tmp_path / "images/more")  # a folder, which is not followed
+    # an image that the metadata do not name
+    shutil.copy(tmp_path / "images/0.png", tmp_path / "images/left.png")
+    # a link to a folder is not followed
+    (tmp_path / "images/linked").symlink_to(tmp_path / "images/more")
     (tmp_path / "images/shut").mkdir()  # to us
     access = os.access
-    monkeypatch.setattr(os, "access", lambda path, *how, **more: "shut" not in f"{path}" and access(path, *how))
+    monkeypatch.setattr(
+        os, "access", lambda path, *how, **more: "shut" not in f"{path}" and access(path, *how)
+    )
     load(tmp_path / "images")
     said = "6 of 10 files are not used (3 no suffix, 2 .cr2, 1 .png), such as left.png"
     assert capsys.readouterr().out == f"{tmp_path / 'images'}: {said}\n"
@@ -144,17 +182,29 @@ def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, ca
 
 
 def known(rows, column, folder):
-    return RowDataset(rows, column, argparse.Namespace(train_data_dir=str(folder), dataset_name=None))
+    return RowDataset(
+        rows, column, argparse.Namespace(train_data_dir=str(folder), dataset_name=None)
+    )
 
 
 def test_rows_are_known_by_their_file_in_the_folder_or_their_number(tmp_path, load):
     make_images(tmp_path / "images/a", 3)
-    assert known(*load(tmp_path / "images"), tmp_path / "images").names() == ["a/0.png", "a/1.png", "a/2.png"]
+    assert known(*load(tmp_path / "images"), tmp_path / "images").names() == [
+        "a/0.png",
+        "a/1.png",
+        "a/2.png",
+    ]
     (tmp_path / "link").symlink_to("images")
-    assert known(*load(tmp_path / "link"), tmp_path / "link").names() == ["a/0.png", "a/1.png", "a/2.png"]
+    assert known(*load(tmp_path / "link"), tmp_path / "link").names() == [
+        "a/0.png",
+        "a/1.png",
+        "a/2.png",
+    ]
     drawn, column = load(tmp_path / "images", max_train_samples=2, seed=1)
     expected = [Path(row[column]["path"]).name for row in drawn]
-    assert [Path(name).name for name in known(drawn, column, tmp_path / "images").names()] == expected
+    assert [
+        Path(name).name for name in known(drawn, column, tmp_path / "images").names()
+    ] == expected
     (tmp_path / "table").mkdir()
     png = (tmp_path / "images/a/0.png").read_bytes()
     datasets.Dataset.from_dict({"image": [png, png]}).to_parquet(tmp_path / "table/train.parquet")
@@ -176,7 +226,8 @@ def test_a_row_is_digested_by_its_content_and_not_by_name_or_number(tmp_path, lo
     (tmp_path / "images/1.png").unlink()
     assert rows.digest(1) not in digests and rows.digest(0) == digests[0]
     full = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0) + 1, full[1]))  # no further file can be opened
+    # no further file can be opened
+    resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0) + 1, full[1]))
     try:
         with pytest.raises(OSError, match="Too many open files"):
             rows.digest(0)
@@ -189,7 +240,8 @@ def test_items_come_in_the_order_of_their_keys(tmp_path, load):
     rows, _ = load(tmp_path / "images", others=["text"])
     items = read_items(rows, [(0, row, 1.0) for row in (2, 0, 2)])
     assert [item["text"] for item in items] == ["c", "a", "c"] and items[0] == rows[2]
-    assert read_items(rows, [(0, 5, 1.0, {"text": "it"})]) == [{"text": "it"}]  # of a stream the key has it
+    # in a stream, the key contains the item
+    assert read_items(rows, [(0, 5, 1.0, {"text": "it"})]) == [{"text": "it"}]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -207,16 +259,26 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
         def __getitem__(self, key):
             return {"path": key["png"]["path"]}
 
-    main = in_one_sentence(lambda args: list(load_batches(Items(), rows, workers, torch.device("cpu"))))
-    assert finish(start(lambda: main(argparse.Namespace()), log=tmp_path / "log"), timeout=30) == [1]
+    main = in_one_sentence(
+        lambda args: list(load_batches(Items(), rows, workers, torch.device("cpu")))
+    )
+    assert finish(start(lambda: main(argparse.Namespace()), log=tmp_path / "log"), timeout=30) == [
+        1
+    ]
     log = (tmp_path / "log").read_text()
-    assert "unexpected end of data; what was saved before is whole" in log and "Traceback" not in log
+    assert (
+        "unexpected end of data; what was saved before is whole" in log and "Traceback" not in log
+    )
 
 
 def test_a_column_of_images_is_no_caption_and_a_row_without_a_file_no_fault(tmp_path, load):
     make_captioned(tmp_path / "images", 3, ["a", "b", "c"])
-    with pytest.raises(SystemExit, match="column 'image' of .* holds images: choose another --caption_column"):
+    with pytest.raises(
+        SystemExit, match="column 'image' of .* holds images: choose another --caption_column"
+    ):
         load(tmp_path / "images", others=["image"], caption_column="image")
     lines = [{"file_name": "0.png", "text": "a"}, {"file_name": None, "text": "b"}]
-    (tmp_path / "images/metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "images/metadata.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     assert len(load(tmp_path / "images")[0]) == 2  # the second is skipped when it is read

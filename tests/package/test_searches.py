@@ -25,8 +25,9 @@ START = {"global_step": 0, "data_step": 0, "images_seen": 0}
 
 
 @pytest.mark.parametrize("scale_lr, base, images, factor", [
-    ("linear", 1, 8, 8), ("linear", 64, 256, 4), ("sqrt", 1, 64, 8), ("sqrt", 64, 256, 2), ("auto", 1, 512, 512),
-    (False, 1, 512, 1), (False, 64, 512, 1), ("auto", 64, 2048, 16), ("auto", 2048, 512, 0.5),
+    ("linear", 1, 8, 8), ("linear", 64, 256, 4), ("sqrt", 1, 64, 8), ("sqrt", 64, 256, 2),
+    ("auto", 1, 512, 512), (False, 1, 512, 1), (False, 64, 512, 1), ("auto", 64, 2048, 16),
+    ("auto", 2048, 512, 0.5),
 ])  # fmt: skip
 def test_learning_rates_are_scaled_by_rule(scale_lr, base, images, factor, capsys):
     args = argparse.Namespace(scale_lr=scale_lr, base_batch_size=base, learning_rate=1e-4)
@@ -51,9 +52,13 @@ def find(tmp_path, loss_at, steps=200, low=1e-7, high=1.0):
         loss, weight = loss_at(seen[-1][0]) if callable(loss_at) else loss_at[len(seen) - 1]
         return torch.tensor([loss * weight, weight, 0.0])
 
-    args = argparse.Namespace(find_lr_min=low, find_lr_max=high, find_lr_steps=steps, output_dir=str(tmp_path))
+    args = argparse.Namespace(
+        find_lr_min=low, find_lr_max=high, find_lr_steps=steps, output_dir=str(tmp_path)
+    )
     progress = Progress(START, 7, 2, 2)  # steps of 2 and 2, of 2 and 1
-    said = find_learning_rate(Accelerator(cpu=True), {"unet": model}, optimizer, take_step, batches, progress, args)
+    said = find_learning_rate(
+        Accelerator(cpu=True), {"unet": model}, optimizer, take_step, batches, progress, args
+    )
     with pytest.raises(StopIteration):
         next(batches)  # closed, and with it the loader's processes
     return json.loads((tmp_path / "find_lr.json").read_text()), seen, said
@@ -72,7 +77,9 @@ def test_rates_grow_by_the_same_factor_over_real_steps(tmp_path):
         smoothed = average / (1 - 0.9 ** (i + 1))
         assert found["smoothed"][i] == pytest.approx(smoothed)
     assert found["suggestion"] == pytest.approx(1e-8)  # the lowest is the first
-    assert said == f"--learning_rate {found['suggestion']:.2g}: {found['reason']}; see {tmp_path}/find_lr.png"
+    assert said == (
+        f"--learning_rate {found['suggestion']:.2g}: {found['reason']}; see {tmp_path}/find_lr.png"
+    )
     assert Image.open(tmp_path / "find_lr.png").size[0] > 300
 
 
@@ -87,7 +94,9 @@ def test_what_can_not_be_decoded_or_is_not_finite_is_no_answer(tmp_path):
     found, _, _ = find(tmp_path, [(1, 1), (9, 0), (1, 1), (math.inf, 1)], steps=10)
     assert len(found["rates"]) == 2
     (tmp_path / "find_lr.json").unlink()
-    with pytest.raises(SystemExit, match="the loss is not finite from the start: there is no learning rate to find"):
+    with pytest.raises(
+        SystemExit, match="the loss is not finite from the start: there is no learning rate to find"
+    ):
         find(tmp_path, [(math.nan, 1)])
     assert not (tmp_path / "find_lr.json").exists()
 
@@ -95,7 +104,12 @@ def test_what_can_not_be_decoded_or_is_not_finite_is_no_answer(tmp_path):
 # ------------------------------------------------------------------- a batch size
 
 
-ADAMW = {"optimizer": "adamw", "learning_rate": 1e-3, "adam_weight_decay": 0.01, "adam_epsilon": 1e-8}
+ADAMW = {
+    "optimizer": "adamw",
+    "learning_rate": 1e-3,
+    "adam_weight_decay": 0.01,
+    "adam_epsilon": 1e-8,
+}
 ADAMW |= {"adam_beta1": 0.9, "adam_beta2": 0.999}
 
 
@@ -104,7 +118,9 @@ class Device:
 
     def __init__(self, most, error=None):
         self.most, self.tried, self.error = most, [], error
-        self.error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        self.error = error or torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 MiB."
+        )
         self.model = torch.nn.Linear(3, 1)
 
     def take_step(self, models, optimizer, batches, micro_batches, data_step):
@@ -121,11 +137,14 @@ class Device:
     def search(self, limit, **flags):
         batch = {"pixel_values": torch.ones(1, 3), "weight": torch.ones(1), "skipped": []}
         args = argparse.Namespace(gradient_checkpointing=False, use_ema=True, **(ADAMW | flags))
-        return largest_batch(Accelerator(cpu=True), {"unet": self.model}, self.take_step, batch, limit, args)
+        return largest_batch(
+            Accelerator(cpu=True), {"unet": self.model}, self.take_step, batch, limit, args
+        )
 
 
 @pytest.mark.parametrize("most, limit, tried", [
-    (5, 12, [1, 2, 4, 8, 6, 5]), (12, 12, [1, 2, 4, 8, 12]), (99, 12, [1, 2, 4, 8, 12]), (1, 12, [1, 2]),
+    (5, 12, [1, 2, 4, 8, 6, 5]), (12, 12, [1, 2, 4, 8, 12]),
+    (99, 12, [1, 2, 4, 8, 12]), (1, 12, [1, 2]),
     (99, 1000, [1, 2, 4, 8, 16, 32, 64]),  # a CPU never says that it is full
     (7, 7, [1, 2, 4, 7]), (6, 7, [1, 2, 4, 7, 5, 6]),
 ])  # fmt: skip
@@ -134,8 +153,13 @@ def test_the_largest_is_found_by_doubling_and_bisection_and_nothing_is_trained(m
     before = [parameter.clone() for parameter in device.model.parameters()]
     assert device.search(limit) == min(most, limit, 64)
     sizes = [size for i, size in enumerate(device.tried) if i == 0 or device.tried[i - 1] != size]
-    assert sizes == tried and all(device.tried.count(size) == (2 if size <= most else 1) for size in tried)
-    assert all(torch.equal(one, other) for one, other in zip(before, device.model.parameters(), strict=True))
+    assert sizes == tried and all(
+        device.tried.count(size) == (2 if size <= most else 1) for size in tried
+    )
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(before, device.model.parameters(), strict=True)
+    )
     assert torch.equal(draw, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in device.model.parameters())
 
@@ -176,7 +200,8 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
     if num_processes > 1:
         accelerator = argparse.Namespace(num_processes=num_processes, print=accelerator.print)
     args = argparse.Namespace(
-        train_batch_size=train_batch_size, total_batch_size=total, gradient_accumulation_steps=accumulation,
+        train_batch_size=train_batch_size, total_batch_size=total,
+        gradient_accumulation_steps=accumulation,
         gradient_checkpointing=False, use_ema=True, **ADAMW,
     )  # fmt: skip
     models, rows = {"unet": device.model}, np.arange(4, 16)
@@ -186,7 +211,9 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
 
 def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
     assert choose(2, None, 3)[0] == (2, 3)
-    assert capsys.readouterr().out == "Batch size: 2 x 3 accumulated x 1 processes, 6 images a step\n"
+    assert (
+        capsys.readouterr().out == "Batch size: 2 x 3 accumulated x 1 processes, 6 images a step\n"
+    )
     assert choose("auto", None)[0] == (5, 1)
     assert "Batch size: 5 x 1 accumulated x 1 processes" in capsys.readouterr().out
     assert choose("auto", None, most=99)[0] == (12, 1)  # not more than there are
@@ -196,23 +223,40 @@ def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
     found, device = choose("auto", 8, before={"train_batch_size": 2})
     assert found == (2, 4) and device.tried == []  # a resumed run is what it was
     for wrong in ((2, 9), (2, 8, 2), (16, 8)):
-        with pytest.raises(SystemExit, match=f"--total_batch_size {wrong[1]} is no multiple of --train_batch_size"):
+        with pytest.raises(
+            SystemExit, match=f"--total_batch_size {wrong[1]} is no multiple of --train_batch_size"
+        ):
             choose(*wrong)
-    with pytest.raises(SystemExit, match="is no multiple of --train_batch_size 2 x 2 processes, or"):
+    with pytest.raises(
+        SystemExit, match="is no multiple of --train_batch_size 2 x 2 processes, or"
+    ):
         choose(2, 6, num_processes=2)
 
 
 def plan(*argv, steps=100, seen=0):
-    args = train_unconditional.parse_args(["--train_data_dir=.", f"--max_train_steps={steps}", *argv])
+    args = train_unconditional.parse_args(
+        ["--train_data_dir=.", f"--max_train_steps={steps}", *argv]
+    )
     progress = Progress({"global_step": seen, "data_step": seen, "images_seen": seen}, 10**6, 1, 1)
     return plan_steps(Accelerator(cpu=True), progress, args)
 
 
 def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_told(capsys):
-    assert plan("--lr_warmup_steps=11") and "--lr_warmup_steps 5 would suit it" in capsys.readouterr().out
+    assert (
+        plan("--lr_warmup_steps=11")
+        and "--lr_warmup_steps 5 would suit it" in capsys.readouterr().out
+    )
     assert plan("--lr_warmup_steps=10") and plan("--lr_scheduler=constant")
-    assert capsys.readouterr().out == 2 * "Epoch: 1000000 images, 1000000 steps; 100 steps are 0.0001 epochs\n"
-    with pytest.raises(SystemExit, match="polynomial ends at a rate of 1e-7: begin above it, not at 1e-08"):
+    assert (
+        capsys.readouterr().out
+        == 2 * "Epoch: 1000000 images, 1000000 steps; 100 steps are 0.0001 epochs\n"
+    )
+    with pytest.raises(
+        SystemExit, match="polynomial ends at a rate of 1e-7: begin above it, not at 1e-08"
+    ):
         plan("--lr_scheduler=polynomial", "--learning_rate=1e-8")
-    assert not plan(seen=101) and "beyond step 100: there is nothing left to train" in capsys.readouterr().out
+    assert (
+        not plan(seen=101)
+        and "beyond step 100: there is nothing left to train" in capsys.readouterr().out
+    )
     assert plan("--find_lr", seen=101)  # of a run that has ended, too

@@ -18,8 +18,8 @@ from diffusion_training.web import shards as module
 
 SCHEMA = datasets.Features({
     "image": datasets.Image(), "text": datasets.Value("string"), "url": datasets.Value("string"),
-    "width": datasets.Value("int32"), "height": datasets.Value("int32"), "sha256": datasets.Value("string"),
-    "id": datasets.Value("int64"),
+    "width": datasets.Value("int32"), "height": datasets.Value("int32"),
+    "sha256": datasets.Value("string"), "id": datasets.Value("int64"),
 }).arrow_schema  # fmt: skip
 FIRST, LAST = 40, 52  # rows of the table
 
@@ -36,9 +36,17 @@ def make_shard(path, failed=(41, 45), first=FIRST, last=LAST, size=20):
             start = spool.tell()
             spool.write(body(row, size))
             sha256 = hashlib.sha256(body(row, size)).hexdigest()
-            images[row] = {"first": start, "last": spool.tell(), "width": row, "height": 2 * row, "sha256": sha256}
+            images[row] = {
+                "first": start,
+                "last": spool.tell(),
+                "width": row,
+                "height": 2 * row,
+                "sha256": sha256,
+            }
     rows = range(first, last)
-    table = pa.table({"url": [f"u{row}" for row in rows], "text": [f"t{row}" for row in rows], "id": rows})
+    table = pa.table(
+        {"url": [f"u{row}" for row in rows], "text": [f"t{row}" for row in rows], "id": rows}
+    )
     module.write_images(str(path), table, first, images, spool, SCHEMA)
     return images
 
@@ -51,13 +59,16 @@ def test_a_shard_holds_its_images_in_the_order_of_the_table(tmp_path):
     make_shard(tmp_path / "data.parquet")
     rows = pq.read_table(tmp_path / "data.parquet").to_pylist()
     assert rows == [
-        {"image": {"bytes": body(row), "path": None}, "text": f"t{row}", "url": f"u{row}", "width": row,
-         "height": 2 * row, "sha256": hashlib.sha256(body(row)).hexdigest(), "id": row}
+        {"image": {"bytes": body(row), "path": None}, "text": f"t{row}", "url": f"u{row}",
+         "width": row, "height": 2 * row,
+         "sha256": hashlib.sha256(body(row)).hexdigest(), "id": row}
         for row in range(FIRST, LAST) if row not in (41, 45)
     ]  # fmt: skip
     make_shard(tmp_path / "again.parquet")
     assert (tmp_path / "again.parquet").read_bytes() == (tmp_path / "data.parquet").read_bytes()
-    features = datasets.Dataset.from_parquet(str(tmp_path / "data.parquet"), cache_dir=str(tmp_path / "hub")).features
+    features = datasets.Dataset.from_parquet(
+        str(tmp_path / "data.parquet"), cache_dir=str(tmp_path / "hub")
+    ).features
     assert isinstance(features["image"], datasets.Image)
 
 
@@ -93,7 +104,9 @@ def test_row_groups_are_small_enough_for_who_reads_one(tmp_path):
     make_shard(tmp_path / "large.parquet", (), 0, 5, size=15_000_000)
     for name, expected in {"many": [100, 100, 50], "large": [2, 2, 1]}.items():
         parquet = pq.ParquetFile(tmp_path / f"{name}.parquet")
-        assert [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)] == expected
+        assert [
+            parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)
+        ] == expected
 
 
 def test_of_a_damaged_shard_nothing_is_taken(tmp_path):
@@ -103,7 +116,8 @@ def test_of_a_damaged_shard_nothing_is_taken(tmp_path):
     make_shard(path)
     whole = path.read_bytes()
     for changed in (
-        whole[:-1], whole[:100], b"", whole[:-40] + bytes(36) + whole[-4:], b"PAR1" + bytes(400) + b"PAR1",
+        whole[:-1], whole[:100], b"",
+        whole[:-40] + bytes(36) + whole[-4:], b"PAR1" + bytes(400) + b"PAR1",
         *(whole[:i] + bytes(4) + whole[i + 4 :] for i in (100, 140, 180)),  # of images
     ):  # fmt: skip
         path.write_bytes(changed)
@@ -115,7 +129,7 @@ def test_of_a_damaged_shard_nothing_is_taken(tmp_path):
     assert read_shard(path) is None
 
 
-# ------------------------------------------------------------------------------------------------- records
+# ------------------------------------------------------------------- records
 
 
 @pytest.fixture(params=["disk", "address"])
@@ -124,22 +138,38 @@ def folder(request, tmp_path):
     MemoryFileSystem.store.clear()
     url = f"file://{tmp_path}" if request.param == "disk" else "memory://bucket/out"
     fs, root = fsspec.core.url_to_fs(url)
-    items = [{"name": f"data-{i:05d}-of-00004.parquet", "table": "t", "first": i, "last": i + 1} for i in range(4)]
+    items = [
+        {"name": f"data-{i:05d}-of-00004.parquet", "table": "t", "first": i, "last": i + 1}
+        for i in range(4)
+    ]
     fs.makedirs(f"{root}/__download__/records", exist_ok=True)
     for i, item in enumerate(items):
         fs.pipe_file(f"{root}/{item['name']}", bytes(100 + i))
         failures = [{"row": i, "url": "u", "reason": reason, "tries": 1} for reason in REASONS[i]]
-        record = {"images": 3 * i, "bytes": 100 + i, "sha256": "", "table": "t", "failures": failures}
+        record = {
+            "images": 3 * i,
+            "bytes": 100 + i,
+            "sha256": "",
+            "table": "t",
+            "failures": failures,
+        }
         fs.pipe_file(module.name_record(root, item["name"]), json.dumps(record).encode())
     return fs, root, items
 
 
-REASONS = [["HTTP 404"], [], ["opted out: noai", "not an image: cannot identify"], ["HTTP 404", "timed out"]]
+REASONS = [
+    ["HTTP 404"],
+    [],
+    ["opted out: noai", "not an image: cannot identify"],
+    ["HTTP 404", "timed out"],
+]
 
 
 def test_what_is_missing_is_what_has_no_record_or_no_shard(folder):
     fs, root, items = folder
-    choose = lambda retry=False: [items.index(item) for item in module.choose_items(fs, root, items, retry)]  # noqa: E731
+    choose = lambda retry=False: [
+        items.index(item) for item in module.choose_items(fs, root, items, retry)
+    ]
     assert choose() == [] and choose(True) == [3]  # what another day may mend
     fs.rm_file(f"{root}/{items[0]['name']}")
     fs.rm_file(module.name_record(root, items[2]["name"]))
@@ -147,30 +177,45 @@ def test_what_is_missing_is_what_has_no_record_or_no_shard(folder):
     path = module.name_record(root, items[1]["name"])
     record, cut = json.loads(fs.cat_file(path)), {"row": 1, "reason": "HTTP 404"}
     for data in ("damaged", "[]", "{}", *(json.dumps(record | change) for change in (
-        {"failures": None}, {"failures": ["x"]}, {"failures": [cut]}, {"sha256": 3}, {"images": "3"},
+        {"failures": None}, {"failures": ["x"]}, {"failures": [cut]},
+        {"sha256": 3}, {"images": "3"},
     ))):  # fmt: skip
         fs.pipe_file(path, data.encode())
-        assert choose() == [0, 2] and choose(True) == [0, 1, 2, 3] and module.read_record(fs, path) == {}
+        assert (
+            choose() == [0, 2]
+            and choose(True) == [0, 1, 2, 3]
+            and module.read_record(fs, path) == {}
+        )
     assert module.choose_items(fs, f"{root}/new", items, False) == items
 
 
-@pytest.mark.parametrize("reason", ["timed out", "connection: OSError x", "broken off", "host not found", "HTTP 429",
-                                    "HTTP 503"])  # fmt: skip
+@pytest.mark.parametrize("reason", [
+    "timed out", "connection: OSError x", "broken off", "host not found", "HTTP 429", "HTTP 503",
+])  # fmt: skip
 def test_what_may_pass_is_tried_again(reason):
     assert reason.startswith(module.PASSING)
-    assert not any(reason.startswith(module.PASSING) for reason in ("HTTP 404", "private address", "opted out: noai"))
+    assert not any(
+        reason.startswith(module.PASSING)
+        for reason in ("HTTP 404", "private address", "opted out: noai")
+    )
 
 
 def gather(fs, root, items):
-    return module.gather(fs, root if type(fs).protocol != "memory" else fs.unstrip_protocol(root), items)
+    return module.gather(
+        fs, root if type(fs).protocol != "memory" else fs.unstrip_protocol(root), items
+    )
 
 
 def test_failures_are_gathered_in_order_and_everything_is_counted(folder):
     fs, root, items = folder
     expected = {"HTTP 404": 2, "opted out": 1, "not an image": 1, "timed out": 1}
     assert gather(fs, root, items) == {"images": 18, "bytes": 406, "failures": expected}
-    lines = [json.loads(line) for line in fs.cat_file(f"{root}/__download__/failures.jsonl").splitlines()]
-    assert [(line["row"], line["reason"]) for line in lines] == [(i, x) for i, xs in enumerate(REASONS) for x in xs]
+    lines = [
+        json.loads(line) for line in fs.cat_file(f"{root}/__download__/failures.jsonl").splitlines()
+    ]
+    assert [(line["row"], line["reason"]) for line in lines] == [
+        (i, x) for i, xs in enumerate(REASONS) for x in xs
+    ]
     assert lines[0] == {"table": "t", "row": 0, "url": "u", "reason": "HTTP 404", "tries": 1}
 
 
@@ -193,9 +238,12 @@ def test_shards_that_are_not_as_recorded_are_named_to_be_mended(folder):
     said = f"2 shards, such as {items[1]['name']}, are not as recorded: the same command mends it"
     with pytest.raises(SystemExit, match=said):
         gather(fs, root, items)
-    assert module.choose_items(fs, root, items, False) == [items[1], items[3]]  # their records are gone
+    # the records of both shards were removed
+    assert module.choose_items(fs, root, items, False) == [items[1], items[3]]
     fs.rm_file(f"{root}/{items[1]['name']}")
-    with pytest.raises(SystemExit, match="1 of 4 shards are not in .*: on several machines all must share it"):
+    with pytest.raises(
+        SystemExit, match="1 of 4 shards are not in .*: on several machines all must share it"
+    ):
         gather(fs, root, items)
     assert not fs.exists(f"{root}/__download__/failures.jsonl")
 
@@ -206,12 +254,19 @@ def test_rows_that_can_not_be_asked_for_and_those_to_ask_again():
     failures = {3: {"row": 3, "url": "u3", "reason": "timed out", "tries": 3}}
     failures[4] = {"row": 4, "url": "u4", "reason": "HTTP 404", "tries": 1}
     assert module.choose_urls(table, 0, {}, failures, args) == {0: "u0"}
-    assert [failures[row]["reason"] for row in range(1, 5)] == ["no URL", "no caption", "timed out", "HTTP 404"]
+    assert [failures[row]["reason"] for row in range(1, 5)] == [
+        "no URL",
+        "no caption",
+        "timed out",
+        "HTTP 404",
+    ]
     args.retry_failed = True
     assert module.choose_urls(table, 0, {0: {}}, failures, args) == {3: "u3"}
     bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"u", b"\xff"]).buffers())
     failures = {}
-    assert module.choose_urls(pa.table({"url": bad, "text": ["a", "b"]}), 7, {}, failures, args) == {7: "u"}
+    assert module.choose_urls(
+        pa.table({"url": bad, "text": ["a", "b"]}), 7, {}, failures, args
+    ) == {7: "u"}
     assert failures == {8: {"row": 8, "url": None, "reason": "not UTF-8", "tries": 0}}
 
 
@@ -220,17 +275,28 @@ def test_what_an_earlier_row_holds_byte_for_byte_is_found(tmp_path):
     items = [{"name": f"{name}.parquet", "table": "t"} for name in shards]
     for name, files in shards.items():
         digests = [hashlib.sha256(file.encode()).hexdigest() for file in files]
-        pq.write_table(pa.table({"sha256": pa.array(digests, pa.string())}), tmp_path / f"{name}.parquet")
+        pq.write_table(
+            pa.table({"sha256": pa.array(digests, pa.string())}), tmp_path / f"{name}.parquet"
+        )
     found = module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items)
-    assert found == [items[0] | {"repeated": [2]}, items[1] | {"repeated": [1, 2]}, items[4] | {"repeated": [0, 2]}]
+    assert found == [
+        items[0] | {"repeated": [2]},
+        items[1] | {"repeated": [1, 2]},
+        items[4] | {"repeated": [0, 2]},
+    ]
     (tmp_path / "d.parquet").write_bytes(b"")
-    with pytest.raises(SystemExit, match="d.parquet is damaged: delete it, and the same command mends it"):
+    with pytest.raises(
+        SystemExit, match="d.parquet is damaged: delete it, and the same command mends it"
+    ):
         module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items)
 
 
 def test_a_record_describes_the_file_that_is_there(tmp_path):
     (tmp_path / "a").write_bytes(b"12")
-    assert module.describe_shard(tmp_path / "a") == {"bytes": 2, "sha256": hashlib.sha256(b"12").hexdigest()}
+    assert module.describe_shard(tmp_path / "a") == {
+        "bytes": 2,
+        "sha256": hashlib.sha256(b"12").hexdigest(),
+    }
 
 
 def test_what_others_have_written_meanwhile_is_seen(folder, monkeypatch):
@@ -239,7 +305,9 @@ def test_what_others_have_written_meanwhile_is_seen(folder, monkeypatch):
     if type(fs).protocol != "memory":
         return
     listed, ls = {}, MemoryFileSystem.ls
-    monkeypatch.setattr(MemoryFileSystem, "ls", lambda self, path, **how: listed.get(path) or ls(self, path, **how))
+    monkeypatch.setattr(
+        MemoryFileSystem, "ls", lambda self, path, **how: listed.get(path) or ls(self, path, **how)
+    )
     monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self: listed.clear())
     listed[root] = ls(fs, root, detail=True)
     fs.store[f"{root}/new"] = fs.store[next(iter(fs.store))]
@@ -249,7 +317,10 @@ def test_what_others_have_written_meanwhile_is_seen(folder, monkeypatch):
 def test_who_looks_for_repeated_files_takes_a_hundred_bytes_an_image(tmp_path):
     items, count = [{"name": f"{i:03}.parquet"} for i in range(100)], 2000
     for i, item in enumerate(items):
-        digests = [hashlib.sha256(b"%d" % number).hexdigest() for number in range(i * count, (i + 1) * count)]
+        digests = [
+            hashlib.sha256(b"%d" % number).hexdigest()
+            for number in range(i * count, (i + 1) * count)
+        ]
         pq.write_table(pa.table({"sha256": digests}), tmp_path / item["name"])
     tracemalloc.start()
     assert module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items) == []

@@ -18,16 +18,25 @@ if __name__ == "__main__":
 
 
 def test_what_lies_beside_the_script_comes_along_or_is_refused(tmp_path):
-    (tmp_path / "my_losses.py").write_text("def half(x):\n    return x / 2\n")  # without a docstring
+    # a module without a docstring
+    (tmp_path / "my_losses.py").write_text("def half(x):\n    return x / 2\n")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT % ("from my_losses import half", "half"))
     one = make_standalone(script)
     assert "my_losses import" not in one
-    said = subprocess.run([sys.executable, "-I", "-c", one], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-I", "-c", one], capture_output=True, text=True, check=True
+    ).stdout
     assert said.startswith("3.14159")
-    for line in ("import my_losses", "import my_losses as mine", "from diffusion_training.training import order as x"):
+    for line in (
+        "import my_losses",
+        "import my_losses as mine",
+        "from diffusion_training.training import order as x",
+    ):
         script.write_text(SCRIPT % (line, f"{line.split()[-1]}.half"))
-        with pytest.raises(SystemExit, match="script.py imports .* as a module or under another name"):
+        with pytest.raises(
+            SystemExit, match="script.py imports .* as a module or under another name"
+        ):
             make_standalone(script)
 
 

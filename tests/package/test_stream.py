@@ -1,4 +1,4 @@
-"""Caches of any size: which order they have, what of them is opened, fetched and kept, and for how long."""
+"""Caches of any size: their order, and which shards are opened, fetched and kept, how long."""
 
 import hashlib
 import threading
@@ -47,18 +47,32 @@ def few_threads(monkeypatch):
 def accelerator(rank=0, num_processes=1):
     told = []
     return SimpleNamespace(
-        process_index=rank, num_processes=num_processes, local_process_index=rank, print=told.append, told=told
+        process_index=rank,
+        num_processes=num_processes,
+        local_process_index=rank,
+        print=told.append,
+        told=told,
     )
 
 
 def open_caches(*folders, state=None, monkeypatch=None, processes=(0, 1), **flags):
     """(the data set, args) of `open_latents`; `state`: a checkpoint's settings."""
-    args = {"seed": 0, "random_flip": False, "shards_dir": None, "shards_size": 10**11, "shuffle_shards": 1}
+    args = {
+        "seed": 0,
+        "random_flip": False,
+        "shards_dir": None,
+        "shards_size": 10**11,
+        "shuffle_shards": 1,
+    }
     args = SimpleNamespace(**{**args, "latents_weights": None, **flags})
     if state is not None:
-        monkeypatch.setattr(stream, "read_state", lambda checkpoint, num_images: {"settings": state})
+        monkeypatch.setattr(
+            stream, "read_state", lambda checkpoint, num_images: {"settings": state}
+        )
     caches = {folder: load_cache(folder) for folder in folders}
-    return stream.open_latents(accelerator(*processes), caches, None if state is None else "checkpoint-2", args), args
+    return stream.open_latents(
+        accelerator(*processes), caches, None if state is None else "checkpoint-2", args
+    ), args
 
 
 def in_ranges(monkeypatch, ranges=2):
@@ -87,21 +101,33 @@ def test_few_rows_on_a_disk_are_permuted_and_many_come_in_ranges(cache, monkeypa
     assert dataset.order is None and not hasattr(args, "order")
     monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS - 1)
     dataset, args = open_caches(cache, processes=(0, 3))
-    kept = {"kind": "ranges", "num_ranges": 66, "shuffle_shards": 1, "rows": 6, "shards": dataset.order["shards"]}
+    kept = {
+        "kind": "ranges",
+        "num_ranges": 66,
+        "shuffle_shards": 1,
+        "rows": 6,
+        "shards": dataset.order["shards"],
+    }
     assert dataset.order == args.order == kept
-    dataset, args = open_caches(cache, state={"order": kept}, monkeypatch=monkeypatch, shuffle_shards=7)
-    assert args.order == kept and args.shuffle_shards == 1  # the checkpoint's, whatever flags and processes say
+    dataset, args = open_caches(
+        cache, state={"order": kept}, monkeypatch=monkeypatch, shuffle_shards=7
+    )
+    # the checkpoint's order wins over flags and processes
+    assert args.order == kept and args.shuffle_shards == 1
     monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS)
     assert open_caches(cache, state={"order": kept}, monkeypatch=monkeypatch)[0].order == kept
     monkeypatch.setattr(stream, "MOST_PERMUTED", 0)
-    assert open_caches(cache, state={}, monkeypatch=monkeypatch)[0].order is None  # of before there were two
+    # a checkpoint older than the second kind of order
+    assert open_caches(cache, state={}, monkeypatch=monkeypatch)[0].order is None
 
 
 def test_other_shards_of_as_many_rows_are_refused_in_an_epoch(cache, monkeypatch):
     in_ranges(monkeypatch)
     kept = open_caches(cache)[1].order
     changed = {"order": {**kept, "shards": "0" * 16}}
-    with pytest.raises(SystemExit, match="is in the midst of other shards of as many rows: go on with the caches"):
+    with pytest.raises(
+        SystemExit, match="is in the midst of other shards of as many rows: go on with the caches"
+    ):
         open_caches(cache, state=changed, monkeypatch=monkeypatch)
     changed["order"]["rows"] += 1  # then `read_state` begins the epoch again
     assert open_caches(cache, state=changed, monkeypatch=monkeypatch)[1].order == kept
@@ -110,14 +136,18 @@ def test_other_shards_of_as_many_rows_are_refused_in_an_epoch(cache, monkeypatch
 def test_a_folder_that_is_too_small_is_refused_with_what_it_takes(tmp_path, address, monkeypatch):
     flags = {"shards_dir": tmp_path / "shards"}
     assert open_caches(address, **flags)[0].order is None  # all of it fits
-    total = sum(MemoryFileSystem().size(path) for path in MemoryFileSystem().glob("/bucket/cache/*.arrow"))
+    total = sum(
+        MemoryFileSystem().size(path) for path in MemoryFileSystem().glob("/bucket/cache/*.arrow")
+    )
     with pytest.raises(SystemExit) as stop:
         open_caches(address, **flags, shards_size=total // 2)
     said = str(stop.value)
     assert "is too small for 64 ranges with windows of 1 shards: give --shards_size" in said
     needed = size(1, 10**18)(said.split("give --shards_size ")[1].split(",")[0])
     assert open_caches(address, **flags, shards_size=needed)[0].order is None
-    with pytest.raises(SystemExit, match="was begun with all shards at hand: it goes on with --shards_size"):
+    with pytest.raises(
+        SystemExit, match="was begun with all shards at hand: it goes on with --shards_size"
+    ):
         open_caches(address, **flags, shards_size=total // 2, state={}, monkeypatch=monkeypatch)
 
 
@@ -135,7 +165,9 @@ def test_shards_are_opened_when_they_are_needed_and_a_damaged_one_is_found_then(
     assert stop.value.alone
 
 
-def test_a_copy_that_was_damaged_on_this_machine_is_named_and_deleted_is_fetched_again(tmp_path, address):
+def test_a_copy_that_was_damaged_on_this_machine_is_named_and_deleted_is_fetched_again(
+    tmp_path, address
+):
     expected = read(open_caches(address, shards_dir=tmp_path)[0], range(6))
     (copy,) = tmp_path.glob("whole-*/0-*.arrow")
     whole = copy.read_bytes()
@@ -159,7 +191,9 @@ def test_no_more_shards_are_open_than_the_system_maps(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["disk", "address"])
-def test_in_ranges_a_shard_is_open_while_its_window_is(tmp_path, cache, address, monkeypatch, where):
+def test_in_ranges_a_shard_is_open_while_its_window_is(
+    tmp_path, cache, address, monkeypatch, where
+):
     in_ranges(monkeypatch)
     expected = read(CachedLatents({cache: load_cache(cache)}, 0, False), range(6))
     folder = cache if where == "disk" else address
@@ -169,11 +203,15 @@ def test_in_ranges_a_shard_is_open_while_its_window_is(tmp_path, cache, address,
     for row, batch in take_epochs(dataset, rows):
         assert torch.equal(batch["latents"][0], expected[row])
         held = dataset.fetcher.held
-        assert {*dataset.opened} <= {shard for shard in held if held[shard] > 0} | {*dataset.fetcher.files}
+        assert {*dataset.opened} <= {shard for shard in held if held[shard] > 0} | {
+            *dataset.fetcher.files
+        }
         assert len(dataset.opened) <= 3
 
 
-def test_held_out_rows_are_of_the_shards_of_lowest_hash_and_no_other_is_opened(tmp_path, cache, address, monkeypatch):
+def test_held_out_rows_are_of_the_shards_of_lowest_hash_and_no_other_is_opened(
+    tmp_path, cache, address, monkeypatch
+):
     in_ranges(monkeypatch)
     found = {}
     for folder in (cache, address):
@@ -185,11 +223,15 @@ def test_held_out_rows_are_of_the_shards_of_lowest_hash_and_no_other_is_opened(t
         trained = {row for row, _ in take_epochs(dataset, rows)}
         assert trained == set(range(6)) - found[folder].keys()
         assert opened <= {*dataset.opened}  # they stay
-        hashes = [xxhash.xxh3_64_intdigest(f"7 data-0000{i}-of-00003.arrow".encode()) for i in range(3)]
+        hashes = [
+            xxhash.xxh3_64_intdigest(f"7 data-0000{i}-of-00003.arrow".encode()) for i in range(3)
+        ]
         assert opened <= {*np.argsort(hashes)[:2].tolist()}
     assert found[cache] == found[address]
     monkeypatch.setattr(dataset, "most", 10)
-    with pytest.raises(SystemExit, match=r"2 ranges with windows of 1 shards and \d of --holdout: give"):
+    with pytest.raises(
+        SystemExit, match=r"2 ranges with windows of 1 shards and \d of --holdout: give"
+    ):
         dataset.hold_out(accelerator(), 1, 7)
     for count in (6, 1e-9):
         with pytest.raises(SystemExit, match="images aside: choose another share or number"):
@@ -209,7 +251,7 @@ class Bucket:
         for i, data in enumerate(self.data):
             MemoryFileSystem().pipe(f"/bucket/{i}", data)
         digests = [hashlib.sha256(data).hexdigest() for data in self.data]
-        describe = lambda shard: (f"memory://bucket/{shard}", digests[shard], 100)  # noqa: E731
+        describe = lambda shard: (f"memory://bucket/{shard}", digests[shard], 100)
         self.fetcher, self.folder = fetch.Fetcher(describe, folder, most), folder
 
     def here(self):
@@ -258,7 +300,12 @@ def test_folders_of_killed_runs_are_deleted_and_those_of_others_are_not(tmp_path
     (tmp_path / "photos").mkdir()
     mine = fetch.take_folder_of_run(tmp_path)
     other = fetch.take_folder_of_run(tmp_path)
-    assert mine.is_dir() and other.is_dir() and (tmp_path / "photos").is_dir() and not (tmp_path / "run-dead").exists()
+    assert (
+        mine.is_dir()
+        and other.is_dir()
+        and (tmp_path / "photos").is_dir()
+        and not (tmp_path / "run-dead").exists()
+    )
 
 
 def test_a_folder_of_a_run_is_locked_while_it_lives_and_gone_when_it_ends(tmp_path, monkeypatch):
@@ -290,7 +337,8 @@ def test_another_plan_takes_the_place_of_the_one_before(tmp_path):
 def test_a_copy_that_fails_after_it_has_passed_ends_no_thread(tmp_path, monkeypatch):
     others = {*threading.enumerate()}
     bucket, gate, begun = Bucket(tmp_path / "shards", 4, 10**6), threading.Event(), []
-    assert [thread.daemon for thread in {*threading.enumerate()} - others] == [True] * 2  # or no process would end
+    # daemon threads: others would keep the process alive
+    assert [thread.daemon for thread in {*threading.enumerate()} - others] == [True] * 2
     whole = fetch.persist
 
     def fail(address, copy):
@@ -342,7 +390,9 @@ def test_of_a_shard_that_stays_wrong_no_half_is_left(tmp_path):
 
 def test_a_server_that_says_no_sizes_is_asked_for_a_shard(address, monkeypatch, tmp_path):
     known, info = open_caches(address, shards_dir=tmp_path / "a")[0], MemoryFileSystem.info
-    monkeypatch.setattr(MemoryFileSystem, "info", lambda *args, **options: {**info(*args, **options), "size": None})
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda *args, **options: {**info(*args, **options), "size": None}
+    )
     assert stream.weigh_rows(known.parts[0]) > 0
     assert len(open_caches(address, shards_dir=tmp_path / "b")[0]) == NUM_ROWS
 
@@ -359,7 +409,8 @@ def test_a_folder_holds_two_windows_of_each_range_that_a_process_has_and_what_st
         dataset.check_size(stay)
         dataset.most -= 1
         with pytest.raises(
-            SystemExit, match=f"for 2 ranges with windows of 3 shards.*: give --shards_size {most / 990:.1f}"
+            SystemExit,
+            match=f"for 2 ranges with windows of 3 shards.*: give --shards_size {most / 990:.1f}",
         ):
             dataset.check_size(stay)
 

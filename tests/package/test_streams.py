@@ -20,7 +20,10 @@ def make_stream(tmp_path, count, files=3):
         rows = datasets.Dataset.from_dict({"number": list(range(first, end))})
         rows.to_parquet(tmp_path / f"{i}.parquet", batch_size=2)
     (tmp_path / "unfinished").mkdir()
-    options = {"data_files": [str(path) for path in sorted(tmp_path.glob("*.parquet"))], "split": "train"}
+    options = {
+        "data_files": [str(path) for path in sorted(tmp_path.glob("*.parquet"))],
+        "split": "train",
+    }
     return lambda: datasets.load_dataset("parquet", streaming=True, **options)
 
 
@@ -29,7 +32,10 @@ def name(shard):
 
 
 def work(opened, missing, many, rank, num_processes, folder, records, stop_after=10**9):
-    """What precompute_latents.py does with the keys, up to so many batches: {shard: its rows} is added to records."""
+    """Consume keys as precompute_latents.py does, for at most `stop_after` batches.
+
+    Adds {shard: its rows} to records.
+    """
     shards, per_shard = {}, opened.per_shard
     for i, keys in enumerate(opened.keys(missing, many, rank, num_processes)):
         if i == stop_after:
@@ -38,7 +44,8 @@ def work(opened, missing, many, rank, num_processes, folder, records, stop_after
         assert keys[0][1] % per_shard % many == 0 and len(keys) <= many
         assert {(epoch, weight) for epoch, _, weight, _ in keys} == {(0, None)}
         assert [item["number"] for *_, item in keys] == [row for _, row, _, _ in keys]
-        for other in [other for other in shards if other != shard]:  # as groupby has it: the next one has begun
+        # as with groupby, a shard is finished when the next one begins
+        for other in [other for other in shards if other != shard]:
             records[name(other)] = shards.pop(other)
             opened.keep_place(other, rank)
         shards.setdefault(shard, []).extend(row for _, row, _, _ in keys)
@@ -52,11 +59,15 @@ def test_every_row_comes_once_whatever_is_there_killed_or_damaged(tmp_path, seed
     rng = random.Random(seed)
     count, per_shard, many = rng.randint(1, 30), rng.randint(1, 7), rng.randint(1, 7)
     stream, records = make_stream(tmp_path / "data", count), {}
-    expected = [list(range(first, min(first + per_shard, count))) for first in range(0, count, per_shard)]
+    expected = [
+        list(range(first, min(first + per_shard, count))) for first in range(0, count, per_shard)
+    ]
     for attempt in range(40):
         num_processes = rng.randint(1, 3)
         for rank in range(num_processes):
-            opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": per_shard}, records)
+            opened = StreamedRows(
+                stream(), tmp_path / "data", {"rows_per_shard": per_shard}, records
+            )
             assert opened.ended == (tmp_path / "data/unfinished/rows.json").exists()
             if records and rng.random() < 0.1:
                 records.pop(rng.choice(sorted(records)))  # damaged
@@ -74,7 +85,7 @@ def test_every_row_comes_once_whatever_is_there_killed_or_damaged(tmp_path, seed
 
 def test_a_run_that_goes_on_reads_no_file_that_is_done_with(tmp_path, monkeypatch):
     stream, records = make_stream(tmp_path / "data", 30, files=5), {}
-    describe = lambda: StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, records)  # noqa: E731
+    describe = lambda: StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, records)
     work(describe(), {}, 2, 0, 1, tmp_path, records, stop_after=13)
     assert len(records) == 12
     place = json.loads((tmp_path / "data/unfinished/place-0.json").read_text())
@@ -120,7 +131,9 @@ class Watched:
 
 def test_a_stream_of_other_rows_than_before_is_refused(tmp_path):
     stream = make_stream(tmp_path / "data", 9)
-    describe = lambda cache=None: StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2, **(cache or {})}, {})  # noqa: E731
+    describe = lambda cache=None: StreamedRows(
+        stream(), tmp_path / "data", {"rows_per_shard": 2, **(cache or {})}, {}
+    )
     opened = describe()
     (tmp_path / "data/unfinished/rows.json").write_text("8")
     with pytest.raises(SystemExit, match="the stream has 9 rows, and had 8: its data has changed"):
@@ -139,7 +152,9 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path):
     stream = make_stream(tmp_path / "data", 9)
     (tmp_path / "data/1.parquet").write_bytes(b"x")
     opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, {})
-    with pytest.raises(SystemExit, match="the stream can't be read on .*; the same command goes on") as stop:
+    with pytest.raises(
+        SystemExit, match="the stream can't be read on .*; the same command goes on"
+    ) as stop:
         list(opened.keys({}, 2, 0, 1))
     assert stop.value.alone
 
@@ -148,15 +163,18 @@ def test_skipped_rows_are_a_share_of_what_is_known(tmp_path):
     stream = make_stream(tmp_path / "data", 9)
     opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, {})
     assert opened.keep_place(0, 0) == 10_000 and opened.keep_place(9999, 0) == 20_000
-    opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2, "rows": 8, "skipped": 1}, {})
+    opened = StreamedRows(
+        stream(), tmp_path / "data", {"rows_per_shard": 2, "rows": 8, "skipped": 1}, {}
+    )
     assert opened.keep_place(0, 0) == 9
 
 
 def test_a_stream_that_ends_where_a_run_goes_on_is_counted(tmp_path):
     stream, records = make_stream(tmp_path / "data", 8), {}
-    describe = lambda: StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, records)  # noqa: E731
+    describe = lambda: StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, records)
     opened = describe()
-    for shard, keys in zip(range(4), opened.keys({}, 2, 0, 1), strict=False):  # killed behind the last one
+    # killed after the last shard
+    for shard, keys in zip(range(4), opened.keys({}, 2, 0, 1), strict=False):
         records[name(shard)] = [row for _, row, _, _ in keys]
         opened.keep_place(shard, 0)
     assert not (tmp_path / "data/unfinished/rows.json").exists() and len(records) == 4
@@ -169,4 +187,7 @@ def test_flags_of_a_stream(capsys):
     assert "shuffle_buffer" not in precompute_latents.parse_args(own)  # a cache keeps the order
     with pytest.raises(SystemExit):
         precompute_latents.parse_args([*own, "--resolution", "16", "32"])
-    assert "--streaming makes one cache in a pass: give one --resolution, or data on a disk" in capsys.readouterr().err
+    assert (
+        "--streaming makes one cache in a pass: give one --resolution, or data on a disk"
+        in capsys.readouterr().err
+    )

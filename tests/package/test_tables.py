@@ -1,4 +1,4 @@
-"""Tables of URLs and captions of every kind: found, copied to parquet, read in ranges, refused in a sentence."""
+"""Tables of URLs and captions: found, copied to parquet, read in ranges, refused in a sentence."""
 
 import argparse
 import gzip
@@ -36,7 +36,9 @@ def copy_table(path, tmp_path, columns=COLUMNS, rows=10):
     """The table as the download opens it, with its digest, which names the copy here."""
     (tmp_path / COPIES).mkdir(parents=True, exist_ok=True)
     digest = module.digest_table(LOCAL, str(path))
-    return module.copy_table(f"file://{path}", digest, columns, rows, str(tmp_path)) | {"digest": digest}
+    return module.copy_table(f"file://{path}", digest, columns, rows, str(tmp_path)) | {
+        "digest": digest
+    }
 
 
 def read_copy(table, rows=10):
@@ -54,26 +56,54 @@ def test_tables_of_any_kind_hold_the_same(tmp_path):
     for name in ("a.csv", "a.jsonl"):
         with gzip.open(tmp_path / f"{name}.gz", "wb") as file:
             file.write((tmp_path / name).read_bytes())
-    names = ["a.csv", "a.csv.gz", "a.json", "a.jsonl", "a.jsonl.gz", "a.ndjson", "a.parquet", "a.tsv"]
+    names = [
+        "a.csv",
+        "a.csv.gz",
+        "a.json",
+        "a.jsonl",
+        "a.jsonl.gz",
+        "a.ndjson",
+        "a.parquet",
+        "a.tsv",
+    ]
     assert [path.split("/")[-1] for path in list_tables(tmp_path)] == names
     found = {name: copy_table(tmp_path / name, tmp_path) for name in names}
     for name, opened in found.items():
         assert opened["rows"] == 25 and opened["schema"].names == COLUMNS, name
-        text = lambda x: str(x) if "sv" in name else x  # noqa: B023, E731
+        text = lambda x: str(x) if "sv" in name else x
         rows, items = read_copy(opened)
-        assert rows == [row | {"id": text(row["id"])} for row in table.to_pylist()] and len(items) == 3, name
-        assert items[2]["table"] == opened["source"] == f"file://{tmp_path / name}" and items[2]["group"] == 2
+        assert (
+            rows == [row | {"id": text(row["id"])} for row in table.to_pylist()] and len(items) == 3
+        ), name
+        assert (
+            items[2]["table"] == opened["source"] == f"file://{tmp_path / name}"
+            and items[2]["group"] == 2
+        )
     # A copy is made once; another content has another one
     copies = {path: path.stat().st_ino for path in (tmp_path / COPIES).iterdir()}
     assert len(copies) == len(names)
     again = copy_table(tmp_path / "a.csv", tmp_path)
-    assert again == found["a.csv"] and {path: path.stat().st_ino for path in (tmp_path / COPIES).iterdir()} == copies
-    assert len({found[name]["digest"] for name in ("a.csv", "a.csv.gz", "a.jsonl", "a.parquet", "a.tsv")}) == 5
+    assert (
+        again == found["a.csv"]
+        and {path: path.stat().st_ino for path in (tmp_path / COPIES).iterdir()} == copies
+    )
+    assert (
+        len(
+            {
+                found[name]["digest"]
+                for name in ("a.csv", "a.csv.gz", "a.jsonl", "a.parquet", "a.tsv")
+            }
+        )
+        == 5
+    )
     make_table(tmp_path / "a.parquet", 24)
     assert copy_table(tmp_path / "a.parquet", tmp_path)["digest"] != found["a.parquet"]["digest"]
     data = (tmp_path / "a.parquet").read_bytes()
     footer = data[-8 - int.from_bytes(data[-8:-4], "little") : -8]
-    assert module.digest_table(LOCAL, str(tmp_path / "a.parquet")) == hashlib.sha256(footer).hexdigest()
+    assert (
+        module.digest_table(LOCAL, str(tmp_path / "a.parquet"))
+        == hashlib.sha256(footer).hexdigest()
+    )
     # Of other columns and rows the same
     other = copy_table(tmp_path / "a.csv", tmp_path, ["text", "url"], 4)
     assert other["schema"].names == ["text", "url"] and len(read_copy(other, 4)[1]) == 7
@@ -81,7 +111,10 @@ def test_tables_of_any_kind_hold_the_same(tmp_path):
 
 def test_columns_of_csv_stay_text_as_they_are(tmp_path):
     """Also where the first megabyte are numbers; and what nobody asked for may be anything."""
-    rows = [f"http://a/{i},{i if i < 60_000 else 'a word'},{i:07d},{i % 60_000 or 'x'}\n" for i in range(60_001)]
+    rows = [
+        f"http://a/{i},{i if i < 60_000 else 'a word'},{i:07d},{i % 60_000 or 'x'}\n"
+        for i in range(60_001)
+    ]
     (tmp_path / "a.csv").write_text("url,text,id,other\n" + "".join(rows))
     opened = copy_table(tmp_path / "a.csv", tmp_path, rows=50_000)
     assert opened["schema"].types == [pa.string()] * 3 and opened["rows"] == 60_001
@@ -99,11 +132,17 @@ def test_words_of_csv_that_elsewhere_mean_nothing_are_words(tmp_path):
 
 
 def test_text_that_is_not_utf_8_is_found_row_by_row(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"url,text,id\n" + b"".join(b"u%d,caption \xff,1\n" % i if i in (0, 17) else
-                                     b"u%d,good,1\n" % i for i in range(20)))  # fmt: skip
+    (tmp_path / "a.csv").write_bytes(
+        b"url,text,id\n"
+        + b"".join(
+            b"u%d,caption \xff,1\n" % i if i in (0, 17) else b"u%d,good,1\n" % i for i in range(20)
+        )
+    )
     data = pa.array([b"good", b"\xff"] * 10)
     text = pa.Array.from_buffers(pa.string(), 20, data.buffers())
-    pq.write_table(pa.table({"url": text, "text": ["a"] * 20, "id": [[["b"]]] * 20}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"url": text, "text": ["a"] * 20, "id": [[["b"]]] * 20}), tmp_path / "a.parquet"
+    )
     for name, expected in {"a.csv": {0, 17}, "a.parquet": set(range(1, 20, 2))}.items():
         (item,) = module.list_items([copy_table(tmp_path / name, tmp_path, rows=100)], 100)
         assert module.find_invalid(module.read_rows(item)) == expected
@@ -111,7 +150,14 @@ def test_text_that_is_not_utf_8_is_found_row_by_row(tmp_path):
 
 
 def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
-    named = ["b.parquet", "a.csv", "sub/c.jsonl", ".hidden.parquet", "_metadata.parquet", "d.parquet.gz"]
+    named = [
+        "b.parquet",
+        "a.csv",
+        "sub/c.jsonl",
+        ".hidden.parquet",
+        "_metadata.parquet",
+        "d.parquet.gz",
+    ]
     for name in (*named, "sub/.ipynb_checkpoints/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -120,41 +166,64 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
         "b.parquet",
         "sub/c.jsonl",
     ]
-    assert list_tables(tmp_path / "*.csv") == list_tables(tmp_path / "a.csv") == [str(tmp_path / "a.csv")]
+    assert (
+        list_tables(tmp_path / "*.csv")
+        == list_tables(tmp_path / "a.csv")
+        == [str(tmp_path / "a.csv")]
+    )
     (tmp_path / "a.csv").rename(tmp_path / "a[1].csv")
     assert list_tables(tmp_path / "a[1].csv") == [str(tmp_path / "a[1].csv")]
     for source in ("none.parquet", "*.ndjson", "d.parquet.gz", "nowhere"):
-        with pytest.raises(SystemExit, match="can't be read: there is no file that ends in .parquet, .csv"):
+        with pytest.raises(
+            SystemExit, match="can't be read: there is no file that ends in .parquet, .csv"
+        ):
             list_tables(tmp_path / source)
     (tmp_path / ".kept").mkdir()
     (tmp_path / ".kept/a1.csv").touch()
     assert (
-        list_tables(tmp_path / ".kept") == list_tables(tmp_path / ".kept/a?.csv") == [str(tmp_path / ".kept/a1.csv")]
+        list_tables(tmp_path / ".kept")
+        == list_tables(tmp_path / ".kept/a?.csv")
+        == [str(tmp_path / ".kept/a1.csv")]
     )
     with pytest.raises(SystemExit, match="--input nowhere://x can't be read"):
         list_tables("nowhere://x")
     # What the download itself has written there is no table
     args = argparse.Namespace(input=str(tmp_path), output_dir=str(tmp_path / "sub"))
-    assert [path.split("/")[-1] for path in module.list_tables(args)[1]] == ["a[1].csv", "b.parquet"]
+    assert [path.split("/")[-1] for path in module.list_tables(args)[1]] == [
+        "a[1].csv",
+        "b.parquet",
+    ]
 
 
 def of_dataset(name, split="train", config=None):
-    args = argparse.Namespace(input=None, dataset_name=str(name), dataset_config_name=config, dataset_split=split)
+    args = argparse.Namespace(
+        input=None, dataset_name=str(name), dataset_config_name=config, dataset_split=split
+    )
     return module.list_tables(args)
 
 
 def test_the_tables_of_a_data_set_are_those_of_its_split_and_configuration(tmp_path):
-    for name in ("data/train-0.parquet", "data/train-1.parquet", "data/test-0.parquet", "more/train.csv"):
+    for name in (
+        "data/train-0.parquet",
+        "data/train-1.parquet",
+        "data/test-0.parquet",
+        "more/train.csv",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         make_table(tmp_path / name)
     (tmp_path / "more/train.csv").write_text("url,text\n")
-    paths = lambda *more: [path.removeprefix(f"{tmp_path}/") for path in of_dataset(*more)[1]]  # noqa: E731
+    paths = lambda *more: [path.removeprefix(f"{tmp_path}/") for path in of_dataset(*more)[1]]
     assert paths(tmp_path / "data") == ["data/train-0.parquet", "data/train-1.parquet"]
     assert paths(tmp_path / "data", "test") == ["data/test-0.parquet"]
-    configs = "configs:\n- {config_name: one, data_files: data/test-*}\n- {config_name: two, data_files: more/*}\n"
+    configs = (
+        "configs:\n- {config_name: one, data_files: data/test-*}\n"
+        "- {config_name: two, data_files: more/*}\n"
+    )
     (tmp_path / "README.md").write_text(f"---\n{configs}---\n")
     assert paths(tmp_path, "train", "two") == ["more/train.csv"]
-    with pytest.raises(SystemExit, match="--dataset_name .* can't be read .it has no split 'dev', but train, test"):
+    with pytest.raises(
+        SystemExit, match="--dataset_name .* can't be read .it has no split 'dev', but train, test"
+    ):
         of_dataset(tmp_path / "data", "dev")
     with pytest.raises(SystemExit, match="can't be read .*Config name is missing"):
         of_dataset(tmp_path)
@@ -170,7 +239,9 @@ def test_a_data_set_of_the_hub_is_read_where_it_lies_at_one_commit(monkeypatch):
     said = argparse.Namespace(config=argparse.Namespace(data_files={"train": urls}))
     monkeypatch.setattr(module.datasets, "load_dataset_builder", lambda name, config: said)
     fs, paths = of_dataset("a/b")
-    assert [fs.unstrip_protocol(path) for path in paths] == urls and type(fs).__name__ == "HfFileSystem"
+    assert [fs.unstrip_protocol(path) for path in paths] == urls and type(
+        fs
+    ).__name__ == "HfFileSystem"
 
 
 @pytest.mark.parametrize("name, content, said", [
@@ -181,7 +252,8 @@ def test_a_data_set_of_the_hub_is_read_where_it_lies_at_one_commit(monkeypatch):
     ("a.csv", b"URL,text,id\na,b,1\n", "no column 'url' but URL, text, id"),
     ("a.jsonl", b'{"url": "a", "text": "b"}\n', "no column 'id' but url, text"),
     ("a.csv", b"", "a.csv can't be used"),
-    ("a.csv.gz", gzip.compress(b"url,text,id\n" + bytes(range(256)) * 99, mtime=0)[:-9], "a.csv.gz can't be used"),
+    ("a.csv.gz", gzip.compress(b"url,text,id\n" + bytes(range(256)) * 99, mtime=0)[:-9],
+     "a.csv.gz can't be used"),
     ("a.csv", b"url,text,id,text\na,b,1,c\n", "two columns 'text' but url, text, id, text"),
 ])  # fmt: skip
 def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):
@@ -189,7 +261,9 @@ def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):
     with pytest.raises(SystemExit) as stop:
         copy_table(tmp_path / name, tmp_path)
     assert said in str(stop.value)
-    assert ("see --url_column, --caption_column, --keep_columns and --where" in str(stop.value)) == ("column" in said)
+    assert (
+        "see --url_column, --caption_column, --keep_columns and --where" in str(stop.value)
+    ) == ("column" in said)
     assert not list((tmp_path / COPIES).iterdir())
 
 
@@ -198,13 +272,17 @@ def test_what_is_no_parquet_or_was_cut_off_is_named_as_such(tmp_path):
     whole = (tmp_path / "a.parquet").read_bytes()
     for content in (whole[:-9], whole[:9], b"version https://git-lfs.github.com/spec/v1"):
         (tmp_path / "a.parquet").write_bytes(content)
-        with pytest.raises(SystemExit, match="a.parquet can't be used .*(magic bytes|footer).*parquet"):
+        with pytest.raises(
+            SystemExit, match="a.parquet can't be used .*(magic bytes|footer).*parquet"
+        ):
             module.digest_table(fsspec.filesystem("file"), str(tmp_path / "a.parquet"))
 
 
 def make_schema(tables, keep=("id",)):
     args = argparse.Namespace(url_column="url", caption_column="text", keep_columns=list(keep))
-    return module.make_schema([{"source": f"file:///{i}", "schema": schema} for i, schema in enumerate(tables)], args)
+    return module.make_schema(
+        [{"source": f"file:///{i}", "schema": schema} for i, schema in enumerate(tables)], args
+    )
 
 
 def test_columns_of_shards_are_images_to_datasets():
@@ -213,23 +291,42 @@ def test_columns_of_shards_are_images_to_datasets():
     assert isinstance(features["image"], datasets.Image)
     assert list(features) == ["image", "text", "url", "width", "height", "sha256", "id"]
     category = pa.dictionary(pa.int8(), pa.string())
-    for text in (pa.large_string(), pa.list_(pa.large_string()), pa.large_list(pa.large_string()), category):
-        assert "text" in make_schema([pa.schema({"url": pa.large_string(), "text": text, "id": pa.int64()})]).names
+    for text in (
+        pa.large_string(),
+        pa.list_(pa.large_string()),
+        pa.large_list(pa.large_string()),
+        category,
+    ):
+        assert (
+            "text"
+            in make_schema(
+                [pa.schema({"url": pa.large_string(), "text": text, "id": pa.int64()})]
+            ).names
+        )
     for change, said in {
         "other": "file:///1 has other types of columns than file:///0: make them the same",
         "url": "--url_column url holds int64, not text",
         "text": "--caption_column text holds list<item: int64>, neither text nor lists of text",
         "id": r"--keep_columns id: `datasets` has no such column",
     }.items():
-        kind = {"url": pa.int64(), "text": pa.list_(pa.int64()), "id": pa.map_(pa.string(), pa.int8())}.get(change)
-        changed = table.set(table.get_field_index(change), pa.field(change, kind)) if kind else table.remove(2)
+        kind = {
+            "url": pa.int64(),
+            "text": pa.list_(pa.int64()),
+            "id": pa.map_(pa.string(), pa.int8()),
+        }.get(change)
+        changed = (
+            table.set(table.get_field_index(change), pa.field(change, kind))
+            if kind
+            else table.remove(2)
+        )
         with pytest.raises(SystemExit, match=said):
             make_schema([table, changed] if change == "other" else [changed])
 
 
 def test_every_row_is_in_one_piece_of_work():
     tables = [
-        {"source": name, "copy": f"copy-{name}", "rows": rows} for name, rows in {"a": 10, "b": 0, "c": 7}.items()
+        {"source": name, "copy": f"copy-{name}", "rows": rows}
+        for name, rows in {"a": 10, "b": 0, "c": 7}.items()
     ]
     items = module.list_items(tables, 4)
     assert [(item["table"], item["first"], item["last"]) for item in items] == [
@@ -271,9 +368,16 @@ def test_rows_are_chosen_and_counted_while_a_table_is_copied(tmp_path):
     tables = [(f"file://{tmp_path}/{name}.parquet", "digest") for name in ("a", "b", "c")]
 
     def copy(rows=None, where=None, columns=("url", "text")):
-        options = {"columns": [*columns], "rows_per_group": 4, "folder": str(tmp_path), "where": where}
+        options = {
+            "columns": [*columns],
+            "rows_per_group": 4,
+            "folder": str(tmp_path),
+            "where": where,
+        }
         copies = list(module.copy_tables(tables, rows, **options))
-        assert [table["source"] for table in copies] == [source for source, _ in tables][: len(copies)]
+        assert [table["source"] for table in copies] == [source for source, _ in tables][
+            : len(copies)
+        ]
         groups = [pq.ParquetFile(table["copy"]).metadata for table in copies]
         assert {metadata.row_group(0).num_rows for metadata in groups} <= {1, 2, 3, 4}
         found = [read_copy(table, 4)[0] for table in copies]
@@ -287,12 +391,18 @@ def test_rows_are_chosen_and_counted_while_a_table_is_copied(tmp_path):
     assert copy(where="id >= 4") == [whole[4:]] * 3  # by a column that is not kept
     assert copy(where="id >= 4", columns=COLUMNS) == [whole[4:]] * 3  # and by one that is
     assert copy(9, "id >= 4") == [whole[4:], [4, 5, 6]] and copy(8, "id in [1, 9]") == [[1, 9]] * 3
-    assert len(list((tmp_path / COPIES).iterdir())) == 3 + 3 + 1 + 3 + 3 + 2 + 3  # of each choice its own
+    # each choice has its own copy
+    assert len(list((tmp_path / COPIES).iterdir())) == 3 + 3 + 1 + 3 + 3 + 2 + 3
 
 
 def test_what_the_download_has_written_at_an_address_is_no_table_of_it():
     fs = fsspec.filesystem("memory")
-    for name in ("a.parquet", "out/data-00000-of-00001.parquet", "out/__download__/tables/1.parquet", "other/b.csv"):
+    for name in (
+        "a.parquet",
+        "out/data-00000-of-00001.parquet",
+        "out/__download__/tables/1.parquet",
+        "other/b.csv",
+    ):
         fs.pipe_file(f"/tables/{name}", b"")
     args = argparse.Namespace(input="memory://tables", output_dir="memory://tables/out/")
     assert module.list_tables(args)[1] == ["/tables/a.parquet", "/tables/other/b.csv"]
@@ -300,14 +410,24 @@ def test_what_the_download_has_written_at_an_address_is_no_table_of_it():
 
 def test_so_many_rows_are_taken_however_they_come():
     batches = pa.table({"id": range(7), "url": range(7)}).to_batches(max_chunksize=2)
-    for expression, whole in ((None, [*range(7)]), (module.make_filter("id != 2", None), [0, 1, 3, 4, 5, 6])):
+    for expression, whole in (
+        (None, [*range(7)]),
+        (module.make_filter("id != 2", None), [0, 1, 3, 4, 5, 6]),
+    ):
         for most in (None, *range(1, 9)):
-            groups = list(module.cut_groups(module.choose(iter(batches), expression, ["id"], most), 3))
+            groups = list(
+                module.cut_groups(module.choose(iter(batches), expression, ["id"], most), 3)
+            )
             assert [row for group in groups for row in group["id"].to_pylist()] == whole[:most]
             assert all(len(group) == 3 for group in groups[:-1]) and len(groups[-1]) in (1, 2, 3)
 
 
 def test_lines_may_end_within_the_captions_of_a_large_table(tmp_path):
     captions = [f"{i}: " + "a line\n" * 100 for i in range(3000)]
-    pa.csv.write_csv(pa.table({"url": captions, "text": captions, "id": captions}), tmp_path / "a.csv")
-    assert [row["text"] for row in read_copy(copy_table(tmp_path / "a.csv", tmp_path, rows=3000), 3000)[0]] == captions
+    pa.csv.write_csv(
+        pa.table({"url": captions, "text": captions, "id": captions}), tmp_path / "a.csv"
+    )
+    assert [
+        row["text"]
+        for row in read_copy(copy_table(tmp_path / "a.csv", tmp_path, rows=3000), 3000)[0]
+    ] == captions

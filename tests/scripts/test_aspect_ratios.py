@@ -1,4 +1,4 @@
-"""Images of several sizes, and masks: from a cache and from images, killed and resumed, for SD and SDXL."""
+"""Images of several sizes, and masks: from a cache and images, killed and resumed, SD and SDXL."""
 
 import json
 import os
@@ -37,8 +37,10 @@ def data(tmp_path):
 
 
 def transform_flags(tmp_path, *flags):
-    return [f"--train_data_dir={tmp_path / 'data'}", "--resolution=16", "--bucket_step=4", "--random_flip",
-            "--dataloader_num_workers=0", *flags]  # fmt: skip
+    return [
+        f"--train_data_dir={tmp_path / 'data'}", "--resolution=16", "--bucket_step=4",
+        "--random_flip", "--dataloader_num_workers=0", *flags,
+    ]  # fmt: skip
 
 
 def precompute(*argv):
@@ -49,14 +51,18 @@ def precompute(*argv):
 
 def make_cache(tmp_path, models, *flags, name="cache"):
     options = ["--batch_size=2", "--rows_per_shard=5", f"--output_dir={tmp_path / name}"]
-    precompute(*transform_flags(tmp_path), f"--pretrained_model_name_or_path={models}", *options, *flags)
+    precompute(
+        *transform_flags(tmp_path), f"--pretrained_model_name_or_path={models}", *options, *flags
+    )
     return tmp_path / name
 
 
 def train_flags(tmp_path, models, out="out", *flags):
-    return [f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / out}", "--train_batch_size=2",
-            "--num_train_epochs=2", "--learning_rate=1e-3", "--lr_warmup_steps=0", "--logging_steps=1",
-            "--report_to=none", *flags]  # fmt: skip
+    return [
+        f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / out}",
+        "--train_batch_size=2", "--num_train_epochs=2", "--learning_rate=1e-3",
+        "--lr_warmup_steps=0", "--logging_steps=1", "--report_to=none", *flags,
+    ]  # fmt: skip
 
 
 def train(*argv):
@@ -78,16 +84,23 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, data, m
     cache = make_cache(tmp_path, models, "--center_crop")
     holds = ["--holdout=2", "--random_flip"]
     train(*train_flags(tmp_path, models, "one"), f"--latents_dir={cache}", *holds)
-    train(*train_flags(tmp_path, models, "two"), *transform_flags(tmp_path, "--center_crop"), *holds)
+    train(
+        *train_flags(tmp_path, models, "two"), *transform_flags(tmp_path, "--center_crop"), *holds
+    )
     one, other = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     for name in ("loss", "grad_norm", "held_out_loss"):
-        values = [[record[name] for record in records if name in record] for records in (one, other)]
+        values = [
+            [record[name] for record in records if name in record] for records in (one, other)
+        ]
         assert len(values[0]) >= 1 and values[0] == pytest.approx(values[1], rel=1e-3), name
 
 
 def test_small_images_keep_their_size_in_the_cache_and_in_the_step(tmp_path, data, capfd):
     """At 32 px: of (20, 24), (40, 20), (18, 50) and (30, 30) none reaches its bucket."""
-    models, small = make_models(tmp_path), ["--center_crop", "--resolution=32", "--bucket_no_upscale"]
+    models, small = (
+        make_models(tmp_path),
+        ["--center_crop", "--resolution=32", "--bucket_no_upscale"],
+    )
     cache = make_cache(tmp_path, models, *small)
     sizes = [[20, 24], [40, 20], [16, 40], [28, 28]]
     rows, said = datasets.load_from_disk(str(cache)), json.loads((cache / "cache.json").read_text())
@@ -155,13 +168,17 @@ def test_what_a_mask_hides_does_not_move_the_weights(tmp_path, data):
             Image.fromarray(mask).save(data / f"{name.split('.')[0]}.mask.png")
     unet = script.make_unet
     for masked in (True, False):
-        flags = [*train_flags(tmp_path, models, f"out-{masked}"), *transform_flags(tmp_path, "--max_train_steps=1")]
+        flags = [
+            *train_flags(tmp_path, models, f"out-{masked}"),
+            *transform_flags(tmp_path, "--max_train_steps=1"),
+        ]
         if not masked:
             for path in data.glob("*.mask.png"):
                 path.unlink()
         train(*flags)
         losses.append(metrics(tmp_path / f"out-{masked}")[0]["loss"])
-    assert script.make_unet is unet and 0.3 < losses[0] / losses[1] < 0.7  # the mean is over all pixels
+    # the mean is taken over all pixels, masked ones too
+    assert script.make_unet is unet and 0.3 < losses[0] / losses[1] < 0.7
 
 
 @pytest.mark.ci
@@ -185,7 +202,9 @@ def test_stopped_and_resumed_is_bit_identical(tmp_path, data, source, num_proces
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name[11:]))
     for name in ("unet", "unet_ema"):
         assert_same_weights(tmp_path / "whole" / last / name, tmp_path / "out" / last / name)
-    losses = [[r["loss"] for r in metrics(tmp_path / name) if "loss" in r] for name in ("whole", "out")]
+    losses = [
+        [r["loss"] for r in metrics(tmp_path / name) if "loss" in r] for name in ("whole", "out")
+    ]
     assert losses[0] == losses[1]
 
 
@@ -201,11 +220,14 @@ def test_resuming_with_another_batch_repeats_and_skips_no_image(tmp_path, data, 
         batch = load(dataset, keys)
         return {**batch, "keys": keys}
 
-    def step(accelerator, scheduler, args, prepare, models, optimizer, batches, micro_batches, data_step):
+    def step(
+        accelerator, scheduler, args, prepare, models, optimizer, batches, micro_batches, data_step
+    ):
         taken = [next(batches) for _ in range(micro_batches)]
         seen.extend(key for batch in taken for key in batch["keys"] if key[2])
         return real(
-            accelerator, scheduler, args, prepare, models, optimizer, iter(taken), micro_batches, data_step
+            accelerator, scheduler, args, prepare, models, optimizer, iter(taken), micro_batches,
+            data_step,
         )  # fmt: skip
 
     monkeypatch.setattr(CachedLatents, "__getitem__", note)
@@ -213,8 +235,15 @@ def test_resuming_with_another_batch_repeats_and_skips_no_image(tmp_path, data, 
     flags = [*train_flags(tmp_path, models), f"--latents_dir={cache}", "--checkpointing_steps=1"]
     train(*flags, "--max_train_steps=2")
     train(*flags, "--resume_from_checkpoint=latest", "--train_batch_size=3", "--max_train_steps=4")
-    train(*flags, "--resume_from_checkpoint=latest", "--gradient_accumulation_steps=2", "--num_train_epochs=1")
-    assert sorted(row for _, row, _ in seen) == list(range(12)) and {epoch for epoch, _, _ in seen} == {0}
+    train(
+        *flags,
+        "--resume_from_checkpoint=latest",
+        "--gradient_accumulation_steps=2",
+        "--num_train_epochs=1",
+    )
+    assert sorted(row for _, row, _ in seen) == list(range(12)) and {
+        epoch for epoch, _, _ in seen
+    } == {0}
 
 
 @pytest.mark.ci
@@ -227,7 +256,8 @@ def test_searches_compile_and_samples_work_with_buckets(tmp_path, data):
 
     def step(*args):
         batches = list(args[6]) if not hasattr(args[6], "gi_frame") else args[6]
-        if isinstance(batches, list):  # of the search for a batch size: of the most pixels that there are
+        # batches of the search for a batch size, which have the most pixels
+        if isinstance(batches, list):
             tried.append(batches[0]["latents_shape"][1:])
             batches = iter(batches)
         return real(*args[:6], batches, *args[7:])
@@ -269,10 +299,15 @@ def test_masks_are_no_rows_and_those_that_do_not_fit_are_named(tmp_path, data, c
 def test_masks_are_found_where_metadata_name_the_images(tmp_path, data):
     """`datasets` leaves out what they do not name, and with it the masks."""
     names = [f"{i:02}.png" for i in range(12)]
-    (data / "metadata.jsonl").write_text("\n".join(json.dumps({"file_name": name, "text": "a"}) for name in names))
+    (data / "metadata.jsonl").write_text(
+        "\n".join(json.dumps({"file_name": name, "text": "a"}) for name in names)
+    )
     cache = make_cache(tmp_path, make_models(tmp_path), "--center_crop")
     rows = datasets.load_from_disk(str(cache))
-    assert rows["key"][:] == names and [len(set(mask)) > 1 for mask in rows["mask"][:]] == [True, False, False] * 4
+    assert (
+        rows["key"][:] == names
+        and [len(set(mask)) > 1 for mask in rows["mask"][:]] == [True, False, False] * 4
+    )
 
 
 def test_masks_of_a_column(tmp_path):
@@ -282,17 +317,23 @@ def test_masks_of_a_column(tmp_path):
     rows = {"image": [image] * 3, "text": ["a digit"] * 3, "where": [mask, None, mask]}
     kinds = {"image": datasets.Image(), "text": datasets.Value("string"), "where": datasets.Image()}
     (tmp_path / "rows").mkdir()
-    datasets.Dataset.from_dict(rows, datasets.Features(kinds)).to_parquet(str(tmp_path / "rows/train.parquet"))
+    datasets.Dataset.from_dict(rows, datasets.Features(kinds)).to_parquet(
+        str(tmp_path / "rows/train.parquet")
+    )
     models = make_models(tmp_path)
-    cache = make_cache(tmp_path, models, f"--train_data_dir={tmp_path / 'rows'}", "--mask_column=where")
+    cache = make_cache(
+        tmp_path, models, f"--train_data_dir={tmp_path / 'rows'}", "--mask_column=where"
+    )
     found = datasets.load_from_disk(str(cache))["mask"][:]
     assert [set(mask) for mask in found] == [{0}, {255}, {0}]
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["--bucket_step=3"], "--bucket_step 3 does not suit: it must divide --resolution 16 and be a multiple of 2"),
+    (["--bucket_step=3"],
+     "--bucket_step 3 does not suit: it must divide --resolution 16 and be a multiple of 2"),
     (["--bucket_step=6"], "--bucket_step 6 does not suit"),
-    (["--mask_column=nothing"], "has no column 'nothing' but image, text: choose with --mask_column"),
+    (["--mask_column=nothing"],
+     "has no column 'nothing' but image, text: choose with --mask_column"),
 ])  # fmt: skip
 def test_what_does_not_suit_is_refused(tmp_path, data, capfd, flags, said):
     assert said in refused(capfd, make_cache, tmp_path, make_models(tmp_path), *flags)
@@ -302,7 +343,9 @@ def test_what_does_not_suit_is_refused(tmp_path, data, capfd, flags, said):
 def test_caches_with_other_buckets_and_a_mixture_are_refused(tmp_path, data, capfd):
     models = make_models(tmp_path)
     make_cache(tmp_path, models)
-    assert "transform.bucket_step 4 -> 8" in refused(capfd, make_cache, tmp_path, models, "--bucket_step=8")
+    assert "transform.bucket_step 4 -> 8" in refused(
+        capfd, make_cache, tmp_path, models, "--bucket_step=8"
+    )
     for path in data.glob("*.mask.png"):
         path.unlink()
     make_cache(tmp_path, models, name="other")
@@ -313,15 +356,23 @@ def test_caches_with_other_buckets_and_a_mixture_are_refused(tmp_path, data, cap
     assert "--bucket_step does nothing with --latents_dir" in refused(
         capfd, train, *train_flags(tmp_path, models), *both
     )
-    args = precompute_latents.parse_args(["--train_data_dir=.", "--use_aspect_ratio_buckets", "--vae_name_or_path=a",
-                                          "--text_encoder_name_or_path=b"])  # fmt: skip
+    args = precompute_latents.parse_args([
+        "--train_data_dir=.", "--use_aspect_ratio_buckets", "--vae_name_or_path=a",
+        "--text_encoder_name_or_path=b",
+    ])  # fmt: skip
     assert args.bucket_step == 64
 
 
-def test_batches_are_grouped_whatever_they_hold_and_bytes_do_not_depend_on_processes(tmp_path, data):
+def test_batches_are_grouped_whatever_they_hold_and_bytes_do_not_depend_on_processes(
+    tmp_path, data
+):
     models = make_models(tmp_path)
     one = make_cache(tmp_path, models)
-    flags = [*transform_flags(tmp_path), f"--pretrained_model_name_or_path={models}", "--batch_size=2"]
+    flags = [
+        *transform_flags(tmp_path),
+        f"--pretrained_model_name_or_path={models}",
+        "--batch_size=2",
+    ]
     flags += ["--rows_per_shard=5", f"--output_dir={tmp_path / 'two'}"]
     pids = start(lambda: precompute(*flags), 2, log=tmp_path / "log")
     assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
@@ -336,7 +387,9 @@ def test_batches_are_grouped_whatever_they_hold_and_bytes_do_not_depend_on_proce
     with pytest.MonkeyPatch.context() as m:
         patch(m, "encode_images", encode)
         make_cache(tmp_path, models, name="three")
-    assert {size[2:] for size in sizes} >= {(16, 16), (20, 12), (12, 20)} and max(size[0] for size in sizes) == 2
+    assert {size[2:] for size in sizes} >= {(16, 16), (20, 12), (12, 20)} and max(
+        size[0] for size in sizes
+    ) == 2
 
 
 @pytest.mark.long
@@ -344,7 +397,12 @@ def test_a_real_launch_on_two_processes(tmp_path, data):
     models = make_models(tmp_path)
     cache = make_cache(tmp_path, models)
     env = {"ACCELERATE_USE_CPU": "true"}
-    options = ["--multi_gpu", "--num_processes=2", "--main_process_port=0", "train_text_to_image.py"]
+    options = [
+        "--multi_gpu",
+        "--num_processes=2",
+        "--main_process_port=0",
+        "train_text_to_image.py",
+    ]
     done = launch(*options, *train_flags(tmp_path, models), f"--latents_dir={cache}", env=env)
     assert done.returncode == 0, done.stderr
     assert all(torch.isfinite(torch.tensor(record["loss"])) for record in metrics(tmp_path / "out"))

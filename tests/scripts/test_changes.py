@@ -1,4 +1,4 @@
-"""The five changes of docs/changing.md: each is applied to its script and trained with, alone and on two processes."""
+"""The five changes of docs/changing.md: applied and trained with, on one and two processes."""
 
 import importlib.util
 import json
@@ -7,7 +7,17 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, finish, make_captioned, make_images, make_models, metrics, reset, start, weights
+from conftest import (
+    ROOT,
+    finish,
+    make_captioned,
+    make_images,
+    make_models,
+    metrics,
+    reset,
+    start,
+    weights,
+)
 from diffusers import DDPMScheduler, UNet2DModel
 from PIL import Image
 from safetensors.torch import load_file
@@ -18,11 +28,15 @@ NAMES = ["huber", "labels", "second", "masked", "module"]
 
 
 def apply(change, folder):
-    """Apply a change to a copy of its script; returns the copy as a module, and the lines that the change adds."""
+    """Apply a change to a copy of its script.
+
+    Returns (the copy as a module, the lines that the change adds).
+    """
     name, hunks = change.removeprefix("--- ").split("\n", 1)
     source = (ROOT / name).read_text()
     for hunk in re.split(r"^@@.*\n", hunks, flags=re.M)[1:]:
-        for part in re.findall(r"(?:^[ -].*\n)+(?:^\+.*\n)+", hunk, flags=re.M):  # what stands there, then what comes
+        # old lines, then added ones
+        for part in re.findall(r"(?:^[ -].*\n)+(?:^\+.*\n)+", hunk, flags=re.M):
             old = "".join(line[1:] + "\n" for line in part.splitlines() if line[0] in " -")
             new = "".join(line[1:] + "\n" for line in part.splitlines() if line[0] in " +")
             assert source.count(old) == 1, f"the change no longer fits {name}:\n{old}"
@@ -38,21 +52,27 @@ def apply(change, folder):
 def save_config(folder, **options):
     UNet2DModel(
         sample_size=16, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-        down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"), **options,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"), **options,
     ).save_config(folder)  # fmt: skip
 
 
 def prepare(tmp_path, name):
     """Data and model of a change; returns the flags of its training."""
     common = [
-        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2", "--max_train_steps=4", "--logging_steps=1",
-        "--report_to=none", "--dataloader_num_workers=0", "--center_crop", "--holdout=2", "--lr_warmup_steps=0",
-        "--checkpointing_steps=2", "--resolution=16", "--lr_scheduler=constant",
+        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2", "--max_train_steps=4",
+        "--logging_steps=1", "--report_to=none", "--dataloader_num_workers=0", "--center_crop",
+        "--holdout=2", "--lr_warmup_steps=0", "--checkpointing_steps=2", "--resolution=16",
+        "--lr_scheduler=constant",
     ]  # fmt: skip
     if name == "module":
         make_captioned(tmp_path / "images", 8)
         models = make_models(tmp_path)
-        return [*common, f"--pretrained_model_name_or_path={models}", f"--train_data_dir={tmp_path / 'images'}"]
+        return [
+            *common,
+            f"--pretrained_model_name_or_path={models}",
+            f"--train_data_dir={tmp_path / 'images'}",
+        ]
     make_images(tmp_path / "images", 8)
     for i in range(8):
         if name == "labels":  # a folder a class
@@ -65,11 +85,20 @@ def prepare(tmp_path, name):
             Image.fromarray(pixels).save(tmp_path / f"images/other{i}.png")
     if name in ("second", "masked"):
         column = {"second": "depth", "masked": "mask"}[name]
-        lines = [json.dumps({"image_file_name": f"{i}.png", f"{column}_file_name": f"other{i}.png"}) for i in range(8)]
+        lines = [
+            json.dumps({"image_file_name": f"{i}.png", f"{column}_file_name": f"other{i}.png"})
+            for i in range(8)
+        ]
         (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
-    options = {"labels": {"num_class_embeds": 10}, "second": {"in_channels": 4, "out_channels": 4}}.get(name, {})
+    options = {
+        "labels": {"num_class_embeds": 10},
+        "second": {"in_channels": 4, "out_channels": 4},
+    }.get(name, {})
     save_config(tmp_path / "unet", **options)
-    common += [f"--model_config_name_or_path={tmp_path / 'unet'}", f"--train_data_dir={tmp_path / 'images'}"]
+    common += [
+        f"--model_config_name_or_path={tmp_path / 'unet'}",
+        f"--train_data_dir={tmp_path / 'images'}",
+    ]
     return [*common, "--ddpm_num_inference_steps=2", "--eval_batch_size=12"]
 
 
@@ -105,7 +134,10 @@ def test_a_change_trains_with_held_out_images_resumes_and_finds_a_rate(tmp_path,
         {"log_variance", "log_variance_ema"} if name == "module" else set()
     )
     for folder in folders:
-        (one,), (other,) = folder.glob("*.safetensors"), (tmp_path / "again/checkpoint-4" / folder.name).glob("*.saf*")
+        (one,), (other,) = (
+            folder.glob("*.safetensors"),
+            (tmp_path / "again/checkpoint-4" / folder.name).glob("*.saf*"),
+        )
         one, other = load_file(one), load_file(other)
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     train(script, *flags, "--find_lr", "--find_lr_steps=10", f"--output_dir={tmp_path / 'rate'}")
@@ -143,7 +175,12 @@ def test_class_labels_of_a_column_reach_the_unet(tmp_path, monkeypatch):
     # The U-Net sees the images themselves, so that each can be told from its label.
     monkeypatch.setattr(DDPMScheduler, "add_noise", lambda self, images, noise, timesteps: images)
     train(script, *flags)
-    trained = [pair for training, levels, labels in seen if training for pair in zip(levels, labels, strict=True)]
+    trained = [
+        pair
+        for training, levels, labels in seen
+        if training
+        for pair in zip(levels, labels, strict=True)
+    ]
     assert sorted(set(trained)) == [(i, i % 3) for i in range(8)]
     drawn = [labels for training, _, labels in seen if not training]
     assert drawn and drawn[0] == [i % 10 for i in range(12)]
@@ -153,7 +190,9 @@ def test_a_second_image_column_is_trained_on_as_further_channels(tmp_path):
     script, _ = apply(CHANGES[2], tmp_path)
     flags = [flag for flag in prepare(tmp_path, "second") if "holdout" not in flag]
     batches, prepare_batch = [], script.prepare_batch
-    script.prepare_batch = lambda batch: batches.append(batch["pixel_values"]) or prepare_batch(batch)
+    script.prepare_batch = lambda batch: (
+        batches.append(batch["pixel_values"]) or prepare_batch(batch)
+    )
     train(script, *flags)
     depths = sorted({int(image[3, 0, 0]) for batch in batches for image in batch})
     assert batches[0].shape == (2, 4, 16, 16) and depths == [*range(243, 251)]
@@ -161,7 +200,7 @@ def test_a_second_image_column_is_trained_on_as_further_channels(tmp_path):
 
 
 def test_a_masked_loss_counts_where_the_mask_is_white(tmp_path):
-    """Errors in the masked half move nothing: with a constant there, the loss is that of the other half."""
+    """Errors in the masked half do not count: a constant there leaves the other half's loss."""
     script, _ = apply(CHANGES[3], tmp_path)
     noise_scheduler, mask = DDPMScheduler(), torch.zeros(2, 1, 8, 8)
     mask[..., :4] = 1
@@ -179,7 +218,15 @@ def test_a_masked_loss_counts_where_the_mask_is_white(tmp_path):
         unet = Unet()
         unet.error = error
         torch.manual_seed(0)
-        inputs = {"unet": unet}, noise_scheduler, torch.zeros(2, 3, 8, 8), {}, {"mask": mask}, torch.ones(2) / 2, args
+        inputs = (
+            {"unet": unet},
+            noise_scheduler,
+            torch.zeros(2, 3, 8, 8),
+            {},
+            {"mask": mask},
+            torch.ones(2) / 2,
+            args,
+        )
         losses.append(script.compute_loss(*inputs).item())
     assert losses == [0.0, 0.0]
 
@@ -187,7 +234,11 @@ def test_a_masked_loss_counts_where_the_mask_is_white(tmp_path):
 def test_a_further_module_is_trained_and_averaged(tmp_path):
     script, _ = apply(CHANGES[4], tmp_path)
     train(script, *prepare(tmp_path, "module"))
-    first, last = (load_file(tmp_path / f"out/checkpoint-{i}/log_variance/model.safetensors") for i in (2, 4))
+    first, last = (
+        load_file(tmp_path / f"out/checkpoint-{i}/log_variance/model.safetensors") for i in (2, 4)
+    )
     average = load_file(tmp_path / "out/checkpoint-4/log_variance_ema/model.safetensors")
-    assert not torch.equal(first["weight"], last["weight"]) and not torch.equal(average["weight"], last["weight"])
+    assert not torch.equal(first["weight"], last["weight"]) and not torch.equal(
+        average["weight"], last["weight"]
+    )
     assert weights(tmp_path / "out/unet")  # and the pipeline opens as before

@@ -1,4 +1,4 @@
-"""--clip_skip: embeddings, caches, samples and the card are of the layer that diffusers' pipelines take."""
+"""--clip_skip: embeddings, caches, samples and the card use the same layer as diffusers."""
 
 import json
 
@@ -26,8 +26,9 @@ def models(tmp_path):
 def precompute(tmp_path, models, *argv, name="cache"):
     reset()
     precompute_latents.main(precompute_latents.parse_args([
-        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={models}", "--resolution=16",
-        f"--output_dir={tmp_path / name}", "--batch_size=3", "--dataloader_num_workers=0", *argv,
+        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={models}",
+        "--resolution=16", f"--output_dir={tmp_path / name}", "--batch_size=3",
+        "--dataloader_num_workers=0", *argv,
     ]))  # fmt: skip
     reset()
 
@@ -35,8 +36,9 @@ def precompute(tmp_path, models, *argv, name="cache"):
 def train(tmp_path, models, *argv, kind=script):
     reset()
     kind.main(kind.parse_args([
-        f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2",
-        "--num_train_epochs=1", "--learning_rate=1e-3", "--lr_warmup_steps=0", "--logging_steps=1", "--report_to=none",
+        f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=2", "--num_train_epochs=1", "--learning_rate=1e-3",
+        "--lr_warmup_steps=0", "--logging_steps=1", "--report_to=none",
         "--num_inference_steps=2", "--num_validation_images=1", *map(str, argv),
     ]))  # fmt: skip
 
@@ -51,13 +53,17 @@ def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
         (CLIPTextModelWithProjection if suffix else CLIPTextModel)(config).save_pretrained(
             folder / f"text_encoder{suffix}"
         )
-    args = precompute_latents.parse_args([f"--pretrained_model_name_or_path={folder}", "--train_data_dir=."])
+    args = precompute_latents.parse_args(
+        [f"--pretrained_model_name_or_path={folder}", "--train_data_dir=."]
+    )
     args.resolution, found = 16, {}
     for args.clip_skip in (None, 1):
         vae, text_encoders, tokenizers = load_models(args, torch.float32)
         captions = ["a digit one", "", "two " * 50]
         with torch.no_grad():
-            ours = found[args.clip_skip] = encode_prompts(text_encoders, tokenize(tokenizers, captions))
+            ours = found[args.clip_skip] = encode_prompts(
+                text_encoders, tokenize(tokenizers, captions)
+            )
             if kind == "sdxl":
                 pipeline = StableDiffusionXLPipeline(
                     vae, *text_encoders, *tokenizers, None, None, force_zeros_for_empty_prompt=False
@@ -65,8 +71,14 @@ def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
             else:
                 parts = vae, *text_encoders, *tokenizers, None, None, None, None
                 pipeline = StableDiffusionPipeline(*parts, requires_safety_checker=False)
-            options = {"num_images_per_prompt": 1, "do_classifier_free_guidance": True, "device": "cpu"}
-            embeds, negative, *pooled = pipeline.encode_prompt(captions, clip_skip=args.clip_skip, **options)
+            options = {
+                "num_images_per_prompt": 1,
+                "do_classifier_free_guidance": True,
+                "device": "cpu",
+            }
+            embeds, negative, *pooled = pipeline.encode_prompt(
+                captions, clip_skip=args.clip_skip, **options
+            )
         assert torch.equal(ours["prompt_embeds"], embeds)
         empty = encode_empty_prompt(text_encoders, tokenizers, args)
         if kind == "sdxl":  # of which zeros are the rule
@@ -81,7 +93,9 @@ def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
         load_models(args, torch.float32)
 
 
-def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(tmp_path, models, monkeypatch, capfd):
+def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
+    tmp_path, models, monkeypatch, capfd
+):
     make_captioned(tmp_path / "images", 4)
     precompute(tmp_path, models, "--clip_skip=1", "--center_crop")
     precompute(tmp_path, models, "--text_cache=ids", "--center_crop", name="ids")
@@ -102,15 +116,24 @@ def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(tmp_path,
     }
     losses = {}
     for name, argv in runs.items():
-        train(tmp_path, models, *argv, "--validation_prompts=a digit", f"--output_dir={tmp_path / 'runs' / name}")
-        losses[name] = [record["loss"] for record in metrics(tmp_path / "runs" / name) if "loss" in record]
+        train(
+            tmp_path,
+            models,
+            *argv,
+            "--validation_prompts=a digit",
+            f"--output_dir={tmp_path / 'runs' / name}",
+        )
+        losses[name] = [
+            record["loss"] for record in metrics(tmp_path / "runs" / name) if "loss" in record
+        ]
     assert losses["cache"] == pytest.approx(losses["images"], rel=2e-4)
     assert losses["ids"] == pytest.approx(losses["images"], rel=2e-4) != losses["last"]
     assert drawn == [1, 1, 1, None]
     card = (tmp_path / "runs/cache/README.md").read_text()
     assert "clip_skip=1).images[0]" in card and 'vars(pipeline.text_encoder)["text_model"]' in card
     for folder, flag, said in (
-        ("none", 1, "text_encoder.clip_skip None -> 1"), ("cache", 2, "--clip_skip 2 leaves nothing of 2 layers"),
+        ("none", 1, "text_encoder.clip_skip None -> 1"),
+        ("cache", 2, "--clip_skip 2 leaves nothing of 2 layers"),
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             train(tmp_path, models, f"--latents_dir={tmp_path / folder}", f"--clip_skip={flag}")
@@ -127,11 +150,14 @@ def test_where_it_does_nothing_it_is_refused(tmp_path, models, capfd):
     assert "--clip_skip 1 does nothing for PRX: leave it out" in capfd.readouterr().err
     with pytest.raises(SystemExit) as stop:
         precompute(tmp_path, models, "--text_cache=ids", "--clip_skip=1")
-    assert stop.value.code == 2 and "--clip_skip does nothing with --text_cache ids" in capfd.readouterr().err
+    assert (
+        stop.value.code == 2
+        and "--clip_skip does nothing with --text_cache ids" in capfd.readouterr().err
+    )
     config = make_prx(tmp_path / "config")
     with pytest.raises(SystemExit):
         train(
-            tmp_path, MODELS, f"--transformer_config_name_or_path={config}", "--resolution=16", "--clip_skip=1",
-            f"--train_data_dir={tmp_path / 'images'}", kind=train_flow,
+            tmp_path, MODELS, f"--transformer_config_name_or_path={config}", "--resolution=16",
+            "--clip_skip=1", f"--train_data_dir={tmp_path / 'images'}", kind=train_flow,
         )  # fmt: skip
     assert "--clip_skip 1 does nothing for PRX: leave it out" in capfd.readouterr().err

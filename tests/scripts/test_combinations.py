@@ -1,4 +1,4 @@
-"""SDXL, LoRA, images of several sizes, masks, tokens, bfloat16, 8-bit AdamW: all together, and each pair."""
+"""SDXL, LoRA, several image sizes, masks, tokens, bfloat16, 8-bit AdamW: together and in pairs."""
 
 import functools
 import itertools
@@ -20,19 +20,19 @@ from diffusion_training.order import step_seed
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 KOHYA = "pytorch_lora_weights_kohya.safetensors"
-# What is together here; the average and an accumulated step are without a flag
+# All features together. Averaging the weights needs no flag.
 ALL = ["--rank=4", "--lora_alpha=8", "--mixed_precision=bf16", "--optimizer=adamw8bit",
-       "--gradient_checkpointing", "--random_flip", "--caption_dropout=0.3", "--gradient_accumulation_steps=2",
-       "--train_batch_size=2"]  # fmt: skip
+       "--gradient_checkpointing", "--random_flip", "--caption_dropout=0.3",
+       "--gradient_accumulation_steps=2", "--train_batch_size=2"]  # fmt: skip
 
 
 def precompute(folder, name, *more):
     """A cache of images of four sizes, a third of them with a mask."""
     reset()
     precompute_latents.main(precompute_latents.parse_args([
-        f"--train_data_dir={folder / 'data'}", f"--pretrained_model_name_or_path={folder / 'sdxl'}", "--resolution=16",
-        f"--output_dir={folder / name}", f"--cache_dir={folder / 'datasets'}", "--dataloader_num_workers=0",
-        "--rows_per_shard=5", "--batch_size=3", *more,
+        f"--train_data_dir={folder / 'data'}", f"--pretrained_model_name_or_path={folder / 'sdxl'}",
+        "--resolution=16", f"--output_dir={folder / name}", f"--cache_dir={folder / 'datasets'}",
+        "--dataloader_num_workers=0", "--rows_per_shard=5", "--batch_size=3", *more,
     ]))  # fmt: skip
     reset()
 
@@ -42,7 +42,9 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     make_sdxl(folder)
     make_masked(folder / "data")
-    precompute(folder, "cache", "--bucket_step=4", "--random_flip", "--text_cache=ids", "--center_crop")
+    precompute(
+        folder, "cache", "--bucket_step=4", "--random_flip", "--text_cache=ids", "--center_crop"
+    )
     return folder
 
 
@@ -61,7 +63,8 @@ def flags(tmp_path, inputs):
     return [
         f"--pretrained_model_name_or_path={inputs / 'sdxl'}", f"--output_dir={tmp_path / 'out'}",
         "--max_train_steps=4", "--learning_rate=1e-2", "--lr_warmup_steps=0", "--logging_steps=1",
-        "--report_to=none", "--num_inference_steps=2", "--num_validation_images=1", "--guidance_scale=3",
+        "--report_to=none", "--num_inference_steps=2", "--num_validation_images=1",
+        "--guidance_scale=3",
     ]  # fmt: skip
 
 
@@ -72,8 +75,10 @@ def cache(inputs):
 
 @pytest.fixture
 def images(inputs):
-    return [f"--train_data_dir={inputs / 'data'}", f"--cache_dir={inputs / 'datasets'}", "--resolution=16",
-            "--bucket_step=4", "--center_crop", "--dataloader_num_workers=0"]  # fmt: skip
+    return [
+        f"--train_data_dir={inputs / 'data'}", f"--cache_dir={inputs / 'datasets'}",
+        "--resolution=16", "--bucket_step=4", "--center_crop", "--dataloader_num_workers=0",
+    ]  # fmt: skip
 
 
 def train(*argv):
@@ -82,25 +87,36 @@ def train(*argv):
 
 
 def test_a_row_takes_what_is_said(inputs, capfd):
-    """Latents of 8 x 8, both ways, tokens of two encoders, sizes, and a mask; checksum, key and text come to it."""
+    """Latents of 8 x 8, plain and mirrored, tokens of two encoders, sizes, and a mask.
+
+    Checksum, key and text are added to these.
+    """
     flags = ["--bucket_step=4", "--random_flip", "--text_cache=ids", "--dry_run"]
     for more, mask, wanted in ((flags, 64, 8 + 16), (flags[1:], 64, 16)):
         precompute(inputs, "none", *more)
         each = 2 * 2 * 8 * 64 + 2 * 4 * 8 + wanted + mask
-        said = f"12 rows of {'up to ' * (wanted > 16)}{each / 1e3:.2f}kB (64.0B of it the caption's)"
+        said = (
+            f"12 rows of {'up to ' * (wanted > 16)}{each / 1e3:.2f}kB (64.0B of it the caption's)"
+        )
         assert said in capfd.readouterr().out
     rows = datasets.load_from_disk(str(inputs / "cache"))
     square = rows.with_format("arrow")[0]
     names = [name for name in square.column_names if name not in ("text", "key", "checksum")]
-    assert sum(square[name].combine_chunks().flatten().nbytes for name in names) == 2 * 2 * 8 * 64 + 64 + 24 + 64
+    assert (
+        sum(square[name].combine_chunks().flatten().nbytes for name in names)
+        == 2 * 2 * 8 * 64 + 64 + 24 + 64
+    )
 
 
 @pytest.mark.parametrize("num_processes, source, more", [
-    (1, "cache", ["--output_kohya_format"]), (2, "cache", ["--lora_dropout=0.1"]), (1, "images", ["--use_dora"]),
+    (1, "cache", ["--output_kohya_format"]), (2, "cache", ["--lora_dropout=0.1"]),
+    (1, "images", ["--use_dora"]),
 ])  # fmt: skip
 def test_killed_and_resumed_is_bit_identical(tmp_path, request, flags, num_processes, source, more):
-    flags = [*flags, *request.getfixturevalue(source), *ALL, *more, "--holdout=2", "--checkpointing_steps=1",
-             "--validation_prompts=a digit", "--validation_epochs=1"]  # fmt: skip
+    flags = [
+        *flags, *request.getfixturevalue(source), *ALL, *more, "--holdout=2",
+        "--checkpointing_steps=1", "--validation_prompts=a digit", "--validation_epochs=1",
+    ]  # fmt: skip
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
     for argv in ([f"--output_dir={whole}"], [f"--output_dir={rest}", again]):
@@ -108,15 +124,22 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, request, flags, num_proce
         assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
     one, other = contents(whole), contents(rest)
     early = ("checkpoint-1/", "checkpoint-2/")
-    if num_processes > 1:  # there Accelerate copies the state, and what was bitsandbytes' one table is many
+    # Accelerate copies the optimizer's state here, so bitsandbytes' one table is saved many times
+    if num_processes > 1:
         early += ("checkpoint-3/optimizer.bin", "checkpoint-4/optimizer.bin")
     assert FILE in other and any(name.endswith(".png") for name in other)
-    assert {name for name in one if one[name] != other.get(name)} == {name for name in one if name.startswith(early)}
-    assert "uint8" in str(torch.load(whole / "checkpoint-3/optimizer.bin", weights_only=True)["state"])
+    assert {name for name in one if one[name] != other.get(name)} == {
+        name for name in one if name.startswith(early)
+    }
+    assert "uint8" in str(
+        torch.load(whole / "checkpoint-3/optimizer.bin", weights_only=True)["state"]
+    )
     records = [[r for r in metrics(folder) if r["step"] > 2] for folder in (whole, rest)]
     assert len(records[1]) >= 3
     for record, same in zip(*records, strict=True):
-        assert record == same or all(record[key] == same[key] for key in record.keys() & {"loss", "held_out_loss"})
+        assert record == same or all(
+            record[key] == same[key] for key in record.keys() & {"loss", "held_out_loss"}
+        )
 
 
 def test_training_from_the_cache_equals_training_on_the_images(tmp_path, flags, cache, images):
@@ -130,7 +153,9 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, flags, 
 
 
 @pytest.mark.parametrize("more", [["--output_kohya_format"], ["--use_dora"]])
-def test_the_file_draws_in_the_pipeline_what_the_run_drew(tmp_path, flags, cache, inputs, more, monkeypatch):
+def test_the_file_draws_in_the_pipeline_what_the_run_drew(
+    tmp_path, flags, cache, inputs, more, monkeypatch
+):
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
     files = [FILE] + [KOHYA] * ("--output_kohya_format" in more)
     train(*flags, *cache, *ALL, *more, "--validation_prompts=a digit one", "--mixed_precision=no")
@@ -148,12 +173,18 @@ def test_the_file_draws_in_the_pipeline_what_the_run_drew(tmp_path, flags, cache
         image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
         differences.append(np.abs(grid[:64, -68:-4] - image).max())
     assert differences[0] > 20 and max(differences[1:]) <= 1
-    assert 'from_pretrained("sdxl")\npipeline.load_lora_weights("out")' in (out / "README.md").read_text()
-    if KOHYA in files:  # the names that ComfyUI has for SDXL, and that sd-scripts turns into its own
+    assert (
+        'from_pretrained("sdxl")\npipeline.load_lora_weights("out")'
+        in (out / "README.md").read_text()
+    )
+    # the names that ComfyUI uses for SDXL; sd-scripts converts them to its own
+    if KOHYA in files:
         weights = load_file(out / KOHYA)
         layers = {name.split(".")[0] for name in weights}
         plain = {name.rsplit(".lora_", 1)[0] for name in load_file(out / FILE)}
-        assert layers == {f"lora_unet_{name.removeprefix('unet.').replace('.', '_')}" for name in plain}
+        assert layers == {
+            f"lora_unet_{name.removeprefix('unet.').replace('.', '_')}" for name in plain
+        }
         kinds = {name.split(".", 1)[1] for name in weights}
         assert kinds == {"lora_down.weight", "lora_up.weight", "alpha"}
         assert {value.item() for name, value in weights.items() if name.endswith("alpha")} == {4}
@@ -169,7 +200,9 @@ def test_searches(tmp_path, flags, cache, images):
         "--max_train_steps=1",
     ]
     train(*flags, *images, *ALL, *auto, f"--output_dir={tmp_path / 'auto'}")
-    settings = json.loads((tmp_path / "auto/checkpoint-1/trainer_state.json").read_text())["settings"]
+    settings = json.loads((tmp_path / "auto/checkpoint-1/trainer_state.json").read_text())[
+        "settings"
+    ]
     assert settings["train_batch_size"] == 3
 
 
@@ -177,15 +210,21 @@ def test_searches(tmp_path, flags, cache, images):
 
 FLAGS = {
     "model": {"sd": [], "sdxl": []},
-    "trains": {"whole": [], "lora": ["--rank=2", "--output_kohya_format"], "dora": ["--rank=2", "--use_dora"]},
-    "source": {"images": [], "ids": [], "embeddings": [], "mixed": ["--latents_weights", "1", "0.5"]},
+    "trains": {
+        "whole": [], "lora": ["--rank=2", "--output_kohya_format"],
+        "dora": ["--rank=2", "--use_dora"],
+    },
+    "source": {
+        "images": [], "ids": [], "embeddings": [], "mixed": ["--latents_weights", "1", "0.5"],
+    },
     "shape": {"square": [], "buckets": []},
     "mask": {"plain": [], "masks": []},
     "precision": {"no": [], "bf16": ["--mixed_precision=bf16"]},
     "optimizer": {name: [f"--optimizer={name}"] for name in ("adamw", "adamw8bit", "adafactor")},
     "memory": {"fast": [], "checkpointed": ["--gradient_checkpointing"]},
     "objective": {
-        "epsilon": [], "min-snr": ["--snr_gamma=5", "--noise_offset=0.1", "--input_perturbation=0.1"],
+        "epsilon": [],
+        "min-snr": ["--snr_gamma=5", "--noise_offset=0.1", "--input_perturbation=0.1"],
         "zero-snr": ["--prediction_type=v_prediction", "--rescale_betas_zero_snr"],
     },
     "average": {"ema": [], "no-ema": ["--no-use_ema"]},
@@ -193,7 +232,10 @@ FLAGS = {
         "2": ["--train_batch_size=2"], "auto": ["--train_batch_size=auto", "--total_batch_size=4"],
         "accumulated": ["--train_batch_size=1", "--gradient_accumulation_steps=3"],
     },
-    "looks": {"blind": [], "looks": ["--holdout=2", "--validation_prompts=a digit", "--validation_steps=1"]},
+    "looks": {
+        "blind": [],
+        "looks": ["--holdout=2", "--validation_prompts=a digit", "--validation_steps=1"],
+    },
 }  # fmt: skip
 TABLE = """
     sd dora mixed buckets plain bf16 adamw fast zero-snr no-ema 2 looks
@@ -218,7 +260,10 @@ RUNS = [dict(zip(FLAGS, line.split(), strict=True)) for line in TABLE.strip().sp
 
 def test_the_table_has_every_pair():
     for (one, ones), (other, others) in itertools.combinations(FLAGS.items(), 2):
-        assert {(run[one], run[other]) for run in RUNS} == {*itertools.product(ones, others)}, (one, other)
+        assert {(run[one], run[other]) for run in RUNS} == {*itertools.product(ones, others)}, (
+            one,
+            other,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +286,11 @@ def caches(tmp_path_factory):
             return found + source
         paths = []
         for kind in ("embeddings", "ids") if run["source"] == "mixed" else [run["source"]]:
-            kind, more = ("embeddings", ["--seed=1"]) if run["source"] == "mixed" and kind == "ids" else (kind, [])
+            kind, more = (
+                ("embeddings", ["--seed=1"])
+                if run["source"] == "mixed" and kind == "ids"
+                else (kind, [])
+            )
             path = folder / "-".join([run["model"], run["mask"], run["shape"], kind, *more])
             if not path.exists():
                 reset()
@@ -257,14 +306,31 @@ def caches(tmp_path_factory):
 def test_each_pair_trains(tmp_path, run, caches):
     out = tmp_path / "out"
     flags = itertools.chain.from_iterable(FLAGS[name][kind] for name, kind in run.items())
-    common = ["--max_train_steps=2", "--learning_rate=1e-2", "--lr_warmup_steps=0", "--logging_steps=1"]
-    common += ["--report_to=none", "--num_inference_steps=1", "--num_validation_images=1", f"--output_dir={out}"]
+    common = [
+        "--max_train_steps=2",
+        "--learning_rate=1e-2",
+        "--lr_warmup_steps=0",
+        "--logging_steps=1",
+    ]
+    common += [
+        "--report_to=none",
+        "--num_inference_steps=1",
+        "--num_validation_images=1",
+        f"--output_dir={out}",
+    ]
     train(*caches(run), *flags, *common)
     records = metrics(out)
     assert [record["step"] for record in records if "loss" in record] == [1, 2]
-    assert all(np.isfinite(value) for record in records for value in record.values() if isinstance(value, float))
+    assert all(
+        np.isfinite(value)
+        for record in records
+        for value in record.values()
+        if isinstance(value, float)
+    )
     assert any("held_out_loss" in record for record in records) == (run["looks"] == "looks")
     if run["trains"] == "whole":
         DiffusionPipeline.from_pretrained(out)
     else:
-        assert all(value.any() for name, value in load_file(out / FILE).items() if ".lora_B." in name)
+        assert all(
+            value.any() for name, value in load_file(out / FILE).items() if ".lora_B." in name
+        )

@@ -1,6 +1,6 @@
-"""Downloads from a web server that is as bad as the web; those that are about Ray by a real one on this machine.
+"""Downloads from a server that is as bad as the web; tests of Ray start a real one here.
 
-What one request, image, table or shard does is tested in tests/package.
+Single requests, images, tables and shards are tested in tests/package.
 """
 
 import collections
@@ -41,7 +41,7 @@ from diffusion_training.data.rows import load_rows  # noqa: E402
 
 @pytest.fixture(scope="session")
 def ray_folder():
-    """Where Ray keeps its files: a short path, because sockets lie there, and nothing in the home folder."""
+    """Ray's folder: a short path, because it holds sockets, and outside the home folder."""
     with (
         tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as m,
@@ -55,10 +55,17 @@ def ray_folder():
 @pytest.fixture(scope="session")
 def local_ray(ray_folder, storage):
     """A Ray of two cores, which all tests share; its address."""
-    sent = {"py_modules": find_modules(script.download_shard, script.fetch_rows)}  # as the script itself does
-    options = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False, "log_to_driver": False}
+    # as the script does
+    sent = {"py_modules": find_modules(script.download_shard, script.fetch_rows)}
+    options = {
+        "num_cpus": 2,
+        "object_store_memory": 80 * 2**20,
+        "include_dashboard": False,
+        "log_to_driver": False,
+    }
     with pytest.MonkeyPatch.context() as m:
-        m.chdir("/")  # or workers would find the files by this process's folder, and not by what they are sent
+        # in this process's folder, workers would import its files instead of those they are sent
+        m.chdir("/")
         ray.init("local", runtime_env=sent, **options)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
@@ -85,7 +92,9 @@ def server():
 def make_table(path, urls, **columns):
     captions = [f'caption {i}, "quoted"\nand on' for i in range(len(urls))]
     pq.write_table(
-        pa.table({"url": urls, "text": captions, "id": range(len(urls)), **columns}), path, row_group_size=17
+        pa.table({"url": urls, "text": captions, "id": range(len(urls)), **columns}),
+        path,
+        row_group_size=17,
     )
     return str(path)
 
@@ -95,12 +104,25 @@ def good_urls(server, count, kind="image"):
 
 
 def run(table, output, *flags):
-    script.main(script.parse_args(["--input", str(table), "--output_dir", str(output), *FAST, *map(str, flags)]))
+    script.main(
+        script.parse_args(
+            ["--input", str(table), "--output_dir", str(output), *FAST, *map(str, flags)]
+        )
+    )
 
 
 def start(table, output, *flags, env=None):
     """The same as a process of its own."""
-    command = [sys.executable, ROOT / "download_images.py", "--input", table, "--output_dir", output, *FAST, *flags]
+    command = [
+        sys.executable,
+        ROOT / "download_images.py",
+        "--input",
+        table,
+        "--output_dir",
+        output,
+        *FAST,
+        *flags,
+    ]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": "/"}
     return subprocess.Popen(list(map(str, command)), env={**os.environ, **(env or {})}, **options)
 
@@ -115,46 +137,69 @@ def refused(capsys, table, output, *flags):
     with pytest.raises(SystemExit) as stop:
         run(table, output, *flags)
     error = capsys.readouterr().err
-    assert stop.value.code == 1 and error.count("download_images.py: ") == 1 and "Traceback" not in error
+    assert (
+        stop.value.code == 1
+        and error.count("download_images.py: ") == 1
+        and "Traceback" not in error
+    )
     return error
 
 
 def contents(folder):
     """{name: bytes} of all files but the settings and the copy of the table."""
-    paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.name != "settings.json"]
+    paths = [
+        path
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file() and path.name != "settings.json"
+    ]
     paths = [path for path in paths if path.parent.name != "tables"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def read_rows(folder):
-    return pa.concat_tables(pq.read_table(path) for path in sorted(Path(folder).glob("*.parquet"))).to_pylist()
+    return pa.concat_tables(
+        pq.read_table(path) for path in sorted(Path(folder).glob("*.parquet"))
+    ).to_pylist()
 
 
 def read_failures(folder):
-    return [json.loads(line) for line in Path(folder, "__download__/failures.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in Path(folder, "__download__/failures.jsonl").read_text().splitlines()
+    ]
 
 
-# ------------------------------------------------------------------------------------------------- what comes
+# ------------------------------------------------------------------- what comes
 
 
 def check_download(server, kinds, folder):
-    """Every good image is there once, in order, as it is; every bad one is in the list, with its reason."""
+    """Every good image is there once, in order, unchanged; every bad one is listed with why."""
     rows, failures = read_rows(folder), read_failures(folder)
     good = [i for i, kind in enumerate(kinds) if kind in GOOD]
     assert [row["id"] for row in rows] == good
     for row in rows:
         i = row["id"]
-        assert row["image"] == {"bytes": make_image(i), "path": None} and row["url"] == f"{server.url}/{kinds[i]}/{i}"
-        assert row["text"].startswith(f"caption {i},") and (row["width"], row["height"]) == (48 + i % 5, 40)
+        assert (
+            row["image"] == {"bytes": make_image(i), "path": None}
+            and row["url"] == f"{server.url}/{kinds[i]}/{i}"
+        )
+        assert row["text"].startswith(f"caption {i},") and (row["width"], row["height"]) == (
+            48 + i % 5,
+            40,
+        )
         assert row["sha256"] == hashlib.sha256(make_image(i)).hexdigest()
-    assert [failure["row"] for failure in failures] == [i for i, kind in enumerate(kinds) if kind not in GOOD]
+    assert [failure["row"] for failure in failures] == [
+        i for i, kind in enumerate(kinds) if kind not in GOOD
+    ]
     for failure in failures:
         reason, tries = BAD[kinds[failure["row"]]]
         assert failure["reason"].startswith(reason) and failure["tries"] == tries, failure
         assert failure["url"] == f"{server.url}/{kinds[failure['row']]}/{failure['row']}"
 
 
-def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(local_ray, server, tmp_path, capsys):
+def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(
+    local_ray, server, tmp_path, capsys
+):
     bad = [kind for kind in BAD if kind not in SLOW]
     kinds = [kind for pair in zip(bad, GOOD * 3, strict=False) for kind in pair] + GOOD
     urls = [f"{server.url}/{kind}/{i}" for i, kind in enumerate(kinds)]
@@ -165,7 +210,10 @@ def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(local_
         if kind in GOOD:
             assert server.requests[f"/{kind}/{i}"] == {"busy": 2, "flaky": 3}.get(kind, 1), kind
     printed = capsys.readouterr().out
-    assert f"Done: {len([k for k in kinds if k in GOOD])} images" in printed and "HTTP 404" not in printed
+    assert (
+        f"Done: {len([k for k in kinds if k in GOOD])} images" in printed
+        and "HTTP 404" not in printed
+    )
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
     # The same command asks for nothing again, and changes nothing
@@ -177,7 +225,9 @@ def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(local_
 @pytest.mark.ci
 def test_the_work_itself_gives_the_same_bytes_without_ray(local_ray, server, tmp_path, monkeypatch):
     """Which most of these tests lean on."""
-    table = make_table(tmp_path / "urls.parquet", [*good_urls(server, 23), f"{server.url}/missing/23"])
+    table = make_table(
+        tmp_path / "urls.parquet", [*good_urls(server, 23), f"{server.url}/missing/23"]
+    )
     run(table, tmp_path / "ray", "--rows_per_shard", 5)
     monkeypatch.setattr(script, "run_items", run_here)
     run(table, tmp_path / "here", "--rows_per_shard", 5)
@@ -185,14 +235,18 @@ def test_the_work_itself_gives_the_same_bytes_without_ray(local_ray, server, tmp
 
 
 def test_datasets_and_the_other_scripts_open_the_shards(here, server, tmp_path):
-    table = make_table(tmp_path / "urls.parquet", [*good_urls(server, 7), None, f"{server.url}/missing/8"])
+    table = make_table(
+        tmp_path / "urls.parquet", [*good_urls(server, 7), None, f"{server.url}/missing/8"]
+    )
     run(table, tmp_path / "out", "--rows_per_shard", 4)
     for rows in (
         datasets.load_dataset("parquet", data_dir=str(tmp_path / "out"), split="train"),
         datasets.load_dataset(str(tmp_path / "out"), split="train"),
     ):
         assert isinstance(rows.features["image"], datasets.Image) and len(rows) == 7
-        assert [row["image"].size for row in rows] == [(row["width"], row["height"]) for row in rows]
+        assert [row["image"].size for row in rows] == [
+            (row["width"], row["height"]) for row in rows
+        ]
     args = precompute_latents.parse_args(
         [
             "--train_data_dir",
@@ -205,11 +259,16 @@ def test_datasets_and_the_other_scripts_open_the_shards(here, server, tmp_path):
     rows, column = load_rows(args, others=["text"])
     items = [transform(i, 0, rows[i], column, 3, args) for i in range(7)]
     assert not any(item["skipped"] for item in items) and items[6]["text"].startswith("caption 6,")
-    assert [failure["reason"] for failure in read_failures(tmp_path / "out")] == ["no URL", "HTTP 404"]
+    assert [failure["reason"] for failure in read_failures(tmp_path / "out")] == [
+        "no URL",
+        "HTTP 404",
+    ]
 
 
 def test_a_shard_without_a_single_image_does_no_harm(here, server, tmp_path):
-    table = make_table(tmp_path / "urls.parquet", [*good_urls(server, 3), *good_urls(server, 3, "missing")])
+    table = make_table(
+        tmp_path / "urls.parquet", [*good_urls(server, 3), *good_urls(server, 3, "missing")]
+    )
     run(table, tmp_path / "out", "--rows_per_shard", 3)
     assert len(datasets.load_dataset(str(tmp_path / "out"), split="train")) == 3
 
@@ -227,7 +286,9 @@ def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
     for source in ("a.parquet", "a.csv", "a.jsonl", "folder", "folder/of/*.parquet"):
         output = tmp_path / f"out{len(found)}"
         run(tmp_path / source, output, "--rows_per_shard", 10, "--keep_columns", "id")
-        found.append({name: data for name, data in contents(output).items() if name.startswith("data-")})
+        found.append(
+            {name: data for name, data in contents(output).items() if name.startswith("data-")}
+        )
         assert len(found[-1]) == 3
     assert found[0] == found[2]
     text = pa.schema(pq.read_schema(tmp_path / "out1/data-00000-of-00003.parquet")).field("id").type
@@ -240,7 +301,10 @@ def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
 
 
 def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tmp_path, capsys):
-    """Of several tables, and columns that the shards do not keep; the same rows from CSV, whose columns are text."""
+    """This holds for several tables, and for columns that the shards do not keep.
+
+    CSV, whose columns are text, gives the same rows.
+    """
     urls, widths = good_urls(server, 30), [100 * (i % 3) for i in range(30)]
     make_table(tmp_path / "all.parquet", urls, width_of_original=widths)
     table = pq.read_table(tmp_path / "all.parquet")
@@ -249,9 +313,22 @@ def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tm
         pq.write_table(rows, tmp_path / f"tables/{i}.parquet")
     pa.csv.write_csv(table, tmp_path / "all.csv")
     where = ["--where", "width_of_original >= 100 and text != 'x'", "--keep_columns", "id"]
-    for source, limit in (("tables", 9), ("all.parquet", 9), ("all.csv", 9), ("all.parquet", 1000), ("tables", None)):
+    for source, limit in (
+        ("tables", 9),
+        ("all.parquet", 9),
+        ("all.csv", 9),
+        ("all.parquet", 1000),
+        ("tables", None),
+    ):
         out = tmp_path / f"{source}-{limit}"
-        run(tmp_path / source, out, *where, *(["--limit", limit] if limit else []), "--rows_per_shard", 4)
+        run(
+            tmp_path / source,
+            out,
+            *where,
+            *(["--limit", limit] if limit else []),
+            "--rows_per_shard",
+            4,
+        )
         expected = [i for i in range(30) if i % 3][:limit]
         assert [int(row["id"]) for row in read_rows(out)] == expected
         assert [row["url"] for row in read_rows(out)] == [urls[i] for i in expected]
@@ -260,17 +337,22 @@ def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tm
     )
     none = refused(capsys, tmp_path / "tables", tmp_path / "none", "--where", "id > 100")
     assert "holds no rows with --where id > 100" in none
-    assert "no column 'wide' but url" in refused(capsys, tmp_path / "tables", tmp_path / "no", "--where", "wide > 1")
+    assert "no column 'wide' but url" in refused(
+        capsys, tmp_path / "tables", tmp_path / "no", "--where", "wide > 1"
+    )
 
 
-# ------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------- refusals
 
 
 GIVEN = ["--input", "x", "--output_dir", "y"]
 
 
-def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(here, server, tmp_path, monkeypatch):
-    numbers = [0, 1, 0, 2, 1, 3, 3, 4, 0, 5, 0, 0]  # rows in shards of 3; the last holds nothing new but image 5
+def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(
+    here, server, tmp_path, monkeypatch
+):
+    # rows in shards of 3; the last holds nothing new but image 5
+    numbers = [0, 1, 0, 2, 1, 3, 3, 4, 0, 5, 0, 0]
     kinds = ["image", "slow", "type"]  # by other ways the same bytes
     urls = [f"{server.url}/{kinds[i % 3]}/{number}" for i, number in enumerate(numbers)]
     table, flags = (
@@ -280,14 +362,21 @@ def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(here
     run(table, tmp_path / "out", *flags)
     rows, first = read_rows(tmp_path / "out"), [numbers.index(number) for number in range(6)]
     assert [row["id"] for row in rows] == first and len({row["sha256"] for row in rows}) == 6
-    failures = list(map(json.loads, (tmp_path / "out/__download__/failures.jsonl").read_text().splitlines()))
-    assert [failure["row"] for failure in failures] == [row for row in range(12) if row not in first]
-    assert {failure["reason"] for failure in failures} == {"repeated: an earlier row has the same file"}
+    failures = list(
+        map(json.loads, (tmp_path / "out/__download__/failures.jsonl").read_text().splitlines())
+    )
+    assert [failure["row"] for failure in failures] == [
+        row for row in range(12) if row not in first
+    ]
+    assert {failure["reason"] for failure in failures} == {
+        "repeated: an earlier row has the same file"
+    }
     assert all(failure["url"] == urls[failure["row"]] for failure in failures)
     whole, asked = contents(tmp_path / "out"), server.requests.copy()
     run(table, tmp_path / "out", *flags)
-    assert contents(tmp_path / "out") == whole and server.requests == asked  # nothing is looked through again
-    # A kill when all shards are there, and at each one that is made again; then a shard that is lost
+    # no shard is checked again
+    assert contents(tmp_path / "out") == whole and server.requests == asked
+    # A kill when all shards are there, then at each one that is made again; last, a lost shard.
     work = script.download_shard
     for count in range(3):
         with monkeypatch.context() as m:
@@ -313,7 +402,8 @@ def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(here
 
 @pytest.mark.parametrize("flags, message", [
     ([], "--output_dir and one of --input and --dataset_name are needed"),
-    (["--input=a", "--dataset_name=b", "--output_dir=c"], "--output_dir and one of --input and --dataset_name are"),
+    (["--input=a", "--dataset_name=b", "--output_dir=c"],
+     "--output_dir and one of --input and --dataset_name are"),
     ([*GIVEN, "--connections", "0"], "--connections: 0 is not between 1 and"),
     ([*GIVEN, "--timeout", "0"], "--timeout: 0 is not between 0.001 and"),
     ([*GIVEN, "--timeout", "nan"], "--timeout: nan is not between 0.001 and"),
@@ -323,7 +413,8 @@ def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(here
     ([*GIVEN, "--keep_columns", "width"], "two columns 'width'"),
     ([*GIVEN, "--keep_columns", "id", "id"], "two columns 'id'"),
     ([*GIVEN, "--num_cpus", "2", "--address", "auto"], "--num_cpus is for a Ray"),
-    (["--input", "x", "--output_dir", "/tmp/ray/working_dir_files/y"], "Ray deletes /tmp/ray/working_dir_files/y"),
+    (["--input", "x", "--output_dir", "/tmp/ray/working_dir_files/y"],
+     "Ray deletes /tmp/ray/working_dir_files/y"),
     ([*GIVEN, "--user_agent", "me/1.0\nX: y"], "would be more than one line of a request"),
     ([*GIVEN, "--allow_private_addresses", "10.0.0.1/8"], "--allow_private_addresses"),
 ])  # fmt: skip
@@ -339,7 +430,9 @@ def test_bad_tables_end_in_a_sentence(tmp_path, capsys):
     table, out = make_table(tmp_path / "urls.parquet", ["http://127.0.0.1/"] * 3), tmp_path / "out"
     assert "can't be read" in refused(capsys, tmp_path / "none.parquet", out)
     assert "no column 'URL' but url, text, id" in refused(capsys, table, out, "--url_column", "URL")
-    assert "--caption_column id holds int64" in refused(capsys, table, out, "--caption_column", "id")
+    assert "--caption_column id holds int64" in refused(
+        capsys, table, out, "--caption_column", "id"
+    )
     make_table(tmp_path / "empty.parquet", pa.array([], pa.string()))
     assert "empty.parquet holds no rows" in refused(capsys, tmp_path / "empty.parquet", out)
     assert not list(out.glob("*.parquet"))
@@ -367,11 +460,15 @@ def test_other_folders_and_settings_are_refused(here, server, tmp_path, capsys):
 @pytest.mark.ci
 def test_a_task_that_is_too_large_for_every_machine_is_refused(local_ray, server, tmp_path, capsys):
     table = make_table(tmp_path / "urls.parquet", good_urls(server, 5))
-    assert "lower --connections or --max_bytes" in refused(capsys, table, tmp_path / "out", "--max_bytes", 10**12)
+    assert "lower --connections or --max_bytes" in refused(
+        capsys, table, tmp_path / "out", "--max_bytes", 10**12
+    )
 
 
 @pytest.mark.ci
-def test_rows_that_end_every_process_are_named_and_cost_no_other(local_ray, server, tmp_path, capsys, monkeypatch):
+def test_rows_that_end_every_process_are_named_and_cost_no_other(
+    local_ray, server, tmp_path, capsys, monkeypatch
+):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
 
     def die(item, args, folder, schema, tries=str(tmp_path / "tries")):
@@ -387,12 +484,18 @@ def test_rows_that_end_every_process_are_named_and_cost_no_other(local_ray, serv
 
     monkeypatch.setattr(script, "download_shard", die)
     said = refused(capsys, table, out, "--rows_per_shard", 3)
-    assert f"rows 3 to 5 of file://{table} could not be downloaded: the process that worked on it died 4 times" in said
+    assert (
+        f"rows 3 to 5 of file://{table} could not be downloaded: "
+        "the process that worked on it died 4 times"
+    ) in said
     assert (tmp_path / "tries").read_text() == "xxxx" and whole(out) == [0, 2]
 
 
 def test_a_run_without_one_image_is_none(here, server, tmp_path, capsys):
-    table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 3, "missing")), tmp_path / "out"
+    table, out = (
+        make_table(tmp_path / "urls.parquet", good_urls(server, 3, "missing")),
+        tmp_path / "out",
+    )
     for _ in range(2):
         said = refused(capsys, table, out)
         assert "not one of 3 rows has given an image: 100.0% failed (HTTP 404 100.0%)" in said
@@ -414,14 +517,23 @@ def test_output_dir_may_lie_among_the_tables(here, server, tmp_path):
 
 
 def test_urls_of_any_length_and_bytes_do_no_harm(here, server, tmp_path):
-    urls = ["data:image/png;base64," + "A" * 250_000, *good_urls(server, 3), f"http://a/{'x' * 10**6}"]
-    captions = pa.Array.from_buffers(pa.string(), 5, pa.array([b"a", b"b", b"\xff", b"d", b"e"]).buffers())
+    urls = [
+        "data:image/png;base64," + "A" * 250_000,
+        *good_urls(server, 3),
+        f"http://a/{'x' * 10**6}",
+    ]
+    captions = pa.Array.from_buffers(
+        pa.string(), 5, pa.array([b"a", b"b", b"\xff", b"d", b"e"]).buffers()
+    )
     pq.write_table(pa.table({"url": urls, "text": captions}), tmp_path / "urls.parquet")
     run(tmp_path / "urls.parquet", tmp_path / "out", "--retries", 0)
     assert [row["text"] for row in read_rows(tmp_path / "out")] == ["b", "d"]
     assert [failure["row"] for failure in read_failures(tmp_path / "out")] == [0, 2, 4]
     assert max(len(failure["url"]) for failure in read_failures(tmp_path / "out")) == script.MAX_URL
-    assert pq.ParquetFile(tmp_path / "out/data-00000-of-00001.parquet").metadata.serialized_size < 10_000
+    assert (
+        pq.ParquetFile(tmp_path / "out/data-00000-of-00001.parquet").metadata.serialized_size
+        < 10_000
+    )
 
 
 def test_a_full_disk_ends_in_a_sentence(here, server, tmp_path, capsys):
@@ -439,7 +551,7 @@ def test_a_full_disk_ends_in_a_sentence(here, server, tmp_path, capsys):
     assert len(read_rows(out)) == 5
 
 
-# ------------------------------------------------------------------------------------------------- going on
+# ------------------------------------------------------------------- going on
 
 
 def test_shards_that_are_gone_are_made_again_and_records_without_asking(here, server, tmp_path):
@@ -481,7 +593,9 @@ def test_what_was_damaged_is_mended_or_named(here, server, tmp_path, capsys, wha
     data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
     path[what].write_bytes(data)
     if what == "settings":
-        assert "holds another download (format_version None -> 2" in refused(capsys, table, out, "--rows_per_shard", 3)
+        assert "holds another download (format_version None -> 2" in refused(
+            capsys, table, out, "--rows_per_shard", 3
+        )
         return
     if what == "record":
         (out / "__download__/summary.json").unlink()
@@ -500,31 +614,44 @@ def test_two_downloads_into_one_folder_are_refused(server, tmp_path, capsys):
 
 
 def test_retry_failed_keeps_what_was_got(here, server, tmp_path):
-    """Rows that failed for good are left, those that may pass asked again, and no good one is asked twice or lost."""
+    """Passing failures are tried again, permanent ones are not; no good row is repeated or lost."""
     urls = good_urls(server, 12)
-    urls[1], urls[4], urls[7] = f"{server.url}/flaky/1", f"{server.url}/missing/4", f"{server.url}/flaky/7"
+    urls[1], urls[4], urls[7] = (
+        f"{server.url}/flaky/1",
+        f"{server.url}/missing/4",
+        f"{server.url}/flaky/7",
+    )
     table, out = make_table(tmp_path / "urls.parquet", urls), tmp_path / "out"
     flags = ["--rows_per_shard", 4, "--keep_columns", "id", "--retries", 0]
     run(table, out, *flags)
-    assert [(f["row"], f["reason"]) for f in read_failures(out)] == [(1, "HTTP 503"), (4, "HTTP 404"), (7, "HTTP 503")]
+    assert [(f["row"], f["reason"]) for f in read_failures(out)] == [
+        (1, "HTTP 503"),
+        (4, "HTTP 404"),
+        (7, "HTTP 503"),
+    ]
     server.requests.clear()
     run(table, out, *flags)
     assert not server.requests
     old = contents(out)
     run(table, out, *flags, "--retry_failed")  # still unwilling
     assert server.requests == {"/flaky/1": 1, "/flaky/7": 1}
-    assert {k: v for k, v in contents(out).items() if "data-" in k} == {k: v for k, v in old.items() if "data-" in k}
+    assert {k: v for k, v in contents(out).items() if "data-" in k} == {
+        k: v for k, v in old.items() if "data-" in k
+    }
     server.requests |= {"/flaky/1": 5, "/flaky/7": 5}
     run(table, out, *flags, "--retry_failed")
     assert [row["id"] for row in read_rows(out)] == [i for i in range(12) if i != 4]
-    assert [row["image"]["bytes"] for row in read_rows(out)] == [make_image(i) for i in range(12) if i != 4]
+    assert [row["image"]["bytes"] for row in read_rows(out)] == [
+        make_image(i) for i in range(12) if i != 4
+    ]
     assert [(f["row"], f["reason"]) for f in read_failures(out)] == [(4, "HTTP 404")]
     assert server.requests == {"/flaky/1": 6, "/flaky/7": 6}  # no good row was asked for again
     # The same shards as if all had been well at once
     server.requests |= {"/flaky/1": 5, "/flaky/7": 5}
     run(table, tmp_path / "fresh", *flags)
     assert contents(out) == contents(tmp_path / "fresh")
-    # Killed between the shard and its record, or with one of another shard: the shard knows what it holds
+    # Killed between the shard and its record, or with another shard's record: the shard itself
+    # knows its rows.
     record = out / "__download__/records/data-00000-of-00003.json"
     for data in (None, old[str(record.relative_to(out))]):
         (out / "__download__/summary.json").unlink()
@@ -537,7 +664,7 @@ def test_retry_failed_keeps_what_was_got(here, server, tmp_path):
 
 
 def undisturbed(server, tmp_path, *flags):
-    """A table of 120 images and some that fail, and what a run that is left alone makes of it, without Ray."""
+    """A table of 120 URLs, some of which fail, and the output of a run without Ray or a kill."""
     urls = [f"{server.url}/{'missing' if i % 20 == 7 else 'image'}/{i}" for i in range(120)]
     table = make_table(tmp_path / "urls.parquet", urls)
     with pytest.MonkeyPatch.context() as m:
@@ -550,7 +677,9 @@ def undisturbed(server, tmp_path, *flags):
 
 def whole(folder):
     """Numbers of the shards that are done."""
-    return sorted(int(path.name[5:10]) for path in Path(folder).glob("__download__/records/data-*.json"))
+    return sorted(
+        int(path.name[5:10]) for path in Path(folder).glob("__download__/records/data-*.json")
+    )
 
 
 def workers(address):
@@ -559,7 +688,9 @@ def workers(address):
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
             if "".join(process.info["cmdline"] or [""]).startswith("ray::download_shard"):
-                if any(address in part for parent in process.parents() for part in parent.cmdline()):
+                if any(
+                    address in part for parent in process.parents() for part in parent.cmdline()
+                ):
                     found.append(process)
     return found
 
@@ -567,9 +698,12 @@ def workers(address):
 @pytest.mark.parametrize("number, code", [
     pytest.param(signal.SIGTERM, 143, marks=pytest.mark.ci),
     pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
-    pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),  # which also comes in the test of object storage
+    # SIGKILL is also tested with object storage
+    pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),
 ])  # fmt: skip
-def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(local_ray, server, tmp_path, here, number, code):
+def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(
+    local_ray, server, tmp_path, here, number, code
+):
     flags, out = ["--rows_per_shard", "10"], tmp_path / "out"
     table, expected = undisturbed(server, tmp_path, *flags)
     driver = start(table, out, *flags, "--address", local_ray)
@@ -582,7 +716,9 @@ def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(local_ray, s
     driver.send_signal(number)
     printed = end(driver, code)
     if number != signal.SIGKILL:
-        assert "the same command goes on from here" in printed and "Traceback" not in printed, printed
+        assert "the same command goes on from here" in printed and "Traceback" not in printed, (
+            printed
+        )
     wait_until(lambda: not workers(local_ray))  # Ray ends what a lost driver started
     assert 5 <= len(whole(out)) < 12
     for shard in whole(out):
@@ -618,12 +754,17 @@ def test_a_killed_node_loses_and_repeats_nothing(ray_folder, server, tmp_path):
 
 @pytest.mark.ci
 def test_object_storage(local_ray, storage, server, tmp_path, here):
-    """The table comes from an S3 server, and the shards go there; a killed driver leaves whole objects only."""
+    """Read the table from an S3 server and write the shards there.
+
+    A killed driver leaves whole objects only.
+    """
     if storage is None:
         pytest.skip("needs moto[server]")
     fs = pytest.importorskip("s3fs", reason="needs s3fs").S3FileSystem()
     fs.mkdir("downloads")
-    table = make_table(tmp_path / "urls.parquet", [*good_urls(server, 30), f"{server.url}/flaky/30"])
+    table = make_table(
+        tmp_path / "urls.parquet", [*good_urls(server, 30), f"{server.url}/flaky/30"]
+    )
     fs.put_file(table, "downloads/tables/urls.parquet")
     source, out, flags = (
         "s3://downloads/tables/*.parquet",
@@ -650,22 +791,37 @@ def test_object_storage(local_ray, storage, server, tmp_path, here):
     run(source, out, *flags, "--retry_failed")
     fs.invalidate_cache()
     fs.get("downloads/out/", str(tmp_path / "copy/"), recursive=True)
-    assert [row["image"]["bytes"] for row in read_rows(tmp_path / "copy")] == [make_image(i) for i in range(31)]
+    assert [row["image"]["bytes"] for row in read_rows(tmp_path / "copy")] == [
+        make_image(i) for i in range(31)
+    ]
     assert read_failures(tmp_path / "copy") == []
-    assert sum(server.requests[f"/image/{i}"] for i in range(30)) <= 40  # two shards were in work when it was killed
+    # two shards were being downloaded when it was killed
+    assert sum(server.requests[f"/image/{i}"] for i in range(30)) <= 40
 
 
-# ------------------------------------------------------------------------------------------------- at length
+# ------------------------------------------------------------------- at length
 
 
 @pytest.mark.long
 def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
-    """A tenth of the rows fails in every way; memory stays bounded, killed workers and drivers lose nothing."""
+    """A tenth of the rows fails, in every way.
+
+    Memory stays bounded, and killed workers and drivers lose nothing.
+    """
     rng = np.random.default_rng(0)
     kinds = [str(rng.choice(list(BAD) if rng.random() < 0.1 else GOOD[:5])) for _ in range(10_000)]
     urls = [f"{server.url}/{kind}/{i}" for i, kind in enumerate(kinds)]
     table = make_table(tmp_path / "urls.parquet", urls)
-    flags = ["--rows_per_shard", "500", "--keep_columns", "id", "--per_host", "64", "--address", local_ray]
+    flags = [
+        "--rows_per_shard",
+        "500",
+        "--keep_columns",
+        "id",
+        "--per_host",
+        "64",
+        "--address",
+        local_ray,
+    ]
     began, most = time.monotonic(), 0
     undisturbed = start(table, tmp_path / "undisturbed", *flags)
     while undisturbed.poll() is None:
@@ -674,7 +830,10 @@ def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
                 most = max(most, worker.memory_info().rss)
         time.sleep(0.2)
     printed = end(undisturbed)
-    print(f"{time.monotonic() - began:.0f} s, {most / 1e6:.0f} MB in a worker, {server.sent / 1e6:.0f} MB without end")
+    print(
+        f"{time.monotonic() - began:.0f} s, {most / 1e6:.0f} MB in a worker, "
+        f"{server.sent / 1e6:.0f} MB without end"
+    )
     print(printed.splitlines()[-2])
     check_download(server, kinds, tmp_path / "undisturbed")
     assert most < 600_000_000
@@ -685,7 +844,10 @@ def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
         drivers += 1
         least = len(whole(out)) + 4
         for number in (0, 1):
-            wait_until(lambda: driver.poll() is not None or len(whole(out)) >= min(20, least - 2 * number), 200)  # noqa: B023
+            wait_until(
+                lambda: driver.poll() is not None or len(whole(out)) >= min(20, least - 2 * number),
+                200,
+            )
             for worker in workers(local_ray)[:1]:
                 with contextlib.suppress(psutil.Error):
                     worker.kill()
@@ -697,4 +859,6 @@ def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
     print(f"{drivers} drivers and as many workers were killed")
     check_download(server, kinds, out)
     mine, theirs = contents(out), contents(tmp_path / "undisturbed")
-    assert {name for name in theirs if mine.get(name) != theirs[name]} <= {n for n in theirs if "data-" not in n}
+    assert {name for name in theirs if mine.get(name) != theirs[name]} <= {
+        n for n in theirs if "data-" not in n
+    }

@@ -1,4 +1,7 @@
-"""From a table of URLs to a pipeline as the guide does it, each command killed once: a web server, an S3 server."""
+"""The five commands of the guide, from a table of URLs to a pipeline, each killed once.
+
+A local web server and a local S3 server are used.
+"""
 
 import json
 import os
@@ -56,7 +59,10 @@ def bucket(storage, monkeypatch):
         return [entry["Key"] for entry in found]
 
     def read(prefix):
-        bodies = {name: client.get_object(Bucket="five", Key=name)["Body"].read() for name in names(prefix)}
+        bodies = {
+            name: client.get_object(Bucket="five", Key=name)["Body"].read()
+            for name in names(prefix)
+        }
         return {name.removeprefix(f"{prefix}/"): body for name, body in bodies.items()}
 
     read.names = names
@@ -65,7 +71,10 @@ def bucket(storage, monkeypatch):
 
 @pytest.fixture
 def begin(tmp_path):
-    """begin(script, *argv): a script as a process, in a session of its own; its Ray, if it starts one, is on /tmp."""
+    """begin(script, *argv) starts a script as a process in its own session.
+
+    If the script starts Ray, Ray's files are in /tmp.
+    """
     folder, started = tempfile.mkdtemp(prefix="five-", dir="/tmp"), []
     env = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -73,7 +82,9 @@ def begin(tmp_path):
         with open(tmp_path / "log", "a") as log:
             command = [sys.executable, ROOT / script, *argv]
             options = {"stdout": log, "stderr": log, "cwd": tmp_path, "start_new_session": True}
-            started.append(subprocess.Popen(list(map(str, command)), env={**os.environ, **env}, **options))
+            started.append(
+                subprocess.Popen(list(map(str, command)), env={**os.environ, **env}, **options)
+            )
         return started[-1]
 
     yield start
@@ -85,9 +96,11 @@ def begin(tmp_path):
 
 
 @pytest.mark.long
-def test_five_commands_each_killed_once_give_what_they_give_undisturbed(tmp_path, server, bucket, begin):
+def test_five_commands_each_killed_once_give_what_they_give_undisturbed(
+    tmp_path, server, bucket, begin
+):
     """The table's trial, the download, the cache, the training and the picture."""
-    said = lambda: (tmp_path / "log").read_text()[-3000:]  # noqa: E731
+    said = lambda: (tmp_path / "log").read_text()[-3000:]
 
     def run(script, *argv):
         assert begin(script, *argv).wait(300) == 0, said()
@@ -115,33 +128,52 @@ def test_five_commands_each_killed_once_give_what_they_give_undisturbed(tmp_path
 
     urls = [f"{server.url}/image/{10 if i == 17 else i}" for i in range(NUM_ROWS)]
     captions = [f"a digit {'zero one two'.split()[i % 3]}" for i in range(NUM_ROWS)]
-    table = {"url": urls, "text": captions, "similarity": [0.1 if i % 4 == 3 else 0.5 for i in range(NUM_ROWS)]}
+    table = {
+        "url": urls,
+        "text": captions,
+        "similarity": [0.1 if i % 4 == 3 else 0.5 for i in range(NUM_ROWS)],
+    }
     pq.write_table(pa.table(table), tmp_path / "urls.parquet")
     download = ["--input=urls.parquet", "--where=similarity > 0.3", *FAST, "--num_cpus=2"]
 
     # 1. A trial
-    assert finish(fork(download_images, *download, "--limit=3", "--output_dir=trial")) == [0], said()
+    assert finish(fork(download_images, *download, "--limit=3", "--output_dir=trial")) == [0], (
+        said()
+    )
     assert len(pq.read_table(next((tmp_path / "trial").glob("*.parquet")))) == 3
 
     # 2. Images
     download += ["--rows_per_shard=4", "--skip_repeated"]
     assert finish(fork(download_images, *download, "--output_dir=s3://five/images")) == [0], said()
     server.delay = 0.2
-    done = lambda: sum("/records/" in name for name in bucket.names("killed-images")) >= 2  # noqa: E731
+    done = lambda: sum("/records/" in name for name in bucket.names("killed-images")) >= 2
     run_killed(done, "download_images.py", *download, "--output_dir=s3://five/killed-images")
     images = bucket("images")
     assert (
-        bucket("killed-images") == images and json.loads(images["__download__/summary.json"])["images"] == NUM_IMAGES
+        bucket("killed-images") == images
+        and json.loads(images["__download__/summary.json"])["images"] == NUM_IMAGES
     )
 
     # 3. A latent cache
-    cache = ["precompute_latents_ray.py", "--train_data_dir=s3://five/images", "--resolution=16", "--rows_per_shard=6"]
-    cache += [f"--pretrained_model_name_or_path={make_models(tmp_path)}", "--batch_size=2", "--num_encoders=1"]
+    cache = [
+        "precompute_latents_ray.py",
+        "--train_data_dir=s3://five/images",
+        "--resolution=16",
+        "--rows_per_shard=6",
+    ]
+    cache += [
+        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
+        "--batch_size=2",
+        "--num_encoders=1",
+    ]
     run(*cache, "--output_dir=s3://five/latents")
-    done = lambda: sum(".json" in name for name in bucket.names("killed-latents/unfinished")) >= 1  # noqa: E731
+    done = lambda: sum(".json" in name for name in bucket.names("killed-latents/unfinished")) >= 1
     run_killed(done, *cache, "--output_dir=s3://five/killed-latents")
     latents = bucket("latents")
-    assert bucket("killed-latents") == latents and sum(name.endswith(".arrow") for name in latents) == 5
+    assert (
+        bucket("killed-latents") == latents
+        and sum(name.endswith(".arrow") for name in latents) == 5
+    )
 
     # 4. A pipeline
     train = ["--latents_dir=s3://five/latents", "--pretrained_model_name_or_path=sd"]
@@ -152,22 +184,36 @@ def test_five_commands_each_killed_once_give_what_they_give_undisturbed(tmp_path
         "--use_ema",
         "--logging_steps=1",
     ]
-    train += ["--report_to=none", "--resume_from_checkpoint=latest", "--validation_prompts=a digit one"]
+    train += [
+        "--report_to=none",
+        "--resume_from_checkpoint=latest",
+        "--validation_prompts=a digit one",
+    ]
     train += ["--num_inference_steps=2"]
-    assert finish(fork(train_text_to_image, *train, "--output_dir=whole", "--shards_dir=shards")) == [0], said()
-    killed, train = tmp_path / "killed", [*train, "--output_dir=killed", "--shards_dir=killed-shards"]
+    assert finish(
+        fork(train_text_to_image, *train, "--output_dir=whole", "--shards_dir=shards")
+    ) == [0], said()
+    killed, train = (
+        tmp_path / "killed",
+        [*train, "--output_dir=killed", "--shards_dir=killed-shards"],
+    )
     pids = fork(train_text_to_image, *train)
     wait_until(lambda: killed.exists() and checkpoints(killed))
     kill(pids)
-    assert not (killed / "unet").exists() and finish(fork(train_text_to_image, *train)) == [0], said()
+    assert not (killed / "unet").exists() and finish(fork(train_text_to_image, *train)) == [0], (
+        said()
+    )
     assert_same_weights(tmp_path / "whole/unet", killed / "unet")
     losses = [
-        [record["loss"] for record in metrics(tmp_path / name) if "loss" in record] for name in ("whole", "killed")
+        [record["loss"] for record in metrics(tmp_path / name) if "loss" in record]
+        for name in ("whole", "killed")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 4 * 15
 
     # 5. A picture
     pipeline = diffusers.DiffusionPipeline.from_pretrained(killed)
     pipeline.set_progress_bar_config(disable=True)
-    picture = pipeline("a digit one", height=16, width=16, num_inference_steps=2, output_type="np").images
+    picture = pipeline(
+        "a digit one", height=16, width=16, num_inference_steps=2, output_type="np"
+    ).images
     assert picture.shape == (1, 16, 16, 3) and np.isfinite(picture).all()

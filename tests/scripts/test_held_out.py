@@ -1,4 +1,4 @@
-"""The held-out loss in a run: its images are not trained on, nothing moves its figure, and kills lose none."""
+"""The held-out loss: its images are not trained on, it is reproducible, and kills lose no value."""
 
 import os
 import shutil
@@ -38,11 +38,23 @@ def flags(tmp_path, unet_config):
     """6 steps on 12 images, 4 of which are held out."""
     make_images(tmp_path / "images", 12)
     return [
-        f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}", "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2", "--max_train_steps=6", "--learning_rate=1e-3",
-        "--ddpm_num_inference_steps=2", "--eval_batch_size=1", "--lr_warmup_steps=2", "--logging_steps=1",
-        "--report_to=none", "--dataloader_num_workers=0", "--holdout=4", "--validation_steps=2", "--random_flip",
-    ]  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--model_config_name_or_path={unet_config}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=2",
+        "--max_train_steps=6",
+        "--learning_rate=1e-3",
+        "--ddpm_num_inference_steps=2",
+        "--eval_batch_size=1",
+        "--lr_warmup_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--dataloader_num_workers=0",
+        "--holdout=4",
+        "--validation_steps=2",
+        "--random_flip",
+    ]
 
 
 def train(*argv, script=script):
@@ -68,8 +80,12 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, flags, monkeypatch):
     dataset = script.ImageDataset(*load_rows(args), 3, args)
     rows, held = hold_out(Accelerator(cpu=True), dataset, args.holdout, args.seed)
     names = dataset.names()
-    assert {names[row] for row in held} == {"0.png", "1.png", "5.png", "10.png"}  # by their name in the folder
-    assert sorted(seen) == sorted(2 * [int(names[row].split(".")[0]) for row in rows]) and len(rows) == 8
+    # Rows are identified by their file names
+    assert {names[row] for row in held} == {"0.png", "1.png", "5.png", "10.png"}
+    assert (
+        sorted(seen) == sorted(2 * [int(names[row].split(".")[0]) for row in rows])
+        and len(rows) == 8
+    )
 
 
 def test_it_does_not_depend_on_batch_size_and_processes_and_changes_no_training(tmp_path, flags):
@@ -77,7 +93,13 @@ def test_it_does_not_depend_on_batch_size_and_processes_and_changes_no_training(
     still = [*flags, "--learning_rate=0", "--max_train_steps=2"]
     train(*still)
     (one,) = held_out(tmp_path / "out")
-    train(*still, "--train_batch_size=5", "--snr_gamma=5", "--noise_offset=0.1", f"--output_dir={tmp_path / 'batch'}")
+    train(
+        *still,
+        "--train_batch_size=5",
+        "--snr_gamma=5",
+        "--noise_offset=0.1",
+        f"--output_dir={tmp_path / 'batch'}",
+    )
     assert held_out(tmp_path / "batch") == [one]
     pids = start(lambda: train(*still, f"--output_dir={tmp_path / 'two'}"), 2, tmp_path / "log")
     assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
@@ -92,9 +114,13 @@ def test_it_does_not_depend_on_batch_size_and_processes_and_changes_no_training(
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.ci)])
-def test_what_a_kill_kept_from_a_checkpoint_comes_when_it_is_resumed(tmp_path, flags, monkeypatch, num_processes):
+def test_what_a_kill_kept_from_a_checkpoint_comes_when_it_is_resumed(
+    tmp_path, flags, monkeypatch, num_processes
+):
     flags = [*flags, "--checkpointing_steps=2", "--resume_from_checkpoint=latest"]
-    assert set(finish(start(lambda: train(*flags, f"--output_dir={tmp_path / 'whole'}"), num_processes))) == {0}
+    assert set(
+        finish(start(lambda: train(*flags, f"--output_dir={tmp_path / 'whole'}"), num_processes))
+    ) == {0}
 
     def killed(*args):
         if args[-1] == 4:
@@ -131,7 +157,10 @@ def test_a_signal_does_not_wait_for_it(tmp_path, flags, monkeypatch):
         assert finish(start(lambda: train(*flags))) == [143]
     assert held_out(tmp_path / "out") == []
     train(*flags, "--resume_from_checkpoint=latest")
-    assert held_out(tmp_path / "out") == held_out(tmp_path / "whole") and len(held_out(tmp_path / "out")) == 2
+    assert (
+        held_out(tmp_path / "out") == held_out(tmp_path / "whole")
+        and len(held_out(tmp_path / "out")) == 2
+    )
 
 
 def test_bar_card_and_curve_tell_of_it(tmp_path, flags, capfd):
@@ -141,41 +170,72 @@ def test_bar_card_and_curve_tell_of_it(tmp_path, flags, capfd):
     card = (tmp_path / "out/README.md").read_text()
     for name in ("held_out_loss", "held_out_loss_ema", "held_out_loss_t0.1", "held_out_loss_t0.9"):
         assert f"| {name} | {last[name]:.4g} |" in card
-    assert save_loss(tmp_path / "out") == metrics(tmp_path / "out")[-2]["loss"]  # of training, the last but one
+    # The training loss, which is in the last record but one
+    assert save_loss(tmp_path / "out") == metrics(tmp_path / "out")[-2]["loss"]
     with pytest.raises(SystemExit):
         train(*flags, "--holdout=3", "--resume_from_checkpoint=latest")
     assert "checkpoint-4 was trained on images that would be held out" in capfd.readouterr().err
 
 
 def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
-    """Captions of which one is drawn, and flips, among them; that captions are dropped is for training alone."""
-    captions = [[f"a digit {word}" for word in "zero one two".split()[: 1 + i % 3]] for i in range(12)]
+    """Also with several captions per image and flips; captions are dropped only in training."""
+    captions = [
+        [f"a digit {word}" for word in "zero one two".split()[: 1 + i % 3]] for i in range(12)
+    ]
     make_captioned(tmp_path / "images", 12, captions)
     torch.manual_seed(0)
     UNet2DConditionModel(
-        sample_size=8, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4, cross_attention_dim=32,
-        attention_head_dim=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        cross_attention_dim=32,
+        attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).save_config(tmp_path / "unet")  # fmt: skip
+    ).save_config(tmp_path / "unet")
     shared = [f"--pretrained_model_name_or_path={ROOT / 'demo/models'}", "--random_flip"]
-    images = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--dataloader_num_workers=0"]
-    train(*shared, *images, "--center_crop", "--rows_per_shard=5", f"--output_dir={tmp_path / 'cache'}",
-          script=precompute_latents)  # fmt: skip
+    images = [
+        f"--train_data_dir={tmp_path / 'images'}",
+        "--resolution=16",
+        "--dataloader_num_workers=0",
+    ]
+    train(
+        *shared,
+        *images,
+        "--center_crop",
+        "--rows_per_shard=5",
+        f"--output_dir={tmp_path / 'cache'}",
+        script=precompute_latents,
+    )
     flags = [
-        *shared, f"--unet_config_name_or_path={tmp_path / 'unet'}", "--holdout=0.4", "--max_train_steps=2",
-        "--train_batch_size=3", "--report_to=none", "--validation_steps=1",
-        "--lr_scheduler=constant_with_warmup", "--lr_warmup_steps=100", "--learning_rate=0",
-    ]  # fmt: skip
-    for name, source, dropout in (("a", images, 0.9), ("b", [f"--latents_dir={tmp_path / 'cache'}"], 0)):
+        *shared,
+        f"--unet_config_name_or_path={tmp_path / 'unet'}",
+        "--holdout=0.4",
+        "--max_train_steps=2",
+        "--train_batch_size=3",
+        "--report_to=none",
+        "--validation_steps=1",
+        "--lr_scheduler=constant_with_warmup",
+        "--lr_warmup_steps=100",
+        "--learning_rate=0",
+    ]
+    for name, source, dropout in (
+        ("a", images, 0.9),
+        ("b", [f"--latents_dir={tmp_path / 'cache'}"], 0),
+    ):
         train(*flags, *source, f"--caption_dropout={dropout}", f"--output_dir={tmp_path / name}",
               script=train_text_to_image)  # fmt: skip
     a, b = held_out(tmp_path / "a"), held_out(tmp_path / "b")
     assert len(a) == len(b) == 2 and a[1] == pytest.approx(b[1], rel=1e-3)
-    assert {**a[0], "step": 2} == a[1]  # the weights did not move, and nothing else makes a difference
+    # The weights did not change, and the loss depends on nothing else
+    assert {**a[0], "step": 2} == a[1]
 
 
 @pytest.mark.parametrize("way", ["deleted", "more", "order", "parent", "sample"])
-def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held_out(tmp_path, flags, way, capfd):
+def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held_out(
+    tmp_path, flags, way, capfd
+):
     """The checkpoint knows by content what it held out."""
     flags += ["--max_train_steps=2", "--resume_from_checkpoint=latest", "--validation_steps=99"]
     files = sorted((tmp_path / "images").iterdir())
@@ -183,7 +243,9 @@ def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held
 
     def write(paths):
         table.parent.mkdir(exist_ok=True)
-        datasets.Dataset.from_dict({"image": [path.read_bytes() for path in paths]}).to_parquet(table)
+        datasets.Dataset.from_dict({"image": [path.read_bytes() for path in paths]}).to_parquet(
+            table
+        )
 
     write(files)
     if way in ("order", "sample"):
@@ -201,7 +263,10 @@ def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held
         flags += [f"--train_data_dir={tmp_path / 'data'}"]
     with pytest.raises(SystemExit):
         train(*flags, "--max_train_steps=3")
-    assert "checkpoint-2 was trained on images that would be held out, or held out others" in capfd.readouterr().err
+    assert (
+        "checkpoint-2 was trained on images that would be held out, or held out others"
+        in capfd.readouterr().err
+    )
     train(*flags, "--max_train_steps=3", "--holdout=0")
 
 

@@ -1,7 +1,8 @@
-"""What `accelerate config` and its launcher say is used or refused in a sentence; launched for real, each script runs.
+"""Settings of `accelerate config` and its launcher are used, or an error names them.
 
-test_train_unconditional.py and test_train_text_to_image.py launch with the files in accelerate_configs/,
-test_precompute_latents.py two processes.
+Each script is also really launched here. test_train_unconditional.py and
+test_train_text_to_image.py launch with the files in accelerate_configs/, and
+test_precompute_latents.py launches two processes.
 """
 
 import json
@@ -23,15 +24,32 @@ import train_text_to_image
 import train_unconditional
 
 pytestmark = pytest.mark.usefixtures("without_figures")
-SCRIPTS = {"unconditional": train_unconditional, "precompute": precompute_latents, "text": train_text_to_image}
+SCRIPTS = {
+    "unconditional": train_unconditional,
+    "precompute": precompute_latents,
+    "text": train_text_to_image,
+}
 TRAINERS = ["unconditional", "text"]
 # As `accelerate config` writes it for one machine.
 CONFIG = {
-    "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "NO", "downcast_bf16": "no",
-    "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0, "main_training_function": "main",
-    "mixed_precision": "no", "num_machines": 1, "num_processes": 1, "rdzv_backend": "static", "same_network": True,
-    "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": True,
-}  # fmt: skip
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "NO",
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "gpu_ids": "all",
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "mixed_precision": "no",
+    "num_machines": 1,
+    "num_processes": 1,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": True,
+}
 DYNAMO = {"dynamo_backend": "AOT_EAGER", "dynamo_mode": "default", "dynamo_use_dynamic": True,
           "dynamo_use_fullgraph": False, "dynamo_use_regional_compilation": False}  # fmt: skip
 FSDP = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000,
@@ -44,27 +62,50 @@ def flags(tmp_path, unet_config):
     make_captioned(tmp_path / "images", 6)
     shutil.copytree(ROOT / "demo/models", tmp_path / "sd")
     UNet2DConditionModel(
-        sample_size=8, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4, cross_attention_dim=32,
-        attention_head_dim=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        cross_attention_dim=32,
+        attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).save_pretrained(tmp_path / "sd/unet")  # fmt: skip
-    data = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", f"--output_dir={tmp_path / 'out'}",
-            "--dataloader_num_workers=0", "--center_crop"]  # fmt: skip
-    training = ["--train_batch_size=1", "--num_train_epochs=1", "--logging_steps=1", "--report_to=none",
-                "--checkpointing_steps=2", "--lr_warmup_steps=0"]  # fmt: skip
+    ).save_pretrained(tmp_path / "sd/unet")
+    data = [
+        f"--train_data_dir={tmp_path / 'images'}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}",
+        "--dataloader_num_workers=0",
+        "--center_crop",
+    ]
+    training = [
+        "--train_batch_size=1",
+        "--num_train_epochs=1",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--checkpointing_steps=2",
+        "--lr_warmup_steps=0",
+    ]
     models = f"--pretrained_model_name_or_path={tmp_path / 'sd'}"
     return {
-        "unconditional": [*data, *training, f"--model_config_name_or_path={unet_config}", "--eval_batch_size=1",
-                          "--ddpm_num_inference_steps=1"],
+        "unconditional": [
+            *data,
+            *training,
+            f"--model_config_name_or_path={unet_config}",
+            "--eval_batch_size=1",
+            "--ddpm_num_inference_steps=1",
+        ],
         "precompute": [*data, models],
         "text": [*data, *training, models],
-    }  # fmt: skip
+    }
 
 
 def environment(tmp_path, **config):
     """What accelerate's launcher sets for a configuration file, less what it found here."""
     (tmp_path / "config.yaml").write_text(json.dumps({**CONFIG, **config}))  # JSON is YAML too
-    args = launch_command_parser().parse_args(["--config_file", str(tmp_path / "config.yaml"), "script.py"])
+    args = launch_command_parser().parse_args(
+        ["--config_file", str(tmp_path / "config.yaml"), "script.py"]
+    )
     args, _, _ = _validate_launch_command(args)
     if args.multi_gpu or args.use_fsdp or args.use_megatron_lm:
         env = prepare_multi_gpu_env(args)
@@ -100,7 +141,9 @@ def test_plain_keys_are_used(tmp_path, flags, name, config):
     codes, log = run(tmp_path, name, argv, environment(tmp_path, **config))
     assert codes == {0}, log
     precision = config.get("mixed_precision", "no")
-    assert re.search(rf"Processes: 1 on cpu, \d threads each; mixed precision: {precision}\n", log), log
+    assert re.search(
+        rf"Processes: 1 on cpu, \d threads each; mixed precision: {precision}\n", log
+    ), log
     if name in TRAINERS:
         assert settings(tmp_path / "out")["mixed_precision"] == precision
     else:
@@ -110,24 +153,41 @@ def test_plain_keys_are_used(tmp_path, flags, name, config):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_can_not_be_done_ends_each_script_in_a_sentence(tmp_path, flags, name):
     sentences = {
-        "2 processes were launched but each sees 1": {"distributed_type": "MULTI_CPU", "num_processes": 2},
-        "FSDP is not supported": {"distributed_type": "FSDP", "fsdp_config": FSDP, "use_cpu": False},
+        "2 processes were launched but each sees 1": {
+            "distributed_type": "MULTI_CPU",
+            "num_processes": 2,
+        },
+        "FSDP is not supported": {
+            "distributed_type": "FSDP",
+            "fsdp_config": FSDP,
+            "use_cpu": False,
+        },
     }
     for sentence, config in sentences.items():
         codes, log = run(tmp_path, name, flags[name], environment(tmp_path, **config))
-        assert codes == {1} and f"\n{SCRIPTS[name].__name__}.py: {sentence}" in log and "Traceback" not in log, log
+        assert (
+            codes == {1}
+            and f"\n{SCRIPTS[name].__name__}.py: {sentence}" in log
+            and "Traceback" not in log
+        ), log
         assert not (tmp_path / "out").exists()
 
 
 def test_every_launch_that_can_not_be_used_is_refused(tmp_path, flags):
-    """As `accelerate config` writes it, and as it may stand in the environment."""
-    missing = {"num_processes": 2, "use_cpu": False, "main_process_port": 0}  # devices: not replaced in silence
+    """Both from a file of `accelerate config` and from environment variables."""
+    # Devices are missing: the CPU must not be used silently instead
+    missing = {"num_processes": 2, "use_cpu": False, "main_process_port": 0}
     odd, few = "can't be set up as they were launched", "2 processes were launched but each sees 1"
     for sentence, env in [
         (few, environment(tmp_path, num_processes=2)),
-        ("MEGATRON_LM is not supported", environment(tmp_path, distributed_type="MEGATRON_LM", use_cpu=False)),
-        *((few, {**environment(tmp_path, distributed_type=kind, **missing), "WORLD_SIZE": "2"})
-          for kind in ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU")),
+        (
+            "MEGATRON_LM is not supported",
+            environment(tmp_path, distributed_type="MEGATRON_LM", use_cpu=False),
+        ),
+        *(
+            (few, {**environment(tmp_path, distributed_type=kind, **missing), "WORLD_SIZE": "2"})
+            for kind in ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
+        ),
         ("DEEPSPEED is not supported", {"ACCELERATE_USE_DEEPSPEED": "true"}),
         ("mixed precision fp8 is not supported", {"ACCELERATE_MIXED_PRECISION": "fp8"}),
         ("mixed precision xyz is not supported", {"ACCELERATE_MIXED_PRECISION": "xyz"}),
@@ -136,10 +196,16 @@ def test_every_launch_that_can_not_be_used_is_refused(tmp_path, flags):
         (odd, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "many"}),
         (odd, {"ACCELERATE_DYNAMO_BACKEND": "nosuch"}),
         (odd, {"ACCELERATE_TORCH_DEVICE": "cuda:99"}),
-        ("torch.compile with inductor is not possible",
-         {"ACCELERATE_DYNAMO_MODE": "nosuch", "ACCELERATE_DYNAMO_BACKEND": "inductor"}),
-    ]:  # fmt: skip
-        env = env if "ACCELERATE_USE_CPU" in env or "WORLD_SIZE" in env else {"ACCELERATE_USE_CPU": "true", **env}
+        (
+            "torch.compile with inductor is not possible",
+            {"ACCELERATE_DYNAMO_MODE": "nosuch", "ACCELERATE_DYNAMO_BACKEND": "inductor"},
+        ),
+    ]:
+        env = (
+            env
+            if "ACCELERATE_USE_CPU" in env or "WORLD_SIZE" in env
+            else {"ACCELERATE_USE_CPU": "true", **env}
+        )
         codes, log = run(tmp_path, "precompute", flags["precompute"], env)
         assert codes == {1} and sentence in log and "Traceback" not in log, (env, log)
         assert not (tmp_path / "out").exists()
@@ -165,7 +231,7 @@ def test_accumulation_of_the_launch_is_that_of_the_flag(tmp_path, flags):
     ("precompute", {"dynamo_use_dynamic": False}),
 ])  # fmt: skip
 def test_every_key_of_dynamo_reaches_the_compiler(tmp_path, flags, name, config):
-    """Compiled in place: the weights keep their names, and nothing but what is trained or encodes is compiled."""
+    """Compiled in place, so weights keep their names: only the trained model or the encoders."""
     compiler = torch.nn.Module.compile
 
     def before():
@@ -186,7 +252,9 @@ def test_every_key_of_dynamo_reaches_the_compiler(tmp_path, flags, name, config)
     for key, value in config.items():
         expected[key.removeprefix("dynamo_").removeprefix("use_")] = value
     models = {"unconditional": ["UNet2DModel"], "text": ["UNet2DConditionModel"]}
-    assert compiled == [[model, expected] for model in models.get(name, ["Encoder", "CLIPTextModel"])]
+    assert compiled == [
+        [model, expected] for model in models.get(name, ["Encoder", "CLIPTextModel"])
+    ]
     if name in TRAINERS:
         assert settings(tmp_path / "out")["compile"] == "aot_eager"
         assert not any("_orig_mod" in key for key in weights(tmp_path / "out/unet"))
@@ -203,19 +271,37 @@ def test_regional_compilation_is_done_or_refused(tmp_path, flags):
     assert not any("_orig_mod" in key for key in weights(tmp_path / "out/checkpoint-2/unet"))
     shutil.rmtree(tmp_path / "out")
     codes, log = run(tmp_path, "unconditional", flags["unconditional"], env)
-    assert codes == {1} and "torch.compile with eager is not possible (`_repeated_blocks`" in log, log
-    codes, log = run(tmp_path, "text", [*flags["text"], "--compile=nosuch"], {}, before=lambda: None)
+    assert codes == {1} and "torch.compile with eager is not possible (`_repeated_blocks`" in log, (
+        log
+    )
+    codes, log = run(
+        tmp_path, "text", [*flags["text"], "--compile=nosuch"], {}, before=lambda: None
+    )
     assert codes == {1} and "torch.compile with nosuch is not possible" in log, log
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name, launcher, env, threads", [
-    ("precompute", ["--num_processes=1"], {}, len(os.sched_getaffinity(0))),
-    ("text", ["--num_processes=2", "--multi_gpu", "--main_process_port=0", "--gradient_accumulation_steps=2"],
-     {"OMP_NUM_THREADS": "1"}, 1),
-])  # fmt: skip
-def test_really_launched_with_the_users_threads_or_all_cores(tmp_path, flags, name, launcher, env, threads):
-    """What the user says before the launcher counts, also if the launcher says the same by itself."""
+@pytest.mark.parametrize(
+    "name, launcher, env, threads",
+    [
+        ("precompute", ["--num_processes=1"], {}, len(os.sched_getaffinity(0))),
+        (
+            "text",
+            [
+                "--num_processes=2",
+                "--multi_gpu",
+                "--main_process_port=0",
+                "--gradient_accumulation_steps=2",
+            ],
+            {"OMP_NUM_THREADS": "1"},
+            1,
+        ),
+    ],
+)
+def test_really_launched_with_the_users_threads_or_all_cores(
+    tmp_path, flags, name, launcher, env, threads
+):
+    """The user's own OMP_NUM_THREADS counts, even if it equals the launcher's default."""
     env = {"OMP_NUM_THREADS": None, "ACCELERATE_USE_CPU": "true", **env}
     done = launch(*launcher, f"{SCRIPTS[name].__name__}.py", *flags[name], env=env)
     assert done.returncode == 0, done.stderr
@@ -223,10 +309,13 @@ def test_really_launched_with_the_users_threads_or_all_cores(tmp_path, flags, na
     assert done.stdout.count(f"Processes: {processes} on cpu, {threads} threads each") == 1
     assert done.stdout.count("Done: ") == 1 and "Traceback" not in done.stderr
     if name in TRAINERS:
-        steps = 2 if "--multi_gpu" in launcher else 1  # of accumulation, which the launcher takes and tells nobody
+        # Accumulation steps: the launcher takes this flag and sets no variable for it
+        steps = 2 if "--multi_gpu" in launcher else 1
         last = math.ceil(6 / processes / steps)
         state = json.loads((tmp_path / f"out/checkpoint-{last}/trainer_state.json").read_text())
-        assert state["settings"]["gradient_accumulation_steps"] == steps and state["images_seen"] == 6
+        assert (
+            state["settings"]["gradient_accumulation_steps"] == steps and state["images_seen"] == 6
+        )
         assert state["settings"]["num_processes"] == processes
         assert DiffusionPipeline.from_pretrained(tmp_path / "out").unet.dtype == torch.float32
     else:

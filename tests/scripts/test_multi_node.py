@@ -1,4 +1,7 @@
-"""Several machines: two launches on loopback, as Slurm starts them, with folders of their own and one for output."""
+"""Several machines: two launches on loopback, as Slurm starts them.
+
+Each has its own folders, and they share the output folder.
+"""
 
 import contextlib
 import os
@@ -50,14 +53,26 @@ def nodes(tmp_path):
             if listener.connect_ex(("127.0.0.1", 20_000 + job)):
                 break
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    slurm = {"SLURM_NNODES": 2, "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "a,b", "SLURM_GPUS_ON_NODE": 1}
-    return {**os.environ, "PATH": path, "NODES": str(tmp_path / "nodes"), "ACCELERATE_USE_CPU": "true",
-            **{name: str(value) for name, value in slurm.items()}}  # fmt: skip
+    slurm = {
+        "SLURM_NNODES": 2,
+        "SLURM_JOB_ID": job,
+        "SLURM_JOB_NODELIST": "a,b",
+        "SLURM_GPUS_ON_NODE": 1,
+    }
+    return {
+        **os.environ,
+        "PATH": path,
+        "NODES": str(tmp_path / "nodes"),
+        "ACCELERATE_USE_CPU": "true",
+        **{name: str(value) for name, value in slurm.items()},
+    }
 
 
 def signal_node(nodes, node, number=signal.SIGKILL):
-    """Send a signal to all processes of a node, also to those that have a session of their own, as if the machine were
-    lost. Returns how many there were."""
+    """Send a signal to all processes of a node, as if the machine were lost.
+
+    This includes processes in their own sessions. Returns the number of processes.
+    """
     found = 0
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -68,20 +83,42 @@ def signal_node(nodes, node, number=signal.SIGKILL):
 
 
 @pytest.mark.long
-def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_or_falls_silent_ends_all(tmp_path, nodes):
+def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_or_falls_silent_ends_all(
+    tmp_path, nodes
+):
     make_captioned(tmp_path / "images", 7)
-    flags = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--train_batch_size=1", "--report_to=none",
-             f"--model_config_name_or_path={make_unet_config(tmp_path)}", "--eval_batch_size=1", "--logging_steps=1",
-             "--ddpm_num_inference_steps=1", "--dataloader_num_workers=0", "--lr_warmup_steps=0", "--use_ema",
-             "--checkpointing_steps=2", "--mixed_precision=no", "--lr_scheduler=constant"]  # fmt: skip
+    flags = [
+        f"--train_data_dir={tmp_path / 'images'}",
+        "--resolution=16",
+        "--train_batch_size=1",
+        "--report_to=none",
+        f"--model_config_name_or_path={make_unet_config(tmp_path)}",
+        "--eval_batch_size=1",
+        "--logging_steps=1",
+        "--ddpm_num_inference_steps=1",
+        "--dataloader_num_workers=0",
+        "--lr_warmup_steps=0",
+        "--use_ema",
+        "--checkpointing_steps=2",
+        "--mixed_precision=no",
+        "--lr_scheduler=constant",
+    ]
     out, many = tmp_path / "two machines", "--max_train_steps=2000"
-    job = [ROOT / "accelerate_configs/slurm.sh", "train_unconditional.py", *flags, f"--output_dir={out}"]
-    logs = lambda: [(tmp_path / f"nodes/{node}.log").read_text() for node in "01"]  # noqa: E731
-    for number, sentence in (signal.SIGKILL, "another process has ended"), (signal.SIGSTOP, "has been silent for 34"):
+    job = [
+        ROOT / "accelerate_configs/slurm.sh",
+        "train_unconditional.py",
+        *flags,
+        f"--output_dir={out}",
+    ]
+    logs = lambda: [(tmp_path / f"nodes/{node}.log").read_text() for node in "01"]
+    for number, sentence in (
+        (signal.SIGKILL, "another process has ended"),
+        (signal.SIGSTOP, "has been silent for 34"),
+    ):
         before = checkpoints(out) if out.exists() else set()
         run = subprocess.Popen([*job, many], cwd=ROOT, env=nodes)
         try:
-            wait_until(lambda: out.exists() and checkpoints(out) - before, 120)  # noqa: B023
+            wait_until(lambda: out.exists() and checkpoints(out) - before, 120)
             time.sleep(5)  # so that they have heard each other
             signal_node(nodes, 1, number)
             begin = time.time()
@@ -95,9 +132,24 @@ def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_or_falls_silent
     last = max(int(name.split("-")[1]) for name in checkpoints(out)) + 3
     whole = tmp_path / "one machine"
     subprocess.run([*job, f"--max_train_steps={last}"], cwd=ROOT, env=nodes, check=True)
-    one = ["--multi_gpu", "--num_processes", 2, "--main_process_port", 0, "train_unconditional.py", *flags]
-    said = launch(*one, f"--output_dir={whole}", f"--max_train_steps={last}", env={"ACCELERATE_USE_CPU": "true"})
+    one = [
+        "--multi_gpu",
+        "--num_processes",
+        2,
+        "--main_process_port",
+        0,
+        "train_unconditional.py",
+        *flags,
+    ]
+    said = launch(
+        *one,
+        f"--output_dir={whole}",
+        f"--max_train_steps={last}",
+        env={"ACCELERATE_USE_CPU": "true"},
+    )
     assert said.returncode == 0, said.stderr
     for part in ("unet", f"checkpoint-{last}/unet_ema"):
         assert_same_weights(out / part, whole / part)
-    assert [record["loss"] for record in metrics(out)] == [record["loss"] for record in metrics(whole)]
+    assert [record["loss"] for record in metrics(out)] == [
+        record["loss"] for record in metrics(whole)
+    ]

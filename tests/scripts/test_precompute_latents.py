@@ -1,4 +1,4 @@
-"""A latent cache from end to end: what stands in it, the same bytes whatever happens, sentences.
+"""A latent cache from end to end: its contents, the same bytes after any failure, its messages.
 
 Its files, its models and its reader are tested in tests/package.
 """
@@ -18,7 +18,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from conftest import MODELS, ROOT, finish, kill, launch, make_captioned, make_images, patch, reset, start, wait_until
+from conftest import (
+    MODELS,
+    ROOT,
+    finish,
+    kill,
+    launch,
+    make_captioned,
+    make_images,
+    patch,
+    reset,
+    start,
+    wait_until,
+)
 from diffusers import AutoencoderKL, AutoencoderTiny
 from filelock import FileLock
 from PIL import Image
@@ -35,9 +47,14 @@ def flags(tmp_path):
     """A cache of 10 images in 4 shards that takes a second; later flags win over these."""
     make_captioned(tmp_path / "images", 10)
     return [
-        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}", "--rows_per_shard=3", "--batch_size=2", "--dataloader_num_workers=0",
-    ]  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={MODELS}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}",
+        "--rows_per_shard=3",
+        "--batch_size=2",
+        "--dataloader_num_workers=0",
+    ]
 
 
 def precompute(*argv):
@@ -58,7 +75,11 @@ def refused(capfd, *argv):
 
 def contents(folder):
     """Every file of a cache with its bytes."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
 
 
 def load_models():
@@ -85,7 +106,9 @@ def test_rows_hold_the_moments_of_every_kind_of_image_and_the_embedding_of_its_c
     upright = Image.Exif()
     upright[0x0112] = 6
     clear = rgb.convert("RGBA")
-    clear.putalpha(Image.fromarray(np.repeat([[255, 0]], [8, 8], axis=1).repeat(16, axis=0).astype(np.uint8)))
+    clear.putalpha(
+        Image.fromarray(np.repeat([[255, 0]], [8, 8], axis=1).repeat(16, axis=0).astype(np.uint8))
+    )
     on_white = pixels.copy()
     on_white[:, 8:] = 255
     palette, cmyk = rgb.quantize(16), rgb.convert("CMYK")
@@ -97,9 +120,17 @@ def test_rows_hold_the_moments_of_every_kind_of_image_and_the_embedding_of_its_c
         "4.png": (palette, {}, palette.convert("RGB")),
         "5.png": (clear, {}, Image.fromarray(on_white)),
         "6.png": (rgb, {"exif": upright}, rgb.transpose(Image.Transpose.ROTATE_270)),
-        "7.png": (Image.fromarray(deep.astype(np.uint16)), {}, Image.fromarray((deep / 257).round().astype(np.uint8))),
+        "7.png": (
+            Image.fromarray(deep.astype(np.uint16)),
+            {},
+            Image.fromarray((deep / 257).round().astype(np.uint8)),
+        ),
         "8.jpg": (cmyk, {"quality": 95}, None),
-        "9.gif": (palette, {"save_all": True, "append_images": [Image.new("P", (16, 16))]}, palette.convert("RGB")),
+        "9.gif": (
+            palette,
+            {"save_all": True, "append_images": [Image.new("P", (16, 16))]},
+            palette.convert("RGB"),
+        ),
     }
     folder, shown = tmp_path / "images", []
     folder.mkdir()
@@ -107,15 +138,30 @@ def test_rows_hold_the_moments_of_every_kind_of_image_and_the_embedding_of_its_c
         image.save(folder / name, **options)
         shown.append((expected or Image.open(folder / name)).convert("RGB"))
     captions = [f"a handwritten digit {i}" for i in range(len(kinds))]
-    lines = [json.dumps({"file_name": name, "text": text}) for name, text in zip(kinds, captions, strict=True)]
+    lines = [
+        json.dumps({"file_name": name, "text": text})
+        for name, text in zip(kinds, captions, strict=True)
+    ]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
     precompute(
-        f"--train_data_dir={folder}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}", "--rows_per_shard=4", "--batch_size=3", "--random_flip",
+        f"--train_data_dir={folder}",
+        f"--pretrained_model_name_or_path={MODELS}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}",
+        "--rows_per_shard=4",
+        "--batch_size=3",
+        "--random_flip",
         "--dataloader_num_workers=1",
-    )  # fmt: skip
+    )
     cache = datasets.load_from_disk(str(tmp_path / "out"))
-    assert cache.column_names == ["latents", "latents_flipped", "prompt_embeds", "text", "key", "checksum"]
+    assert cache.column_names == [
+        "latents",
+        "latents_flipped",
+        "prompt_embeds",
+        "text",
+        "key",
+        "checksum",
+    ]
     assert cache["key"][:] == list(kinds) and cache["text"][:] == captions
     vae, text_encoder, tokenizer = load_models()
     latents = torch.tensor(cache["latents"][:]).view(len(kinds), 8, 8, 8)
@@ -123,11 +169,17 @@ def test_rows_hold_the_moments_of_every_kind_of_image_and_the_embedding_of_its_c
     mirrored = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in shown]
     for name, one, other in zip(kinds, latents, expected_moments(vae, shown), strict=True):
         # JPEG decoders round differently, by a grey level or two
-        torch.testing.assert_close(one, other, atol=0.1 if "jpg" in name else 2e-3, rtol=1e-3, msg=name)
+        torch.testing.assert_close(
+            one, other, atol=0.1 if "jpg" in name else 2e-3, rtol=1e-3, msg=name
+        )
     exact = [i for i, name in enumerate(kinds) if "jpg" not in name]
-    torch.testing.assert_close(flipped[exact], expected_moments(vae, mirrored)[exact], atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        flipped[exact], expected_moments(vae, mirrored)[exact], atol=2e-3, rtol=1e-3
+    )
     with torch.no_grad():
-        tokens = tokenizer(["", *captions], padding="max_length", truncation=True, return_tensors="pt").input_ids
+        tokens = tokenizer(
+            ["", *captions], padding="max_length", truncation=True, return_tensors="pt"
+        ).input_ids
         embeds = text_encoder(tokens).last_hidden_state
     empty = np.load(tmp_path / "out/empty_prompt.npy")
     assert empty.dtype == np.float16 and empty.shape == (8, 32)
@@ -140,7 +192,10 @@ def test_rows_hold_the_moments_of_every_kind_of_image_and_the_embedding_of_its_c
 def test_latents_fill_a_shard_as_half_floats_and_decode_back_to_the_images(tmp_path, capsys):
     precompute("--output_dir", tmp_path / "out", "--max_train_samples=64")
     cache = datasets.load_from_disk(str(tmp_path / "out"))
-    assert cache.features["latents"].feature.dtype == "float16" and cache.features["latents"].length == 128
+    assert (
+        cache.features["latents"].feature.dtype == "float16"
+        and cache.features["latents"].length == 128
+    )
     described = json.loads((tmp_path / "out/cache.json").read_text())
     moments = torch.tensor(cache["latents"][:]).view(-1, *described["latents_shape"])
     vae = load_models()[0]
@@ -156,8 +211,16 @@ def test_latents_fill_a_shard_as_half_floats_and_decode_back_to_the_images(tmp_p
 def test_sample_is_a_draw_around_the_mean_and_half_the_size(tmp_path, flags):
     precompute(*flags)
     precompute(*flags, "--latents=sample", f"--output_dir={tmp_path / 'sample'}")
-    precompute(*flags, "--latents=sample", f"--output_dir={tmp_path / 'other'}", "--seed=1", "--center_crop")
-    mean, std = np.split(np.array(datasets.load_from_disk(str(tmp_path / "out"))["latents"][:]), 2, axis=1)
+    precompute(
+        *flags,
+        "--latents=sample",
+        f"--output_dir={tmp_path / 'other'}",
+        "--seed=1",
+        "--center_crop",
+    )
+    mean, std = np.split(
+        np.array(datasets.load_from_disk(str(tmp_path / "out"))["latents"][:]), 2, axis=1
+    )
     sample = np.array(datasets.load_from_disk(str(tmp_path / "sample"))["latents"][:])
     other = np.array(datasets.load_from_disk(str(tmp_path / "other"))["latents"][:])
     z = (sample - mean) / std
@@ -167,11 +230,20 @@ def test_sample_is_a_draw_around_the_mean_and_half_the_size(tmp_path, flags):
 
 
 def test_autoencoder_tiny_and_models_from_several_places(tmp_path, flags, capfd):
-    tae = AutoencoderTiny(in_channels=1, out_channels=1, encoder_block_out_channels=(8, 8), num_encoder_blocks=(1, 1),
-                          decoder_block_out_channels=(8, 8), num_decoder_blocks=(1, 1))  # fmt: skip
+    tae = AutoencoderTiny(
+        in_channels=1,
+        out_channels=1,
+        encoder_block_out_channels=(8, 8),
+        num_encoder_blocks=(1, 1),
+        decoder_block_out_channels=(8, 8),
+        num_decoder_blocks=(1, 1),
+    )
     tae.save_pretrained(tmp_path / "tae")
-    apart = [f"--vae_name_or_path={tmp_path / 'tae'}", f"--text_encoder_name_or_path={MODELS / 'text_encoder'}",
-             f"--tokenizer_name_or_path={MODELS / 'tokenizer'}"]  # fmt: skip
+    apart = [
+        f"--vae_name_or_path={tmp_path / 'tae'}",
+        f"--text_encoder_name_or_path={MODELS / 'text_encoder'}",
+        f"--tokenizer_name_or_path={MODELS / 'tokenizer'}",
+    ]
     data = [flag for flag in flags if "pretrained" not in flag]
     precompute(*data, *apart)
     described = json.loads((tmp_path / "out/cache.json").read_text())
@@ -182,8 +254,12 @@ def test_autoencoder_tiny_and_models_from_several_places(tmp_path, flags, capfd)
     image = shrink(grey, 16, draw_choices(0, 0, 0)[:2])
     with torch.no_grad():
         expected = tae.encode(image[None] / 127.5 - 1).latents
-    torch.testing.assert_close(torch.tensor(cache[0]["latents"]).view(expected.shape), expected, atol=0.02, rtol=0.01)
-    assert "no moments" in refused(capfd, *data, *apart, "--latents=moments", f"--output_dir={tmp_path / 'b'}")
+    torch.testing.assert_close(
+        torch.tensor(cache[0]["latents"]).view(expected.shape), expected, atol=0.02, rtol=0.01
+    )
+    assert "no moments" in refused(
+        capfd, *data, *apart, "--latents=moments", f"--output_dir={tmp_path / 'b'}"
+    )
 
 
 def test_bf16_is_close_and_fp16_that_overflows_is_encoded_again(tmp_path, flags, monkeypatch):
@@ -195,13 +271,18 @@ def test_bf16_is_close_and_fp16_that_overflows_is_encoded_again(tmp_path, flags,
 
     def overflow(vae, pixel_values):
         latents = encode_images(vae, pixel_values)
-        return latents * float("inf") if vae.dtype == torch.bfloat16 and pixel_values.max() > 175 else latents
+        return (
+            latents * float("inf")
+            if vae.dtype == torch.bfloat16 and pixel_values.max() > 175
+            else latents
+        )
 
     monkeypatch.setattr(script, "encode_images", overflow)
     precompute(*flags, "--mixed_precision=bf16", f"--output_dir={tmp_path / 'again'}")
     again = np.array(datasets.load_from_disk(str(tmp_path / "again"))["latents"][:])
     described = json.loads((tmp_path / "again/cache.json").read_text())
-    assert described["encoded_again"] == 1 and described["skipped"] == 0  # row 9, alone in its batch
+    # Row 9, which is alone in its batch
+    assert described["encoded_again"] == 1 and described["skipped"] == 0
     np.testing.assert_allclose(again[9], exact[9], atol=1e-3)
     assert np.array_equal(again[:9], low[:9])
 
@@ -209,7 +290,9 @@ def test_bf16_is_close_and_fp16_that_overflows_is_encoded_again(tmp_path, flags,
 def test_a_text_encoder_that_overflows_is_not_cached(tmp_path, flags, monkeypatch):
     def overflow(text_encoders, batch):
         factor = 1 if text_encoders[0].dtype == torch.float32 else float("inf")
-        return {name: embeds * factor for name, embeds in encode_prompts(text_encoders, batch).items()}
+        return {
+            name: embeds * factor for name, embeds in encode_prompts(text_encoders, batch).items()
+        }
 
     monkeypatch.setattr(script, "encode_prompts", overflow)
     precompute(*flags, "--mixed_precision=bf16")
@@ -232,13 +315,22 @@ def test_a_row_that_stays_infinite_is_skipped(tmp_path, flags, monkeypatch):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(tmp_path, flags, num_processes):
+def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(
+    tmp_path, flags, num_processes
+):
     flags = [*flags, "--random_flip", "--rows_per_shard=1", "--batch_size=1", "--latents=sample"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     whole = contents(tmp_path / "whole")
     assert sorted(whole) == sorted(
         [f"data-{i:05d}-of-00010.arrow" for i in range(10)]
-        + ["cache.json", "dataset_info.json", "empty_prompt.npy", "run.args", "skipped.jsonl", "state.json"]
+        + [
+            "cache.json",
+            "dataset_info.json",
+            "empty_prompt.npy",
+            "run.args",
+            "skipped.jsonl",
+            "state.json",
+        ]
     )
     encode = script.encode
 
@@ -250,7 +342,7 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(tmp_path, f
         script.encode = slow
         precompute(*flags, f"--output_dir={tmp_path / 'out'}")
 
-    shards = lambda: len(list((tmp_path / "out").glob("data-*")))  # noqa: E731
+    shards = lambda: len(list((tmp_path / "out").glob("data-*")))
     for attempt, moment in enumerate(random.Random(num_processes).sample(range(9), 3)):
         pids = start(run, num_processes, log=tmp_path / "log")
         wait_until(lambda moment=moment: shards() > moment)
@@ -285,19 +377,25 @@ def test_a_signal_ends_the_run_and_leaves_whole_shards_only(tmp_path, flags):
     os.kill(pids[0], signal.SIGTERM)
     assert finish(pids) == [143]
     assert "goes on from here" in (tmp_path / "log").read_text()
-    assert not list((tmp_path / "out").glob(".tmp-*")) and not (tmp_path / "out/state.json").exists()
+    assert (
+        not list((tmp_path / "out").glob(".tmp-*")) and not (tmp_path / "out/state.json").exists()
+    )
     precompute(*flags)
     assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 10
 
 
-def test_the_same_command_again_redoes_only_what_is_damaged_or_gone(tmp_path, flags, capfd, monkeypatch):
+def test_the_same_command_again_redoes_only_what_is_damaged_or_gone(
+    tmp_path, flags, capfd, monkeypatch
+):
     (tmp_path / "images/4.png").write_bytes(b"no image")
     flags.append("--max_skipped=0.2")
     precompute(*flags)
     whole = contents(tmp_path / "out")
     encoded = []
     encode = script.encode
-    monkeypatch.setattr(script, "encode", lambda batch, *rest: encoded.append(batch["row"]) or encode(batch, *rest))
+    monkeypatch.setattr(
+        script, "encode", lambda batch, *rest: encoded.append(batch["row"]) or encode(batch, *rest)
+    )
     precompute(*flags)
     assert encoded == [] and contents(tmp_path / "out") == whole
     for damage in ("flip", "truncate", "delete"):
@@ -307,7 +405,8 @@ def test_the_same_command_again_redoes_only_what_is_damaged_or_gone(tmp_path, fl
         path.write_bytes(data if damage == "flip" else data[:-100])
         if damage == "delete":
             path.unlink()
-        with monkeypatch.context() as broken:  # stopped while it mends: the cache does not open half-mended
+        # Stopped during the repair: a half-repaired cache must not open
+        with monkeypatch.context() as broken:
             broken.setattr(script, "write_each", lambda *args: pytest.fail("stopped"))
             with pytest.raises(pytest.fail.Exception):
                 precompute(*flags)
@@ -333,7 +432,10 @@ def test_another_model_data_or_precision_is_refused_by_name(tmp_path, flags, cap
     vae.save_pretrained(tmp_path / "vae")
     text_encoder.save_pretrained(tmp_path / "text_encoder")
     make_captioned(tmp_path / "others", 10)
-    text = [f"--text_encoder_name_or_path={tmp_path / 'text_encoder'}", f"--tokenizer_name_or_path={MODELS}/tokenizer"]
+    text = [
+        f"--text_encoder_name_or_path={tmp_path / 'text_encoder'}",
+        f"--tokenizer_name_or_path={MODELS}/tokenizer",
+    ]
     for change, names in {
         (f"--vae_name_or_path={tmp_path / 'vae'}",): ["vae.sha256"],
         (*text,): ["text_encoder.sha256"],
@@ -345,10 +447,15 @@ def test_another_model_data_or_precision_is_refused_by_name(tmp_path, flags, cap
         (f"--train_data_dir={tmp_path / 'others'}",): ["source.fingerprint"],
     }.items():
         error = refused(capfd, *flags, *change)
-        assert all(name in error for name in names) and error.count(" -> ") == len(names), (change, error)
+        assert all(name in error for name in names) and error.count(" -> ") == len(names), (
+            change,
+            error,
+        )
         assert {k: v for k, v in contents(tmp_path / "out").items() if k != ".lock"} == whole
     # The same models from elsewhere are the same, and so is what does not change the numbers.
-    precompute(*flags, f"--pretrained_model_name_or_path={tmp_path / 'models'}", "--max_skipped=0.5")
+    precompute(
+        *flags, f"--pretrained_model_name_or_path={tmp_path / 'models'}", "--max_skipped=0.5"
+    )
     now = contents(tmp_path / "out")
     assert str(tmp_path / "models") in now["run.args"].decode()  # the last command
     assert now | {"run.args": b""} == whole | {"run.args": b""}
@@ -357,7 +464,15 @@ def test_another_model_data_or_precision_is_refused_by_name(tmp_path, flags, cap
 @pytest.mark.long
 def test_launched_for_real_on_two_processes_it_writes_what_one_writes(tmp_path, flags):
     precompute(*flags, f"--output_dir={tmp_path / 'one'}")
-    argv = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", "precompute_latents.py", *flags]
+    argv = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        "precompute_latents.py",
+        *flags,
+    ]
     done = launch(*argv, f"--output_dir={tmp_path / 'two'}", env={"ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Done: 10 rows, 0 skipped") == 1
@@ -375,15 +490,22 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
 
         def run(folder=folder):
             # Quick latents of 16 kB a row: whoever keeps those of 9,000 rows takes 150 MB more.
-            latents = lambda vae, images: images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1) / 255  # noqa: E731
+            latents = lambda vae, images: images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1) / 255
             script.encode_images = latents
-            precompute(f"--train_data_dir={folder}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=64",
-                       "--batch_size=64", f"--output_dir={tmp_path / f'out{folder.name}'}",
-                       "--dataloader_num_workers=0")  # fmt: skip
+            precompute(
+                f"--train_data_dir={folder}",
+                f"--pretrained_model_name_or_path={MODELS}",
+                "--resolution=64",
+                "--batch_size=64",
+                f"--output_dir={tmp_path / f'out{folder.name}'}",
+                "--dataloader_num_workers=0",
+            )
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             (folder / "peak").write_text(str(peak))
 
-        assert finish(start(run, log=tmp_path / "log"), timeout=200) == [0], (tmp_path / "log").read_text()
+        assert finish(start(run, log=tmp_path / "log"), timeout=200) == [0], (
+            tmp_path / "log"
+        ).read_text()
         peaks.append(int((folder / "peak").read_text()))
     assert peaks[1] < 1.1 * peaks[0], peaks
 
@@ -394,7 +516,9 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
 def test_rows_that_fail_are_listed_and_the_rest_is_kept(tmp_path, flags, capfd, monkeypatch):
     (tmp_path / "images/3.png").write_bytes(b"no image")
     (tmp_path / "images/7.png").write_bytes((tmp_path / "images/7.png").read_bytes()[:200])
-    captions = [json.loads(line) for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines()]
+    captions = [
+        json.loads(line) for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines()
+    ]
     captions[8]["text"] = None
     (tmp_path / "images/metadata.jsonl").write_text("\n".join(map(json.dumps, captions)))
     error = refused(capfd, *flags)
@@ -402,9 +526,17 @@ def test_rows_that_fail_are_listed_and_the_rest_is_kept(tmp_path, flags, capfd, 
     kept = set((tmp_path / "out").glob("data-*"))
     assert kept and not (tmp_path / "out/state.json").exists()
     precompute(*flags, "--max_skipped=0.3")
-    skipped = [json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()]
-    assert [(entry["row"], entry["key"]) for entry in skipped] == [(3, "3.png"), (7, "7.png"), (8, "8.png")]
-    assert skipped[0]["reason"] == "cannot identify image file" and "truncated" in skipped[1]["reason"]
+    skipped = [
+        json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()
+    ]
+    assert [(entry["row"], entry["key"]) for entry in skipped] == [
+        (3, "3.png"),
+        (7, "7.png"),
+        (8, "8.png"),
+    ]
+    assert (
+        skipped[0]["reason"] == "cannot identify image file" and "truncated" in skipped[1]["reason"]
+    )
     assert skipped[2]["reason"] == "the caption is None"
     cache = datasets.load_from_disk(str(tmp_path / "out"))
     assert cache["key"][:] == [f"{i}.png" for i in (0, 1, 2, 4, 5, 6, 9)]
@@ -432,7 +564,9 @@ def test_a_full_disk_is_one_sentence_and_what_was_good_stays(tmp_path, flags, ca
     monkeypatch.setattr(pa.ipc, "new_stream", full)
     error = refused(capfd, *flags)
     assert "data-00002-of-00004.arrow could not be written" in error and "No space left" in error
-    assert len(list((tmp_path / "out").glob("data-*"))) == 2 and not list((tmp_path / "out").glob(".tmp-*"))
+    assert len(list((tmp_path / "out").glob("data-*"))) == 2 and not list(
+        (tmp_path / "out").glob(".tmp-*")
+    )
     precompute(*flags)
     assert len(calls) == 5 and len(datasets.load_from_disk(str(tmp_path / "out"))) == 10
 
@@ -440,7 +574,9 @@ def test_a_full_disk_is_one_sentence_and_what_was_good_stays(tmp_path, flags, ca
 def test_folders_that_hold_something_else_or_are_in_use_are_refused(tmp_path, flags, capfd):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/model_index.json").write_text("{}")
-    assert "holds model_index.json and no latent cache" in refused(capfd, *flags, f"--output_dir={tmp_path / 'other'}")
+    assert "holds model_index.json and no latent cache" in refused(
+        capfd, *flags, f"--output_dir={tmp_path / 'other'}"
+    )
     precompute(*flags)
     with FileLock(tmp_path / "out/.lock"):
         assert "another process is writing" in refused(capfd, *flags)
@@ -456,7 +592,7 @@ def test_run_args_are_the_flags_again(tmp_path, flags):
 
 
 def test_the_device_does_not_wait_while_a_shard_is_written(tmp_path, flags, monkeypatch):
-    """On a device that is free again 20 ms after the batch before, with a disk that takes 0.2 s a shard."""
+    """The device is busy for 20 ms per batch, and the disk takes 0.2 s per shard."""
     make_images(tmp_path / "more", 64)
     lines = [json.dumps({"file_name": f"{i}.png", "text": "x"}) for i in range(64)]
     (tmp_path / "more/metadata.jsonl").write_text("\n".join(lines))
@@ -478,14 +614,21 @@ def test_the_device_does_not_wait_while_a_shard_is_written(tmp_path, flags, monk
 
     monkeypatch.setattr(script, "encode", queue)
     work_ahead, device = script.work_ahead, argparse.Namespace(type="xpu")
-    monkeypatch.setattr(script, "work_ahead", lambda items, count, _: work_ahead(items, count, device))
+    monkeypatch.setattr(
+        script, "work_ahead", lambda items, count, _: work_ahead(items, count, device)
+    )
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.2), fsync(file)))
-    precompute(*flags, f"--train_data_dir={tmp_path / 'more'}", "--rows_per_shard=16", "--batch_size=1")
+    precompute(
+        *flags, f"--train_data_dir={tmp_path / 'more'}", "--rows_per_shard=16", "--batch_size=1"
+    )
     assert len(idle) == 64 and max(idle) < 0.1, sorted(idle)[-5:]
 
 
 def test_rows_that_an_outage_took_are_tried_again(tmp_path, flags, capfd, monkeypatch):
-    """A folder that goes away while it is read and comes back: no good row is lost, and broken ones stay skipped."""
+    """The folder disappears while it is read and comes back.
+
+    No good row is lost, and broken rows stay skipped.
+    """
     (tmp_path / "images/9.png").write_bytes(b"no image")
     precompute(*flags, "--max_skipped=0.1", f"--output_dir={tmp_path / 'whole'}")
 
@@ -517,28 +660,40 @@ def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, mon
 
 def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
     for argv, said in {
-        "--caption_column=caption": "no column 'caption' but image, text: choose with --caption_column",
+        "--caption_column=caption": (
+            "no column 'caption' but image, text: choose with --caption_column"
+        ),
         "--resolution=15": "--resolution 15 is not a multiple of 2, which this VAE needs",
-        f"--pretrained_model_name_or_path={tmp_path / 'images'}": "does not hold the vae of a Stable Diffusion",
+        f"--pretrained_model_name_or_path={tmp_path / 'images'}": (
+            "does not hold the vae of a Stable Diffusion"
+        ),
         "--mixed_precision=fp16": "fp16 does nothing on a CPU",
     }.items():
         assert said in refused(capfd, *flags, argv)
     shutil.copytree(MODELS, tmp_path / "models")
     config = json.loads((tmp_path / "models/vae/config.json").read_text())
-    (tmp_path / "models/vae/config.json").write_text(json.dumps({**config, "norm_num_groups": True}))
+    (tmp_path / "models/vae/config.json").write_text(
+        json.dumps({**config, "norm_num_groups": True})
+    )
     assert "the VAE does not work (group_norm()" in refused(
         capfd, *flags, f"--pretrained_model_name_or_path={tmp_path / 'models'}"
     )
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("argv, sentence", [
-    (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-    (["--train_data_dir=."], "--pretrained_model_name_or_path is needed, or --vae_name_or_path as well"),
-    (["--train_data_dir=.", "--vae_name_or_path=v"], "or --text_encoder_name_or_path as well"),
-    (["--batch_size=0"], "--batch_size: 0 is not between 1 and"),
-    (["--max_skipped=5"], "--max_skipped: 5 is not between 0 and 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
+        (
+            ["--train_data_dir=."],
+            "--pretrained_model_name_or_path is needed, or --vae_name_or_path as well",
+        ),
+        (["--train_data_dir=.", "--vae_name_or_path=v"], "or --text_encoder_name_or_path as well"),
+        (["--batch_size=0"], "--batch_size: 0 is not between 1 and"),
+        (["--max_skipped=5"], "--max_skipped: 5 is not between 0 and 1"),
+    ],
+)
 def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(argv)

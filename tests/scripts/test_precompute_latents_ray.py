@@ -51,21 +51,28 @@ from diffusion_training.latents import remote_rows
 from diffusion_training.standalone import make_standalone
 
 NUM_ROWS, ROWS_PER_SHARD, ROWS_PER_PART = 26, 8, 4
-MODULES = script.find_modules(script.Encoder, script.TransformedRows, script.Refused)  # what the script sends
+# The modules that the script sends to its workers
+MODULES = script.find_modules(script.Encoder, script.TransformedRows, script.Refused)
 
 
-# Processes that import this file and work: beside Ray's threads the forks of other tests might hang.
+# Ray runs in child processes that import this file: with Ray's threads in the test process,
+# the forks of other tests might hang.
 HERE = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/scripts")]
 CHILD = f"import sys; sys.path[:0] = {HERE}; import test_precompute_latents_ray as test; "
 
 
 @pytest.fixture(scope="module")
 def driver(storage):
-    """driver(*argv, setup=None) runs the script in a process with a Ray of its own. Returns (status, what it said)."""
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # pytest's own are too long for the names of sockets
+    """driver(*argv, setup=None) runs the script in a process that has its own Ray.
+
+    Returns (exit status, output).
+    """
+    # The paths of pytest's folders are too long for the names of sockets
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     command = [sys.executable, "-c", CHILD + "test.serve(sys.argv[1])", folder]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    # Elsewhere, or workers would find the files by the driver's folder, and not by what they are sent
+    # Started in another folder: in the driver's, workers would import the files there and not
+    # those that they are sent
     with subprocess.Popen(command, **pipes, cwd="/", start_new_session=True) as process:
 
         def drive(*argv, setup=None):
@@ -83,9 +90,15 @@ def serve(folder):
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     disconnect = script.connect(
-        "local", MODULES, num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False, _temp_dir=folder,
-        _system_config={"num_workers_soft_limit": 6},  # workers stay: to import what they need takes them some seconds
-    )  # fmt: skip
+        "local",
+        MODULES,
+        num_cpus=2,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
+        _temp_dir=folder,
+        # Keep idle workers, because their imports take some seconds
+        _system_config={"num_workers_soft_limit": 6},
+    )
     answer = script.ray.get_runtime_context().gcs_address
     with contextlib.suppress(EOFError):
         while True:
@@ -101,7 +114,8 @@ def run(argv, setup=None):
     reset()
     was = dict(vars(script))
     script.PART_BYTES = ROWS_PER_PART * 3 * 16 * 16
-    script.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have this file
+    # Workers do not have this file
+    script.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     if setup:
         setup()
         script.find_modules = lambda *objects: MODULES  # also where the encoder is one of this file
@@ -118,16 +132,25 @@ def run(argv, setup=None):
 
 @pytest.fixture
 def flags(tmp_path):
-    """26 images in 4 shards of 2 parts of 2 batches, one image broken; later flags win over these."""
+    """26 images, one broken, in 4 shards of 2 parts of 2 batches. Later flags override these."""
     make_captioned(
-        tmp_path / "images", NUM_ROWS, [None if i == 13 else f"No. {i} \U0001f600\0" for i in range(NUM_ROWS)]
+        tmp_path / "images",
+        NUM_ROWS,
+        [None if i == 13 else f"No. {i} \U0001f600\0" for i in range(NUM_ROWS)],
     )
     (tmp_path / "images/5.png").write_bytes(b"no image")
     return [
-        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}", f"--rows_per_shard={ROWS_PER_SHARD}", "--batch_size=2", "--random_flip",
-        "--latents=sample", "--max_skipped=0.2", f"--cache_dir={tmp_path / 'datasets-cache'}",
-    ]  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={MODELS}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}",
+        f"--rows_per_shard={ROWS_PER_SHARD}",
+        "--batch_size=2",
+        "--random_flip",
+        "--latents=sample",
+        "--max_skipped=0.2",
+        f"--cache_dir={tmp_path / 'datasets-cache'}",
+    ]
 
 
 def precompute(*argv):
@@ -162,21 +185,33 @@ class Remote:
                 begin(*args)
             return Ref(self.what, *args)
         actor = self.what(*args)
-        return argparse.Namespace(**{name: Remote(getattr(actor, name)) for name in ("make", "find_batch_size")})
+        return argparse.Namespace(
+            **{name: Remote(getattr(actor, name)) for name in ("make", "find_batch_size")}
+        )
 
 
 @pytest.fixture
 def here(monkeypatch):
-    """Runs the script as `driver` does, but without Ray: shards in any order, one after the other."""
+    """Runs the script as `driver` does, but without Ray: one shard at a time, in random order."""
     nodes, rng = [{"Alive": True, "Resources": {"CPU": 2, "memory": 2**34}}], random.Random(0)
-    monkeypatch.setattr(script, "ray", argparse.Namespace(
-        get_gpu_ids=lambda: [], exceptions=script.ray.exceptions, cluster_resources=lambda: {"CPU": 2},
-        nodes=lambda: nodes, cloudpickle=script.ray.cloudpickle, remote=lambda **options: Remote, put=lambda x: x,
-        wait=lambda refs, **options: (rng.sample(refs, 1), []), kill=lambda encoder: None,
-        get=lambda ref: ref.call() if isinstance(ref, Ref) else ref,
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        script,
+        "ray",
+        argparse.Namespace(
+            get_gpu_ids=lambda: [],
+            exceptions=script.ray.exceptions,
+            cluster_resources=lambda: {"CPU": 2},
+            nodes=lambda: nodes,
+            cloudpickle=script.ray.cloudpickle,
+            remote=lambda **options: Remote,
+            put=lambda x: x,
+            wait=lambda refs, **options: (rng.sample(refs, 1), []),
+            kill=lambda encoder: None,
+            get=lambda ref: ref.call() if isinstance(ref, Ref) else ref,
+        ),
+    )
     monkeypatch.setattr(script, "check_shards", Remote(script.check_shards._function))
-    once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)  # noqa: E731
+    once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)
     monkeypatch.setattr(script, "work_off", once)
     monkeypatch.setattr(script, "connect", lambda address, modules: lambda: None)
     yield lambda *argv, setup=None: run([str(arg) for arg in argv], setup)
@@ -186,10 +221,14 @@ def here(monkeypatch):
 # ------------------------------------------------------------------- the same bytes
 
 
-def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(tmp_path, flags, whole, here):
+def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(
+    tmp_path, flags, whole, here
+):
     assert len(whole) == 4 + 6 and whole["skipped.jsonl"].count(b"\n") == 2
     for count in (1, 3):
-        code, said = here(*flags, f"--num_encoders={count}", f"--output_dir={tmp_path / str(count)}")
+        code, said = here(
+            *flags, f"--num_encoders={count}", f"--output_dir={tmp_path / str(count)}"
+        )
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
         assert contents(tmp_path / str(count)) == whole
     assert "3 encoders of 1 CPU threads" in said and "waiting for images" in said
@@ -212,10 +251,17 @@ def test_images_of_several_sizes_and_masks_are_the_bytes_of_one_process(tmp_path
 
 
 def test_caches_of_sdxl_have_the_same_bytes_too(tmp_path, flags, here):
-    """Random crops and images of two shapes; embeddings and tokens; float32's VAE beside bfloat16's text encoders."""
+    """Random crops, images of two shapes, embeddings and tokens.
+
+    The VAE is in float32 and the text encoders are in bfloat16.
+    """
     make_images(tmp_path / "images", 6, size=(20, 30))
     for kind in ("embeddings", "ids"):
-        argv = [*flags, f"--pretrained_model_name_or_path={make_sdxl(tmp_path / kind)}", "--mixed_precision=bf16"]
+        argv = [
+            *flags,
+            f"--pretrained_model_name_or_path={make_sdxl(tmp_path / kind)}",
+            "--mixed_precision=bf16",
+        ]
         argv += ["--latents=moments", f"--text_cache={kind}"]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
         code, said = here(*argv, "--num_encoders=3", f"--output_dir={tmp_path / kind / 'ray'}")
@@ -235,7 +281,7 @@ def test_caches_without_padding_have_the_same_bytes_too(tmp_path, flags, here):
 
 
 def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_path, flags, here):
-    """Begun by the other script; one cache lacks a shard and half of another, the second is not there."""
+    """The other script began: one cache lacks a shard and a half, the second is missing."""
     for side in ("8", "16"):
         precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / 'alone' / side}")
     flags += ["--resolution", "8", "16"]
@@ -245,7 +291,11 @@ def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_pat
     (half / "data-00001-of-00004.arrow").write_bytes(b"half")
     (half / "data-00003-of-00004.arrow").unlink()
     code, said = here(*flags, "--num_encoders=2")
-    assert code == 0 and said.count("making it again") == 2 and said.count("Done: 24 rows, 2 skipped") == 2, said
+    assert (
+        code == 0
+        and said.count("making it again") == 2
+        and said.count("Done: 24 rows, 2 skipped") == 2
+    ), said
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
     shutil.rmtree(tmp_path / "out/16")
     precompute(*flags)
@@ -256,64 +306,117 @@ def test_a_batch_size_is_tried_by_an_encoder_and_kept(tmp_path, flags, here):
     flags += ["--batch_size=auto", "--rows_per_shard=12"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = here(*flags)
-    assert code == 0 and re.search(r"images  memory, GB  images/s\n +1 .*\n +2 .*\n +4 .*\n +8 .*\n +12 ", said), said
+    assert code == 0 and re.search(
+        r"images  memory, GB  images/s\n +1 .*\n +2 .*\n +4 .*\n +8 .*\n +12 ", said
+    ), said
     assert "Batch size: 12\n" in said and contents(tmp_path / "out") == contents(tmp_path / "whole")
     (tmp_path / "out/data-00001-of-00003.arrow").unlink()
     code, said = here(*flags)
     assert code == 0 and "Batch size: 12\n" in said and "memory, GB" not in said
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     code, said = here(*flags, f"--output_dir={tmp_path / 'other'}", setup=other_models)
-    assert code == 1 and "the models are other ones here" in said and not (tmp_path / "other").exists(), said
+    assert (
+        code == 1 and "the models are other ones here" in said and not (tmp_path / "other").exists()
+    ), said
 
 
 @pytest.mark.long
 def test_an_encoder_of_ray_tries_batch_sizes(tmp_path, flags, driver):
     code, said = driver(*flags, "--batch_size=auto", "--rows_per_shard=4")
-    assert code == 0 and "images  memory" in said and "Batch size: 4\n" in said and "Done: 24 rows" in said, said
+    assert (
+        code == 0
+        and "images  memory" in said
+        and "Batch size: 4\n" in said
+        and "Done: 24 rows" in said
+    ), said
 
 
 def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, flags, here):
     for kind in ("sd", "prx"):
-        lines = [json.loads(line) for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines()
+        ]
         lines = [
             json.dumps({**line, "long": f"the {i}"} | ({"text": None} if i == 3 else {}))
             for i, line in enumerate(lines)
         ]
         (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
-        argv = [*flags, f"--model_family={kind}", "--caption_column", "text", "long", "--caption_weights", "2", "3"]
+        argv = [
+            *flags,
+            f"--model_family={kind}",
+            "--caption_column",
+            "text",
+            "long",
+            "--caption_weights",
+            "2",
+            "3",
+        ]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
         code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
-        assert code == 0 and contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one"), said
+        assert code == 0 and contents(tmp_path / kind / "ray") == contents(
+            tmp_path / kind / "one"
+        ), said
         assert b'"captions"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
 @pytest.mark.ci
-def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(tmp_path, flags, whole):
-    """Ray's are launched for real, by one file of another name and place: workers import what they are sent."""
-    two = start(lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log")
+def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(
+    tmp_path, flags, whole
+):
+    """Ray is really launched, by a single file with another name in another folder.
+
+    So workers can only import the modules that they are sent.
+    """
+    two = start(
+        lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log"
+    )
     assert finish(two) == [0, 0], (tmp_path / "log").read_text()
     assert contents(tmp_path / "two") == whole
     (tmp_path / "mine.py").write_text(make_standalone(ROOT / "precompute_latents_ray.py"))
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"RAY_TMPDIR": folder}
-    command = [sys.executable, tmp_path / "mine.py", *flags, "--num_encoders=2", "--num_transform_cpus=1"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "RAY_TMPDIR": folder
+    }
+    command = [
+        sys.executable,
+        tmp_path / "mine.py",
+        *flags,
+        "--num_encoders=2",
+        "--num_transform_cpus=1",
+    ]
     done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
     shutil.rmtree(folder, ignore_errors=True)
     assert done.returncode == 0 and "Done: 24 rows, 2 skipped" in done.stdout, done.stderr
-    assert "2 encoders of 1 CPU threads, 1 tasks that decode" in done.stdout and "waiting for images" in done.stderr
+    assert (
+        "2 encoders of 1 CPU threads, 1 tasks that decode" in done.stdout
+        and "waiting for images" in done.stderr
+    )
     assert contents(tmp_path / "out") == whole
 
 
 def test_the_demo_is_the_one_of_the_other_script(capsys):
     args = script.parse_args(["--num_encoders=3"])
     said = capsys.readouterr().out
-    assert "this is the demo, short for\npython precompute_latents_ray.py --pretrained_model_name_or_path" in said
+    assert (
+        "this is the demo, short for\n"
+        "python precompute_latents_ray.py --pretrained_model_name_or_path" in said
+    )
     theirs = single.parse_args([])
-    assert all(getattr(args, name, None) == value for name, value in vars(theirs).items()) and args.num_encoders == 3
+    assert (
+        all(getattr(args, name, None) == value for name, value in vars(theirs).items())
+        and args.num_encoders == 3
+    )
 
 
 def test_moments_and_tokens_of_whole_shards_in_other_precision(tmp_path, flags, here):
-    flags += ["--latents=moments", "--no-random_flip", "--mixed_precision=bf16", "--batch_size=3", "--text_cache=ids"]
+    flags += [
+        "--latents=moments",
+        "--no-random_flip",
+        "--mixed_precision=bf16",
+        "--batch_size=3",
+        "--text_cache=ids",
+    ]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = here(*flags)
     assert code == 0, said
@@ -329,7 +432,8 @@ def test_each_script_goes_on_with_what_the_other_began_and_mends_it(tmp_path, fl
     code, said = here(*flags)
     assert code == 0 and f"{names[0]} is gone" in said and f"{names[2]} is damaged" in said, said
     assert contents(tmp_path / "out") == whole
-    assert before == {name: (tmp_path / "out" / name).stat().st_ino for name in before}  # what was good was left alone
+    # Good files were not written again
+    assert before == {name: (tmp_path / "out" / name).stat().st_ino for name in before}
     precompute(*flags)
     assert contents(tmp_path / "out") == whole
 
@@ -344,7 +448,10 @@ def marker(args, name):
 
 def dying_decoder(part, pickled):
     """A task that is killed once when it has decoded row 4."""
-    done, mark = script.decode_part(part, pickled), marker(pickle.loads(pickled)[0][0], f"decoded-{part[0]}")
+    done, mark = (
+        script.decode_part(part, pickled),
+        marker(pickle.loads(pickled)[0][0], f"decoded-{part[0]}"),
+    )
     if part[0] == 4 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -352,7 +459,7 @@ def dying_decoder(part, pickled):
 
 
 class Dies(script.Encoder):
-    """An encoder that is killed once as it begins with the second shard, and once when it has made the third."""
+    """An encoder that is killed once before the second shard and once after the third."""
 
     def __init__(self, job):
         super().__init__(job)
@@ -371,7 +478,10 @@ class Dies(script.Encoder):
 
 
 def kill_both():
-    """Also the driver notes the last two shards only when it is told to: until then it can be killed."""
+    """Use `Dies`, and let the driver record the last two shards only when the file "go" exists.
+
+    Until then, the driver can be killed.
+    """
     shards = script.make_shards
 
     def make_shards(missing, job, *engine):
@@ -392,24 +502,29 @@ MARKS = {"begun", "done", "decoded-4"}
 
 def start_driver(log, setup, *argv):
     """The script as a process of its own, changed by a function of this file."""
-    code = CHILD + f"code, said = test.run(sys.argv[1:], test.{setup.__name__}); print(said); sys.exit(code)"
+    code = (
+        CHILD
+        + f"code, said = test.run(sys.argv[1:], test.{setup.__name__}); print(said); sys.exit(code)"
+    )
     options = {"stdout": log.open("w"), "stderr": subprocess.STDOUT, "cwd": "/"}
     return subprocess.Popen([sys.executable, "-c", code, *argv], **options)
 
 
 @pytest.mark.ci
 def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver, here, bucket):
-    """Nor does a killed driver: whole files are left, here at an address, and the same command goes on."""
+    """Nor does a killed driver: it leaves whole files, here at an address, and can be resumed."""
     flags.append("--output_dir=s3://bucket/latents")
     process = start_driver(tmp_path / "log", kill_both, *flags, f"--address={driver.address}")
     record = "bucket/latents/unfinished/data-00001-of-00004.arrow.json"
-    killed = lambda: MARKS < set(os.listdir(tmp_path)) and bucket.exists(record)  # noqa: E731
+    killed = lambda: MARKS < set(os.listdir(tmp_path)) and bucket.exists(record)
     wait_until(lambda: killed() or process.poll() is not None, 200)
     process.kill()
     process.wait()
     made = objects(bucket, "bucket/latents")
     shards = {name for name in made if name.startswith("data-")}
-    assert killed() and {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (tmp_path / "log").read_text()
+    assert killed() and {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (
+        tmp_path / "log"
+    ).read_text()
     assert all(made[name] == whole[name] for name in shards) and "state.json" not in made
     times = {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
     code, said = here(*flags)  # at once: the dead one's workers may not have noticed yet
@@ -440,7 +555,10 @@ def dying_encoder():
 
 
 class Gone(script.Encoder):
-    """What Ray says of an encoder whose process ends with the second shard: all that it has is lost, what is first."""
+    """Fails as Ray does when the process of an encoder ends with the second shard.
+
+    All shards that the encoder has are lost, and the first of them fails first.
+    """
 
     gone = False
 
@@ -463,10 +581,12 @@ def gone_encoder():
 def test_rows_that_end_every_encoder_are_named_after_four(tmp_path, flags, whole, here):
     """And no others, though they were with them."""
     code, said = here(*flags, setup=gone_encoder)
-    assert code == 1 and "rows 8 to 15 could not be made: its process died 4 times, of memory?" in said, said
-    assert (tmp_path / "tries").read_text() == "0120111" and "data-00000-of-00004.arrow" in os.listdir(
-        tmp_path / "out"
-    )
+    assert (
+        code == 1 and "rows 8 to 15 could not be made: its process died 4 times, of memory?" in said
+    ), said
+    assert (
+        tmp_path / "tries"
+    ).read_text() == "0120111" and "data-00000-of-00004.arrow" in os.listdir(tmp_path / "out")
     assert here(*flags)[0] == 0 and contents(tmp_path / "out") == whole
 
 
@@ -489,14 +609,18 @@ def slow_encoder():
 
 
 @pytest.mark.long
-def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(tmp_path, flags, whole, driver):
+def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(
+    tmp_path, flags, whole, driver
+):
     log, out = tmp_path / "log", tmp_path / "out"
     process = start_driver(log, slow_encoder, *flags, f"--address={driver.address}")
     wait_until(lambda: list(out.glob("unfinished/data-*")) or process.poll() is not None, 120)
     process.kill()
     process.wait()
     made = {path.name: path.read_bytes() for path in out.glob("data-*")}
-    assert 1 <= len(made) < 4 and all(whole[name] == data for name, data in made.items()), log.read_text()
+    assert 1 <= len(made) < 4 and all(whole[name] == data for name, data in made.items()), (
+        log.read_text()
+    )
     inodes = {path.stem: (out / path.stem).stat().st_ino for path in out.glob("unfinished/data-*")}
     with pytest.raises(FileNotFoundError):
         datasets.load_from_disk(str(out))
@@ -508,14 +632,19 @@ def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(tmp_pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(tmp_path, flags, whole, driver, number, code):
+def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(
+    tmp_path, flags, whole, driver, number, code
+):
     log, out = tmp_path / "log", tmp_path / "out"
     process = start_driver(log, slow_encoder, *flags, f"--address={driver.address}")
     wait_until(lambda: list(out.glob("unfinished/data-*")) or process.poll() is not None, 120)
     begin = time.time()
     process.send_signal(number)
     assert process.wait(30) == code, log.read_text()
-    assert time.time() - begin < 15 and f"Stopped by {number.name}; what is saved is whole" in log.read_text()
+    assert (
+        time.time() - begin < 15
+        and f"Stopped by {number.name}; what is saved is whole" in log.read_text()
+    )
     assert not list(out.rglob(".tmp-*")) and 1 <= len(list(out.glob("data-*"))) < 4
     assert driver(*flags)[0] == 0 and contents(out) == whole
 
@@ -539,11 +668,18 @@ def raising_encoder():
 
 def test_a_model_that_raises_is_tried_again_and_then_named(tmp_path, flags, whole, here):
     code, said = here(*flags, setup=raising_encoder)
-    assert code == 1 and said.count("precompute_latents_ray.py:") == 1 and "Traceback" not in said, said
-    assert "rows 8 to 15 could not be made: RuntimeError: CUDA error: too hot (on" in said and "tried 4 times" in said
+    assert (
+        code == 1 and said.count("precompute_latents_ray.py:") == 1 and "Traceback" not in said
+    ), said
+    assert (
+        "rows 8 to 15 could not be made: RuntimeError: CUDA error: too hot (on" in said
+        and "tried 4 times" in said
+    )
     assert (tmp_path / "tries").read_text() == "xxxx"
     made = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("data-*")}
-    assert all(whole[name] == data for name, data in made.items()) and "state.json" not in os.listdir(tmp_path / "out")
+    assert all(
+        whole[name] == data for name, data in made.items()
+    ) and "state.json" not in os.listdir(tmp_path / "out")
 
 
 def test_what_fails_is_tried_four_times_and_its_reason_kept():
@@ -556,7 +692,11 @@ def test_what_fails_is_tried_four_times_and_its_reason_kept():
         return "done"
 
     result, reason = script.attempt(lambda: work(RuntimeError("too\nhot")))
-    assert result is None and len(calls) == 4 and re.match(r"RuntimeError: too hot \(on .*, tried 4 times", reason)
+    assert (
+        result is None
+        and len(calls) == 4
+        and re.match(r"RuntimeError: too hot \(on .*, tried 4 times", reason)
+    )
     assert script.attempt(lambda: work(RuntimeError())) == ("done", None) and len(calls) == 5
     result, reason = script.attempt(lambda: script.fail("the disk is full"))
     assert result is None and reason.startswith("the disk is full (on ")
@@ -574,28 +714,42 @@ def broken_decoder():
 
 
 def test_rows_that_can_not_be_decoded_are_named(tmp_path, flags, whole, here):
-    """Those of the part; other shards are made, and the same command goes on."""
+    """All rows of the part are named. Other shards are made, and the same command resumes."""
     code, said = here(*flags, setup=broken_decoder)
-    assert code == 1 and "rows 16 to 23 could not be made: RuntimeError: rows 20 to 23 could not be decoded" in said
+    assert (
+        code == 1
+        and "rows 16 to 23 could not be made: RuntimeError: rows 20 to 23 could not be decoded"
+        in said
+    )
     assert "no more of it" in said and not (tmp_path / "out/state.json").exists()
     assert here(*flags)[0] == 0 and contents(tmp_path / "out") == whole
 
 
 def test_parts_are_some_batches_and_end_with_their_shard(flags):
-    job = argparse.Namespace(caches=[single.parse_args([*flags, "--rows_per_shard=100"])], num_rows=250, part_rows=48)
-    assert script.list_parts((0, {0: "a", 1: "b"}), job) == [(0, 48, (0, 1)), (48, 96, (0, 1)), (96, 100, (0, 1))]
+    job = argparse.Namespace(
+        caches=[single.parse_args([*flags, "--rows_per_shard=100"])], num_rows=250, part_rows=48
+    )
+    assert script.list_parts((0, {0: "a", 1: "b"}), job) == [
+        (0, 48, (0, 1)),
+        (48, 96, (0, 1)),
+        (96, 100, (0, 1)),
+    ]
     assert script.list_parts((2, {1: "b"}), job) == [(200, 248, (1,)), (248, 250, (1,))]
 
 
 def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypatch):
-    """As many at a time as there are cores for the encoder; shards are encoded in the order of the calls."""
+    """One task runs per core of the encoder, and shards are encoded in the order of the calls."""
     job = argparse.Namespace(
         caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, ahead=3, threads=1
     )
     encoder, given, encoded, steps = object.__new__(script.Encoder), [], [], threading.Semaphore(0)
     decode = Remote(lambda part, rows: [{"part": part}])
-    task = argparse.Namespace(remote=lambda part, rows: given.append(part[0]) or decode.remote(part, rows))
-    vars(encoder).update(job=job, queue=[], decoding={}, turn=threading.Condition(), reason=None, decode=task)
+    task = argparse.Namespace(
+        remote=lambda part, rows: given.append(part[0]) or decode.remote(part, rows)
+    )
+    vars(encoder).update(
+        job=job, queue=[], decoding={}, turn=threading.Condition(), reason=None, decode=task
+    )
     vars(encoder).update(models=(), exact_models=(), device=None)
 
     def encode_all(batches, *models):
@@ -610,10 +764,11 @@ def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypat
     for number in range(3):
         threads.append(threading.Thread(target=encoder.make, args=((number, {0: "x"}),)))
         threads[-1].start()
-        wait_until(lambda: len(encoder.queue) == number + 1 and encoded, 20)  # noqa: B023
+        wait_until(lambda: len(encoder.queue) == number + 1 and encoded, 20)
     for step in range(12):
-        wait_until(lambda: len(encoded) == step + 1, 20)  # noqa: B023
-        assert given == list(range(0, min(24, 2 * step + 8), 2)) or step == 0  # when the others were not there yet
+        wait_until(lambda: len(encoded) == step + 1, 20)
+        # At step 0, not all shards may be queued yet
+        assert given == list(range(0, min(24, 2 * step + 8), 2)) or step == 0
         steps.release()
     [thread.join(20) for thread in threads]
     assert encoded == list(range(0, 24, 2)) and not encoder.queue and not encoder.decoding
@@ -626,14 +781,19 @@ def other_models():
 
 def test_an_encoder_whose_node_has_other_models_is_refused(tmp_path, flags, here):
     code, said = here(*flags, setup=other_models)
-    assert code == 1 and "the models are other ones here (vae.class AutoencoderKL -> None, vae.sha256" in said, said
+    assert (
+        code == 1
+        and "the models are other ones here (vae.class AutoencoderKL -> None, vae.sha256" in said
+    ), said
     assert not list((tmp_path / "out").glob("data-*"))
 
 
 def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp_path, flags):
     args = single.parse_args(flags)
     rows, column = load_rows(args, others=["text"])
-    pickled = lambda fingerprint: pickle.dumps(([args], column, 3, None, fingerprint, pickle.dumps(rows)))  # noqa: E731
+    pickled = lambda fingerprint: pickle.dumps(
+        ([args], column, 3, None, fingerprint, pickle.dumps(rows))
+    )
     assert len(pickle.dumps(rows)) < 20_000
     assert len(script.open_rows(pickled(rows._fingerprint)).rows) == NUM_ROWS
     script.open_rows.cache_clear()
@@ -679,22 +839,46 @@ def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flag
     assert (count, num_tasks) == (1, 8 - 1) and sentence.startswith(
         "Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU"
     )
-    assert (task["num_cpus"], task["num_gpus"]) == (1, 0) and (encoder["num_cpus"], encoder["num_gpus"]) == (0, 0)
-    assert encoder["memory"] - task["memory"] == 2 * 10**9  # the weights twice: in float32, and as they are used
+    assert (task["num_cpus"], task["num_gpus"]) == (1, 0) and (
+        encoder["num_cpus"],
+        encoder["num_gpus"],
+    ) == (0, 0)
+    # The weights twice: in float32, and in the precision in which they are used
+    assert encoder["memory"] - task["memory"] == 2 * 10**9
     count, (_, encoder), num_tasks, sentence = plan(nodes=((8, 4), (8, 4), (8, 0)))
-    assert (count, encoder["num_gpus"], num_tasks) == (8, 1, 24 - 8) and "8 encoders of 1 GPUs" in sentence
+    assert (count, encoder["num_gpus"], num_tasks) == (
+        8,
+        1,
+        24 - 8,
+    ) and "8 encoders of 1 GPUs" in sentence
     assert plan("--gpus_per_encoder=0.5", nodes=((8, 4),))[0] == 8
     assert plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))[::2] == (3, 5)
     assert plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))[1][1]["num_gpus"] == 0
     assert "accelerator_type" not in plan(nodes=((8, 4),))[1][1]
     types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
     count, (task, encoder), num_tasks, _ = plan("--accelerator_type=T4", **types)
-    assert (count, encoder["accelerator_type"], num_tasks) == (2, "T4", 24 - 2) and "accelerator_type" not in task
+    assert (count, encoder["accelerator_type"], num_tasks) == (
+        2,
+        "T4",
+        24 - 2,
+    ) and "accelerator_type" not in task
     for argv, options, said in [
-        (["--accelerator_type=H100"], types, "no node of Ray has --accelerator_type H100, but A100, T4"),
+        (
+            ["--accelerator_type=H100"],
+            types,
+            "no node of Ray has --accelerator_type H100, but A100, T4",
+        ),
         (["--accelerator_type=H100"], {}, "no node of Ray has --accelerator_type H100, but none"),
-        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "an encoder needs 0 CPUs, 3 GPUs and"),
-        (["--gpus_per_encoder=1"], {}, "an encoder needs 0 CPUs, 1 GPUs and .* GB, and no node of Ray has that"),
+        (
+            ["--accelerator_type=T4", "--gpus_per_encoder=3"],
+            types,
+            "an encoder needs 0 CPUs, 3 GPUs and",
+        ),
+        (
+            ["--gpus_per_encoder=1"],
+            {},
+            "an encoder needs 0 CPUs, 1 GPUs and .* GB, and no node of Ray has that",
+        ),
         ([], {"memory": 2**29}, "a task that decodes needs 1 CPUs, 0 GPUs and 1.3 GB, and no node"),
         ([], {"weights": 2**34}, "an encoder needs 0 CPUs, 0 GPUs and 35.7 GB, and no node"),
         (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "an encoder needs 0 CPUs, 2 GPUs"),
@@ -704,17 +888,32 @@ def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flag
             plan(*argv, **options)
 
 
-@pytest.mark.parametrize("argv, sentence", [
-    (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-    (["--train_data_dir=s3://a/b", "--max_train_samples=5"], "--max_train_samples is for folders"),
-    (["--train_data_dir=s3://a/b", "--dataset_split=test"], "--dataset_split is for folders"),
-    (["--output_dir=/tmp/ray/working_dir_files/x"], "Ray deletes /tmp/ray/working_dir_files/x after the job"),
-    (["--train_data_dir=s3://a/b", "--output_dir=s3://a/b/c"], "--output_dir s3://a/b/c lies in --train_data_dir"),
-    (["--train_data_dir=s3://a/b/", "--output_dir=s3://a/b"], "--output_dir s3://a/b lies in --train_data_dir"),
-    (["--mixed_precision=fp16", "--gpus_per_encoder=0"], "--mixed_precision fp16 needs GPUs"),
-    (["--accelerator_type=T4", "--gpus_per_encoder=0"], "--accelerator_type is of GPUs"),
-    (["--num_encoders=0"], "--num_encoders: 0 is not between 1 and"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
+        (
+            ["--train_data_dir=s3://a/b", "--max_train_samples=5"],
+            "--max_train_samples is for folders",
+        ),
+        (["--train_data_dir=s3://a/b", "--dataset_split=test"], "--dataset_split is for folders"),
+        (
+            ["--output_dir=/tmp/ray/working_dir_files/x"],
+            "Ray deletes /tmp/ray/working_dir_files/x after the job",
+        ),
+        (
+            ["--train_data_dir=s3://a/b", "--output_dir=s3://a/b/c"],
+            "--output_dir s3://a/b/c lies in --train_data_dir",
+        ),
+        (
+            ["--train_data_dir=s3://a/b/", "--output_dir=s3://a/b"],
+            "--output_dir s3://a/b lies in --train_data_dir",
+        ),
+        (["--mixed_precision=fp16", "--gpus_per_encoder=0"], "--mixed_precision fp16 needs GPUs"),
+        (["--accelerator_type=T4", "--gpus_per_encoder=0"], "--accelerator_type is of GPUs"),
+        (["--num_encoders=0"], "--num_encoders: 0 is not between 1 and"),
+    ],
+)
 def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(argv)
@@ -722,7 +921,9 @@ def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
 
 
 def test_a_neighbour_whose_name_begins_alike_is_no_part_of_the_data(flags):
-    args = script.parse_args([*flags, "--train_data_dir=s3://a/images", "--output_dir=s3://a/images-latents"])
+    args = script.parse_args(
+        [*flags, "--train_data_dir=s3://a/images", "--output_dir=s3://a/images-latents"]
+    )
     assert args.output_dir == "s3://a/images-latents"
 
 
@@ -730,7 +931,11 @@ def test_workers_get_paths_from_the_root_and_nothing_else_changes(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").mkdir()  # also the name of a split, which is no path
     (tmp_path / "base.safetensors").touch()
-    argv = ["--train_data_dir=images", "--vae_name_or_path=some/model", "--single_file_config=train"]
+    argv = [
+        "--train_data_dir=images",
+        "--vae_name_or_path=some/model",
+        "--single_file_config=train",
+    ]
     args = script.parse_args([*flags, *argv, "--pretrained_model_name_or_path=base.safetensors"])
     there = script.make_absolute(args)
     assert there.pretrained_model_name_or_path == str(tmp_path / "base.safetensors")
@@ -751,7 +956,9 @@ def test_dry_run_needs_no_ray(flags, capsys, monkeypatch, tmp_path):
 
 def test_the_other_scripts_do_not_need_ray(monkeypatch):
     """Nor does what they share, until it is asked for."""
-    for path in {*ROOT.glob("*.py"), *ROOT.glob("diffusion_training/**/*.py")} - {ROOT / "precompute_latents_ray.py"}:
+    for path in {*ROOT.glob("*.py"), *ROOT.glob("diffusion_training/**/*.py")} - {
+        ROOT / "precompute_latents_ray.py"
+    }:
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -767,7 +974,10 @@ def test_the_other_scripts_do_not_need_ray(monkeypatch):
 
 @pytest.fixture
 def bucket(storage, tmp_path, flags):
-    """An S3 file system, with the images of `flags` in s3://bucket/images as download_images.py would write them."""
+    """An S3 file system with the images of `flags` in s3://bucket/images.
+
+    They are stored as download_images.py would write them.
+    """
     if storage is None:
         pytest.skip("needs moto[server]")
     fs = pytest.importorskip("s3fs", reason="needs s3fs").S3FileSystem(
@@ -776,13 +986,20 @@ def bucket(storage, tmp_path, flags):
     if fs.exists("bucket"):
         fs.rm("bucket", recursive=True)
     fs.mkdir("bucket")
-    rows = datasets.load_dataset(str(tmp_path / "images"), split="train", cache_dir=str(tmp_path / "datasets-cache"))
+    rows = datasets.load_dataset(
+        str(tmp_path / "images"), split="train", cache_dir=str(tmp_path / "datasets-cache")
+    )
     rows = rows.cast_column("image", datasets.Image(decode=False))
-    items = [{**row, "image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}} for row in rows]
+    items = [
+        {**row, "image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}}
+        for row in rows
+    ]
     (tmp_path / "parquet/__download__").mkdir(parents=True)
     for k in range(3):
         part = datasets.Dataset.from_list(items[10 * k : 10 * k + 10])
-        part = part.cast_column("image", datasets.Image(decode=False)).add_column("other", [k] * len(part))
+        part = part.cast_column("image", datasets.Image(decode=False)).add_column(
+            "other", [k] * len(part)
+        )
         part.to_parquet(str(tmp_path / f"parquet/data-{k}.parquet"), batch_size=3)
     shutil.copy(tmp_path / "parquet/data-0.parquet", tmp_path / "parquet/__download__/urls.parquet")
     for path in (tmp_path / "parquet").rglob("*.parquet"):
@@ -797,13 +1014,21 @@ def objects(fs, folder):
 
 
 def without_source(files):
-    """What does not tell where the images came from: not the fingerprint, and what is made of it."""
-    return {name: data for name, data in files.items() if name not in ("cache.json", "run.args", "state.json")}
+    """The files that do not depend on the source: no fingerprint and nothing made of it."""
+    return {
+        name: data
+        for name, data in files.items()
+        if name not in ("cache.json", "run.args", "state.json")
+    }
 
 
 @pytest.mark.ci
-def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_path, flags, here, bucket):
-    precompute(*flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}")
+def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(
+    tmp_path, flags, here, bucket
+):
+    precompute(
+        *flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}"
+    )
     disk = contents(tmp_path / "disk")
     there = [*flags, "--train_data_dir=s3://bucket/images/"]
     code, said = here(*there, "--output_dir=s3://bucket/latents")
@@ -829,7 +1054,9 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_pa
     # Refused
     for argv, sentence in {
         "--seed=3": "s3://bucket/latents holds another cache (transform.seed 0 -> 3)",
-        "--output_dir=s3://bucket": "s3://bucket holds images/__download__/urls.parquet and no latent cache",
+        "--output_dir=s3://bucket": (
+            "s3://bucket holds images/__download__/urls.parquet and no latent cache"
+        ),
         "--output_dir=s3://nowhere/x": "--output_dir s3://nowhere/x can't be",
         "--caption_column=caption": "s3://bucket/images has no column 'caption' but",
         "--train_data_dir=s3://bucket/latents2": "it holds no parquet files",
@@ -851,7 +1078,7 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(tmp_pa
 
 
 def test_two_runs_at_an_address_write_the_same_files(flags, whole, here):
-    """There is no lock: one begins, another does all of it, the first goes on."""
+    """There is no lock: one run begins, another makes the whole cache, then the first continues."""
     MemoryFileSystem.store.clear()
     flags.append("--output_dir=memory://bucket/latents")
 
@@ -862,7 +1089,9 @@ def test_two_runs_at_an_address_write_the_same_files(flags, whole, here):
         yield from made
 
     code, said = here(*flags, setup=lambda: setattr(script, "make_shards", make_shards))
-    assert code == 0 and said.count("Done: 24 rows, 2 skipped, are in memory://bucket/latents") == 2, said
+    assert (
+        code == 0 and said.count("Done: 24 rows, 2 skipped, are in memory://bucket/latents") == 2
+    ), said
     assert objects(fsspec.filesystem("memory"), "/bucket/latents") == whole
 
 
@@ -871,10 +1100,13 @@ def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket)
     rows = remote_rows.RemoteRows(args)
     again = pickle.loads(pickle.dumps(rows))
     assert len(pickle.dumps(rows)) < 5000 and len(again) == NUM_ROWS
-    assert [caption for caption in again[[25, 0, 9, 10, 11]]["text"]] == rows[[25, 0, 9, 10, 11]]["text"]
+    assert [caption for caption in again[[25, 0, 9, 10, 11]]["text"]] == rows[[25, 0, 9, 10, 11]][
+        "text"
+    ]
     assert again[[9, 10]]["text"][1].startswith("No. 1")
     remote_rows.open_parquet.cache_clear(), remote_rows.read_group.cache_clear()
-    fsspec.url_to_fs("s3://bucket")[0].invalidate_cache()  # workers never list, and so have no such cache
+    # Workers never list folders, so they have no such cache
+    fsspec.url_to_fs("s3://bucket")[0].invalidate_cache()
     bucket.put_file(str(tmp_path / "parquet/data-1.parquet"), "bucket/images/data-0.parquet")
     again[[25]]
     with pytest.raises(ValueError, match="data-0.parquet: it has changed"):
@@ -889,9 +1121,17 @@ def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket)
 
 
 def start_node(folder, log, *flags):
-    """A Ray node with a CPU of its own on the loopback interface, which ends with its process group."""
+    """Start a Ray node with one CPU on the loopback interface; it ends with its process group."""
     code = "from ray.scripts.scripts import main; main()"
-    command = [sys.executable, "-c", code, "start", "--block", "--num-cpus=1", f"--object-store-memory={100 * 2**20}"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "start",
+        "--block",
+        "--num-cpus=1",
+        f"--object-store-memory={100 * 2**20}",
+    ]
     command += ["--include-dashboard=false"] if "--head" in flags else []
     log = open(log, "a")
     return subprocess.Popen([*command, *flags], stdout=log, stderr=log, start_new_session=True)
@@ -925,7 +1165,12 @@ def test_losing_workers_at_random_and_a_node_changes_nothing(tmp_path, flags, wh
         time.sleep(10)
         options = ["--num_encoders=2", "--num_transform_cpus=1", f"--address=127.0.0.1:{port}"]
         process = start_driver(tmp_path / "said", slow_encoder, *flags, *options)
-        wait_until(lambda: list((tmp_path / "out/unfinished").glob("data-*")) or process.poll() is not None, 120)
+        wait_until(
+            lambda: (
+                list((tmp_path / "out/unfinished").glob("data-*")) or process.poll() is not None
+            ),
+            120,
+        )
         for _ in range(2):
             for pid in rng.sample(encoders_and_tasks(nodes[0]), 1):
                 os.kill(pid, signal.SIGKILL)
@@ -946,7 +1191,9 @@ class Slower(script.Encoder):
     def load(self, parts, spent):
         from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-        single.encode_images = lambda vae, images: images[:, :1, ::8, ::8].float().repeat(1, 8, 1, 1)
+        single.encode_images = lambda vae, images: (
+            images[:, :1, ::8, ::8].float().repeat(1, 8, 1, 1)
+        )
         state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
         for batch in super().load(parts, spent):
             store = get_memory_info_reply(state).store_stats
@@ -965,10 +1212,16 @@ def slower_encoder():
 def test_memory_stays_in_bounds_while_encoders_are_slow(tmp_path, flags, driver):
     make_captioned(tmp_path / "images", 1200)
     size = 1200 * 3 * 256**2 / 2**20  # MiB of pixels, through a store of 100
-    code, said = driver(*flags, "--resolution=256", "--rows_per_shard=40", "--batch_size=5", setup=slower_encoder)
+    code, said = driver(
+        *flags, "--resolution=256", "--rows_per_shard=40", "--batch_size=5", setup=slower_encoder
+    )
     used, spilled = zip(
-        *[map(int, line.split()) for line in (tmp_path / "memory").read_text().splitlines()], strict=True
+        *[map(int, line.split()) for line in (tmp_path / "memory").read_text().splitlines()],
+        strict=True,
     )
     assert code == 0 and len(used) > 50 and size > 220, said
-    print(f"{size:.0f} MiB of pixels: at most {max(used) / 2**20:.0f} MiB at a time, {max(spilled)} bytes spilled")
+    print(
+        f"{size:.0f} MiB of pixels: at most {max(used) / 2**20:.0f} MiB at a time, "
+        f"{max(spilled)} bytes spilled"
+    )
     assert max(used) < 90 * 2**20 and max(spilled) == 0

@@ -1,4 +1,4 @@
-"""report.html: what it shows, that nothing in it can harm, how it is made again, and how it looks in a browser."""
+"""report.html: its contents, escaping of names, making it again, and its look in a browser."""
 
 import base64
 import io
@@ -25,23 +25,40 @@ NAMES = ("loss", "lr", "grad_norm", "images_per_second", "data_wait", "tflops", 
 
 def curves(page):
     """What is said below the figures."""
-    return [unescape(text) for text in re.findall(r"svg\+xml;base64,[^>]*><figcaption>(.*?)</figcaption>", page)]
+    return [
+        unescape(text)
+        for text in re.findall(r"svg\+xml;base64,[^>]*><figcaption>(.*?)</figcaption>", page)
+    ]
 
 
-def test_it_shows_the_run_and_what_was_left_out_at_every_validation(tmp_path, unet_config, monkeypatch):
+def test_it_shows_the_run_and_what_was_left_out_at_every_validation(
+    tmp_path, unet_config, monkeypatch
+):
     make_images(tmp_path / "images", 6)
     (tmp_path / f"images/{HOSTILE}.png").write_bytes(b"no image")
     flags = [
-        f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}", "--resolution=16",
-        f"--output_dir={tmp_path / HOSTILE}", "--train_batch_size=2", "--num_epochs=2", "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=3", "--save_images_epochs=1", "--logging_steps=1", "--report_to=none",
-        "--lr_warmup_steps=0", "--dataloader_num_workers=0", "--checkpointing_steps=99",
-    ]  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--model_config_name_or_path={unet_config}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / HOSTILE}",
+        "--train_batch_size=2",
+        "--num_epochs=2",
+        "--ddpm_num_inference_steps=2",
+        "--eval_batch_size=3",
+        "--save_images_epochs=1",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--lr_warmup_steps=0",
+        "--dataloader_num_workers=0",
+        "--checkpointing_steps=99",
+    ]
     written = []
 
     def spy(step, *rest):
         save_report(step, *rest)
-        written.append((step, f"Step {step} of 8" in (tmp_path / HOSTILE / "report.html").read_text()))
+        written.append(
+            (step, f"Step {step} of 8" in (tmp_path / HOSTILE / "report.html").read_text())
+        )
 
     patch(monkeypatch, "save_report", spy)
     patch(monkeypatch, "find_signs", lambda *_: {"x": f"a sign {HOSTILE}"})
@@ -49,10 +66,21 @@ def test_it_shows_the_run_and_what_was_left_out_at_every_validation(tmp_path, un
     assert written == [(4, True), (8, True)]
     page = (tmp_path / HOSTILE / "report.html").read_text()
     assert HOSTILE not in page and "<script" not in page  # names are text
-    assert not re.search(r"<[^>]*(?:src|href)=(?!\"data:)|https?:|@import|url\(", page)  # nothing is fetched
+    # The page fetches nothing
+    assert not re.search(r"<[^>]*(?:src|href)=(?!\"data:)|https?:|@import|url\(", page)
     text = unescape(re.sub(r"<style>.*?</style>|<[^>]*>", " ", page, flags=re.S))
-    shown = [f"a sign {HOSTILE}", "Left out: 1 images", f"images/{HOSTILE}.png", "cannot identify image file"]
-    shown += ["trained on images for 8 steps", "DiffusionPipeline.from_pretrained(", "learning_rate", "Use it"]
+    shown = [
+        f"a sign {HOSTILE}",
+        "Left out: 1 images",
+        f"images/{HOSTILE}.png",
+        "cannot identify image file",
+    ]
+    shown += [
+        "trained on images for 8 steps",
+        "DiffusionPipeline.from_pretrained(",
+        "learning_rate",
+        "Use it",
+    ]
     shown += ["accelerate launch train_unconditional.py @run.args"]
     assert not [words for words in shown if words not in text]
     last = metrics(tmp_path / HOSTILE)[-1]
@@ -60,25 +88,48 @@ def test_it_shows_the_run_and_what_was_left_out_at_every_validation(tmp_path, un
     assert curves(page) == [f"{shown[0]}, epoch_loss {last['epoch_loss']:.4g}", *shown[1:]]
     for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page):
         assert b"<svg" in base64.b64decode(data) and b"<script" not in base64.b64decode(data)
-    pictures = [base64.b64decode(data) for data in re.findall(r"data:image/png;base64,([^\"]+)", page)]
+    pictures = [
+        base64.b64decode(data) for data in re.findall(r"data:image/png;base64,([^\"]+)", page)
+    ]
     assert [Image.open(io.BytesIO(data)).format for data in pictures] == ["PNG"] * 2
     assert [*map(int, re.findall(r"step (\d+)</figure>", page))] == [8, 4]
 
 
 def write_run(tmp_path, count):
-    """A text-to-image run of `count` records with held-out losses, a cache that lacks a row, and its flags."""
+    """Write a text-to-image run of `count` records with held-out losses, and its flags.
+
+    Its cache lacks a row.
+    """
     for name in ("cache", "out"):
         (tmp_path / name).mkdir()
-    (tmp_path / "cache/skipped.jsonl").write_text(json.dumps({"row": 1, "key": HOSTILE, "reason": "broken"}) + "\n")
-    kinds = {"epoch": 0, "loss": 0.5, "lr": 1e-4, "grad_norm": 0.1, "clipped": 0.0, "images_per_second": 9.0}
-    records = [{"step": 10 * i, **kinds, "data_wait": 0.01, "skipped_images": 0} for i in range(1, count + 1)]
+    (tmp_path / "cache/skipped.jsonl").write_text(
+        json.dumps({"row": 1, "key": HOSTILE, "reason": "broken"}) + "\n"
+    )
+    kinds = {
+        "epoch": 0,
+        "loss": 0.5,
+        "lr": 1e-4,
+        "grad_norm": 0.1,
+        "clipped": 0.0,
+        "images_per_second": 9.0,
+    }
+    records = [
+        {"step": 10 * i, **kinds, "data_wait": 0.01, "skipped_images": 0}
+        for i in range(1, count + 1)
+    ]
     names = ["held_out_loss", "held_out_loss_ema", *(f"held_out_loss_t0.{i}" for i in range(1, 10))]
     records += [{"step": 10 * i, **dict.fromkeys(names, 1 / i)} for i in range(1, 10)]
-    (tmp_path / "out/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "out/metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     (tmp_path / "out/samples").mkdir()
     for step in range(12):
         Image.effect_noise((600, 450), 100).save(tmp_path / f"out/samples/step-{step:07d}.png")
-    argv = [f"--pretrained_model_name_or_path={MODELS}", f"--latents_dir={tmp_path / 'cache'}", "--max_train_steps=90"]
+    argv = [
+        f"--pretrained_model_name_or_path={MODELS}",
+        f"--latents_dir={tmp_path / 'cache'}",
+        "--max_train_steps=90",
+    ]
     argv += [f"--output_dir={tmp_path / 'out'}"]
     argv += [f"--validation_prompts=</pre><script>document.title=1</script>{HOSTILE}"]
     return train_text_to_image.parse_args(argv)
@@ -91,7 +142,9 @@ def save(args, step=90):
 def test_a_long_run_costs_little_and_a_cache_tells_what_it_lacks(tmp_path, capfd):
     args = write_run(tmp_path, 30_000)
     begin = time.process_time()
-    records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    ]
     read = time.process_time() - begin  # the yardstick, as machines differ
     save(args)
     print(f"{read:.2f} s to read, {time.process_time() - begin - read:.2f} s to report")
@@ -103,7 +156,9 @@ def test_a_long_run_costs_little_and_a_cache_tells_what_it_lacks(tmp_path, capfd
     assert [text.count("held_out_loss") for text in curves(page)] == [0, 2, 9, 0, 0, 0, 0]
 
 
-def test_a_failure_ends_no_run_and_leaves_the_report_before(tmp_path, monkeypatch, capfd, without_figures):
+def test_a_failure_ends_no_run_and_leaves_the_report_before(
+    tmp_path, monkeypatch, capfd, without_figures
+):
     args = write_run(tmp_path, 3)
     save(args)
     before = (tmp_path / "out/report.html").read_text()
@@ -120,7 +175,11 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
     (tmp_path / "out").rename(tmp_path / "copy")
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "copy/report.html").unlink()
-    lines = [line for line in (tmp_path / "copy/metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    lines = [
+        line
+        for line in (tmp_path / "copy/metrics.jsonl").read_text().splitlines()
+        if '"loss"' in line
+    ]
     with (tmp_path / "copy/metrics.jsonl").open("a") as file:  # what was trained since is in it
         file.write(json.dumps(json.loads(lines[-1]) | {"step": 100, "loss": 0.25}) + "\n")
     command = [sys.executable, "-m", "diffusion_training.report"]
@@ -129,23 +188,40 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
     assert (made.returncode, made.stdout, made.stderr) == (0, "copy/report.html\n", "")
     page = (tmp_path / "copy/report.html").read_text()
     assert "Step 90 of 90" in before and "Step 100 of 90" in page and "broken" in page
-    assert (curves(before)[0], curves(page)[0]) == ("loss 0.5", "loss 0.25") and curves(page)[1:] == curves(before)[1:]
+    assert (curves(before)[0], curves(page)[0]) == ("loss 0.5", "loss 0.25") and curves(page)[
+        1:
+    ] == curves(before)[1:]
     assert page[page.index("<h2>Samples") :] == before[before.index("<h2>Samples") :]
-    wrong = subprocess.run([*command, tmp_path], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert wrong.returncode == 1 and wrong.stderr.startswith("usage: python -m diffusion_training.report RUN")
+    wrong = subprocess.run(
+        [*command, tmp_path], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert wrong.returncode == 1 and wrong.stderr.startswith(
+        "usage: python -m diffusion_training.report RUN"
+    )
 
 
 def test_curves_are_of_finite_numbers_and_of_at_most_300_points():
-    records = [{"step": i, "loss": 1 / i, "lr": 0.0} for i in range(1, 1001)] + [{"step": 1001, "loss": float("nan")}]
+    records = [{"step": i, "loss": 1 / i, "lr": 0.0} for i in range(1, 1001)] + [
+        {"step": 1001, "loss": float("nan")}
+    ]
     figure, said = draw_curves(records, ["loss", "lr", "nothing"], log=True)
     one, other = figure.axes[0].lines
-    assert len(one.get_xdata()) == 300 and said == "loss 0.001, lr 0" and figure.axes[0].get_yscale() == "linear"
-    assert one.get_ydata()[0] == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4) and other.get_ydata().max() == 0
+    assert (
+        len(one.get_xdata()) == 300
+        and said == "loss 0.001, lr 0"
+        and figure.axes[0].get_yscale() == "linear"
+    )
+    assert (
+        one.get_ydata()[0] == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4)
+        and other.get_ydata().max() == 0
+    )
     assert draw_curves(records, ["loss"], log=True)[0].axes[0].get_yscale() == "log"
     assert draw_curves(records, ["nothing"]) is None
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on PATH to look at the report with")
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="no chromium on PATH to look at the report with"
+)
 @pytest.mark.parametrize(
     "width, height, dark", [(390, 844, True), pytest.param(1280, 900, False, marks=pytest.mark.ci)]
 )
@@ -159,12 +235,23 @@ def test_it_looks_right_in_a_browser(tmp_path, width, height, dark):
         pictures: [...document.querySelectorAll(".strip img")].map(image => [image.naturalWidth, image.height]),
         curves: [...document.querySelectorAll(".curves img")].map(image => [image, image.getBoundingClientRect()]).map(
             ([image, box]) => [image.naturalWidth, image.naturalHeight, box.left, box.right, box.width, box.height])
-        })})</script>"""
+        })})</script>"""  # noqa: E501
     page = escape((tmp_path / "out/report.html").read_text() + look)
-    frame = f"<iframe style='border: 0' width={width} height={height} srcdoc=\"{page}\"></iframe>"  # a window is wider
+    # In a frame, because a browser window can't be as narrow as a phone
+    frame = f"<iframe style='border: 0' width={width} height={height} srcdoc=\"{page}\"></iframe>"
     (tmp_path / "look.html").write_text(frame)
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", "--window-size=1400,1000"]
+    command = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command += [
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        "--dump-dom",
+        "--window-size=1400,1000",
+    ]
     command += [(tmp_path / "look.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
     seen = json.loads(unescape(re.search('data-seen="(.*?)"', dom)[1]))
@@ -172,8 +259,11 @@ def test_it_looks_right_in_a_browser(tmp_path, width, height, dark):
     assert seen["wide"] <= width  # nothing sticks out
     assert seen["columns"] == (1 if width == 390 else 3)
     assert seen["ink"] == ("rgb(255, 255, 255)" if dark else "rgb(0, 0, 0)")
-    assert len(seen["pictures"]) == 8 and all(wide == 400 and high > 200 for wide, high in seen["pictures"])
+    assert len(seen["pictures"]) == 8 and all(
+        wide == 400 and high > 200 for wide, high in seen["pictures"]
+    )
     assert len(seen["curves"]) == 7
     for natural_width, natural_height, left, right, wide, high in seen["curves"]:
-        assert 0 <= left < right <= width and wide > 250 and natural_width > 250  # drawn, and as wide as its place
+        # The curve is drawn and fits the page
+        assert 0 <= left < right <= width and wide > 250 and natural_width > 250
         assert high == pytest.approx(wide * natural_height / natural_width, rel=0.02)

@@ -1,11 +1,23 @@
-"""--save_best: best/ is what the run gives away, of the step with the lowest held-out loss, whole after any kill."""
+"""--save_best: best/ holds the model of the step with the lowest held-out loss.
+
+It is complete after any kill.
+"""
 
 import json
 import os
 
 import diffusers
 import pytest
-from conftest import assert_same_weights, finish, make_captioned, make_images, make_models, patch, reset, start
+from conftest import (
+    assert_same_weights,
+    finish,
+    make_captioned,
+    make_images,
+    make_models,
+    patch,
+    reset,
+    start,
+)
 
 import train_text_to_image
 import train_unconditional as script
@@ -21,12 +33,25 @@ def flags(tmp_path, unet_config):
     """6 steps, each of which is measured; every second has a checkpoint."""
     make_images(tmp_path / "images", 12)
     return [
-        f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}", "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2", "--max_train_steps=6", "--learning_rate=1e-3",
-        "--ddpm_num_inference_steps=2", "--eval_batch_size=1", "--lr_warmup_steps=2", "--logging_steps=1",
-        "--report_to=none", "--dataloader_num_workers=0", "--holdout=4", "--validation_steps=1", "--save_best",
-        "--checkpointing_steps=2", "--resume_from_checkpoint=latest",
-    ]  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--model_config_name_or_path={unet_config}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=2",
+        "--max_train_steps=6",
+        "--learning_rate=1e-3",
+        "--ddpm_num_inference_steps=2",
+        "--eval_batch_size=1",
+        "--lr_warmup_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--dataloader_num_workers=0",
+        "--holdout=4",
+        "--validation_steps=1",
+        "--save_best",
+        "--checkpointing_steps=2",
+        "--resume_from_checkpoint=latest",
+    ]
 
 
 @pytest.fixture
@@ -35,7 +60,11 @@ def losses(monkeypatch):
 
     def measure(accelerator, records, *rest):
         if records.held_out.get("step") != rest[-1]:
-            records.held_out = {"step": rest[-1], "held_out_loss": 1.0, "held_out_loss_ema": said[rest[-1] - 1]}
+            records.held_out = {
+                "step": rest[-1],
+                "held_out_loss": 1.0,
+                "held_out_loss_ema": said[rest[-1] - 1],
+            }
             records.write(records.held_out)
 
     said = [*LOSSES]
@@ -49,12 +78,14 @@ def train(*argv, script=script):
 
 
 def killed(flags, monkeypatch, name, at):
-    """The steps that best/ and best-before/ are of, after a kill in the function `name` at step `at`."""
+    """Run the flags with a kill in the function `name` at step `at`."""
     real = getattr(script, name, None) or save_pipeline
 
     def die(*args):
         values = [arg for arg in args if isinstance(arg, int)]
-        if (values and values[0] == at) or (not values and read_best(args[1]) == {} and "best" in str(args[1])):
+        if (values and values[0] == at) or (
+            not values and read_best(args[1]) == {} and "best" in str(args[1])
+        ):
             os._exit(9)
         return real(*args)
 
@@ -76,12 +107,22 @@ def test_it_is_the_average_of_the_lowest_step_and_named_in_card_and_report(tmp_p
     assert not (out / "best-before").exists()
     names = {path.name for path in (out / "best").iterdir()}
     assert names == {"unet", "scheduler", "model_index.json", "held_out.json"}
-    assert isinstance(diffusers.DiffusionPipeline.from_pretrained(out / "best"), diffusers.DDPMPipeline)
-    assert "`best/` holds step 2, whose held-out loss of 0.4 is the lowest." in (out / "README.md").read_text()
-    assert "best/ holds step 2, whose held-out loss of 0.4 is the lowest." in (out / "report.html").read_text()
+    assert isinstance(
+        diffusers.DiffusionPipeline.from_pretrained(out / "best"), diffusers.DDPMPipeline
+    )
+    assert (
+        "`best/` holds step 2, whose held-out loss of 0.4 is the lowest."
+        in (out / "README.md").read_text()
+    )
+    assert (
+        "best/ holds step 2, whose held-out loss of 0.4 is the lowest."
+        in (out / "report.html").read_text()
+    )
 
 
-def test_who_resumes_at_an_earlier_checkpoint_gets_its_best_back(tmp_path, flags, losses, monkeypatch):
+def test_who_resumes_at_an_earlier_checkpoint_gets_its_best_back(
+    tmp_path, flags, losses, monkeypatch
+):
     killed(flags, monkeypatch, "log_validation", 3)
     assert steps(tmp_path / "out") == [3, 2]  # which the checkpoint at step 2 does not know
     losses[2:] = [0.5] * 4  # the same steps go another way, as with other flags
@@ -90,7 +131,9 @@ def test_who_resumes_at_an_earlier_checkpoint_gets_its_best_back(tmp_path, flags
     assert_same_weights(tmp_path / "out/best/unet", tmp_path / "out/checkpoint-2/unet_ema")
 
 
-@pytest.mark.parametrize("name, at", [("log_validation", 3), ("save_pipeline", None), ("keep_best", 2)])
+@pytest.mark.parametrize(
+    "name, at", [("log_validation", 3), ("save_pipeline", None), ("keep_best", 2)]
+)
 def test_after_a_kill_it_ends_as_without_one(tmp_path, flags, losses, monkeypatch, name, at):
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
     killed(flags, monkeypatch, name, at)
@@ -112,30 +155,51 @@ def test_of_a_lora_it_is_the_adapters_file(tmp_path, losses):
     make_models(tmp_path)
     make_captioned(tmp_path / "images", 6)
     train(
-        f"--pretrained_model_name_or_path={tmp_path / 'sd'}", f"--train_data_dir={tmp_path / 'images'}", "--rank=2",
-        "--resolution=16", "--train_batch_size=2", "--max_train_steps=4", "--validation_steps=1", "--holdout=2",
-        "--checkpointing_steps=1", "--report_to=none", "--dataloader_num_workers=0", "--learning_rate=1e-2",
-        f"--output_dir={tmp_path / 'out'}", "--save_best", script=train_text_to_image,
-    )  # fmt: skip
+        f"--pretrained_model_name_or_path={tmp_path / 'sd'}",
+        f"--train_data_dir={tmp_path / 'images'}",
+        "--rank=2",
+        "--resolution=16",
+        "--train_batch_size=2",
+        "--max_train_steps=4",
+        "--validation_steps=1",
+        "--holdout=2",
+        "--checkpointing_steps=1",
+        "--report_to=none",
+        "--dataloader_num_workers=0",
+        "--learning_rate=1e-2",
+        f"--output_dir={tmp_path / 'out'}",
+        "--save_best",
+        script=train_text_to_image,
+    )
     file = "pytorch_lora_weights.safetensors"
     names = {path.name for path in (tmp_path / "out/best").iterdir()}
     assert steps(tmp_path / "out") == [3, None] and names == {file, "held_out.json"}
-    files = [(tmp_path / "out" / name / file).read_bytes() for name in ("best", "checkpoint-3", "checkpoint-4")]
+    files = [
+        (tmp_path / "out" / name / file).read_bytes()
+        for name in ("best", "checkpoint-3", "checkpoint-4")
+    ]
     assert files[0] == files[1] != files[2]
 
 
 def test_without_images_held_out_it_is_refused(flags, capsys):
     with pytest.raises(SystemExit):
         script.parse_args([*flags, "--holdout=0"])
-    assert "--save_best goes by the held-out loss: say with --holdout how many images" in capsys.readouterr().err
+    assert (
+        "--save_best goes by the held-out loss: say with --holdout how many images"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("best", [2, 3])
-def test_a_checkpoint_that_was_copied_may_have_any_name(tmp_path, flags, losses, without_figures, best):
-    """Its step stands in it, and so what is best knows what came after it."""
+def test_a_checkpoint_that_was_copied_may_have_any_name(
+    tmp_path, flags, losses, without_figures, best
+):
+    """Its step is read from the folder's contents, so a best model of a later step is dropped."""
     train(*flags, "--max_train_steps=2", "--validation_steps=2")
     kept = (tmp_path / "out/checkpoint-2").rename(tmp_path / "kept")
-    (tmp_path / "out/best/held_out.json").write_text(json.dumps({"step": best, "held_out_loss": 0.1}))
+    (tmp_path / "out/best/held_out.json").write_text(
+        json.dumps({"step": best, "held_out_loss": 0.1})
+    )
     train(*flags, "--max_train_steps=3", f"--resume_from_checkpoint={kept}")
     assert steps(tmp_path / "out") == [best, None]
     assert read_best(tmp_path / "out/best")["held_out_loss"] == (0.1 if best == 2 else losses[2])

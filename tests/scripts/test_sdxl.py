@@ -1,4 +1,7 @@
-"""Stable Diffusion XL: what it has besides Stable Diffusion, in both scripts, on a tiny one that is really loaded."""
+"""Stable Diffusion XL: its differences from Stable Diffusion, in both scripts.
+
+A tiny pipeline is really loaded.
+"""
 
 import json
 import shlex
@@ -56,15 +59,28 @@ def flags(tmp_path, sdxl):
     """Six steps on six images; later flags win over these."""
     make_captioned(tmp_path / "images", 6)
     return [
-        f"--pretrained_model_name_or_path={sdxl}", f"--output_dir={tmp_path / 'out'}", "--train_batch_size=1",
-        "--num_train_epochs=1", "--learning_rate=1e-3", "--lr_warmup_steps=2", "--logging_steps=1", "--report_to=none",
-        "--num_inference_steps=2", "--num_validation_images=1", "--guidance_scale=3",
-    ]  # fmt: skip
+        f"--pretrained_model_name_or_path={sdxl}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=1",
+        "--num_train_epochs=1",
+        "--learning_rate=1e-3",
+        "--lr_warmup_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--num_inference_steps=2",
+        "--num_validation_images=1",
+        "--guidance_scale=3",
+    ]
 
 
 @pytest.fixture
 def images(tmp_path, flags):
-    return [*flags, f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--dataloader_num_workers=0"]
+    return [
+        *flags,
+        f"--train_data_dir={tmp_path / 'images'}",
+        "--resolution=16",
+        "--dataloader_num_workers=0",
+    ]
 
 
 def change(path, **values):
@@ -74,15 +90,22 @@ def change(path, **values):
 
 def precompute(*argv):
     reset()
-    precompute_latents.main(precompute_latents.parse_args([*map(str, argv), "--dataloader_num_workers=0"]))
+    precompute_latents.main(
+        precompute_latents.parse_args([*map(str, argv), "--dataloader_num_workers=0"])
+    )
     reset()
 
 
 def make_cache(tmp_path, *argv, name="cache", sdxl="sdxl"):
     precompute(
-        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={tmp_path / sdxl}",
-        "--resolution=16", f"--output_dir={tmp_path / name}", "--rows_per_shard=4", "--batch_size=3", *argv,
-    )  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={tmp_path / sdxl}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / name}",
+        "--rows_per_shard=4",
+        "--batch_size=3",
+        *argv,
+    )
     return f"--latents_dir={tmp_path / name}"
 
 
@@ -130,14 +153,16 @@ def test_embeddings_are_those_of_the_pipeline(sdxl, flags, images):
             tokenizer.model_max_length = tokenizers[0].model_max_length
         embeds, _, pooled, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False)
     assert embeds.shape == (4, 8, 48) and pooled.shape == (4, 24)
-    assert torch.equal(ours["prompt_embeds"], embeds) and torch.equal(ours["pooled_prompt_embeds"], pooled)
+    assert torch.equal(ours["prompt_embeds"], embeds) and torch.equal(
+        ours["pooled_prompt_embeds"], pooled
+    )
 
 
 SIZES = [(40, 16), (16, 40), (80, 32), (32, 80), (16, 16), (120, 48), (44, 16), (24, 64)]
 
 
 def make_ramps(folder):
-    """Images whose red is x and whose green is y, and one that is stored lying and shown upright."""
+    """Images with red = 2 x and green = 2 y; one is stored lying and shown upright by its EXIF."""
     folder.mkdir()
     lines = []
     for i, (width, height) in enumerate(SIZES):
@@ -152,8 +177,13 @@ def make_ramps(folder):
 
 
 @pytest.mark.parametrize("source", ["images", "cache"])
-def test_the_crop_that_is_told_is_the_crop_of_the_pixels(tmp_path, images, flags, source, given, monkeypatch):
-    """Mirrored ones too: the first pixel of each image says where it lay. What diffusers' own script gets wrong."""
+def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
+    tmp_path, images, flags, source, given, monkeypatch
+):
+    """Mirrored crops too, which diffusers' own script gets wrong.
+
+    The first pixel of each crop shows its position in the image.
+    """
     shutil.rmtree(tmp_path / "images")
     make_ramps(tmp_path / "images")
     change(tmp_path / "sdxl/vae/config.json", scaling_factor=1.0)
@@ -177,11 +207,15 @@ def test_the_crop_that_is_told_is_the_crop_of_the_pixels(tmp_path, images, flags
     for latents, condition in given:
         height, width, top, left, *target = condition["time_ids"][0].tolist()
         assert target == [16, 16] and (width, height) in SIZES
-        scale, (red, green) = min(width, height) / 16, latents[0, :2, 0].tolist()  # of the first row
+        # The colors are those of the first row
+        scale, (red, green) = min(width, height) / 16, latents[0, :2, 0].tolist()
         mirrored = red[0] > red[1]
         x = width / scale - 1 - left if mirrored else left  # `left` is that of the mirrored image
-        for found, place in ((red[0], x), (green[0], top)):  # half a pixel is lost where the corner is rounded
-            assert found == pytest.approx(2 * (scale * (place + 0.5) - 0.5), abs=0.01 if scale == 1 else 1.5 * scale)
+        # Rounding the corner can move it by half a pixel
+        for found, place in ((red[0], x), (green[0], top)):
+            assert found == pytest.approx(
+                2 * (scale * (place + 0.5) - 0.5), abs=0.01 if scale == 1 else 1.5 * scale
+            )
         seen.add((width, height, top, left, mirrored))
     assert len(given) == 3 * len(SIZES) and {mirrored for *_, mirrored in seen} == {True, False}
     assert len(seen) > (18 if source == "images" else 9)
@@ -191,14 +225,18 @@ def test_sizes_are_told_in_the_pipelines_order_and_in_float32(tmp_path, sdxl, im
     """1365 is no bfloat16 number: what is told of it would be the sinusoids of 1368."""
     pipeline = StableDiffusionXLPipeline.from_pretrained(sdxl)
     theirs = pipeline._get_add_time_ids((1365, 2049), (0, 341), (1024, 512), torch.float32, 24)
-    ours = make_time_ids(torch.tensor([[1365, 2049]]), torch.tensor([[0, 341]]), (1024, 512), torch.tensor([False]))
+    ours = make_time_ids(
+        torch.tensor([[1365, 2049]]), torch.tensor([[0, 341]]), (1024, 512), torch.tensor([False])
+    )
     assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
     assert ours.tolist() == [[1365, 2049, 0, 341, 1024, 512]]
     told, make_unet = [], script.make_unet
 
     def watched(*args):
         unet = make_unet(*args)
-        unet.add_time_proj.register_forward_hook(lambda module, given, found: told.append((given[0], found)))
+        unet.add_time_proj.register_forward_hook(
+            lambda module, given, found: told.append((given[0], found))
+        )
         return unet
 
     monkeypatch.setattr(script, "make_unet", watched)
@@ -210,7 +248,10 @@ def test_sizes_are_told_in_the_pipelines_order_and_in_float32(tmp_path, sdxl, im
 
 @pytest.mark.parametrize("zeros", [False, None])
 def test_dropped_captions_are_what_the_pipeline_has_for_none(tmp_path, flags, images, zeros, given):
-    """Zeros, or the encoded "" if model_index.json says so; sizes stay. From images, and both kinds of cache."""
+    """Zeros, or the encoded "" if model_index.json asks for it; the sizes are kept.
+
+    Tested with images and with both kinds of cache.
+    """
     if zeros is False:
         change(tmp_path / "sdxl/model_index.json", force_zeros_for_empty_prompt=False)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "sdxl")
@@ -219,10 +260,20 @@ def test_dropped_captions_are_what_the_pipeline_has_for_none(tmp_path, flags, im
     _, embeds, _, pooled = pipeline.encode_prompt("a digit", do_classifier_free_guidance=True)
     assert embeds.any() == (zeros is False)
     for kind in ("images", "ids", "embeddings")[: 3 if zeros is False else 2]:
-        argv = images if kind == "images" else [*flags, make_cache(tmp_path, f"--text_cache={kind}", name=kind)]
-        train(*argv, "--caption_dropout=1", "--max_train_steps=1", f"--output_dir={tmp_path / 'out' / kind}")
+        argv = (
+            images
+            if kind == "images"
+            else [*flags, make_cache(tmp_path, f"--text_cache={kind}", name=kind)]
+        )
+        train(
+            *argv,
+            "--caption_dropout=1",
+            "--max_train_steps=1",
+            f"--output_dir={tmp_path / 'out' / kind}",
+        )
         condition = given[-1][1]
-        tolerance = {"rtol": 0, "atol": 0 if kind == "images" or zeros is not False else 2e-3}  # float16
+        # A cache stores embeddings in float16
+        tolerance = {"rtol": 0, "atol": 0 if kind == "images" or zeros is not False else 2e-3}
         torch.testing.assert_close(condition["encoder_hidden_states"], embeds, **tolerance)
         torch.testing.assert_close(condition["text_embeds"], pooled, **tolerance)
         assert condition["time_ids"][0, :2].tolist() == [20, 24]
@@ -234,7 +285,9 @@ def test_dropped_captions_are_what_the_pipeline_has_for_none(tmp_path, flags, im
 
 
 @pytest.mark.parametrize("flip, crop", [(["--random_flip"], ["--center_crop"]), ([], [])])
-def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images, flags, flip, crop, given):
+def test_training_from_the_cache_equals_training_on_the_images(
+    tmp_path, images, flags, flip, crop, given
+):
     """From embeddings and from tokens; random crops of a cache are those of epoch 0."""
     epochs, of, told = f"--num_train_epochs={2 if crop else 1}", {}, {}
     kinds = ("embeddings", "ids") if crop else ("embeddings",)
@@ -249,28 +302,46 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images,
     assert len(of["images"]) == (12 if crop else 6)
     for kind in kinds:
         for name, rel in (("loss", 2e-3), ("grad_norm", 1e-2)):
-            assert [one[name] for one in of[kind]] == pytest.approx([one[name] for one in of["images"]], rel=rel)
+            assert [one[name] for one in of[kind]] == pytest.approx(
+                [one[name] for one in of["images"]], rel=rel
+            )
         assert torch.equal(told[kind], told["images"])
 
 
 def test_killed_and_resumed_is_bit_identical_on_two_processes(tmp_path, flags):
     make_captioned(tmp_path / "images", 7)
-    flags = [*flags, make_cache(tmp_path, "--random_flip"), "--num_train_epochs=3", "--train_batch_size=2",
-             "--random_flip", "--caption_dropout=0.3", "--checkpointing_steps=2",
-             "--checkpoints_total_limit=2"]  # fmt: skip
+    flags = [
+        *flags,
+        make_cache(tmp_path, "--random_flip"),
+        "--num_train_epochs=3",
+        "--train_batch_size=2",
+        "--random_flip",
+        "--caption_dropout=0.3",
+        "--checkpointing_steps=2",
+        "--checkpoints_total_limit=2",
+    ]
     whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert finish(start(lambda: train(*flags, whole), 2, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
+    assert finish(start(lambda: train(*flags, whole), 2, tmp_path / "log")) == [0, 0], (
+        tmp_path / "log"
+    ).read_text()
     pids = start(lambda: train(*flags, killed), 2)
     wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
     time.sleep(0.1)
     kill(pids)
-    resumed = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), 2, tmp_path / "log")
+    resumed = start(
+        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), 2, tmp_path / "log"
+    )
     assert finish(resumed) == [0, 0], (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") == {"checkpoint-4", "checkpoint-6"}
+    assert (
+        checkpoints(tmp_path / "whole")
+        == checkpoints(tmp_path / "killed")
+        == {"checkpoint-4", "checkpoint-6"}
+    )
     for part in ("checkpoint-6/unet", "checkpoint-6/unet_ema", "unet"):
         assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
     shown = [
-        [(r["step"], r["loss"], r["grad_norm"]) for r in metrics(tmp_path / name)] for name in ("whole", "killed")
+        [(r["step"], r["loss"], r["grad_norm"]) for r in metrics(tmp_path / name)]
+        for name in ("whole", "killed")
     ]
     assert shown[0] == shown[1] and len(shown[0]) == 6
 
@@ -279,20 +350,41 @@ def test_killed_and_resumed_is_bit_identical_on_two_processes(tmp_path, flags):
 
 
 def test_a_run_leaves_a_pipeline_that_draws_what_it_drew_and_trains_on(tmp_path, flags, sdxl):
-    argv = [*flags, make_cache(tmp_path, "--random_flip", "--text_cache=ids"), "--random_flip", "--holdout=2"]
-    train(*argv, "--validation_prompts", "a digit one", "--max_train_steps=2", "--validation_steps=1",
-          "--train_batch_size=auto", "--total_batch_size=4")  # fmt: skip
+    argv = [
+        *flags,
+        make_cache(tmp_path, "--random_flip", "--text_cache=ids"),
+        "--random_flip",
+        "--holdout=2",
+    ]
+    train(
+        *argv,
+        "--validation_prompts",
+        "a digit one",
+        "--max_train_steps=2",
+        "--validation_steps=1",
+        "--train_batch_size=auto",
+        "--total_batch_size=4",
+    )
     out = tmp_path / "out"
     pipeline = DiffusionPipeline.from_pretrained(out)
-    assert type(pipeline) is StableDiffusionXLPipeline and pipeline.config.force_zeros_for_empty_prompt
-    assert pipeline.text_encoder_2.dtype == pipeline.vae.dtype == pipeline.unet.dtype == torch.float32
+    assert (
+        type(pipeline) is StableDiffusionXLPipeline and pipeline.config.force_zeros_for_empty_prompt
+    )
+    assert (
+        pipeline.text_encoder_2.dtype == pipeline.vae.dtype == pipeline.unet.dtype == torch.float32
+    )
     assert pipeline.unet.config.sample_size == 8  # the size that was trained
     generator = torch.Generator().manual_seed(step_seed("sample", 0, 0))
-    image = pipeline("a digit one", generator=generator, guidance_scale=3, num_inference_steps=2).images[0]
+    image = pipeline(
+        "a digit one", generator=generator, guidance_scale=3, num_inference_steps=2
+    ).images[0]
     grid = np.array(Image.open(out / "samples/step-0000002.png").convert("RGB")).astype(int)
     image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
     assert np.abs(grid[:64, -68:-4] - image).max() <= 1
-    assert [path.name for path in sorted((out / "samples").iterdir())] == ["step-0000001.png", "step-0000002.png"]
+    assert [path.name for path in sorted((out / "samples").iterdir())] == [
+        "step-0000001.png",
+        "step-0000002.png",
+    ]
     records = metrics(out)
     assert sum("held_out_loss_ema" in record for record in records) == 2
     card = (out / "README.md").read_text()
@@ -312,14 +404,23 @@ def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
         precompute(*flags, model, "--dry_run")
         latents = 2 * 8 * (side // 2) ** 2
         assert (
-            f"6 rows of {(latents + caption) / 1e6:.2f}MB ({caption}B of it the caption's)" in capfd.readouterr().out
+            f"6 rows of {(latents + caption) / 1e6:.2f}MB ({caption}B of it the caption's)"
+            in capfd.readouterr().out
         )
         reset()
         args = script.parse_args([*flags, model, "--mixed_precision=no"])
         script.load_data(make_accelerator(args)[0], ("sd", "sdxl"), args)
         assert args.resolution == side
-    precompute(*flags, f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}", "--dry_run", "--text_cache=ids")
-    assert "(64.0B of it the caption's)" in capfd.readouterr().out and not (tmp_path / "cache").exists()
+    precompute(
+        *flags,
+        f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}",
+        "--dry_run",
+        "--text_cache=ids",
+    )
+    assert (
+        "(64.0B of it the caption's)" in capfd.readouterr().out
+        and not (tmp_path / "cache").exists()
+    )
 
 
 @pytest.mark.parametrize("force_upcast", [False, None])
@@ -341,7 +442,8 @@ def test_a_vae_that_overflows_stays_in_float32(tmp_path, flags, images, force_up
     assert len(dtypes) >= 2
     train(*images, "--mixed_precision=bf16", "--max_train_steps=1", "--no-use_ema")
     assert set(dtypes) == {torch.bfloat16 if force_upcast is False else torch.float32}
-    assert json.loads((tmp_path / "cache/cache.json").read_text())["dtype"] == "bfloat16"  # of the text encoders
+    # The precision of the text encoders
+    assert json.loads((tmp_path / "cache/cache.json").read_text())["dtype"] == "bfloat16"
 
 
 # ------------------------------------------------------------------- what is refused
@@ -350,18 +452,30 @@ def test_a_vae_that_overflows_stays_in_float32(tmp_path, flags, images, force_up
 def test_models_that_can_not_be_trained_are_one_sentence(tmp_path, flags, images, capfd):
     index = tmp_path / "sdxl/model_index.json"
     whole = index.read_text()
-    argv = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}",
-            "--resolution=16", f"--output_dir={tmp_path / 'cache'}"]  # fmt: skip
+    argv = [
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'cache'}",
+    ]
 
     def both(sentence, *more):
         for function, given in ((precompute, argv), (train, images)):
             assert sentence in refused(capfd, function, *given, *more)
 
-    change(index, _class_name="StableDiffusionXLImg2ImgPipeline", text_encoder=[None, None], tokenizer=[None, None])
+    change(
+        index,
+        _class_name="StableDiffusionXLImg2ImgPipeline",
+        text_encoder=[None, None],
+        tokenizer=[None, None],
+    )
     both("sdxl has one text encoder of two: a refiner can't be trained here")
     index.write_text(whole)
-    both("SDXL's encoders go together: leave --text_encoder_name_or_path and --tokenizer_name_or_path out",
-         f"--text_encoder_name_or_path={tmp_path / 'sdxl/text_encoder'}")  # fmt: skip
+    both(
+        "SDXL's encoders go together: "
+        "leave --text_encoder_name_or_path and --tokenizer_name_or_path out",
+        f"--text_encoder_name_or_path={tmp_path / 'sdxl/text_encoder'}",
+    )
     nowhere = "--pretrained_model_name_or_path=no/pipeline"
     assert "no/pipeline can't be opened as a pipeline" in refused(capfd, precompute, *argv, nowhere)
     assert "no/pipeline holds no scheduler" in refused(capfd, train, *images, nowhere)
@@ -382,18 +496,27 @@ def test_a_unet_of_another_kind_is_one_sentence(tmp_path, flags, images, capfd):
     config = json.loads((tmp_path / "sdxl/unet/config.json").read_text())
     (tmp_path / "xl.json").write_text(json.dumps({**config, "cross_attention_dim": 32}))
     (tmp_path / "other.json").write_text(json.dumps({**config, "addition_embed_type": None}))
-    (tmp_path / "narrow.json").write_text(json.dumps({**config, "projection_class_embeddings_input_dim": 70}))
+    (tmp_path / "narrow.json").write_text(
+        json.dumps({**config, "projection_class_embeddings_input_dim": 70})
+    )
     for model, unet, sentence in (
-        ("sd", "xl", "xl.json has addition_embed_type 'text_time': SDXL's is text_time, and no other's"),
+        (
+            "sd",
+            "xl",
+            "xl.json has addition_embed_type 'text_time': SDXL's is text_time, and no other's",
+        ),
         ("sdxl", "other", "other.json has addition_embed_type None"),
         ("sdxl", "narrow", "narrow.json can't be trained here"),
     ):
         argv = [*images, f"--pretrained_model_name_or_path={tmp_path / model}"]
-        assert sentence in refused(capfd, train, *argv, f"--unet_config_name_or_path={tmp_path / unet}.json")
+        assert sentence in refused(
+            capfd, train, *argv, f"--unet_config_name_or_path={tmp_path / unet}.json"
+        )
     shutil.rmtree(tmp_path / "sdxl/unet")
     shutil.copytree(sd / "unet", tmp_path / "sdxl/unet")
-    assert "takes 4 channels and embeddings of 32; the latents have 4, the embeddings 48" in refused(
-        capfd, train, *images
+    assert (
+        "takes 4 channels and embeddings of 32; the latents have 4, the embeddings 48"
+        in refused(capfd, train, *images)
     )
 
 
@@ -401,13 +524,19 @@ def test_a_cache_of_the_other_kind_is_one_sentence(tmp_path, flags, capfd):
     make_models(tmp_path)
     sdxl, sd = make_cache(tmp_path, name="xl"), make_cache(tmp_path, name="plain", sdxl="sd")
     model = f"--pretrained_model_name_or_path={tmp_path / 'sd'}"
-    assert "plain does not fit these models or the first cache" in (said := refused(capfd, train, *flags, sd))
+    assert "plain does not fit these models or the first cache" in (
+        said := refused(capfd, train, *flags, sd)
+    )
     assert "text_encoder_2" in said
-    assert "xl does not fit these models or the first cache" in (said := refused(capfd, train, *flags, model, sdxl))
+    assert "xl does not fit these models or the first cache" in (
+        said := refused(capfd, train, *flags, model, sdxl)
+    )
     assert "prompt_embeds_shape" in said
     for first, second, more in (("xl", "plain", []), ("plain", "xl", [model])):
         both = [*flags, *more, "--latents_dir", tmp_path / first, tmp_path / second]
-        assert f"{second} does not fit these models or the first cache" in refused(capfd, train, *both)
+        assert f"{second} does not fit these models or the first cache" in refused(
+            capfd, train, *both
+        )
     change(tmp_path / "sdxl/model_index.json", force_zeros_for_empty_prompt=False)
     assert "force_zeros_for_empty_prompt" in refused(capfd, train, *flags, sdxl)
 
@@ -420,31 +549,41 @@ def rewrite(folder, **values):
 
 
 def test_formats_of_caches(tmp_path, flags, capfd):
-    """Those of Stable Diffusion stay what they were; one that holds what is unknown here is refused by name."""
+    """Caches of Stable Diffusion keep their format; an unknown entry in a cache is an error."""
     make_models(tmp_path)
     sdxl, sd = make_cache(tmp_path, name="xl"), make_cache(tmp_path, name="plain", sdxl="sd")
     files = {name: {path.name for path in (tmp_path / name).iterdir()} for name in ("xl", "plain")}
     assert files["xl"] - files["plain"] == {"empty_pooled.npy"} and files["plain"] <= files["xl"]
-    xl, plain = (json.loads((tmp_path / name / "cache.json").read_text()) for name in ("xl", "plain"))
+    xl, plain = (
+        json.loads((tmp_path / name / "cache.json").read_text()) for name in ("xl", "plain")
+    )
     assert (plain["format_version"], xl["format_version"], xl["features"]) == (2, 3, ["sdxl"])
     assert set(xl) - set(plain) == {
-        "features", "text_encoder_2", "tokenizer_2", "pooled_prompt_embeds_shape", "force_zeros_for_empty_prompt",
+        "features",
+        "text_encoder_2",
+        "tokenizer_2",
+        "pooled_prompt_embeds_shape",
+        "force_zeros_for_empty_prompt",
         "empty_pooled_sha256",
-    }  # fmt: skip
+    }
     assert not set(plain) - set(xl)
     rewrite(tmp_path / "plain", keys=1)  # of an older version, whose rows are as good
     train(*flags, f"--pretrained_model_name_or_path={tmp_path / 'sd'}", sd, "--max_train_steps=1")
     other = [*flags, f"--output_dir={tmp_path / 'other'}"]
     rewrite(tmp_path / "xl", features=["sdxl", "odour", "masks2"])
-    assert "xl holds masks2, odour, which this version does not know" in refused(capfd, train, *other, sdxl)
+    assert "xl holds masks2, odour, which this version does not know" in refused(
+        capfd, train, *other, sdxl
+    )
     rewrite(tmp_path / "xl", format_version=4)
-    assert "xl is a cache of format 4, this version reads 2 and 3" in refused(capfd, train, *other, sdxl)
+    assert "xl is a cache of format 4, this version reads 2 and 3" in refused(
+        capfd, train, *other, sdxl
+    )
 
 
 # ------------------------------------------------------------------- coming from diffusers
 
-# The command of examples/text_to_image/README_sdxl.md, but for --enable_xformers_memory_efficient_attention, which is
-# gone.
+# The command of examples/text_to_image/README_sdxl.md, without
+# --enable_xformers_memory_efficient_attention, which does not exist here.
 COMMAND = """
   --pretrained_model_name_or_path={model}
   --pretrained_vae_model_name_or_path={vae}
@@ -462,12 +601,21 @@ COMMAND = """
   --output_dir="sdxl-pokemon-model"
   --push_to_hub
 """
-# What train_text_to_image_sdxl.py and train_text_to_image_lora_sdxl.py have beyond DIFFUSERS, spring 2026.
+# Flags of train_text_to_image_sdxl.py and train_text_to_image_lora_sdxl.py (spring 2026) that are
+# not in DIFFUSERS.
 BEYOND = {
-    "pretrained_vae_model_name_or_path", "proportion_empty_prompts", "validation_prompt", "timestep_bias_strategy",
-    "timestep_bias_multiplier", "timestep_bias_begin", "timestep_bias_end", "timestep_bias_portion", "debug_loss",
-    "enable_npu_flash_attention", "train_text_encoder",
-}  # fmt: skip
+    "pretrained_vae_model_name_or_path",
+    "proportion_empty_prompts",
+    "validation_prompt",
+    "timestep_bias_strategy",
+    "timestep_bias_multiplier",
+    "timestep_bias_begin",
+    "timestep_bias_end",
+    "timestep_bias_portion",
+    "debug_loss",
+    "enable_npu_flash_attention",
+    "train_text_encoder",
+}
 
 
 def test_diffusers_command_for_sdxl_means_here_what_it_means_there(tmp_path, flags, sdxl):
@@ -477,12 +625,26 @@ def test_diffusers_command_for_sdxl_means_here_what_it_means_there(tmp_path, fla
     assert args.validation_prompts == ["a cute Sundar Pichai creature"] and args.push_to_hub
     assert args.optimizer == "adamw8bit"
     shutil.copytree(sdxl / "vae", tmp_path / "fixed")
-    short = ["--resolution=16", "--max_train_steps=1", "--mixed_precision=no", "--report_to=none", *flags[-2:]]
-    train(*shlex.split(command.replace("--push_to_hub", "")), *short, f"--output_dir={tmp_path / 'out'}")
+    short = [
+        "--resolution=16",
+        "--max_train_steps=1",
+        "--mixed_precision=no",
+        "--report_to=none",
+        *flags[-2:],
+    ]
+    train(
+        *shlex.split(command.replace("--push_to_hub", "")),
+        *short,
+        f"--output_dir={tmp_path / 'out'}",
+    )
     assert type(DiffusionPipeline.from_pretrained(tmp_path / "out")) is StableDiffusionXLPipeline
     assert len(list((tmp_path / "out/samples").iterdir())) == 1
     said = (tmp_path / "out/run.args").read_text()
-    assert "--vae_name_or_path" in said and "--validation_prompts" in said and "--caption_dropout" in said
+    assert (
+        "--vae_name_or_path" in said
+        and "--validation_prompts" in said
+        and "--caption_dropout" in said
+    )
 
 
 def test_every_flag_of_diffusers_for_sdxl_is_explained():

@@ -1,4 +1,7 @@
-"""Several captions an image: a cache has all of them, and one is drawn each epoch, from a cache as from images."""
+"""Several captions per image: a cache has all of them, and one is drawn each epoch.
+
+The same ones are drawn from a cache as from images.
+"""
 
 import collections
 import json
@@ -25,7 +28,15 @@ from diffusion_training.training.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 SHORT = ["a digit zero", "one", None, "a digit three", "a digit four", "five", "a digit six"]
-LONG = ["a handwritten digit zero", None, "a handwritten digit two", "", "digit " * 30, "the five", "the digit six"]
+LONG = [
+    "a handwritten digit zero",
+    None,
+    "a handwritten digit two",
+    "",
+    "digit " * 30,
+    "the five",
+    "the digit six",
+]
 COLUMNS = ["--caption_column", "short", "long", "--caption_weights", "0.3", "0.7"]
 KEYS = [(epoch, row, 1.0) for epoch in (0, 1, 2, 3, 7, None) for row in range(7)]
 
@@ -33,7 +44,9 @@ KEYS = [(epoch, row, 1.0) for epoch in (0, 1, 2, 3, 7, None) for row in range(7)
 def make_data(tmp_path, name="images", **columns):
     make_images(tmp_path / name, 7)
     columns = columns or {"short": SHORT, "long": LONG}
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    rows = [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
     lines = [json.dumps({"file_name": f"{i}.png", **row}) for i, row in enumerate(rows)]
     (tmp_path / name / "metadata.jsonl").write_text("\n".join(lines))
     return tmp_path / name
@@ -47,9 +60,17 @@ def models(tmp_path_factory):
 
 def precompute(*argv):
     reset()
-    precompute_latents.main(precompute_latents.parse_args([
-        "--resolution=16", "--rows_per_shard=4", "--batch_size=3", "--dataloader_num_workers=0", *map(str, argv),
-    ]))  # fmt: skip
+    precompute_latents.main(
+        precompute_latents.parse_args(
+            [
+                "--resolution=16",
+                "--rows_per_shard=4",
+                "--batch_size=3",
+                "--dataloader_num_workers=0",
+                *map(str, argv),
+            ]
+        )
+    )
     reset()
 
 
@@ -77,17 +98,30 @@ def read_prompts(family, *argv):
     return {name: torch.cat([prompts[name] for prompts in found]) for name in found[0]}
 
 
-@pytest.mark.parametrize("family, text_cache, more", [
-    ("sd", "embeddings", ["--random_flip", "--bucket_step=4"]), ("sd", "ids", []), ("sdxl", "embeddings", []),
-    ("sdxl", "ids", []), ("prx", "embeddings", []), ("prx", "ids", []),
-])  # fmt: skip
-def test_a_cache_gives_the_captions_that_the_images_give(tmp_path, models, family, text_cache, more):
+@pytest.mark.parametrize(
+    "family, text_cache, more",
+    [
+        ("sd", "embeddings", ["--random_flip", "--bucket_step=4"]),
+        ("sd", "ids", []),
+        ("sdxl", "embeddings", []),
+        ("sdxl", "ids", []),
+        ("prx", "embeddings", []),
+        ("prx", "ids", []),
+    ],
+)
+def test_a_cache_gives_the_captions_that_the_images_give(
+    tmp_path, models, family, text_cache, more
+):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models[family]}"
     flow = ["--model_family=prx"] * (family == "prx")
     flags = [f"--train_data_dir={data}", pipeline, *COLUMNS, *more]
     precompute(*flags, *flow, f"--text_cache={text_cache}", f"--output_dir={tmp_path / 'cache'}")
-    images = read_prompts(family, *flags, "--resolution=16", "--dataloader_num_workers=0", "--seed=3")
-    cache = read_prompts(family, pipeline, f"--latents_dir={tmp_path / 'cache'}", "--seed=3", *more[:1])
+    images = read_prompts(
+        family, *flags, "--resolution=16", "--dataloader_num_workers=0", "--seed=3"
+    )
+    cache = read_prompts(
+        family, pipeline, f"--latents_dir={tmp_path / 'cache'}", "--seed=3", *more[:1]
+    )
     assert images.keys() == cache.keys()
     for name, numbers in images.items():
         torch.testing.assert_close(cache[name].to(numbers.dtype), numbers, rtol=2e-3, atol=2e-4)
@@ -108,7 +142,9 @@ def test_a_cache_gives_the_captions_that_the_images_give(tmp_path, models, famil
     assert {*drawn} == {0, 1} and texts[-7:] == [*SHORT[:2], LONG[2], *SHORT[3:]]
     tokens = tokenize(tokenizers, texts)
     with torch.no_grad():
-        torch.testing.assert_close(images["prompt_embeds"], encode_prompts(text_encoders, tokens)["prompt_embeds"])
+        torch.testing.assert_close(
+            images["prompt_embeds"], encode_prompts(text_encoders, tokens)["prompt_embeds"]
+        )
 
     rows = datasets.load_from_disk(str(tmp_path / "cache"))
     assert rows["text"][:] == [[*pair] for pair in zip(SHORT, LONG, strict=True)]
@@ -126,10 +162,14 @@ def test_a_cache_gives_the_captions_that_the_images_give(tmp_path, models, famil
                 [f"--latents_dir={tmp_path / 'cache'}"],
             )
         )
-        torch.testing.assert_close(cache["prompt_embeds"], images["prompt_embeds"], rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(
+            cache["prompt_embeds"], images["prompt_embeds"], rtol=2e-3, atol=2e-4
+        )
         shorts = tokenize(tokenizers, [LONG[2] if text is None else text for text in SHORT])
         with torch.no_grad():
-            shorts = encode_prompts(text_encoders, shorts)["prompt_embeds"].repeat(len(KEYS) // 7, 1, 1)
+            shorts = encode_prompts(text_encoders, shorts)["prompt_embeds"].repeat(
+                len(KEYS) // 7, 1, 1
+            )
         torch.testing.assert_close(images["prompt_embeds"], shorts)
 
 
@@ -138,7 +178,9 @@ def test_a_cache_gives_the_captions_that_the_images_give(tmp_path, models, famil
     st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=5), st.integers(0, 2**63 - 1), st.data(),
     st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 12),
 )  # fmt: skip
-def test_wherever_a_run_goes_on_an_image_gets_the_caption_of_its_epoch(weights, seed, data, launch, steps):
+def test_wherever_a_run_goes_on_an_image_gets_the_caption_of_its_epoch(
+    weights, seed, data, launch, steps
+):
     count = 6
     there = st.lists(st.booleans(), min_size=len(weights), max_size=len(weights)).filter(any)
     there = [data.draw(there) for _ in range(count)]
@@ -147,7 +189,9 @@ def test_wherever_a_run_goes_on_an_image_gets_the_caption_of_its_epoch(weights, 
         batch_size, accumulation, num_processes = launch
         order, seen = Order(np.arange(count), seed), []
         progress = Progress(state, count, batch_size * num_processes, accumulation, order)
-        ranks = [step_batches(order, progress, rank, num_processes) for rank in range(num_processes)]
+        ranks = [
+            step_batches(order, progress, rank, num_processes) for rank in range(num_processes)
+        ]
         while progress.images_seen < 5 * count and most:
             most -= 1
             for _ in range(progress.next_step()[1]):
@@ -166,24 +210,44 @@ def test_wherever_a_run_goes_on_an_image_gets_the_caption_of_its_epoch(weights, 
     rest, _ = run(json.loads(json.dumps(state)), (2, 1, 1), -1)
     assert sorted({*first, *rest}) == sorted(whole) and len(whole) == 5 * count
     assert all(there[row][which] for _, row, which in whole)
-    assert all(draw_caption(seed, None, row, weights, there[row]) == there[row].index(True) for row in range(count))
+    assert all(
+        draw_caption(seed, None, row, weights, there[row]) == there[row].index(True)
+        for row in range(count)
+    )
 
 
 def test_captions_come_as_often_as_their_weights_say():
     def share(weights, there):
-        found = collections.Counter(draw_caption(5, epoch, 2, weights, there) for epoch in range(4000))
+        found = collections.Counter(
+            draw_caption(5, epoch, 2, weights, there) for epoch in range(4000)
+        )
         return [found[i] / 4000 for i in range(len(weights))]
 
     assert share([0.3, 0.7], [True, True]) == pytest.approx([0.3, 0.7], abs=0.03)
     assert share([6, 2, 2], [True, True, True]) == pytest.approx([0.6, 0.2, 0.2], abs=0.03)
-    assert share([6, 2, 2], [False, True, True]) == pytest.approx([0, 0.5, 0.5], abs=0.03)  # it goes to the others
+    # The weight of a missing caption goes to the others
+    assert share([6, 2, 2], [False, True, True]) == pytest.approx([0, 0.5, 0.5], abs=0.03)
     assert share([6, 2, 2], [True, True, False]) == pytest.approx([0.75, 0.25, 0], abs=0.03)
 
 
-def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_resume(tmp_path, models):
+def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_resume(
+    tmp_path, models
+):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
-    precompute(f"--train_data_dir={data}", pipeline, *COLUMNS, "--center_crop", f"--output_dir={tmp_path / 'cache'}")
-    images = [f"--train_data_dir={data}", "--resolution=16", "--center_crop", "--dataloader_num_workers=0", *COLUMNS]
+    precompute(
+        f"--train_data_dir={data}",
+        pipeline,
+        *COLUMNS,
+        "--center_crop",
+        f"--output_dir={tmp_path / 'cache'}",
+    )
+    images = [
+        f"--train_data_dir={data}",
+        "--resolution=16",
+        "--center_crop",
+        "--dataloader_num_workers=0",
+        *COLUMNS,
+    ]
     cached = [f"--latents_dir={tmp_path / 'cache'}"]
     runs = {
         "images": images,
@@ -193,18 +257,32 @@ def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_r
     losses = {}
     for name, argv in runs.items():
         out = tmp_path / f"{name}-run"
-        more = ["--holdout=2", "--max_train_steps=8", "--checkpointing_steps=4", "--caption_dropout=0.2"]
+        more = [
+            "--holdout=2",
+            "--max_train_steps=8",
+            "--checkpointing_steps=4",
+            "--caption_dropout=0.2",
+        ]
         train(pipeline, *argv, *more, f"--output_dir={out}")
         losses[name] = [record.get("loss", record.get("held_out_loss")) for record in metrics(out)]
     assert losses["cache"] == pytest.approx(losses["images"], rel=2e-4) and len(losses["cache"]) > 8
     assert losses["again"] == losses["cache"][-len(losses["again"]) :] and len(losses["again"]) >= 4
-    whole, again = (tmp_path / f"{name}-run/unet/diffusion_pytorch_model.safetensors" for name in ("cache", "again"))
+    whole, again = (
+        tmp_path / f"{name}-run/unet/diffusion_pytorch_model.safetensors"
+        for name in ("cache", "again")
+    )
     assert whole.read_bytes() == again.read_bytes()
 
 
 def test_a_list_in_one_column_has_weights_too(tmp_path):
     pairs = [["a", "b"], ["a"], [None, "b"], "a", [], None, ["a", "b", "c"], ["a", 7], ["", "b"]]
-    flags = ["--train_data_dir=.", "--pretrained_model_name_or_path=sd", "--caption_weights", "1", "2"]
+    flags = [
+        "--train_data_dir=.",
+        "--pretrained_model_name_or_path=sd",
+        "--caption_weights",
+        "1",
+        "2",
+    ]
     args, found = precompute_latents.parse_args(flags), []
     for text in pairs:
         try:
@@ -212,10 +290,16 @@ def test_a_list_in_one_column_has_weights_too(tmp_path):
         except ValueError as error:
             found.append(str(error))
     assert found == [
-        ["a", "b"], ["a", None], [None, "b"], "it has captions for 1 of 2 --caption_weights", "it has no caption",
-        "it has captions for 1 of 2 --caption_weights", "it has captions for 3 of 2 --caption_weights",
-        "the caption is 7", ["", "b"],
-    ]  # fmt: skip
+        ["a", "b"],
+        ["a", None],
+        [None, "b"],
+        "it has captions for 1 of 2 --caption_weights",
+        "it has no caption",
+        "it has captions for 1 of 2 --caption_weights",
+        "it has captions for 3 of 2 --caption_weights",
+        "the caption is 7",
+        ["", "b"],
+    ]
     args.skip_empty_captions = True
     assert list_captions({"text": ["", "b"]}, args) == [None, "b"]
     with pytest.raises(ValueError, match="no caption"):
@@ -237,14 +321,27 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
         both = [*flags, "--caption_column", "short", "long"]
         said = "--caption_weights: 3 for 2 --caption_column"
         assert said in refused(function, *both, "--caption_weights", "1", "2", "3", status=2)
-        assert "short short names one twice" in refused(function, *flags, *both[2:3], "short", "short", status=2)
-        assert "0 is not between" in refused(function, *both, "--caption_weights", "1", "0", status=2)
-        assert "is for one --caption_column" in refused(function, *both, "--instance_prompt=x", status=2)
+        assert "short short names one twice" in refused(
+            function, *flags, *both[2:3], "short", "short", status=2
+        )
+        assert "0 is not between" in refused(
+            function, *both, "--caption_weights", "1", "0", status=2
+        )
+        assert "is for one --caption_column" in refused(
+            function, *both, "--instance_prompt=x", status=2
+        )
         assert "has no column 'wide' but" in refused(
-            function, *flags, "--caption_column", "short", "wide", f"--output_dir={tmp_path / function.__name__}"
+            function,
+            *flags,
+            "--caption_column",
+            "short",
+            "wide",
+            f"--output_dir={tmp_path / function.__name__}",
         )
     precompute(*flags, *COLUMNS, f"--output_dir={tmp_path / 'cache'}")
-    precompute(*flags, "--caption_column=short", f"--output_dir={tmp_path / 'plain'}", "--max_skipped=1")
+    precompute(
+        *flags, "--caption_column=short", f"--output_dir={tmp_path / 'plain'}", "--max_skipped=1"
+    )
     again = [*flags, *COLUMNS[:3], f"--output_dir={tmp_path / 'cache'}"]
     assert "transform.caption_weights [0.3, 0.7] -> [1.0, 1.0]" in refused(precompute, *again)
     out = f"--output_dir={tmp_path / 'out'}"
@@ -261,9 +358,19 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
 def test_a_stream_has_the_same_captions(tmp_path, models):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
     flags = [pipeline, f"--train_data_dir={data}", "--resolution=16", *COLUMNS]
-    train(*flags, "--streaming", "--shuffle_caption", "--max_train_steps=2", f"--output_dir={tmp_path / 'out'}")
+    train(
+        *flags,
+        "--streaming",
+        "--shuffle_caption",
+        "--max_train_steps=2",
+        f"--output_dir={tmp_path / 'out'}",
+    )
     assert len(metrics(tmp_path / "out")) >= 2
     precompute(*flags, f"--output_dir={tmp_path / 'one'}")
     precompute(*flags, "--streaming", f"--output_dir={tmp_path / 'other'}")
-    one, other = (datasets.load_from_disk(str(tmp_path / name)).to_dict() for name in ("one", "other"))
-    assert one.keys() == other.keys() and all(one[name] == other[name] for name in one if name != "key")
+    one, other = (
+        datasets.load_from_disk(str(tmp_path / name)).to_dict() for name in ("one", "other")
+    )
+    assert one.keys() == other.keys() and all(
+        one[name] == other[name] for name in one if name != "key"
+    )

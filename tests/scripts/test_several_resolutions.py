@@ -7,7 +7,17 @@ import time
 
 import pytest
 import torch
-from conftest import MODELS, finish, kill, make_captioned, make_masked, make_sdxl, patch, start, wait_until
+from conftest import (
+    MODELS,
+    finish,
+    kill,
+    make_captioned,
+    make_masked,
+    make_sdxl,
+    patch,
+    start,
+    wait_until,
+)
 from test_precompute_latents import contents, precompute, refused
 
 import precompute_latents as script
@@ -20,10 +30,19 @@ def flags(tmp_path):
     make_captioned(tmp_path / "images", 10)
     (tmp_path / "images/5.png").write_bytes(b"no image")
     return [
-        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}", "--rows_per_shard=3",
-        f"--output_dir={tmp_path / 'out'}", "--batch_size=2", "--random_flip", "--latents=sample",
-        "--max_skipped=0.2", "--dataloader_num_workers=0", "--resolution", "8", "16",
-    ]  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={MODELS}",
+        "--rows_per_shard=3",
+        f"--output_dir={tmp_path / 'out'}",
+        "--batch_size=2",
+        "--random_flip",
+        "--latents=sample",
+        "--max_skipped=0.2",
+        "--dataloader_num_workers=0",
+        "--resolution",
+        "8",
+        "16",
+    ]
 
 
 def make_each(tmp_path, flags):
@@ -38,7 +57,9 @@ def found(tmp_path):
     return {side: contents(tmp_path / f"out/{side}") for side in (8, 16)}
 
 
-def test_one_pass_writes_the_bytes_of_two_decodes_and_encodes_captions_once(tmp_path, flags, monkeypatch, capsys):
+def test_one_pass_writes_the_bytes_of_two_decodes_and_encodes_captions_once(
+    tmp_path, flags, monkeypatch, capsys
+):
     alone, decoded, texts, encode_texts = make_each(tmp_path, flags), [], [], script.encode_texts
 
     def decode(source, *args, **options):
@@ -46,18 +67,36 @@ def test_one_pass_writes_the_bytes_of_two_decodes_and_encodes_captions_once(tmp_
         return decode_image(source, *args, **options)
 
     patch(monkeypatch, "decode_image", decode)
-    monkeypatch.setattr(script, "encode_texts", lambda batch, *rest: texts.append(1) or encode_texts(batch, *rest))
+    monkeypatch.setattr(
+        script, "encode_texts", lambda batch, *rest: texts.append(1) or encode_texts(batch, *rest)
+    )
     precompute(*flags)
-    assert found(tmp_path) == alone and json.loads(alone[8]["cache.json"])["transform"]["resolution"] == 8
-    assert decoded.count(False) == 9 + 3 and decoded.count(True) == 2 * 9 and len(texts) == 3 * 2 + 1
+    assert (
+        found(tmp_path) == alone
+        and json.loads(alone[8]["cache.json"])["transform"]["resolution"] == 8
+    )
+    assert (
+        decoded.count(False) == 9 + 3 and decoded.count(True) == 2 * 9 and len(texts) == 3 * 2 + 1
+    )
     said = capsys.readouterr().out
-    assert f"{tmp_path / 'out'}/8: 10 rows of" in said and f"9 rows, 1 skipped, are in {tmp_path / 'out/16'}" in said
+    assert (
+        f"{tmp_path / 'out'}/8: 10 rows of" in said
+        and f"9 rows, 1 skipped, are in {tmp_path / 'out/16'}" in said
+    )
 
 
 def test_sizes_masks_sdxl_ids_and_workers_too(tmp_path, flags):
     make_masked(tmp_path / "data")
-    flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4", "--text_cache=ids", "--latents=moments"]
-    flags += [f"--pretrained_model_name_or_path={make_sdxl(tmp_path / 'sdxl')}", "--dataloader_num_workers=1"]
+    flags += [
+        f"--train_data_dir={tmp_path / 'data'}",
+        "--bucket_step=4",
+        "--text_cache=ids",
+        "--latents=moments",
+    ]
+    flags += [
+        f"--pretrained_model_name_or_path={make_sdxl(tmp_path / 'sdxl')}",
+        "--dataloader_num_workers=1",
+    ]
     alone = make_each(tmp_path, flags)
     precompute(*flags)
     assert found(tmp_path) == alone
@@ -65,7 +104,10 @@ def test_sizes_masks_sdxl_ids_and_workers_too(tmp_path, flags):
 
 
 def test_embeddings_without_padding_of_what_is_encoded_again(tmp_path, flags, monkeypatch):
-    """One resolution's batch overflows, and is encoded again with its captions; the other's keeps what it has."""
+    """The batch of one resolution overflows and is encoded again, with its captions.
+
+    That of the other resolution is kept.
+    """
     encode = script.encode_images
 
     def overflow(vae, pixel_values):
@@ -83,7 +125,9 @@ def test_embeddings_without_padding_of_what_is_encoded_again(tmp_path, flags, mo
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.ci)])
-def test_killed_at_any_moment_and_started_again_both_have_the_bytes_of_a_pass_each(tmp_path, flags, num_processes):
+def test_killed_at_any_moment_and_started_again_both_have_the_bytes_of_a_pass_each(
+    tmp_path, flags, num_processes
+):
     alone, encode = make_each(tmp_path, flags), script.encode
 
     def slow(*args):
@@ -94,7 +138,7 @@ def test_killed_at_any_moment_and_started_again_both_have_the_bytes_of_a_pass_ea
         script.encode = slow
         precompute(*flags)
 
-    shards = lambda: len(list((tmp_path / "out").glob("*/data-*")))  # noqa: E731
+    shards = lambda: len(list((tmp_path / "out").glob("*/data-*")))
     for attempt, moment in enumerate(random.Random(num_processes).sample(range(7), 3)):
         pids = start(run, num_processes, log=tmp_path / "log")
         wait_until(lambda moment=moment: shards() > moment)
@@ -107,7 +151,10 @@ def test_killed_at_any_moment_and_started_again_both_have_the_bytes_of_a_pass_ea
 
 
 def test_each_goes_on_alone_and_only_what_is_missing_is_encoded(tmp_path, flags, monkeypatch):
-    """A cache that is whole, one that lacks two shards; then both as they are, by the flags that they keep."""
+    """One cache has a damaged shard and one lacks two.
+
+    Afterwards, a run with the stored flags encodes nothing.
+    """
     alone, encoded, encode = make_each(tmp_path, flags), [], script.encode
     shutil.copytree(tmp_path / "alone-8", tmp_path / "out/8")
     shutil.copytree(tmp_path / "alone-16", tmp_path / "out/16")
@@ -131,14 +178,21 @@ def test_what_can_not_be_is_refused_before_anything_is_written(tmp_path, flags, 
     with pytest.raises(SystemExit):
         script.parse_args([*flags, "--resolution", "8", "16", "8"])
     assert "--resolution 8 16 8 names one twice" in capfd.readouterr().err
-    assert "--resolution 15 is not a multiple of 2" in refused(capfd, *flags, "--resolution", "8", "15")
+    assert "--resolution 15 is not a multiple of 2" in refused(
+        capfd, *flags, "--resolution", "8", "15"
+    )
     precompute(*flags, "--dry_run")
     said = capfd.readouterr().out
-    assert f"{tmp_path / 'out'}/8: 10 rows of 768B" in said and f"{tmp_path / 'out'}/16: 10 rows of 1.54kB" in said
+    assert (
+        f"{tmp_path / 'out'}/8: 10 rows of 768B" in said
+        and f"{tmp_path / 'out'}/16: 10 rows of 1.54kB" in said
+    )
     assert not (tmp_path / "out").exists()
     precompute(*flags, "--resolution=8")
     before = contents(tmp_path / "out")
-    assert "out is a cache itself: of several --resolution each gets a folder there" in refused(capfd, *flags)
+    assert "out is a cache itself: of several --resolution each gets a folder there" in refused(
+        capfd, *flags
+    )
     assert contents(tmp_path / "out") == before
     shutil.rmtree(tmp_path / "out")
     precompute(*flags)
@@ -148,8 +202,13 @@ def test_what_can_not_be_is_refused_before_anything_is_written(tmp_path, flags, 
 # ------------------------------------------------------------------- a batch size
 
 
-def test_the_largest_batch_that_fits_is_found_at_the_largest_size_and_kept(tmp_path, flags, monkeypatch, capsys):
-    """Of a device with memory for five images of 16 px; then the same bytes as if it had been given."""
+def test_the_largest_batch_that_fits_is_found_at_the_largest_size_and_kept(
+    tmp_path, flags, monkeypatch, capsys
+):
+    """The device has memory for five images of 16 px.
+
+    The bytes are the same as with that batch size passed as a flag.
+    """
     encode, tried = script.encode_images, []
 
     def full(vae, pixel_values):
@@ -185,14 +244,18 @@ def test_not_even_one_fits_and_nothing_is_written(tmp_path, flags, monkeypatch, 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     monkeypatch.setattr(script, "encode", full)
-    assert "not even one image fits: try --mixed_precision bf16" in refused(capfd, *flags, "--batch_size=auto")
+    assert "not even one image fits: try --mixed_precision bf16" in refused(
+        capfd, *flags, "--batch_size=auto"
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_two_processes_choose_the_same_and_several_sizes_are_tried_together(tmp_path, flags):
     make_masked(tmp_path / "data")
     flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4", "--batch_size=auto"]
-    two = start(lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log")
+    two = start(
+        lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log"
+    )
     assert finish(two) == [0, 0], (tmp_path / "log").read_text()
     assert (tmp_path / "log").read_text().count("Batch size: 3\n") == 1
     precompute(*flags, "--batch_size=3")

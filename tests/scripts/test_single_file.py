@@ -24,7 +24,10 @@ def bases(tmp_path_factory):
     open_pipeline(folder / "sd").save_pretrained(folder / "sd")  # with its model_index.json
     (folder / "xl").mkdir()
     make_sdxl(folder / "xl")
-    made = {"sd": (folder / "sd", folder / "sd.safetensors"), "xl": (folder / "xl/sdxl", folder / "xl.safetensors")}
+    made = {
+        "sd": (folder / "sd", folder / "sd.safetensors"),
+        "xl": (folder / "xl/sdxl", folder / "xl.safetensors"),
+    }
     for family, (source, path) in made.items():
         save_original(source, path, sdxl=family == "xl")
     make_captioned(folder / "images", 5)
@@ -39,13 +42,21 @@ def run(module, *argv):
 
 def flags(bases, tmp_path, *more):
     return [
-        f"--train_data_dir={bases['images']}", "--resolution=16", f"--cache_dir={tmp_path / 'kept'}",
-        "--dataloader_num_workers=0", *more,
-    ]  # fmt: skip
+        f"--train_data_dir={bases['images']}",
+        "--resolution=16",
+        f"--cache_dir={tmp_path / 'kept'}",
+        "--dataloader_num_workers=0",
+        *more,
+    ]
 
 
 def train(bases, tmp_path, base, out, *more):
-    few = ["--train_batch_size=2", "--max_train_steps=2", "--report_to=none", "--validation_prompts=a"]
+    few = [
+        "--train_batch_size=2",
+        "--max_train_steps=2",
+        "--report_to=none",
+        "--validation_prompts=a",
+    ]
     few += [
         "--num_inference_steps=2",
         "--num_validation_images=1",
@@ -54,11 +65,19 @@ def train(bases, tmp_path, base, out, *more):
         *more,
     ]
     argv = [f"--pretrained_model_name_or_path={base}", f"--output_dir={tmp_path / out}", *few]
-    run(script, *argv, *([] if any("latents_dir" in flag for flag in more) else flags(bases, tmp_path)))
+    run(
+        script,
+        *argv,
+        *([] if any("latents_dir" in flag for flag in more) else flags(bases, tmp_path)),
+    )
 
 
 def contents(folder):
-    paths = (path for path in folder.rglob("*") if path.suffix in (".safetensors", ".png") and path.name != "loss.png")
+    paths = (
+        path
+        for path in folder.rglob("*")
+        if path.suffix in (".safetensors", ".png") and path.name != "loss.png"
+    )
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
@@ -74,21 +93,28 @@ def test_a_file_trains_to_the_bits_of_its_folder_and_a_cache_fits_both(bases, tm
     assert unpacked.name.startswith(f"{path.stem}-")
     for base, out, more in ((folder, "one", []), (path, "other", [config])):
         base = f"--pretrained_model_name_or_path={base}"
-        run(precompute_latents, base, *more, f"--output_dir={tmp_path / out}", *flags(bases, tmp_path))
+        run(
+            precompute_latents,
+            base,
+            *more,
+            f"--output_dir={tmp_path / out}",
+            *flags(bases, tmp_path),
+        )
     caches = [json.loads((tmp_path / name / "cache.json").read_text()) for name in ("one", "other")]
     assert all(cache.pop("made_with") for cache in caches) and caches[0] == caches[1]
     one, other = (next((tmp_path / name).glob("*.arrow")).read_bytes() for name in ("one", "other"))
     assert one == other
-    train(bases, tmp_path, path, "cached", config, f"--latents_dir={tmp_path / 'one'}")  # of the folder
+    # The cache made with the folder, used with the single file
+    train(bases, tmp_path, path, "cached", config, f"--latents_dir={tmp_path / 'one'}")
     assert len(list((tmp_path / "kept/single_files").glob("*/"))) == 1  # it was unpacked once
 
 
 def test_of_processes_one_unpacks_and_a_lora_names_the_file_and_how_it_is_opened(bases, tmp_path):
     folder, path = bases["sd"]
     flags = [f"--single_file_config={folder}", "--rank=2"]
-    assert finish(start(lambda: train(bases, tmp_path, path, "out", *flags), 2, tmp_path / "log")) == [0, 0], (
-        tmp_path / "log"
-    ).read_text()
+    assert finish(
+        start(lambda: train(bases, tmp_path, path, "out", *flags), 2, tmp_path / "log")
+    ) == [0, 0], (tmp_path / "log").read_text()
     card = (tmp_path / "out/README.md").read_text()
     assert 'pipeline = StableDiffusionPipeline.from_single_file("sd.safetensors")' in card
     assert "from diffusers import StableDiffusionPipeline\n" in card
@@ -97,9 +123,20 @@ def test_of_processes_one_unpacks_and_a_lora_names_the_file_and_how_it_is_opened
 def test_float16_is_read_as_it_is(bases, tmp_path):
     folder, _ = bases["sd"]
     save_original(folder, tmp_path / "half.safetensors", dtype=torch.float16)
-    train(bases, tmp_path, tmp_path / "half.safetensors", "out", f"--single_file_config={folder}", "--learning_rate=0")
+    train(
+        bases,
+        tmp_path,
+        tmp_path / "half.safetensors",
+        "out",
+        f"--single_file_config={folder}",
+        "--learning_rate=0",
+    )
     trained = load_file(tmp_path / "out/unet/diffusion_pytorch_model.safetensors")
-    for name, value in diffusers.UNet2DConditionModel.from_pretrained(folder, subfolder="unet").state_dict().items():
+    for name, value in (
+        diffusers.UNet2DConditionModel.from_pretrained(folder, subfolder="unet")
+        .state_dict()
+        .items()
+    ):
         assert torch.equal(trained[name], value.half().float())
 
 
@@ -125,25 +162,40 @@ def test_what_is_no_such_file_is_one_sentence(bases, tmp_path, capsys):
     assert "a .ckpt may run any program, so have it converted" in refused(
         bases, tmp_path, capsys, tmp_path / "base.ckpt"
     )
-    assert "--variant fp16 chooses among files" in refused(bases, tmp_path, capsys, path, config, "--variant=fp16")
+    assert "--variant fp16 chooses among files" in refused(
+        bases, tmp_path, capsys, path, config, "--variant=fp16"
+    )
     assert "is for a base in one file, and" in refused(bases, tmp_path, capsys, folder, config)
     broken.write_bytes(b"no safetensors")
     assert "broken.safetensors can't be read (" in refused(bases, tmp_path, capsys, broken, config)
     save_file({"double_blocks.0.img_attn.norm": torch.from_numpy(np.ones(3))}, broken)
-    assert "holds no Stable Diffusion 1, 2 or XL with" in refused(bases, tmp_path, capsys, broken, config)
+    assert "holds no Stable Diffusion 1, 2 or XL with" in refused(
+        bases, tmp_path, capsys, broken, config
+    )
     without(path, broken, lambda name: "cond_stage_model" not in name)
-    assert "holds no Stable Diffusion 1, 2 or XL with" in refused(bases, tmp_path, capsys, broken, config)
+    assert "holds no Stable Diffusion 1, 2 or XL with" in refused(
+        bases, tmp_path, capsys, broken, config
+    )
     assert "can't be unpacked; --single_file_config says" in refused(
         bases, tmp_path, capsys, path, f"--single_file_config={tmp_path}"
     )
 
 
-@pytest.mark.parametrize("part, why", [
-    ("model.diffusion_model.out.2", "meta tensor"), ("first_stage_model.quant_conv", "meta tensor"),
-    ("cond_stage_model.transformer.text_model.final_layer_norm", "the CLIPTextModel has no final_layer_norm.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "part, why",
+    [
+        ("model.diffusion_model.out.2", "meta tensor"),
+        ("first_stage_model.quant_conv", "meta tensor"),
+        (
+            "cond_stage_model.transformer.text_model.final_layer_norm",
+            "the CLIPTextModel has no final_layer_norm.weight",
+        ),
+    ],
+)
 def test_weights_that_are_missing_are_one_sentence(bases, tmp_path, capsys, part, why):
     folder, path = bases["sd"]
     without(path, tmp_path / "part.safetensors", lambda name: not name.startswith(part))
-    said = refused(bases, tmp_path, capsys, tmp_path / "part.safetensors", f"--single_file_config={folder}")
+    said = refused(
+        bases, tmp_path, capsys, tmp_path / "part.safetensors", f"--single_file_config={folder}"
+    )
     assert "part.safetensors can't be unpacked; --single_file_config says" in said and why in said

@@ -1,4 +1,4 @@
-"""Training where the cache lies: at an address, in any order, through kills and a server that misbehaves."""
+"""Training from a cache at an address: in any order, with kills and a faulty server."""
 
 import contextlib
 import json
@@ -45,14 +45,24 @@ def upload(folder, address, bucket):
 
 @pytest.fixture
 def stored(tmp_path, storage, monkeypatch):
-    """(flags of a short run, its cache at an address); the cache itself is tmp_path/cache, of 12 shards of 2 rows."""
+    """(flags of a short run, the address of its cache).
+
+    The cache is a copy of tmp_path/cache, with 12 shards of 2 rows.
+    """
     if storage is None:
         pytest.skip("no S3 server")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     make_captioned(tmp_path / "images", NUM_ROWS)
     make_cache(tmp_path, "--random_flip", f"--rows_per_shard={ROWS_PER_SHARD}")
-    flags = [f"--pretrained_model_name_or_path={make_models(tmp_path)}", "--logging_steps=1", "--report_to=none",
-             "--learning_rate=1e-3", *EXACT, "--num_train_epochs=2", f"--shards_dir={tmp_path}/shards"]  # fmt: skip
+    flags = [
+        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--learning_rate=1e-3",
+        *EXACT,
+        "--num_train_epochs=2",
+        f"--shards_dir={tmp_path}/shards",
+    ]
     return flags, upload(tmp_path / "cache", storage, tmp_path.name.lower().replace("_", "-")[-50:])
 
 
@@ -77,7 +87,9 @@ def assert_same_run(one, other):
     last = max(checkpoints(one), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
         assert_same_weights(one / part, other / part)
-    losses = [[(r["step"], r["loss"]) for r in metrics(folder) if "loss" in r] for folder in (one, other)]
+    losses = [
+        [(r["step"], r["loss"]) for r in metrics(folder) if "loss" in r] for folder in (one, other)
+    ]
     assert losses[0] == losses[1]
 
 
@@ -92,31 +104,57 @@ def folder_bytes(folder):
 
 def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, stored):
     flags, address = stored
-    run(flags, tmp_path / "disk", f"--latents_dir={tmp_path / 'cache'}", "--holdout=3", num_processes=2)
-    said = run(flags, tmp_path / "bucket", f"--latents_dir={address}", "--holdout=3", num_processes=2)
+    run(
+        flags,
+        tmp_path / "disk",
+        f"--latents_dir={tmp_path / 'cache'}",
+        "--holdout=3",
+        num_processes=2,
+    )
+    said = run(
+        flags, tmp_path / "bucket", f"--latents_dir={address}", "--holdout=3", num_processes=2
+    )
     assert_same_run(tmp_path / "disk", tmp_path / "bucket")
     assert "Held out: 3 of 23 images" in said
     (whole,) = (tmp_path / "shards").glob("whole-*")
     assert len(list(whole.glob("*.arrow"))) == 12  # and stays for the next run
-    content = json.loads(next((tmp_path / "bucket").glob("checkpoint-*/trainer_state.json")).read_text())
+    content = json.loads(
+        next((tmp_path / "bucket").glob("checkpoint-*/trainer_state.json")).read_text()
+    )
     assert "order" not in content["settings"]
 
 
 def test_in_ranges_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, stored, in_ranges):
-    """And the same from a disk and from a bucket, through a folder that holds no more than it may: the 13 shards are
-    for two processes, of which each meets half of the 12, has the windows of two ranges open, and keeps two shards."""
+    """The run is the same from a disk and from a bucket, and the shards folder keeps its limit.
+
+    The limit of 13 shards is for two processes. Each reads half of the 12 shards, has the windows
+    of two ranges open, and keeps two shards.
+    """
     (flags, address), num_processes = stored, 2
     flags = [*flags, "--shuffle_shards=1", "--holdout=3"]
-    run(flags, tmp_path / "whole", f"--latents_dir={tmp_path / 'cache'}", num_processes=num_processes)
+    run(
+        flags,
+        tmp_path / "whole",
+        f"--latents_dir={tmp_path / 'cache'}",
+        num_processes=num_processes,
+    )
     largest = max(path.stat().st_size for path in (tmp_path / "cache").glob("*.arrow"))
-    flags += [f"--latents_dir={address}", f"--shards_size={13 * largest}", "--resume_from_checkpoint=latest"]
+    flags += [
+        f"--latents_dir={address}",
+        f"--shards_size={13 * largest}",
+        "--resume_from_checkpoint=latest",
+    ]
     killed, most = tmp_path / "killed", 0
-    pids = start(lambda: train(*flags, f"--output_dir={killed}"), num_processes, tmp_path / "first.log")
+    pids = start(
+        lambda: train(*flags, f"--output_dir={killed}"), num_processes, tmp_path / "first.log"
+    )
     wait_until(lambda: killed.exists() and checkpoints(killed))
     kill(pids)
     left = [path for path in (tmp_path / "shards").glob("run-*") if path.is_dir()]
     assert len(left) == num_processes
-    pids = start(lambda: train(*flags, f"--output_dir={killed}"), num_processes, tmp_path / "second.log")
+    pids = start(
+        lambda: train(*flags, f"--output_dir={killed}"), num_processes, tmp_path / "second.log"
+    )
     while os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         most = max(most, folder_bytes(tmp_path / "shards"))
         time.sleep(0.005)
@@ -130,13 +168,22 @@ def test_in_ranges_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, s
 
 @pytest.fixture
 def faulty(tmp_path, storage, monkeypatch):
-    """faulty({end of a key: faults}): from here on the S3 server is behind one that misbehaves. Returns its log."""
+    """faulty({end of a key: faults}) puts a faulty server in front of the S3 server.
+
+    Returns its log.
+    """
     servers = []
 
     def begin(faults):
         port = free_port()
         (tmp_path / "faults").write_text(json.dumps(faults))
-        command = [sys.executable, ROOT / "tests/faulty_server.py", str(port), storage, tmp_path / "faults"]
+        command = [
+            sys.executable,
+            ROOT / "tests/faulty_server.py",
+            str(port),
+            storage,
+            tmp_path / "faults",
+        ]
         servers.append(subprocess.Popen(command))
         wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
@@ -154,8 +201,15 @@ def test_what_a_bucket_does_wrong_is_tried_again(tmp_path, stored, in_ranges, fa
     flags, address = stored
     run(flags, tmp_path / "disk", f"--latents_dir={tmp_path / 'cache'}")
     name = "data-{:05}-of-00012.arrow".format
-    faults = {name(0): ["503"] * 2, name(1): ["wrong"] * 2, name(2): ["gone"] * 2, name(3): ["cut"] * 2}
-    log = faulty(faults | {name(4): ["expired"], "cache.json": ["503"], "empty_prompt.npy": ["cut"]})
+    faults = {
+        name(0): ["503"] * 2,
+        name(1): ["wrong"] * 2,
+        name(2): ["gone"] * 2,
+        name(3): ["cut"] * 2,
+    }
+    log = faulty(
+        faults | {name(4): ["expired"], "cache.json": ["503"], "empty_prompt.npy": ["cut"]}
+    )
     run(flags, tmp_path / "bucket", f"--latents_dir={address}", "--shards_size=1MB")
     assert_same_run(tmp_path / "disk", tmp_path / "bucket")
     asked = log.read_text().splitlines()
@@ -175,7 +229,9 @@ def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
         m.setenv("AWS_ENDPOINT_URL", os.environ["AWS_ENDPOINT_URL"])
         faulty({"data-00005-of-00012.arrow": ["wrong"] * 100})
         told = run(flags, tmp_path / "out", code=1)
-    (sentence,) = [line for line in told.splitlines() if line.startswith("train_text_to_image.py: ")]
+    (sentence,) = [
+        line for line in told.splitlines() if line.startswith("train_text_to_image.py: ")
+    ]
     assert (
         f"{address}/data-00005-of-00012.arrow can't be read" in sentence
         and "it is not what cache.json says" in sentence
@@ -198,5 +254,7 @@ def test_what_cannot_be_streamed_is_refused_in_a_sentence(tmp_path, stored, in_r
     error = refused(capfd, *flags, f"--latents_dir={tmp_path / 'none'}")
     assert "none/cache.json is missing: make the cache with precompute_latents.py" in error
     with pytest.raises(SystemExit):
-        script.parse_args([*(flag for flag in flags if "shards_dir" not in flag), "--latents_dir=s3://a/b"])
+        script.parse_args(
+            [*(flag for flag in flags if "shards_dir" not in flag), "--latents_dir=s3://a/b"]
+        )
     assert "--shards_dir says where its shards lie for a while" in capfd.readouterr().err

@@ -36,7 +36,10 @@ def make_shards(folder, sizes=(4, 1, 6)):
     make_captioned(folder / "images", sum(sizes))
     (folder / "parquet").mkdir()
     kinds = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    images = [{"bytes": (folder / f"images/{i}.png").read_bytes(), "path": f"{i}.png"} for i in range(sum(sizes))]
+    images = [
+        {"bytes": (folder / f"images/{i}.png").read_bytes(), "path": f"{i}.png"}
+        for i in range(sum(sizes))
+    ]
     for shard, size in enumerate(sizes):
         first = sum(sizes[:shard])
         rows = {"image": images[first : first + size], "text": CAPTIONS[first : first + size]}
@@ -49,10 +52,17 @@ def make_shards(folder, sizes=(4, 1, 6)):
 def flags(tmp_path):
     """A cache of 11 images in 6 shards that takes a second; later flags win over these."""
     return [
-        f"--train_data_dir={make_shards(tmp_path)}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}", "--rows_per_shard=2", "--batch_size=2", "--dataloader_num_workers=0",
-        "--random_flip", "--latents=sample", "--streaming",
-    ]  # fmt: skip
+        f"--train_data_dir={make_shards(tmp_path)}",
+        f"--pretrained_model_name_or_path={MODELS}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}",
+        "--rows_per_shard=2",
+        "--batch_size=2",
+        "--dataloader_num_workers=0",
+        "--random_flip",
+        "--latents=sample",
+        "--streaming",
+    ]
 
 
 def run(script, *argv):
@@ -71,19 +81,29 @@ def refused(capfd, script, *argv):
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total(tmp_path, flags, capsys):
+def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total(
+    tmp_path, flags, capsys
+):
     precompute(*flags)
     assert "A stream, of which each row is" in capsys.readouterr().out
     whole = contents(tmp_path / "out")
     state = json.loads(whole["state.json"])
-    assert [file["filename"] for file in state["_data_files"]] == [f"data-{i:05d}.arrow" for i in range(6)]
+    assert [file["filename"] for file in state["_data_files"]] == [
+        f"data-{i:05d}.arrow" for i in range(6)
+    ]
     assert datasets.load_from_disk(str(tmp_path / "out"))["text"][:] == CAPTIONS
     described = json.loads(whole["cache.json"])
     assert (described["rows"], described["source"]["rows"]) == (11, None)
-    precompute(*[flag for flag in flags if flag != "--streaming"], f"--output_dir={tmp_path / 'plain'}")
+    precompute(
+        *[flag for flag in flags if flag != "--streaming"], f"--output_dir={tmp_path / 'plain'}"
+    )
     for i in range(6):
         plain = tmp_path / f"plain/data-{i:05d}-of-00006.arrow"
         assert plain.read_bytes() == whole[f"data-{i:05d}.arrow"]
@@ -98,7 +118,9 @@ def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_cache_of_a_stream_that_was_killed_ends_with_the_same_bytes(tmp_path, flags, num_processes, monkeypatch):
+def test_a_cache_of_a_stream_that_was_killed_ends_with_the_same_bytes(
+    tmp_path, flags, num_processes, monkeypatch
+):
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     whole, encode = contents(tmp_path / "whole"), precompute_latents.encode
 
@@ -107,9 +129,13 @@ def test_a_cache_of_a_stream_that_was_killed_ends_with_the_same_bytes(tmp_path, 
         return encode(*args)
 
     monkeypatch.setattr(precompute_latents, "encode", slow)
-    shards = lambda: len(list((tmp_path / "out").glob("data-*")))  # noqa: E731
+    shards = lambda: len(list((tmp_path / "out").glob("data-*")))
     for moment in random.Random(num_processes).sample(range(5), 2):
-        pids = start(lambda: precompute(*flags, "--dataloader_num_workers=1"), num_processes, tmp_path / "log")
+        pids = start(
+            lambda: precompute(*flags, "--dataloader_num_workers=1"),
+            num_processes,
+            tmp_path / "log",
+        )
         wait_until(lambda moment=moment: shards() > moment)
         kill(pids)
     pids = start(lambda: precompute(*flags), num_processes, tmp_path / "log")
@@ -118,10 +144,13 @@ def test_a_cache_of_a_stream_that_was_killed_ends_with_the_same_bytes(tmp_path, 
 
 
 def test_other_data_is_refused_and_rows_that_fail_are_skipped(tmp_path, flags, capfd):
-    rows = datasets.load_dataset("parquet", data_files=str(tmp_path / "parquet/train-2.parquet"), split="train")
+    rows = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "parquet/train-2.parquet"), split="train"
+    )
     rows = rows.cast_column("image", datasets.Image(decode=False))
     broken = rows.map(
-        lambda row, i: row | {"image": {"bytes": b"x", "path": "x"}} if i == 1 else row, with_indices=True
+        lambda row, i: row | {"image": {"bytes": b"x", "path": "x"}} if i == 1 else row,
+        with_indices=True,
     )
     broken.to_parquet(tmp_path / "parquet/train-2.parquet")
     said = refused(capfd, precompute_latents, *flags)
@@ -134,7 +163,9 @@ def test_other_data_is_refused_and_rows_that_fail_are_skipped(tmp_path, flags, c
     capfd.readouterr()
     path = tmp_path / "parquet/train-1.parquet"
     os.utime(path, (1, 1))
-    assert "holds another cache (source.fingerprint" in refused(capfd, precompute_latents, *flags, "--max_skipped=0.1")
+    assert "holds another cache (source.fingerprint" in refused(
+        capfd, precompute_latents, *flags, "--max_skipped=0.1"
+    )
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + data[len(data) // 2 + 1 :])
     assert "the stream can't be read" in refused(
@@ -146,11 +177,18 @@ def test_other_data_is_refused_and_rows_that_fail_are_skipped(tmp_path, flags, c
 def trainer(request, tmp_path, flags):
     """(a script that trains from images and captions, flags of 4 steps of 4 images)."""
     argv = [
-        f"--pretrained_model_name_or_path={make_models(tmp_path)}", f"--output_dir={tmp_path / 'trained'}",
-        "--max_train_steps=4", "--checkpointing_steps=2", "--learning_rate=1e-3", "--lr_warmup_steps=2",
-        "--logging_steps=1", "--report_to=none", "--random_flip", "--num_inference_steps=2",
+        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
+        f"--output_dir={tmp_path / 'trained'}",
+        "--max_train_steps=4",
+        "--checkpointing_steps=2",
+        "--learning_rate=1e-3",
+        "--lr_warmup_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--random_flip",
+        "--num_inference_steps=2",
         "--num_validation_images=1",
-    ]  # fmt: skip
+    ]
     if request.param == "train_text_to_image":
         return train_text_to_image, argv
     make_prx(tmp_path / "config")
@@ -158,14 +196,24 @@ def trainer(request, tmp_path, flags):
 
 
 def stream_of(tmp_path):
-    return [f"--train_data_dir={tmp_path / 'parquet'}", "--streaming", "--shuffle_buffer=5", "--resolution=16"]
+    return [
+        f"--train_data_dir={tmp_path / 'parquet'}",
+        "--streaming",
+        "--shuffle_buffer=5",
+        "--resolution=16",
+    ]
 
 
 @pytest.mark.ci
 def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer):
     script, argv = trainer
     num_processes = 2 if script is train_text_to_image else 1
-    argv = [*argv, *stream_of(tmp_path), f"--train_batch_size={4 // num_processes}", "--dataloader_num_workers=1"]
+    argv = [
+        *argv,
+        *stream_of(tmp_path),
+        f"--train_batch_size={4 // num_processes}",
+        "--dataloader_num_workers=1",
+    ]
     pids = start(lambda: run(script, *argv), num_processes, tmp_path / "log")
     assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
     again = [*argv, f"--output_dir={tmp_path / 'again'}", "--resume_from_checkpoint=latest"]
@@ -182,23 +230,40 @@ def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer):
 def test_a_trainer_reads_the_cache_of_a_stream_as_any_other(tmp_path, flags):
     precompute(*flags)
     run(
-        train_text_to_image, f"--pretrained_model_name_or_path={make_models(tmp_path)}", "--max_train_steps=1",
-        f"--latents_dir={tmp_path / 'out'}", f"--output_dir={tmp_path / 'trained'}", "--report_to=none",
-        "--train_batch_size=4", "--holdout=2", "--random_flip",
-    )  # fmt: skip
+        train_text_to_image,
+        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
+        "--max_train_steps=1",
+        f"--latents_dir={tmp_path / 'out'}",
+        f"--output_dir={tmp_path / 'trained'}",
+        "--report_to=none",
+        "--train_batch_size=4",
+        "--holdout=2",
+        "--random_flip",
+    )
     assert metrics(tmp_path / "trained")[-1]["step"] == 1
 
 
-@pytest.mark.parametrize("argv, sentence", [
-    ([], "--streaming needs --max_train_steps"),
-    (["--max_train_steps=1", "--holdout=2"], "of a stream none can be set aside"),
-    (["--max_train_steps=1", "--train_batch_size=auto"], "give a number"),
-    (["--max_train_steps=1", "--bucket_step=8"], "make a cache with precompute_latents.py --streaming"),
-    (["--max_train_steps=1", "--instance_prompt=x"], "--instance_prompt needs the images on a disk"),
-    (["--max_train_steps=1", "--latents_dir=x"], "--streaming does nothing with --latents_dir"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        ([], "--streaming needs --max_train_steps"),
+        (["--max_train_steps=1", "--holdout=2"], "of a stream none can be set aside"),
+        (["--max_train_steps=1", "--train_batch_size=auto"], "give a number"),
+        (
+            ["--max_train_steps=1", "--bucket_step=8"],
+            "make a cache with precompute_latents.py --streaming",
+        ),
+        (
+            ["--max_train_steps=1", "--instance_prompt=x"],
+            "--instance_prompt needs the images on a disk",
+        ),
+        (["--max_train_steps=1", "--latents_dir=x"], "--streaming does nothing with --latents_dir"),
+    ],
+)
 @pytest.mark.parametrize("script", [train_text_to_image, train_flow])
-def test_what_a_stream_can_not_give_is_refused_before_anything_is_loaded(script, argv, sentence, capsys):
+def test_what_a_stream_can_not_give_is_refused_before_anything_is_loaded(
+    script, argv, sentence, capsys
+):
     argv = ["--streaming", *argv, "--pretrained_model_name_or_path=x"]
     with pytest.raises(SystemExit) as stop:
         script.parse_args(argv if "--latents_dir=x" in argv else [*argv, "--dataset_name=x"])
@@ -214,7 +279,13 @@ def test_a_cache_of_a_stream_has_sizes_but_not_what_lies_beside_images(tmp_path,
             make_captioned(folder, 4)
             for path in folder.glob("*.txt"):
                 path.unlink()
-        said = refused(capfd, precompute_latents, *flags, f"--train_data_dir={folder}", f"--output_dir={tmp_path}/x")
+        said = refused(
+            capfd,
+            precompute_latents,
+            *flags,
+            f"--train_data_dir={folder}",
+            f"--output_dir={tmp_path}/x",
+        )
         assert f"{folder} has {name}" in said and "leave --streaming out" in said
     with pytest.raises(SystemExit):
         precompute_latents.parse_args([*flags, "--folder_repeats"])

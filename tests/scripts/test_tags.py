@@ -1,4 +1,7 @@
-"""--shuffle_caption and --keep_tokens: tags in another order each epoch, from images and from a cache of tokens."""
+"""--shuffle_caption and --keep_tokens: a new order of tags each epoch.
+
+Tested with images and with a cache of tokens.
+"""
 
 import collections
 
@@ -17,43 +20,72 @@ from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.latents.text_encoders import encode_prompts
 
 pytestmark = pytest.mark.usefixtures("without_figures")
-TAGS = ["one, two, three", "a digit,zero", "six", "two,one , three ", "seven, eight, nine, zero", "", "four, five"]
+TAGS = [
+    "one, two, three",
+    "a digit,zero",
+    "six",
+    "two,one , three ",
+    "seven, eight, nine, zero",
+    "",
+    "four, five",
+]
 LONG = [", ".join(reversed(text.split(", "))) or None for text in TAGS]
 SHUFFLE = ["--shuffle_caption", "--keep_tokens=1"]
 
 
 def make_args(*argv):
-    return script.parse_args(["--train_data_dir=.", f"--pretrained_model_name_or_path={MODELS}", *argv])
+    return script.parse_args(
+        ["--train_data_dir=.", f"--pretrained_model_name_or_path={MODELS}", *argv]
+    )
 
 
 def test_tags_behind_those_that_stay_come_in_every_order_as_often():
     args = make_args("--shuffle_caption", "--keep_tokens=2", "--seed=4")
-    found = collections.Counter(choose_caption(" a ,b,c, d,  e", epoch, 7, args) for epoch in range(3000))
+    found = collections.Counter(
+        choose_caption(" a ,b,c, d,  e", epoch, 7, args) for epoch in range(3000)
+    )
     assert len(found) == 6 and all(text.startswith("a, b, ") for text in found)
     assert {*found.values()} <= {*range(420, 580)}
     assert choose_caption("a,b", 0, 7, args) == "a, b" and choose_caption("a", 0, 7, args) == "a"
     assert choose_caption(" a ,b,c", None, 7, args) == " a ,b,c"  # held out: as it is written
-    orders = [[choose_caption("a,b,c,d,e,f,g", epoch, row, args) for epoch in range(9)] for row in (1, 1, 2)]
+    orders = [
+        [choose_caption("a,b,c,d,e,f,g", epoch, row, args) for epoch in range(9)]
+        for row in (1, 1, 2)
+    ]
     assert orders[0] == orders[1] != orders[2]
     args.shuffle_caption = False
     assert choose_caption(" a ,b,c", 0, 7, args) == " a ,b,c"
 
 
-@pytest.mark.parametrize("family, several", [("sd", False), ("sd", True), ("sdxl", False), ("prx", True)])
+@pytest.mark.parametrize(
+    "family, several", [("sd", False), ("sd", True), ("sdxl", False), ("prx", True)]
+)
 def test_a_cache_of_tokens_gives_the_tags_that_the_images_give(tmp_path, models, family, several):  # noqa: F811
     columns = {"text": TAGS, "long": LONG} if several else {"text": TAGS}
-    flags = [f"--train_data_dir={make_data(tmp_path, **columns)}", f"--pretrained_model_name_or_path={models[family]}"]
+    flags = [
+        f"--train_data_dir={make_data(tmp_path, **columns)}",
+        f"--pretrained_model_name_or_path={models[family]}",
+    ]
     weights = ["--caption_column", "text", "long"] * several
     flow = ["--model_family=prx"] * (family == "prx")
     precompute(*flags, *flow, *weights, "--text_cache=ids", f"--output_dir={tmp_path / 'cache'}")
     cached = [flags[1], f"--latents_dir={tmp_path / 'cache'}"]
-    images = read_prompts(family, *flags, *weights, "--resolution=16", "--dataloader_num_workers=0", *SHUFFLE)
+    images = read_prompts(
+        family, *flags, *weights, "--resolution=16", "--dataloader_num_workers=0", *SHUFFLE
+    )
     cache, plain = read_prompts(family, *cached, *SHUFFLE), read_prompts(family, *cached)
-    assert images.keys() == cache.keys() and all(torch.equal(cache[name], images[name]) for name in images)
+    assert images.keys() == cache.keys() and all(
+        torch.equal(cache[name], images[name]) for name in images
+    )
     assert not torch.equal(cache["prompt_embeds"], plain["prompt_embeds"])
-    assert torch.allclose(cache["prompt_embeds"][-7:], plain["prompt_embeds"][-7:], atol=1e-5)  # held out
+    # The held-out rows are not shuffled
+    assert torch.allclose(cache["prompt_embeds"][-7:], plain["prompt_embeds"][-7:], atol=1e-5)
     args = make_args(*weights, *SHUFFLE)
-    args.model_family, args.pretrained_model_name_or_path, args.resolution = family, models[family], 16
+    args.model_family, args.pretrained_model_name_or_path, args.resolution = (
+        family,
+        models[family],
+        16,
+    )
     text_encoders, tokenizers = load_models(args, torch.float32)[1:]
     rows = [[*pair] for pair in zip(TAGS, LONG, strict=True)] if several else TAGS
     texts = [choose_caption(rows[row], epoch, row, args) for epoch, row, _ in KEYS]
@@ -62,29 +94,54 @@ def test_a_cache_of_tokens_gives_the_tags_that_the_images_give(tmp_path, models,
     torch.testing.assert_close(images["prompt_embeds"], expected)
 
 
-def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_resume(tmp_path, models):  # noqa: F811
-    flags = [f"--train_data_dir={make_data(tmp_path, text=TAGS)}", f"--pretrained_model_name_or_path={models['sd']}"]
+def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_resume(
+    tmp_path,
+    models,  # noqa: F811
+):
+    flags = [
+        f"--train_data_dir={make_data(tmp_path, text=TAGS)}",
+        f"--pretrained_model_name_or_path={models['sd']}",
+    ]
     precompute(*flags, "--text_cache=ids", "--center_crop", f"--output_dir={tmp_path / 'cache'}")
     cached = [flags[1], f"--latents_dir={tmp_path / 'cache'}", *SHUFFLE]
     runs = {
-        "images": [*flags, "--resolution=16", "--center_crop", "--dataloader_num_workers=1", *SHUFFLE],
+        "images": [
+            *flags,
+            "--resolution=16",
+            "--center_crop",
+            "--dataloader_num_workers=1",
+            *SHUFFLE,
+        ],
         "cache": cached,
         "again": [*cached, f"--resume_from_checkpoint={tmp_path / 'cache-run/checkpoint-4'}"],
     }
     losses = {}
     for name, argv in runs.items():
-        train(*argv, "--max_train_steps=8", "--checkpointing_steps=4", f"--output_dir={tmp_path / name}-run")
-        losses[name] = [record["loss"] for record in metrics(tmp_path / f"{name}-run") if "loss" in record]
+        train(
+            *argv,
+            "--max_train_steps=8",
+            "--checkpointing_steps=4",
+            f"--output_dir={tmp_path / name}-run",
+        )
+        losses[name] = [
+            record["loss"] for record in metrics(tmp_path / f"{name}-run") if "loss" in record
+        ]
     assert losses["cache"] == pytest.approx(losses["images"], rel=2e-4)
     assert losses["again"] == losses["cache"] and len(losses["cache"]) == 8
-    whole, again = (tmp_path / f"{name}-run/unet/diffusion_pytorch_model.safetensors" for name in ("cache", "again"))
+    whole, again = (
+        tmp_path / f"{name}-run/unet/diffusion_pytorch_model.safetensors"
+        for name in ("cache", "again")
+    )
     assert whole.read_bytes() == again.read_bytes()
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_caption_that_has_changed_on_the_disk_is_seen(tmp_path, models, several):  # noqa: F811
     columns = {"text": TAGS, "long": LONG} if several else {"text": TAGS}
-    flags = [f"--train_data_dir={make_data(tmp_path, **columns)}", f"--pretrained_model_name_or_path={models['sd']}"]
+    flags = [
+        f"--train_data_dir={make_data(tmp_path, **columns)}",
+        f"--pretrained_model_name_or_path={models['sd']}",
+    ]
     flags += ["--caption_column", "text", "long"] * several
     precompute(*flags, "--text_cache=ids", f"--output_dir={tmp_path / 'cache'}")
     path = tmp_path / "cache/data-00001-of-00002.arrow"
@@ -101,16 +158,39 @@ def test_a_caption_that_has_changed_on_the_disk_is_seen(tmp_path, models, severa
 
 def test_where_it_can_not_be_done_it_is_refused(tmp_path, models, capfd):  # noqa: F811
     make_captioned(tmp_path / "images", 4)
-    flags = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={models['sd']}"]
+    flags = [
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={models['sd']}",
+    ]
     precompute(*flags, f"--output_dir={tmp_path / 'cache'}")
     with pytest.raises(SystemExit):
-        train(flags[1], f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'out'}", "--shuffle_caption")
-    said = f"--shuffle_caption: {tmp_path / 'cache'} has embeddings of captions as they are: make it with --text_cache"
+        train(
+            flags[1],
+            f"--latents_dir={tmp_path / 'cache'}",
+            f"--output_dir={tmp_path / 'out'}",
+            "--shuffle_caption",
+        )
+    said = (
+        f"--shuffle_caption: {tmp_path / 'cache'} has embeddings of captions as they are: "
+        "make it with --text_cache"
+    )
     assert said in capfd.readouterr().err
     for parse, argv, said in (
-        (script.parse_args, [*flags, "--keep_tokens=1"], "--keep_tokens does nothing without --shuffle_caption"),
-        (train_flow.parse_args, [*flags, "--keep_tokens=1"], "--keep_tokens does nothing without --shuffle_caption"),
-        (precompute_latents.parse_args, [*flags, "--shuffle_caption"], "unrecognized arguments: --shuffle_caption"),
+        (
+            script.parse_args,
+            [*flags, "--keep_tokens=1"],
+            "--keep_tokens does nothing without --shuffle_caption",
+        ),
+        (
+            train_flow.parse_args,
+            [*flags, "--keep_tokens=1"],
+            "--keep_tokens does nothing without --shuffle_caption",
+        ),
+        (
+            precompute_latents.parse_args,
+            [*flags, "--shuffle_caption"],
+            "unrecognized arguments: --shuffle_caption",
+        ),
     ):
         with pytest.raises(SystemExit) as stop:
             parse(argv)

@@ -1,4 +1,7 @@
-"""train_flow.py from end to end: PRX from caches and images, any text encoder and VAE, two phases, LoRA of Z-Image."""
+"""train_flow.py from end to end.
+
+PRX from caches and images, other text encoders and VAEs, training in two phases, LoRA of Z-Image.
+"""
 
 import json
 import math
@@ -58,7 +61,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import evaluate_samples
 
 pytestmark = pytest.mark.usefixtures("without_figures")
-CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "a handwritten digit seven", "one", "a digit two"]
+CAPTIONS = [
+    "a digit zero",
+    "a handwritten digit one",
+    "digit",
+    "a handwritten digit seven",
+    "one",
+    "a digit two",
+]
 
 
 @pytest.fixture
@@ -67,16 +77,28 @@ def flags(tmp_path):
     make_captioned(tmp_path / "images", 6, CAPTIONS)
     make_prx(tmp_path / "config")
     return [
-        f"--pretrained_model_name_or_path={MODELS}", f"--transformer_config_name_or_path={tmp_path / 'config'}",
-        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=1", "--num_train_epochs=1", "--learning_rate=1e-3",
-        "--lr_warmup_steps=2", "--logging_steps=1", "--report_to=none", "--num_inference_steps=2",
+        f"--pretrained_model_name_or_path={MODELS}",
+        f"--transformer_config_name_or_path={tmp_path / 'config'}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=1",
+        "--num_train_epochs=1",
+        "--learning_rate=1e-3",
+        "--lr_warmup_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--num_inference_steps=2",
         "--num_validation_images=2",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
 def images(tmp_path, flags):
-    return [*flags, f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--dataloader_num_workers=0"]
+    return [
+        *flags,
+        f"--train_data_dir={tmp_path / 'images'}",
+        "--resolution=16",
+        "--dataloader_num_workers=0",
+    ]
 
 
 @pytest.fixture
@@ -93,10 +115,16 @@ def precompute(*argv):
 
 def make_cache(tmp_path, *argv, name="cache"):
     precompute(
-        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
-        "--model_family=prx", f"--output_dir={tmp_path / name}", "--rows_per_shard=4", "--batch_size=3",
-        "--dataloader_num_workers=0", *argv,
-    )  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={MODELS}",
+        "--resolution=16",
+        "--model_family=prx",
+        f"--output_dir={tmp_path / name}",
+        "--rows_per_shard=4",
+        "--batch_size=3",
+        "--dataloader_num_workers=0",
+        *argv,
+    )
 
 
 def train(*argv):
@@ -121,7 +149,7 @@ def losses(folder):
 
 
 def test_embeddings_are_those_of_the_pipeline_without_padding(tmp_path, cached):
-    """Cleaned as it cleans prompts, as long as they are in the cache, and zeros beyond in a batch."""
+    """Captions are cleaned as by the pipeline and stored unpadded; zeros pad a batch."""
     captions = ["A Digit ONE!", "@someone a digit", "", *CAPTIONS]
     pipeline = PRXPipeline(None, None, *load_text(), None)
     embeds, mask, _, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False)
@@ -135,11 +163,16 @@ def test_embeddings_are_those_of_the_pipeline_without_padding(tmp_path, cached):
     cache, empty_prompt, batches = load_cache(tmp_path / "cache")
     rows = [row for _, batch in batches for row in batch["prompt_embeds"].to_pylist()]
     assert [len(row) for row in rows] == (32 * mask[3:].sum(dim=1)).tolist()
-    assert torch.equal(empty_prompt["prompt_mask"], mask[2]) and not empty_prompt["prompt_embeds"][~mask[2]].any()
+    assert (
+        torch.equal(empty_prompt["prompt_mask"], mask[2])
+        and not empty_prompt["prompt_embeds"][~mask[2]].any()
+    )
     dataset = CachedLatents({"cache": (cache, empty_prompt, batches)}, 0, False)
     batch = dataset[[(0, row, 1.0) for row in (5, 0, 3)]]
     assert torch.equal(batch["prompt_mask"], mask[[8, 3, 6]])
-    assert torch.equal(batch["prompt_embeds"].view(3, 8, 32), ours["prompt_embeds"][[8, 3, 6]].half())
+    assert torch.equal(
+        batch["prompt_embeds"].view(3, 8, 32), ours["prompt_embeds"][[8, 3, 6]].half()
+    )
     assert batch["prompt_lengths"] == mask[[8, 3, 6]].sum(dim=1).tolist()
 
 
@@ -155,12 +188,18 @@ def test_a_tokenizer_that_fills_up_on_the_left_gives_the_same_tokens(cached):
     tokenizers[0].padding_side = "left"
     left = tokenize(tokenizers, CAPTIONS)
     assert not torch.equal(left["prompt_mask"], right["prompt_mask"])
-    sequence = lambda batch: [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], batch["prompt_mask"])]  # noqa: B905, E731
+    sequence = lambda batch: [
+        ids[mask].tolist()
+        for ids, mask in zip(batch["input_ids"], batch["prompt_mask"], strict=True)
+    ]
     assert sequence(left) == sequence(right)
     with torch.no_grad():
         found = encode_prompts(text_encoders, left)
     assert torch.equal(found["prompt_mask"], right["prompt_mask"])  # moved to the front
-    assert not found["prompt_embeds"][~found["prompt_mask"]].any() and found["prompt_embeds"].isfinite().all()
+    assert (
+        not found["prompt_embeds"][~found["prompt_mask"]].any()
+        and found["prompt_embeds"].isfinite().all()
+    )
 
 
 def test_captions_that_cleaning_empties_and_sizes_are_said(tmp_path, flags, capfd):
@@ -168,42 +207,81 @@ def test_captions_that_cleaning_empties_and_sizes_are_said(tmp_path, flags, capf
     make_cache(tmp_path, "--dry_run")
     said = capfd.readouterr().out
     assert "1 of 6 captions are left without a word, such as '一张照片'" in said
-    # Six captions of 2, 5, 3, 6, 3 and 5 tokens, of 4 bytes or of 32 numbers of 2; of 8 with padding
-    assert "captions take 96.0B as ids, 1.60kB as embeddings, 3.07kB as embeddings with padding" in said
+    # Six captions have 2, 5, 3, 6, 3 and 5 tokens, or 8 each with padding. A token takes 4 bytes
+    # as an id and 32 x 2 bytes as an embedding.
+    assert (
+        "captions take 96.0B as ids, 1.60kB as embeddings, 3.07kB as embeddings with padding"
+        in said
+    )
     assert not (tmp_path / "cache").exists()
 
 
 # ------------------------------------------------------------------- what a run leaves
 
 
-def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(tmp_path, cached, num_processes=2):
+def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
+    tmp_path, cached, num_processes=2
+):
     prompts = ["a digit one", "a digit two"]
     argv = [*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2"]
     pids = start(lambda: train(*argv), num_processes, tmp_path / "log")
     assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"model_index.json", "transformer", "vae", "text_encoder", "tokenizer", "scheduler", "README.md"} <= names
+    assert {
+        "model_index.json",
+        "transformer",
+        "vae",
+        "text_encoder",
+        "tokenizer",
+        "scheduler",
+        "README.md",
+    } <= names
     record = metrics(tmp_path / "out")[-1]
-    assert {"held_out_loss", "held_out_loss_ema", "held_out_loss_t0.1", "held_out_loss_t0.9"} <= record.keys()
+    assert {
+        "held_out_loss",
+        "held_out_loss_ema",
+        "held_out_loss_t0.1",
+        "held_out_loss_t0.9",
+    } <= record.keys()
     card = (tmp_path / "out/README.md").read_text()
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
-    assert isinstance(pipeline, PRXPipeline) and "use_resolution_binning=False" in card and "text-to-image" in card
+    assert (
+        isinstance(pipeline, PRXPipeline)
+        and "use_resolution_binning=False" in card
+        and "text-to-image" in card
+    )
     path = max((tmp_path / "out/samples").iterdir())
     grid = np.array(Image.open(path).convert("RGB")).astype(int)
     for i in range(4):
         generator = torch.Generator().manual_seed(step_seed("sample", 0, i))
-        options = {"generator": generator, "guidance_scale": 3, "num_inference_steps": 2, "height": 16, "width": 16}
+        options = {
+            "generator": generator,
+            "guidance_scale": 3,
+            "num_inference_steps": 2,
+            "height": 16,
+            "width": 16,
+        }
         image = pipeline(prompts[i // 2], use_resolution_binning=False, **options).images[0]
         image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
         y, x = 68 * (i // 2), grid.shape[1] - 68 * (2 - i % 2)
         assert np.abs(grid[y : y + 64, x : x + 64] - image).max() <= 1
 
 
-EXACT = ["--num_train_epochs=3", "--checkpointing_steps=2", "--checkpoints_total_limit=2", "--train_batch_size=2",
-         "--lr_scheduler=cosine", "--random_flip", "--caption_dropout=0.3", "--holdout=1"]  # fmt: skip
+EXACT = [
+    "--num_train_epochs=3",
+    "--checkpointing_steps=2",
+    "--checkpoints_total_limit=2",
+    "--train_batch_size=2",
+    "--lr_scheduler=cosine",
+    "--random_flip",
+    "--caption_dropout=0.3",
+    "--holdout=1",
+]
 
 
-@pytest.mark.parametrize("source, optimizer, num_processes", [("images", "adamw", 1), ("cache", "muon", 2)])
+@pytest.mark.parametrize(
+    "source, optimizer, num_processes", [("images", "adamw", 1), ("cache", "muon", 2)]
+)
 def test_killed_and_resumed_is_bit_identical(tmp_path, flags, source, optimizer, num_processes):
     make_captioned(tmp_path / "images", 8, CAPTIONS + ["one", "a digit"])
     flags = [*flags, *EXACT, f"--optimizer={optimizer}"]
@@ -211,22 +289,32 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, flags, source, optimizer,
         make_cache(tmp_path, "--random_flip")
         flags += [f"--latents_dir={tmp_path / 'cache'}"]
     else:
-        flags += [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--dataloader_num_workers=1"]
+        flags += [
+            f"--train_data_dir={tmp_path / 'images'}",
+            "--resolution=16",
+            "--dataloader_num_workers=1",
+        ]
     whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert set(finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))) == {0}, (
-        tmp_path / "whole.log"
-    ).read_text()
+    assert set(
+        finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))
+    ) == {0}, (tmp_path / "whole.log").read_text()
     pids = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes)
     wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
     time.sleep(0.1)
     kill(pids)
-    resumed = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes, tmp_path / "log")
+    resumed = start(
+        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"),
+        num_processes,
+        tmp_path / "log",
+    )
     assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/transformer", f"{last}/transformer_ema", "transformer"):
         assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
-    moments = [(tmp_path / name / last / "optimizer.bin").read_bytes() for name in ("whole", "killed")]
+    moments = [
+        (tmp_path / name / last / "optimizer.bin").read_bytes() for name in ("whole", "killed")
+    ]
     assert moments[0] == moments[1] and losses(tmp_path / "whole") == losses(tmp_path / "killed")
 
 
@@ -235,14 +323,24 @@ def test_training_from_a_cache_equals_training_on_the_images(tmp_path, images, f
     make_cache(tmp_path, "--random_flip", "--center_crop", f"--text_cache={text_cache}")
     shared = ["--random_flip", "--num_train_epochs=2", "--caption_dropout=0.3"]
     train(*images, *shared, "--center_crop", f"--output_dir={tmp_path / 'images-out'}")
-    train(*flags, *shared, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'cache-out'}")
+    train(
+        *flags,
+        *shared,
+        f"--latents_dir={tmp_path / 'cache'}",
+        f"--output_dir={tmp_path / 'cache-out'}",
+    )
     one, other = losses(tmp_path / "images-out"), losses(tmp_path / "cache-out")
     assert len(one) == 12 and one == pytest.approx(other, rel=5e-4)
 
 
 def test_several_sizes_and_masks_train_alike_from_cache_and_images(tmp_path, flags):
     make_masked(tmp_path / "masked")
-    data = [f"--train_data_dir={tmp_path / 'masked'}", "--resolution=16", "--bucket_step=4", "--center_crop"]
+    data = [
+        f"--train_data_dir={tmp_path / 'masked'}",
+        "--resolution=16",
+        "--bucket_step=4",
+        "--center_crop",
+    ]
     make_cache(tmp_path, *data, "--random_flip")
     flags = [*flags, "--random_flip", "--train_batch_size=2"]
     train(*flags, *data, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'images-out'}")
@@ -252,13 +350,16 @@ def test_several_sizes_and_masks_train_alike_from_cache_and_images(tmp_path, fla
 
 
 def test_what_a_mask_leaves_out_changes_nothing(cached):
-    """Neither numbers beyond the caption nor how far it is filled up, and a caption without a token is none."""
+    """Neither the values nor the length of the padding matter.
+
+    A caption without a token equals no caption.
+    """
     torch.manual_seed(0)
     model, latents, sigmas = PRXTransformer2DModel(**PRX), torch.randn(2, 4, 4, 4), torch.rand(2)
     for weight in model.parameters():  # which begin where text changes nothing
         torch.nn.init.normal_(weight, std=0.2)
     embeds, mask = torch.randn(2, 5, 32), torch.tensor([[1, 1, 1, 0, 0], [0] * 5]).bool()
-    call = lambda embeds, mask: script.call_transformer(  # noqa: E731
+    call = lambda embeds, mask: script.call_transformer(
         model, latents, sigmas, {"prompt_embeds": embeds, "prompt_mask": mask}
     )
     with torch.no_grad():
@@ -279,7 +380,9 @@ def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, cac
             patch(monkeypatch, "MOST_PERMUTED", 0)
         train(*cached, f"--output_dir={tmp_path / order}")
         train(*stored, f"--output_dir={tmp_path / order}-stored")
-        assert_same_weights(tmp_path / order / "transformer", tmp_path / f"{order}-stored" / "transformer")
+        assert_same_weights(
+            tmp_path / order / "transformer", tmp_path / f"{order}-stored" / "transformer"
+        )
     assert losses(tmp_path / "full") != losses(tmp_path / "ranges")
 
 
@@ -292,7 +395,13 @@ def test_a_signal_finishes_the_step_and_breaks_samples_off(tmp_path, cached):
     kind.step_, kind.step = kind.step, interrupted
     try:
         with pytest.raises(SystemExit) as stop:
-            train(*cached, "--validation_steps=2", "--validation_prompts", "a digit", "--num_inference_steps=50")
+            train(
+                *cached,
+                "--validation_steps=2",
+                "--validation_prompts",
+                "a digit",
+                "--num_inference_steps=50",
+            )
     finally:
         kind.step = kind.step_
     assert stop.value.code == 143 and checkpoints(tmp_path / "out") == {"checkpoint-2"}
@@ -318,9 +427,14 @@ class Straight(torch.nn.Module):
 
 def loss_of(argv, model, latents, shift=1.0, weight=None, **inputs):
     args = script.parse_args(["--latents_dir=x", "--pretrained_model_name_or_path=y", *argv])
-    condition = {"prompt_embeds": torch.zeros(len(latents), 1, 1), "prompt_mask": torch.ones(len(latents), 1).bool()}
+    condition = {
+        "prompt_embeds": torch.zeros(len(latents), 1, 1),
+        "prompt_mask": torch.ones(len(latents), 1).bool(),
+    }
     weight = torch.full((len(latents),), 1 / len(latents)) if weight is None else weight
-    return script.compute_loss({"transformer": model}, shift, latents, condition, inputs, weight, args)
+    return script.compute_loss(
+        {"transformer": model}, shift, latents, condition, inputs, weight, args
+    )
 
 
 class Output:
@@ -333,7 +447,11 @@ def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
     latents = torch.randn(4000, 2, 2, 2)
     for argv, shift, quantiles in [
         ([], 1.0, lambda q: torch.sigmoid(torch.special.ndtri(q))),
-        (["--logit_mean=1", "--logit_std=0.5"], 1.0, lambda q: torch.sigmoid(1 + 0.5 * torch.special.ndtri(q))),
+        (
+            ["--logit_mean=1", "--logit_std=0.5"],
+            1.0,
+            lambda q: torch.sigmoid(1 + 0.5 * torch.special.ndtri(q)),
+        ),
         (["--weighting_scheme=uniform"], 3.0, lambda q: 3 * q / (1 + 2 * q)),
     ]:
         model = Straight(latents)
@@ -342,7 +460,9 @@ def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
         q = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
         assert torch.allclose(sigmas.quantile(q), quantiles(q), atol=0.03), argv
         assert sigmas.dtype == torch.float32 and sigmas.unique().numel() > 3900  # of no table
-        spread = (noisy.square().mean(dim=(1, 2, 3)) - (1 - sigmas).square() - sigmas.square()).mean()
+        spread = (
+            noisy.square().mean(dim=(1, 2, 3)) - (1 - sigmas).square() - sigmas.square()
+        ).mean()
         assert abs(spread) < 0.05  # a share of one, and the rest of the other
 
 
@@ -363,7 +483,9 @@ def test_weights_and_masks_count():
     mask[..., 0] = 1
     torch.manual_seed(1)
     masked = loss_of([], Zero(), latents, weight=weight, mask=mask)
-    assert torch.allclose(masked, (weight * ((noise - latents).square() * mask).mean(dim=(1, 2, 3))).sum())
+    assert torch.allclose(
+        masked, (weight * ((noise - latents).square() * mask).mean(dim=(1, 2, 3))).sum()
+    )
 
 
 def test_a_dropped_caption_is_the_empty_one(tmp_path, cached):
@@ -374,7 +496,9 @@ def test_a_dropped_caption_is_the_empty_one(tmp_path, cached):
     torch.manual_seed(0)
     latents, condition, _ = script.prepare_batch(batch, frozen, 1.0)
     assert torch.equal(condition["prompt_mask"], frozen.empty_prompt["prompt_mask"].expand(6, 8))
-    assert torch.equal(condition["prompt_embeds"], frozen.empty_prompt["prompt_embeds"].expand(6, 8, 32))
+    assert torch.equal(
+        condition["prompt_embeds"], frozen.empty_prompt["prompt_embeds"].expand(6, 8, 32)
+    )
     _, kept, _ = script.prepare_batch(batch, frozen, 0.0)
     assert torch.equal(kept["prompt_mask"], batch["prompt_mask"]) and latents.shape == (6, 4, 8, 8)
 
@@ -383,35 +507,63 @@ def test_a_dropped_caption_is_the_empty_one(tmp_path, cached):
 
 
 def make_t5(folder):
-    """A T5, whose tokens are those of the demo, and a VAE of 16 channels that shifts them, in folders of their own."""
+    """A T5 with the demo's tokenizer, and a VAE with 16 channels and a shift, in two folders."""
     tokenizer = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
-    options = {"vocab_size": len(tokenizer), "d_model": 24, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2}
+    options = {
+        "vocab_size": len(tokenizer),
+        "d_model": 24,
+        "d_ff": 32,
+        "d_kv": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
     torch.manual_seed(0)
-    transformers.T5ForConditionalGeneration(transformers.T5Config(**options)).save_pretrained(folder / "t5")
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**options)).save_pretrained(
+        folder / "t5"
+    )
     tokenizer.model_max_length = 10**30  # as T5's own is
     tokenizer.save_pretrained(folder / "t5")
     vae = AutoencoderKL(
-        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, norm_num_groups=4,
-        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=16, scaling_factor=0.5, shift_factor=0.25,
-    )  # fmt: skip
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=16,
+        scaling_factor=0.5,
+        shift_factor=0.25,
+    )
     vae.save_pretrained(folder / "vae16")
-    return [f"--text_encoder_name_or_path={folder / 't5'}", f"--vae_name_or_path={folder / 'vae16'}"]
+    return [
+        f"--text_encoder_name_or_path={folder / 't5'}",
+        f"--vae_name_or_path={folder / 'vae16'}",
+    ]
 
 
 def test_from_scratch_with_t5_and_a_vae_that_shifts(tmp_path, flags):
     parts = [*make_t5(tmp_path), "--max_sequence_length=12"]
     make_prx(tmp_path / "config", in_channels=16, context_in_dim=24)
     flags = [flag for flag in flags if "pretrained" not in flag]
-    argv = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--dataloader_num_workers=0"]
-    precompute(*argv, *parts, "--model_family=prx", f"--output_dir={tmp_path / 'cache'}", "--center_crop")
+    argv = [
+        f"--train_data_dir={tmp_path / 'images'}",
+        "--resolution=16",
+        "--dataloader_num_workers=0",
+    ]
+    precompute(
+        *argv, *parts, "--model_family=prx", f"--output_dir={tmp_path / 'cache'}", "--center_crop"
+    )
     cache = json.loads((tmp_path / "cache/cache.json").read_text())
-    assert cache["text_encoder"]["class"] == "T5EncoderModel" and cache["prompt_embeds_shape"] == [12, 24]
+    assert cache["text_encoder"]["class"] == "T5EncoderModel" and cache["prompt_embeds_shape"] == [
+        12,
+        24,
+    ]
     train(*flags, *argv, *parts, "--center_crop", f"--output_dir={tmp_path / 'online'}")
     train(*flags, *parts, f"--latents_dir={tmp_path / 'cache'}", "--validation_prompts", "one")
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "online"), rel=5e-4)
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
     assert pipeline.tokenizer.model_max_length == 12 and pipeline.vae.config.shift_factor == 0.25
-    image = pipeline("one", height=16, width=16, use_resolution_binning=False, num_inference_steps=1).images[0]
+    image = pipeline(
+        "one", height=16, width=16, use_resolution_binning=False, num_inference_steps=1
+    ).images[0]
     assert image.size == (16, 16)
 
     # What is trained on is what the pipeline undoes: (latents - shift) * factor.
@@ -427,9 +579,21 @@ def test_from_scratch_with_t5_and_a_vae_that_shifts(tmp_path, flags):
 
 
 def test_an_autoencoder_dc_gives_latents_without_moments(tmp_path, flags, capfd):
-    blocks = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8), "latent_channels": 4}
-    kinds = {"encoder_block_types": "ResBlock", "decoder_block_types": "ResBlock", "attention_head_dim": 4}
-    layers = {"encoder_layers_per_block": (1, 1), "decoder_layers_per_block": (1, 1), "scaling_factor": 0.4}
+    blocks = {
+        "encoder_block_out_channels": (8, 8),
+        "decoder_block_out_channels": (8, 8),
+        "latent_channels": 4,
+    }
+    kinds = {
+        "encoder_block_types": "ResBlock",
+        "decoder_block_types": "ResBlock",
+        "attention_head_dim": 4,
+    }
+    layers = {
+        "encoder_layers_per_block": (1, 1),
+        "decoder_layers_per_block": (1, 1),
+        "scaling_factor": 0.4,
+    }
     qkv = {"encoder_qkv_multiscales": ((), ()), "decoder_qkv_multiscales": ((), ())}
     torch.manual_seed(0)
     vae = AutoencoderDC(**blocks, **kinds, **layers, **qkv)
@@ -443,22 +607,41 @@ def test_an_autoencoder_dc_gives_latents_without_moments(tmp_path, flags, capfd)
     train(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--vae_name_or_path={tmp_path / 'dc'}")
     assert type(DiffusionPipeline.from_pretrained(tmp_path / "out").vae) is AutoencoderDC
     with pytest.raises(SystemExit):
-        make_cache(tmp_path, f"--vae_name_or_path={tmp_path / 'dc'}", "--latents=moments", name="other")
+        make_cache(
+            tmp_path, f"--vae_name_or_path={tmp_path / 'dc'}", "--latents=moments", name="other"
+        )
     assert "an AutoencoderDC has no moments" in capfd.readouterr().err
 
 
 def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
-    """Weights, averaged weights and step go on; optimizer and data begin anew; its own checkpoint wins."""
+    """Weights, averaged weights and the step count continue; optimizer and data start afresh.
+
+    A checkpoint of the second phase takes precedence over --init_from.
+    """
     train(*cached, "--holdout=2", "--checkpointing_steps=2")
     make_cache(tmp_path, "--resolution=32", name="large")
     flags = [flag for flag in flags if "transformer_config" not in flag]
-    second = [*flags, f"--latents_dir={tmp_path / 'large'}", f"--init_from={tmp_path / 'out'}", "--holdout=2"]
-    second += [f"--output_dir={tmp_path / 'second'}", "--checkpointing_steps=1", "--resume_from_checkpoint=latest"]
+    second = [
+        *flags,
+        f"--latents_dir={tmp_path / 'large'}",
+        f"--init_from={tmp_path / 'out'}",
+        "--holdout=2",
+    ]
+    second += [
+        f"--output_dir={tmp_path / 'second'}",
+        "--checkpointing_steps=1",
+        "--resume_from_checkpoint=latest",
+    ]
     begun = []
 
     def starting(accelerator, start, models, state):
         load_start(accelerator, start, models, state)
-        begun.append({name: {k: v.clone() for k, v in model.state_dict().items()} for name, model in models.items()})
+        begun.append(
+            {
+                name: {k: v.clone() for k, v in model.state_dict().items()}
+                for name, model in models.items()
+            }
+        )
         begun.append(dict(state))
 
     load_start = script.load_start
@@ -469,10 +652,16 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
             before = weights(tmp_path / f"out/checkpoint-4/{name}")
             assert all(torch.equal(before[key], value) for key, value in model.items())
         assert (begun[1]["global_step"], begun[1]["images_seen"]) == (4, 0)
-        assert [record["step"] for record in metrics(tmp_path / "second") if "loss" in record] == [5, 6]
+        assert [record["step"] for record in metrics(tmp_path / "second") if "loss" in record] == [
+            5,
+            6,
+        ]
         train(*second, "--max_train_steps=8")  # from its own
         assert len(begun) == 2 and max(checkpoints(tmp_path / "second")) == "checkpoint-8"
-    assert f"Going on from the weights of {tmp_path / 'out/checkpoint-4'}, at step 4" in capfd.readouterr().out
+    assert (
+        f"Going on from the weights of {tmp_path / 'out/checkpoint-4'}, at step 4"
+        in capfd.readouterr().out
+    )
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "second")
     assert pipeline.config.default_sample_size == 32
 
@@ -480,8 +669,12 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
     assert "held images out, and these would be trained on: give --holdout 2 --seed 0" in refused(
         capfd, *other, "--holdout=0"
     )
-    assert "holds no whole checkpoint, and is none" in refused(capfd, *other, f"--init_from={tmp_path / 'images'}")
-    assert "is at step 4, from which this run counts" in refused(capfd, *other, "--max_train_steps=4")
+    assert "holds no whole checkpoint, and is none" in refused(
+        capfd, *other, f"--init_from={tmp_path / 'images'}"
+    )
+    assert "is at step 4, from which this run counts" in refused(
+        capfd, *other, "--max_train_steps=4"
+    )
 
 
 def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached):
@@ -490,15 +683,21 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
     optimizer = script.make_optimizer({"transformer": model}, None, args)
     muon, adamw = [{id(weight) for weight in group["params"]} for group in optimizer.param_groups]
     for name, weight in model.named_parameters():
-        assert id(weight) in (muon if name.startswith("blocks.") and weight.dim() == 2 else adamw), name
+        assert id(weight) in (
+            muon if name.startswith("blocks.") and weight.dim() == 2 else adamw
+        ), name
     # As torch's own two would step
     twin = PRXTransformer2DModel(**PRX)
     twin.load_state_dict(model.state_dict())
     named = list(twin.named_parameters())
-    matrices = [weight for name, weight in named if name.startswith("blocks.") and weight.dim() == 2]
+    matrices = [
+        weight for name, weight in named if name.startswith("blocks.") and weight.dim() == 2
+    ]
     shared = {"lr": 1e-3, "weight_decay": 0.1}
-    both = [torch.optim.Muon(matrices, **shared, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([w for _, w in named if all(w is not m for m in matrices)], **shared)]  # fmt: skip
+    both = [
+        torch.optim.Muon(matrices, **shared, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([w for _, w in named if all(w is not m for m in matrices)], **shared),
+    ]
     for _ in range(3):
         for network, steps in ((model, [optimizer]), (twin, both)):
             torch.manual_seed(0)
@@ -511,7 +710,8 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
     said = count_memory({"transformer": model}, {}, [], 1, "muon")["moments"]
     assert said == sum(x.numel() * x.element_size() for x in kept)
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(one, other, atol=2e-5), name  # a step is 1e-3; Newton-Schulz is done in bfloat16
+        # A step is 1e-3, and Newton-Schulz runs in bfloat16
+        assert torch.allclose(one, other, atol=2e-5), name
 
 
 # ------------------------------------------------------------------- Z-Image
@@ -521,25 +721,46 @@ def make_z_image(folder):
     """A Z-Image pipeline of 40,000 weights: Qwen3 with a chat template, a VAE that shifts."""
     tokenizer = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer, pad_token=tokenizer.pad_token, eos_token=tokenizer.eos_token,
+        tokenizer_object=tokenizer._tokenizer,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
         model_max_length=64,
-    )  # fmt: skip
+    )
     tokenizer.chat_template = (
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
         "{% if add_generation_prompt %}answer{% endif %}"
     )
     torch.manual_seed(0)
-    config = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
-              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": len(tokenizer)}  # fmt: skip
+    config = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": len(tokenizer),
+    }
     text_encoder = transformers.Qwen3Model(transformers.Qwen3Config(**config))
     vae = AutoencoderKL(
-        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, norm_num_groups=4,
-        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, scaling_factor=0.5, shift_factor=0.25,
-    )  # fmt: skip
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        scaling_factor=0.5,
+        shift_factor=0.25,
+    )
     transformer = ZImageTransformer2DModel(
-        in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32,
-        axes_dims=[4, 6, 6], axes_lens=[256, 32, 32],
-    )  # fmt: skip
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[4, 6, 6],
+        axes_lens=[256, 32, 32],
+    )
     for weight in transformer.parameters():
         torch.nn.init.normal_(weight, std=0.1) if weight.dim() > 1 else None
     scheduler = FlowMatchEulerDiscreteScheduler(shift=6.0)
@@ -552,9 +773,13 @@ def test_a_lora_of_z_image_is_trained_as_its_pipeline_samples(tmp_path, flags, c
     argv = [flag for flag in flags if "transformer_config" not in flag and "pretrained" not in flag]
     argv += [f"--pretrained_model_name_or_path={base}", "--model_family=z-image"]
     precompute(
-        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={base}", "--resolution=16",
-        "--center_crop", f"--output_dir={tmp_path / 'cache'}", "--dataloader_num_workers=0",
-    )  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={base}",
+        "--resolution=16",
+        "--center_crop",
+        f"--output_dir={tmp_path / 'cache'}",
+        "--dataloader_num_workers=0",
+    )
     cache = json.loads((tmp_path / "cache/cache.json").read_text())
     assert cache["model_family"] == "z-image" and cache["prompt_embeds_shape"] == [64, 32]
 
@@ -568,35 +793,74 @@ def test_a_lora_of_z_image_is_trained_as_its_pipeline_samples(tmp_path, flags, c
     batch = dataset[[(0, row, 1.0) for row in range(6)]]
     latents, condition, _ = script.prepare_batch(batch, frozen, 0.0)
     assert condition["prompt_lengths"].tolist() == [len(embeds) for embeds in theirs]
-    for ours, length, embeds in zip(condition["prompt_embeds"], condition["prompt_lengths"], theirs, strict=True):
+    for ours, length, embeds in zip(
+        condition["prompt_embeds"], condition["prompt_lengths"], theirs, strict=True
+    ):
         assert torch.allclose(ours[:length], embeds, atol=2e-3)
     noise, sigmas = torch.randn(latents.shape), torch.rand(6)
     noisy = script.add_noise(latents, noise, sigmas)
     with torch.no_grad():
         ours = script.call_transformer(pipeline.transformer, noisy, sigmas, condition)
-        given = [embeds[:n] for embeds, n in zip(condition["prompt_embeds"], condition["prompt_lengths"], strict=True)]
-        found = pipeline.transformer(list(noisy.unsqueeze(2)), 1 - sigmas, given, return_dict=False)[0]
+        given = [
+            embeds[:n]
+            for embeds, n in zip(
+                condition["prompt_embeds"], condition["prompt_lengths"], strict=True
+            )
+        ]
+        found = pipeline.transformer(
+            list(noisy.unsqueeze(2)), 1 - sigmas, given, return_dict=False
+        )[0]
     assert torch.equal(ours, -torch.stack(found).squeeze(2))
 
-    lora = [*argv, "--rank=2", "--num_train_epochs=2", "--learning_rate=1e-2", "--caption_dropout=0.3"]
-    train(*lora, f"--latents_dir={tmp_path / 'cache'}", "--validation_prompts", "a digit", "--holdout=1")
+    lora = [
+        *argv,
+        "--rank=2",
+        "--num_train_epochs=2",
+        "--learning_rate=1e-2",
+        "--caption_dropout=0.3",
+    ]
+    train(
+        *lora,
+        f"--latents_dir={tmp_path / 'cache'}",
+        "--validation_prompts",
+        "a digit",
+        "--holdout=1",
+    )
     online = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--center_crop"]
-    train(*lora, *online, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'online'}", "--holdout=1")
+    train(
+        *lora,
+        *online,
+        "--dataloader_num_workers=0",
+        f"--output_dir={tmp_path / 'online'}",
+        "--holdout=1",
+    )
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "online"), rel=2e-3)
     assert sorted(checkpoints(tmp_path / "out")) == ["checkpoint-10"]
-    options = {"height": 16, "width": 16, "num_inference_steps": 2, "guidance_scale": 0, "output_type": "np"}
-    draw = lambda: pipeline("a digit", generator=torch.Generator().manual_seed(0), **options).images  # noqa: E731
+    options = {
+        "height": 16,
+        "width": 16,
+        "num_inference_steps": 2,
+        "guidance_scale": 0,
+        "output_type": "np",
+    }
+    draw = lambda: pipeline("a digit", generator=torch.Generator().manual_seed(0), **options).images
     before = draw()
     pipeline.load_lora_weights(tmp_path / "out")
     assert np.abs(draw() - before).max() > 1e-3
     trained = tmp_path / "out/pytorch_lora_weights.safetensors"
     again = [f"--network_weights={trained}", "--max_train_steps=1", "--learning_rate=0"]
-    train(*lora, *again, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'again'}")
+    train(
+        *lora, *again, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'again'}"
+    )
     kept, loaded = load_file(trained), load_file(tmp_path / "again" / trained.name)
-    assert kept.keys() == loaded.keys() and all(torch.equal(kept[name], loaded[name]) for name in kept)
+    assert kept.keys() == loaded.keys() and all(
+        torch.equal(kept[name], loaded[name]) for name in kept
+    )
     with pytest.raises(SystemExit):
         script.parse_args([*lora, "--latents_dir=x", "--model_family=prx"])
-    assert "--rank trains a LoRA for a transformer of --model_family z-image" in capfd.readouterr().err
+    assert (
+        "--rank trains a LoRA for a transformer of --model_family z-image" in capfd.readouterr().err
+    )
 
 
 # ------------------------------------------------------------------- refusals
@@ -605,8 +869,9 @@ def test_a_lora_of_z_image_is_trained_as_its_pipeline_samples(tmp_path, flags, c
 def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
     make_prx(tmp_path / "wide", context_in_dim=48)
     config = f"--transformer_config_name_or_path={tmp_path / 'wide'}"
-    assert "takes 4 channels and embeddings of 48; the latents have 4, the embeddings 32" in refused(
-        capfd, *cached, config
+    assert (
+        "takes 4 channels and embeddings of 48; the latents have 4, the embeddings 32"
+        in refused(capfd, *cached, config)
     )
     make_prx(tmp_path / "coarse", patch_size=3)
     config = f"--transformer_config_name_or_path={tmp_path / 'coarse'}"
@@ -618,7 +883,10 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
     assert "does not fit these models" in error and "model_family" in error
     with pytest.raises(SystemExit):
         make_cache(tmp_path, "--model_family=sd", "--max_sequence_length=4", name="other")
-    assert "--max_sequence_length 4 does nothing for Stable Diffusion: leave it out" in capfd.readouterr().err
+    assert (
+        "--max_sequence_length 4 does nothing for Stable Diffusion: leave it out"
+        in capfd.readouterr().err
+    )
     error = refused(capfd, *cached, "--max_sequence_length=9")
     assert "--max_sequence_length 9: the text encoder takes 8 tokens" in error
     base = make_z_image(tmp_path / "z")
@@ -627,13 +895,33 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("argv, sentence", [
-    (["--latents_dir=x"], "--pretrained_model_name_or_path is needed, or --vae_name_or_path as well"),
-    (["--latents_dir=x", "--vae_name_or_path=v", "--text_encoder_name_or_path=t"], "--transformer_config_name_or"),
-    (["--latents_dir=x", "--pretrained_model_name_or_path=p", "--output_kohya_format"], "knows U-Nets only"),
-    (["--latents_dir=x", "--pretrained_model_name_or_path=p", "--logit_std=0"], "--logit_std"),
-    (["--latents_dir=x", "--pretrained_model_name_or_path=p", "--resolution=8", "--center_crop"], "does nothing with"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (
+            ["--latents_dir=x"],
+            "--pretrained_model_name_or_path is needed, or --vae_name_or_path as well",
+        ),
+        (
+            ["--latents_dir=x", "--vae_name_or_path=v", "--text_encoder_name_or_path=t"],
+            "--transformer_config_name_or",
+        ),
+        (
+            ["--latents_dir=x", "--pretrained_model_name_or_path=p", "--output_kohya_format"],
+            "knows U-Nets only",
+        ),
+        (["--latents_dir=x", "--pretrained_model_name_or_path=p", "--logit_std=0"], "--logit_std"),
+        (
+            [
+                "--latents_dir=x",
+                "--pretrained_model_name_or_path=p",
+                "--resolution=8",
+                "--center_crop",
+            ],
+            "does nothing with",
+        ),
+    ],
+)
 def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(argv)
@@ -648,7 +936,13 @@ def test_launched_for_real_on_one_and_two_processes(tmp_path, cached):
     argv = [*cached, "--mixed_precision=bf16", "--max_train_steps=2"]
     env = {"ACCELERATE_USE_CPU": "true"}
     for options in ([], ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]):
-        run = launch(*options, "train_flow.py", *argv, f"--output_dir={tmp_path / str(len(options))}", env=env)
+        run = launch(
+            *options,
+            "train_flow.py",
+            *argv,
+            f"--output_dir={tmp_path / str(len(options))}",
+            env=env,
+        )
         assert run.returncode == 0, run.stderr
         assert math.isfinite(losses(tmp_path / str(len(options)))[-1])
 
@@ -662,9 +956,16 @@ def judge(pipeline, guidance_scale, count):
     names = "zero one two three four five six seven eight nine".split()
     for digit, name in enumerate(sorted(names)):  # as the classifier's labels are
         for seed in range(count):
-            options = {"guidance_scale": guidance_scale, "height": 8, "width": 8, "use_resolution_binning": False}
+            options = {
+                "guidance_scale": guidance_scale,
+                "height": 8,
+                "width": 8,
+                "use_resolution_binning": False,
+            }
             generator = torch.Generator().manual_seed(seed)
-            image = pipeline(f"a handwritten digit {name}", generator=generator, output_type="pt", **options).images
+            image = pipeline(
+                f"a handwritten digit {name}", generator=generator, output_type="pt", **options
+            ).images
             right += int(classifier(image.mean(dim=1, keepdim=True)).argmax() == digit)
     return right / (10 * count)
 
@@ -675,7 +976,11 @@ def test_the_demo_draws_the_digits_that_it_is_asked_for(tmp_path):
     cache = f"--output_dir={tmp_path / 'latents'}"
     run = launch("precompute_latents.py", "--model_family=prx", cache)
     assert run.returncode == 0, run.stderr
-    argv = [*shlex.split(script.DEMO), f"--latents_dir={tmp_path / 'latents'}", f"--output_dir={tmp_path / 'out'}"]
+    argv = [
+        *shlex.split(script.DEMO),
+        f"--latents_dir={tmp_path / 'latents'}",
+        f"--output_dir={tmp_path / 'out'}",
+    ]
     run = launch("train_flow.py", *argv)
     assert run.returncode == 0, run.stderr
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")

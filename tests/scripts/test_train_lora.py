@@ -1,4 +1,7 @@
-"""train_text_to_image.py with --rank: resumed to the bit, nothing else trained or written, and a file that draws."""
+"""train_text_to_image.py with --rank: bit-exact resume, and a LoRA file that works.
+
+Nothing but the adapter is trained or written.
+"""
 
 import collections
 import json
@@ -48,11 +51,19 @@ def inputs(tmp_path_factory):
     make_models(folder)
     make_captioned(folder / "images", 7)
     reset()
-    precompute_latents.main(precompute_latents.parse_args([
-        f"--train_data_dir={folder / 'images'}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
-        f"--cache_dir={folder / 'datasets'}", f"--output_dir={folder / 'cache'}", "--random_flip",
-        "--dataloader_num_workers=0",
-    ]))  # fmt: skip
+    precompute_latents.main(
+        precompute_latents.parse_args(
+            [
+                f"--train_data_dir={folder / 'images'}",
+                f"--pretrained_model_name_or_path={MODELS}",
+                "--resolution=16",
+                f"--cache_dir={folder / 'datasets'}",
+                f"--output_dir={folder / 'cache'}",
+                "--random_flip",
+                "--dataloader_num_workers=0",
+            ]
+        )
+    )
     reset()
     return folder
 
@@ -61,11 +72,21 @@ def inputs(tmp_path_factory):
 def flags(tmp_path, inputs):
     """A run of 4 steps; later flags win over these."""
     return [
-        f"--pretrained_model_name_or_path={inputs / 'sd'}", f"--latents_dir={inputs / 'cache'}", "--rank=2",
-        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2", "--num_train_epochs=1", "--learning_rate=1e-2",
-        "--lr_warmup_steps=1", "--lr_scheduler=cosine", "--checkpointing_steps=2", "--logging_steps=1",
-        "--report_to=none", "--num_inference_steps=2", "--num_validation_images=1",
-    ]  # fmt: skip
+        f"--pretrained_model_name_or_path={inputs / 'sd'}",
+        f"--latents_dir={inputs / 'cache'}",
+        "--rank=2",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=2",
+        "--num_train_epochs=1",
+        "--learning_rate=1e-2",
+        "--lr_warmup_steps=1",
+        "--lr_scheduler=cosine",
+        "--checkpointing_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--num_inference_steps=2",
+        "--num_validation_images=1",
+    ]
 
 
 def train(*argv):
@@ -78,14 +99,20 @@ def refused(capfd, *argv):
     with pytest.raises(SystemExit) as stop:
         train(*argv)
     error = capfd.readouterr().err
-    assert stop.value.code == 1 and error.count("train_text_to_image.py: ") == 1 and "Traceback" not in error
+    assert (
+        stop.value.code == 1
+        and error.count("train_text_to_image.py: ") == 1
+        and "Traceback" not in error
+    )
     return error
 
 
 def contents(folder):
     """What has to be the same in two runs: {file: bytes}."""
     kinds = (".safetensors", ".bin", ".png", "config.json")
-    paths = (path for path in folder.rglob("*") if path.name.endswith(kinds) and path.name != "loss.png")
+    paths = (
+        path for path in folder.rglob("*") if path.name.endswith(kinds) and path.name != "loss.png"
+    )
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
@@ -96,31 +123,57 @@ def contents(folder):
     (2, ["--use_dora", "--lora_dropout=0.1", "--gradient_checkpointing"]),
     (1, ["--lora_layers=all", "--optimizer=adamw8bit"]),
 ])  # fmt: skip
-def test_a_lora_that_is_resumed_is_that_of_an_uninterrupted_run(tmp_path, flags, num_processes, more):
-    flags = [*flags, *more, "--num_train_epochs=2", "--validation_prompts=a", "--validation_epochs=1", "--holdout=2"]
+def test_a_lora_that_is_resumed_is_that_of_an_uninterrupted_run(
+    tmp_path, flags, num_processes, more
+):
+    flags = [
+        *flags,
+        *more,
+        "--num_train_epochs=2",
+        "--validation_prompts=a",
+        "--validation_epochs=1",
+        "--holdout=2",
+    ]
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
     for argv in ([f"--output_dir={whole}"], [f"--output_dir={rest}", again]):
         pids = start(lambda argv=argv: train(*flags, *argv), num_processes, tmp_path / "log")
         assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
     one, other = contents(whole), contents(rest)
-    assert FILE in other and f"checkpoint-4/{FILE}" in other and "checkpoint-4/unet/adapter_model.safetensors" in other
-    assert {name for name in one if one[name] != other.get(name)} == {n for n in one if n.startswith("checkpoint-2/")}
+    assert (
+        FILE in other
+        and f"checkpoint-4/{FILE}" in other
+        and "checkpoint-4/unet/adapter_model.safetensors" in other
+    )
+    assert {name for name in one if one[name] != other.get(name)} == {
+        n for n in one if n.startswith("checkpoint-2/")
+    }
     for record, same in zip(*(metrics(folder)[-3:] for folder in (whole, rest)), strict=True):
-        assert record == same or all(record[key] == same[key] for key in ("step", "loss", "grad_norm"))
+        assert record == same or all(
+            record[key] == same[key] for key in ("step", "loss", "grad_norm")
+        )
 
 
 def test_a_file_goes_on_being_trained(tmp_path, flags, capfd):
     train(*flags)
-    again = [*flags, f"--network_weights={tmp_path / 'out' / FILE}", f"--output_dir={tmp_path / 'again'}"]
+    again = [
+        *flags,
+        f"--network_weights={tmp_path / 'out' / FILE}",
+        f"--output_dir={tmp_path / 'again'}",
+    ]
     train(*again, "--learning_rate=0", "--lora_alpha=8")
     assert (tmp_path / "again" / FILE).read_bytes() == (tmp_path / "out" / FILE).read_bytes()
     again[-1] = f"--output_dir={tmp_path / 'more'}"
     train(*again)
     one, other = (load_file(tmp_path / name / FILE) for name in ("out", "more"))
     assert any(not torch.equal(one[name], other[name]) for name in one)
-    assert "its rank is 2" in refused(capfd, *again, "--rank=4", f"--output_dir={tmp_path / 'other'}")
-    for wrong, said in (("--rank=0", "--rank"), ("--use_dora", "--network_weights has no form for --use_dora")):
+    assert "its rank is 2" in refused(
+        capfd, *again, "--rank=4", f"--output_dir={tmp_path / 'other'}"
+    )
+    for wrong, said in (
+        ("--rank=0", "--rank"),
+        ("--use_dora", "--network_weights has no form for --use_dora"),
+    ):
         with pytest.raises(SystemExit):
             script.parse_args([str(flag) for flag in (*again, wrong)])
         assert said in capfd.readouterr().err
@@ -132,7 +185,9 @@ def test_what_is_trained_is_float32_and_nothing_of_the_base_is_written(tmp_path,
     moments = torch.load(checkpoint / "optimizer.bin", weights_only=True)["state"]
     adapter = load_file(checkpoint / "unet/adapter_model.safetensors")
     assert len(moments) == len(adapter) > 10
-    assert {value.dtype for state in moments.values() for value in state.values()} == {torch.float32}
+    assert {value.dtype for state in moments.values() for value in state.values()} == {
+        torch.float32
+    }
     assert {value.dtype for value in adapter.values()} == {torch.float32}
     assert all(value.any() for name, value in adapter.items() if "lora_B" in name)
     assert checkpoint.joinpath(FILE).read_bytes() == (tmp_path / "out" / FILE).read_bytes()
@@ -142,15 +197,21 @@ def test_what_is_trained_is_float32_and_nothing_of_the_base_is_written(tmp_path,
     assert (config["r"], config["lora_alpha"], config["use_dora"]) == (2, 2, False)
 
 
-def test_the_base_of_a_checkpoint_is_the_same_in_any_precision_and_no_other(tmp_path, flags, inputs, capfd):
+def test_the_base_of_a_checkpoint_is_the_same_in_any_precision_and_no_other(
+    tmp_path, flags, inputs, capfd
+):
     train(*flags, "--max_train_steps=2", "--mixed_precision=bf16")
     again = [*flags, "--resume_from_checkpoint=latest"]
     capfd.readouterr()
     train(*again, "--mixed_precision=no", "--max_train_steps=3", "--lora_dropout=0.5")
     assert ", mixed_precision bf16 -> no" in capfd.readouterr().out
-    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4, lora_alpha 2 -> 4)" in refused(capfd, *again, "--rank=4")
+    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4, lora_alpha 2 -> 4)" in refused(
+        capfd, *again, "--rank=4"
+    )
     whole = [arg for arg in again if arg != "--rank=2"]
-    assert "unet is a LoRA, and without --rank the whole model would be trained: keep" in refused(capfd, *whole)
+    assert "unet is a LoRA, and without --rank the whole model would be trained: keep" in refused(
+        capfd, *whole
+    )
     assert "was trained with --optimizer adamw, not adafactor: go on" in refused(
         capfd, *again, "--optimizer=adafactor"
     )
@@ -160,7 +221,9 @@ def test_the_base_of_a_checkpoint_is_the_same_in_any_precision_and_no_other(tmp_
     data[-1] ^= 1
     path.write_bytes(data)
     error = refused(capfd, *again, f"--pretrained_model_name_or_path={tmp_path / 'sd'}")
-    assert "is of another LoRA (other weights of the base): keep base and flags as they were" in error
+    assert (
+        "is of another LoRA (other weights of the base): keep base and flags as they were" in error
+    )
     train(*whole[:-1], "--max_train_steps=2", f"--output_dir={tmp_path / 'full'}")
     error = refused(capfd, *again, f"--output_dir={tmp_path / 'full'}")
     assert "checkpoint-2/unet is a whole model, and --rank trains a LoRA: keep" in error
@@ -189,13 +252,22 @@ def test_samples_and_held_out_losses_change_no_bit(tmp_path, flags):
 
 
 @pytest.mark.parametrize("kohya", [False, True])
-def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(tmp_path, flags, inputs, kohya, monkeypatch, capfd):
+def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
+    tmp_path, flags, inputs, kohya, monkeypatch, capfd
+):
     calls = {}
     patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
-    train(*flags, "--validation_prompt", "a digit one", "--guidance_scale=3", "--push_to_hub", "--lora_alpha=4",
-          *["--output_kohya_format"] * kohya)  # fmt: skip
+    train(
+        *flags,
+        "--validation_prompt",
+        "a digit one",
+        "--guidance_scale=3",
+        "--push_to_hub",
+        "--lora_alpha=4",
+        *["--output_kohya_format"] * kohya,
+    )
     out, files = tmp_path / "out", {FILE, *["pytorch_lora_weights_kohya.safetensors"] * kohya}
     assert {path.name for path in out.glob("*.safetensors")} == files
     assert {path.name for path in (out / "checkpoint-2").glob("*.safetensors")} == files
@@ -203,7 +275,10 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(tmp_path, flags
     assert "Done: LoRA, samples/ and report.html are in" in capfd.readouterr().out
     assert calls["allow_patterns"][-1] == "pytorch_lora_weights*"
     card = (out / "README.md").read_text()
-    assert 'from_pretrained("sd")\npipeline.load_lora_weights("me/out")\nimage' in card and "A LoRA of rank 2" in card
+    assert (
+        'from_pretrained("sd")\npipeline.load_lora_weights("me/out")\nimage' in card
+        and "A LoRA of rank 2" in card
+    )
     assert str(inputs) not in card
     grid = np.array(Image.open(out / "samples/step-0000004.png").convert("RGB")).astype(int)
     differences = []
@@ -213,7 +288,9 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(tmp_path, flags
             pipeline.load_lora_weights(out, weight_name=adapter)
         pipeline.unet.register_to_config(sample_size=8)
         generator = torch.Generator().manual_seed(step_seed("sample", 0, 0))
-        image = pipeline("a digit one", generator=generator, guidance_scale=3, num_inference_steps=2).images[0]
+        image = pipeline(
+            "a digit one", generator=generator, guidance_scale=3, num_inference_steps=2
+        ).images[0]
         image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
         differences.append(np.abs(grid[:64, -68:-4] - image).max())
     assert differences[0] > 20 and differences[1] <= 1
@@ -229,7 +306,10 @@ def test_another_objective_than_the_bases_is_told_in_the_card(tmp_path, flags):
     names = {"pipeline": pipeline}
     exec(usage.splitlines()[0] + "\n" + line, names)
     assert pipeline.scheduler.config.prediction_type == "v_prediction"
-    assert pipeline.scheduler.config.timestep_spacing == "trailing" and pipeline.scheduler.alphas_cumprod[-1] == 0
+    assert (
+        pipeline.scheduler.config.timestep_spacing == "trailing"
+        and pipeline.scheduler.alphas_cumprod[-1] == 0
+    )
 
 
 def test_checkpointed_gradients_are_the_same(tmp_path, flags):
@@ -237,7 +317,9 @@ def test_checkpointed_gradients_are_the_same(tmp_path, flags):
     found = []
     for more in ([], ["--gradient_checkpointing"]):
         train(*flags, *more, f"--output_dir={tmp_path / str(len(found))}", "--max_train_steps=2")
-        found.append(load_file(tmp_path / f"{len(found)}/checkpoint-2/unet/adapter_model.safetensors"))
+        found.append(
+            load_file(tmp_path / f"{len(found)}/checkpoint-2/unet/adapter_model.safetensors")
+        )
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-6)
         assert value.any(), name
@@ -255,27 +337,48 @@ def test_a_rate_and_a_batch_size_are_found_with_it(tmp_path, flags):
 
 @pytest.mark.ci
 def test_it_compiles(tmp_path, flags):
-    """To the same adapter, but for rounding."""
+    """Compiled training gives the same adapter, except for rounding."""
     for name, more in [("eager", []), ("compiled", ["--compile=eager"])]:
-        train(*flags, *more, "--mixed_precision=bf16", "--max_train_steps=2", f"--output_dir={tmp_path / name}")
+        train(
+            *flags,
+            *more,
+            "--mixed_precision=bf16",
+            "--max_train_steps=2",
+            f"--output_dir={tmp_path / name}",
+        )
     one, other = (load_file(tmp_path / name / FILE) for name in ("eager", "compiled"))
     assert one.keys() == other.keys() and all(other[name].any() for name in other)
 
 
 def test_a_lora_that_learns_nothing_is_worth_a_look(flags, capfd):
-    train(*flags, "--max_train_steps=101", "--logging_steps=50", "--checkpointing_steps=200", "--learning_rate=0")
+    train(
+        *flags,
+        "--max_train_steps=101",
+        "--logging_steps=50",
+        "--checkpointing_steps=200",
+        "--learning_rate=0",
+    )
     said = "Worth a look: the LoRA still changes nothing, all its B are 0"
     assert capfd.readouterr().err.count(said) == 1
 
 
-@pytest.mark.parametrize("argv, sentence", [
-    (["--rank=4", "--unet_config_name_or_path=x"], "--rank trains a LoRA for a U-Net that is trained: leave --unet"),
-    (["--rank=0"], "0 is not between 1 and 4096"),
-    (["--use_dora"], "--use_dora does nothing without --rank"),
-    (["--lora_alpha=8"], "--lora_alpha does nothing without --rank"),
-    (["--output_kohya_format"], "--output_kohya_format does nothing without --rank"),
-    (["--rank=4", "--use_dora", "--output_kohya_format"], "--output_kohya_format has no form for --use_dora"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (
+            ["--rank=4", "--unet_config_name_or_path=x"],
+            "--rank trains a LoRA for a U-Net that is trained: leave --unet",
+        ),
+        (["--rank=0"], "0 is not between 1 and 4096"),
+        (["--use_dora"], "--use_dora does nothing without --rank"),
+        (["--lora_alpha=8"], "--lora_alpha does nothing without --rank"),
+        (["--output_kohya_format"], "--output_kohya_format does nothing without --rank"),
+        (
+            ["--rank=4", "--use_dora", "--output_kohya_format"],
+            "--output_kohya_format has no form for --use_dora",
+        ),
+    ],
+)
 def test_flags_that_make_no_lora_end_with_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(["--pretrained_model_name_or_path=sd", "--latents_dir=a", *argv])
@@ -294,29 +397,40 @@ def test_two_processes_launched_for_real_train_one_lora(tmp_path, flags, inputs)
     assert pipeline.get_active_adapters() == ["default_0"]
 
 
-# --------------------------------------------------------------------------------------------------------- the demo
+# ------------------------------------------------------------------- the demo
 
 
 def test_a_rank_alone_is_the_demo_of_a_lora(tmp_path, capsys):
-    args = script.parse_args(["--rank", "16", "--max_train_steps", "3", "--output_dir", str(tmp_path)])
+    args = script.parse_args(
+        ["--rank", "16", "--max_train_steps", "3", "--output_dir", str(tmp_path)]
+    )
     printed = capsys.readouterr().out.strip().split("\n")[-1]
     assert args.rank == 16 and args.max_train_steps == 3 and len(args.validation_prompts) == 10
     assert [Path(args.train_data_dir).name, args.latents_dir] == ["nines", None]
     assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
     whole = script.parse_args([])
     assert whole.rank is None and whole.latents_dir == ["latents-digits"]
-    assert (whole.validation_prompts, whole.guidance_scale) == (args.validation_prompts, args.guidance_scale)
+    assert (whole.validation_prompts, whole.guidance_scale) == (
+        args.validation_prompts,
+        args.guidance_scale,
+    )
 
 
 def test_its_data_are_all_nines_and_ten_of_each_other_and_its_base_has_the_demos_other_models():
     digits, nines = (
-        datasets.load_dataset(str(ROOT / "demo" / name), split="train").cast_column("image", datasets.Image(False))
+        datasets.load_dataset(str(ROOT / "demo" / name), split="train").cast_column(
+            "image", datasets.Image(False)
+        )
         for name in ("digits", "nines")
     )
     assert all(row in digits.to_list() for row in nines.to_list())
     counts = collections.Counter(nines["text"])
     of_nine = collections.Counter(digits["text"])["a handwritten digit nine"]
-    assert counts.pop("a handwritten digit nine") == of_nine and set(counts.values()) == {10} and len(counts) == 9
+    assert (
+        counts.pop("a handwritten digit nine") == of_nine
+        and set(counts.values()) == {10}
+        and len(counts) == 9
+    )
     for name in ("vae", "text_encoder"):
         (path,) = (ROOT / "demo/zero_to_eight" / name).glob("*.safetensors")
         one, other = load_file(path), load_file(MODELS / name / path.name)
@@ -324,26 +438,42 @@ def test_its_data_are_all_nines_and_ten_of_each_other_and_its_base_has_the_demos
 
 
 def test_the_demo_learns_in_a_few_steps(tmp_path):
-    quick = ["--max_train_steps=30", "--lr_warmup_steps=1", "--num_validation_images=1", "--num_inference_steps=1"]
-    quick += [f"--output_dir={tmp_path / 'out'}", f"--cache_dir={tmp_path / 'cache'}", "--report_to=none"]
+    quick = [
+        "--max_train_steps=30",
+        "--lr_warmup_steps=1",
+        "--num_validation_images=1",
+        "--num_inference_steps=1",
+    ]
+    quick += [
+        f"--output_dir={tmp_path / 'out'}",
+        f"--cache_dir={tmp_path / 'cache'}",
+        "--report_to=none",
+    ]
     train("--rank=16", *quick, "--logging_steps=5", "--snr_gamma=5")
     losses = [record["loss"] for record in metrics(tmp_path / "out")]
     assert losses[-1] < 0.9 * losses[0], losses
-    assert {FILE, "README.md", "report.html", "samples"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert {FILE, "README.md", "report.html", "samples"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
     pipeline = StableDiffusionPipeline.from_pretrained(ROOT / "demo/zero_to_eight")
     pipeline.load_lora_weights(tmp_path / "out")
     assert pipeline("a handwritten digit nine", num_inference_steps=1).images[0].size == (8, 8)
 
 
 def judge(pipeline, prompts, count=20):
-    """{prompt: share of `count` samples in which a classifier of the digits sees what was asked for}."""
+    """{prompt: share of `count` samples in which a classifier sees the right digit}."""
     torch.manual_seed(0)
     images, labels = evaluate_samples.load_digits()
     classifier, shares = evaluate_samples.train_classifier(images, labels), {}
     pipeline.set_progress_bar_config(disable=True)
     for prompt in prompts:
         generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
-        options = {"guidance_scale": 3, "num_inference_steps": 20, "output_type": "pt", "generator": generators}
+        options = {
+            "guidance_scale": 3,
+            "num_inference_steps": 20,
+            "output_type": "pt",
+            "generator": generators,
+        }
         drawn = pipeline([prompt] * count, **options).images.mean(dim=1, keepdim=True)
         found = classifier(drawn).argmax(dim=1)
         shares[prompt] = (found == sorted(prompts).index(prompt)).float().mean().item()
@@ -353,7 +483,12 @@ def judge(pipeline, prompts, count=20):
 @pytest.mark.long
 def test_the_demo_teaches_the_9_and_keeps_0_to_8(tmp_path):
     """The whole demo, some minutes."""
-    argv = ["--rank=16", f"--output_dir={tmp_path / 'out'}", f"--cache_dir={tmp_path / 'cache'}", "--report_to=none"]
+    argv = [
+        "--rank=16",
+        f"--output_dir={tmp_path / 'out'}",
+        f"--cache_dir={tmp_path / 'cache'}",
+        "--report_to=none",
+    ]
     run = launch("train_text_to_image.py", *argv)
     assert run.returncode == 0, run.stderr
     prompts = script.parse_args(argv).validation_prompts

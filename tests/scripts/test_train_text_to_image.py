@@ -1,4 +1,7 @@
-"""train_text_to_image.py from end to end: its commands, what they leave, and that cache and images are the same."""
+"""train_text_to_image.py from end to end: its commands and their output.
+
+Training from a cache equals training from images.
+"""
 
 import itertools
 import json
@@ -31,7 +34,13 @@ from conftest import (
     wait_until,
     weights,
 )
-from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTokenizer
 
@@ -56,15 +65,27 @@ def flags(tmp_path, models):
     """A run of 6 steps on 6 images that takes a second; later flags win over these."""
     make_captioned(tmp_path / "images", 6)
     return [
-        f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / 'out'}", "--train_batch_size=1",
-        "--num_train_epochs=1", "--learning_rate=1e-3", "--lr_warmup_steps=2", "--logging_steps=1", "--report_to=none",
-        "--num_inference_steps=2", "--num_validation_images=2",
-    ]  # fmt: skip
+        f"--pretrained_model_name_or_path={models}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=1",
+        "--num_train_epochs=1",
+        "--learning_rate=1e-3",
+        "--lr_warmup_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--num_inference_steps=2",
+        "--num_validation_images=2",
+    ]
 
 
 @pytest.fixture
 def images(tmp_path, flags):
-    return [*flags, f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--dataloader_num_workers=0"]
+    return [
+        *flags,
+        f"--train_data_dir={tmp_path / 'images'}",
+        "--resolution=16",
+        "--dataloader_num_workers=0",
+    ]
 
 
 @pytest.fixture
@@ -75,10 +96,20 @@ def cached(tmp_path, flags):
 
 def make_cache(tmp_path, *argv, name="cache", images="images"):
     reset()
-    precompute_latents.main(precompute_latents.parse_args([
-        f"--train_data_dir={tmp_path / images}", f"--pretrained_model_name_or_path={MODELS}", "--resolution=16",
-        f"--output_dir={tmp_path / name}", "--rows_per_shard=4", "--batch_size=3", "--dataloader_num_workers=0", *argv,
-    ]))  # fmt: skip
+    precompute_latents.main(
+        precompute_latents.parse_args(
+            [
+                f"--train_data_dir={tmp_path / images}",
+                f"--pretrained_model_name_or_path={MODELS}",
+                "--resolution=16",
+                f"--output_dir={tmp_path / name}",
+                "--rows_per_shard=4",
+                "--batch_size=3",
+                "--dataloader_num_workers=0",
+                *argv,
+            ]
+        )
+    )
     reset()
 
 
@@ -92,7 +123,11 @@ def refused(capfd, *argv):
     with pytest.raises(SystemExit) as stop:
         train(*argv)
     error = capfd.readouterr().err
-    assert stop.value.code == 1 and error.count("train_text_to_image.py: ") == 1 and "Traceback" not in error
+    assert (
+        stop.value.code == 1
+        and error.count("train_text_to_image.py: ") == 1
+        and "Traceback" not in error
+    )
     return error
 
 
@@ -100,7 +135,10 @@ def refused(capfd, *argv):
 
 
 def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, models):
-    """The command lines of diffusers' example test, but for local paths; resuming at the end trains no further."""
+    """The command lines of diffusers' example test with local paths.
+
+    Resuming a finished run trains no further.
+    """
     shared = f"""
         --pretrained_model_name_or_path {models}
         --dataset_name {tmp_path / "images"}
@@ -121,37 +159,93 @@ def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, models):
     assert (out / "scheduler/scheduler_config.json").is_file()
     assert checkpoints(out) == {"checkpoint-2", "checkpoint-4"}
     unet = UNet2DConditionModel.from_pretrained(out, subfolder="checkpoint-2/unet")
-    assert DiffusionPipeline.from_pretrained(out, unet=unet, safety_checker=None)("a prompt", num_inference_steps=1)
+    assert DiffusionPipeline.from_pretrained(out, unet=unet, safety_checker=None)(
+        "a prompt", num_inference_steps=1
+    )
     shutil.rmtree(out / "checkpoint-2")
     before = weights(out / "unet")
-    again = [*shared, "--output_dir", out, "--checkpointing_steps=1", "--resume_from_checkpoint=checkpoint-4"]
+    again = [
+        *shared,
+        "--output_dir",
+        out,
+        "--checkpointing_steps=1",
+        "--resume_from_checkpoint=checkpoint-4",
+    ]
     train(*again, "--max_train_steps", 2)
     assert checkpoints(out) == {"checkpoint-4"}
     assert all(torch.equal(before[name], values) for name, values in weights(out / "unet").items())
     DiffusionPipeline.from_pretrained(out, safety_checker=None)("a prompt", num_inference_steps=1)
-    train(*first, "--max_train_steps", 8, "--resume_from_checkpoint=checkpoint-4", "--checkpoints_total_limit=2")
+    train(
+        *first,
+        "--max_train_steps",
+        8,
+        "--resume_from_checkpoint=checkpoint-4",
+        "--checkpoints_total_limit=2",
+    )
     assert checkpoints(out) == {"checkpoint-6", "checkpoint-8"}
 
 
-# diffusers' train_text_to_image.py, autumn 2026; docs/from-diffusers.md explains the ones that differ or are gone.
+# Flags and defaults of diffusers' train_text_to_image.py, autumn 2026. docs/from-diffusers.md
+# explains those that differ or do not exist here.
 DIFFUSERS = {
-    "input_perturbation": 0, "pretrained_model_name_or_path": "sd", "revision": None, "variant": None,
-    "dataset_name": None, "dataset_config_name": None, "caption_column": "text", "max_train_samples": None,
-    "validation_prompts": None, "output_dir": "sd-model-finetuned", "cache_dir": None, "center_crop": False,
-    "random_flip": False, "train_batch_size": 16, "num_train_epochs": 100, "max_train_steps": None,
-    "gradient_accumulation_steps": 1, "gradient_checkpointing": False, "learning_rate": 1e-4, "scale_lr": False,
-    "lr_scheduler": "constant", "lr_warmup_steps": 500, "snr_gamma": None, "allow_tf32": False, "adam_beta1": 0.9,
-    "adam_beta2": 0.999, "adam_weight_decay": 1e-2, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "push_to_hub": False,
-    "prediction_type": None, "hub_model_id": None, "logging_dir": "logs", "mixed_precision": None,
-    "report_to": "tensorboard", "checkpointing_steps": 500, "checkpoints_total_limit": None,
-    "resume_from_checkpoint": None, "noise_offset": 0, "validation_epochs": 5,
+    "input_perturbation": 0,
+    "pretrained_model_name_or_path": "sd",
+    "revision": None,
+    "variant": None,
+    "dataset_name": None,
+    "dataset_config_name": None,
+    "caption_column": "text",
+    "max_train_samples": None,
+    "validation_prompts": None,
+    "output_dir": "sd-model-finetuned",
+    "cache_dir": None,
+    "center_crop": False,
+    "random_flip": False,
+    "train_batch_size": 16,
+    "num_train_epochs": 100,
+    "max_train_steps": None,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": False,
+    "learning_rate": 1e-4,
+    "scale_lr": False,
+    "lr_scheduler": "constant",
+    "lr_warmup_steps": 500,
+    "snr_gamma": None,
+    "allow_tf32": False,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_weight_decay": 1e-2,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "push_to_hub": False,
+    "prediction_type": None,
+    "hub_model_id": None,
+    "logging_dir": "logs",
+    "mixed_precision": None,
+    "report_to": "tensorboard",
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": None,
+    "resume_from_checkpoint": None,
+    "noise_offset": 0,
+    "validation_epochs": 5,
     "tracker_project_name": "text2image-fine-tune",
-}  # fmt: skip
+}
 EXPLAINED = {
-    "resolution", "seed", "use_ema", "dataloader_num_workers", "image_interpolation_mode", "dream_training",
-    "dream_detail_preservation", "use_8bit_adam", "offload_ema", "foreach_ema", "non_ema_revision", "hub_token",
-    "local_rank", "enable_xformers_memory_efficient_attention",
-}  # fmt: skip
+    "resolution",
+    "seed",
+    "use_ema",
+    "dataloader_num_workers",
+    "image_interpolation_mode",
+    "dream_training",
+    "dream_detail_preservation",
+    "use_8bit_adam",
+    "offload_ema",
+    "foreach_ema",
+    "non_ema_revision",
+    "hub_token",
+    "local_rank",
+    "enable_xformers_memory_efficient_attention",
+}
 
 
 def test_every_flag_of_diffusers_has_its_default_or_is_explained(tmp_path):
@@ -171,9 +265,17 @@ def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
 
 
 def test_demo_trains_from_the_demo_cache(tmp_path, capfd):
-    quick = ["--max_train_steps=2", "--num_inference_steps=1", "--num_validation_images=1", "--report_to=none"]
+    quick = [
+        "--max_train_steps=2",
+        "--num_inference_steps=1",
+        "--num_validation_images=1",
+        "--report_to=none",
+    ]
     quick += [f"--output_dir={tmp_path / 'out'}", f"--latents_dir={tmp_path / 'latents'}"]
-    args, names = script.parse_args([]), ("pretrained_model_name_or_path", "unet_config_name_or_path")
+    args, names = (
+        script.parse_args([]),
+        ("pretrained_model_name_or_path", "unet_config_name_or_path"),
+    )
     quick += [f"--{name}={getattr(args, name)}" for name in names]
     assert "make the cache with precompute_latents.py" in refused(capfd, *quick)
     reset()
@@ -183,7 +285,9 @@ def test_demo_trains_from_the_demo_cache(tmp_path, capfd):
     assert pipeline("a handwritten digit seven", num_inference_steps=1).images[0].size == (8, 8)
 
 
-def test_output_is_a_whole_pipeline_with_card_samples_and_curve(tmp_path, cached, models, monkeypatch):
+def test_output_is_a_whole_pipeline_with_card_samples_and_curve(
+    tmp_path, cached, models, monkeypatch
+):
     from huggingface_hub.utils import filter_repo_objects
 
     calls = {}
@@ -191,22 +295,40 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(tmp_path, cached
     patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
-    argv = [*cached, "--validation_prompts", "a digit one", 'it\'s a "dog"', "--validation_epochs=1",
-            "--num_train_epochs=2", "--checkpointing_steps=12", "--num_validation_images=3", "--push_to_hub",
-            "--scale_lr", "--allow_tf32", "--mixed_precision=no"]  # fmt: skip
+    argv = [
+        *cached,
+        "--validation_prompts",
+        "a digit one",
+        'it\'s a "dog"',
+        "--validation_epochs=1",
+        "--num_train_epochs=2",
+        "--checkpointing_steps=12",
+        "--num_validation_images=3",
+        "--push_to_hub",
+        "--scale_lr",
+        "--allow_tf32",
+        "--mixed_precision=no",
+    ]
     train(*argv)
     out = tmp_path / "out"
-    assert vars(script.parse_args([f"@{out / 'run.args'}"])) == vars(script.parse_args(argv))  # before it was scaled
-    assert_same_weights(out / "unet", out / "checkpoint-12/unet_ema")  # what is saved is the average
+    # The learning rate is stored before --scale_lr
+    assert vars(script.parse_args([f"@{out / 'run.args'}"])) == vars(script.parse_args(argv))
+    # The averaged weights are saved
+    assert_same_weights(out / "unet", out / "checkpoint-12/unet_ema")
     pipeline = StableDiffusionPipeline.from_pretrained(out)
     assert pipeline("a digit one", num_inference_steps=2).images[0].size == (16, 16)
     for name, kind in (("vae", AutoencoderKL), ("text_encoder", CLIPTextModel)):
-        one, other = (kind.from_pretrained(folder, subfolder=name).state_dict() for folder in (out, models))
+        one, other = (
+            kind.from_pretrained(folder, subfolder=name).state_dict() for folder in (out, models)
+        )
         assert all(torch.equal(one[key], other[key]) for key in other), name
     original = CLIPTokenizer.from_pretrained(models, subfolder="tokenizer")
     assert pipeline.tokenizer.get_vocab() == original.get_vocab()
     assert pipeline.tokenizer("a digit one").input_ids == original("a digit one").input_ids
-    assert sorted(path.name for path in (out / "samples").iterdir()) == ["step-0000006.png", "step-0000012.png"]
+    assert sorted(path.name for path in (out / "samples").iterdir()) == [
+        "step-0000006.png",
+        "step-0000012.png",
+    ]
     card = (out / "README.md").read_text()
     assert "text-to-image" in card and 'pipeline("a digit one", height=16, width=16)' in card
     records = metrics(out)
@@ -220,19 +342,33 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(tmp_path, cached
         if path.suffix in (".json", ".md") and "checkpoint" not in str(path):
             assert str(tmp_path) not in path.read_text(), path
     names = [str(path.relative_to(out)) for path in files]
-    uploaded = {name.split("/")[0] for name in filter_repo_objects(names, allow_patterns=calls["allow_patterns"])}
+    uploaded = {
+        name.split("/")[0]
+        for name in filter_repo_objects(names, allow_patterns=calls["allow_patterns"])
+    }
     pipeline = {"model_index.json", "unet", "vae", "text_encoder", "tokenizer", "scheduler"}
     assert uploaded == pipeline | {"README.md", "samples", "loss.png"}
 
 
 @pytest.mark.ci
 def test_launched_for_real_with_bf16_and_wandb(tmp_path, cached):
-    """As its own process, with threads of the launcher: wandb starts a service that would outlive a test."""
-    argv = [*cached, "--mixed_precision=bf16", "--report_to=wandb", "--validation_prompts", "a digit"]
+    """In a separate process, because wandb starts a service that would outlive a test.
+
+    The launcher sets the number of threads.
+    """
+    argv = [
+        *cached,
+        "--mixed_precision=bf16",
+        "--report_to=wandb",
+        "--validation_prompts",
+        "a digit",
+    ]
     config = ["--config_file", "accelerate_configs/cpu.yaml", "--num-cpu-threads-per-process=1"]
     env = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": None}
     run = launch(*config, "train_text_to_image.py", *argv, env=env)
-    assert run.returncode == 0 and run.stdout.count("Processes: 1 on cpu, 1 threads each") == 1, run.stderr
+    assert run.returncode == 0 and run.stdout.count("Processes: 1 on cpu, 1 threads each") == 1, (
+        run.stderr
+    )
     assert list((tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb"))
     assert StableDiffusionPipeline.from_pretrained(tmp_path / "out").unet.dtype == torch.float32
     assert len(metrics(tmp_path / "out")) == 6
@@ -241,14 +377,26 @@ def test_launched_for_real_with_bf16_and_wandb(tmp_path, cached):
 # ------------------------------------------------------------------- exactness
 
 
-EXACT = ["--num_train_epochs=3", "--checkpointing_steps=2", "--checkpoints_total_limit=2", "--train_batch_size=2",
-         "--lr_scheduler=cosine", "--random_flip", "--caption_dropout=0.3", "--noise_offset=0.1",
-         "--input_perturbation=0.1", "--lr_warmup_steps=2"]  # fmt: skip
+EXACT = [
+    "--num_train_epochs=3",
+    "--checkpointing_steps=2",
+    "--checkpoints_total_limit=2",
+    "--train_batch_size=2",
+    "--lr_scheduler=cosine",
+    "--random_flip",
+    "--caption_dropout=0.3",
+    "--noise_offset=0.1",
+    "--input_perturbation=0.1",
+    "--lr_warmup_steps=2",
+]
 
 
 @pytest.mark.parametrize("source, num_processes", [("images", 1), ("cache", 2)])
 def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, source, num_processes):
-    """SIGKILL again and again, at moments that also fall into saving; 7 images leave short steps and batches."""
+    """SIGKILL at random moments, also while a checkpoint is saved.
+
+    With 7 images, some steps and batches are short.
+    """
     make_captioned(tmp_path / "images", 7)
     if source == "cache":
         make_cache(tmp_path, "--random_flip")
@@ -257,32 +405,57 @@ def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, sour
         flags = [*flags, *EXACT, f"--train_data_dir={tmp_path / 'images'}", "--resolution=16",
                  "--dataloader_num_workers=1"]  # fmt: skip
     whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert set(finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))) == {0}, (
-        tmp_path / "whole.log"
-    ).read_text()
-    for moment in np.random.default_rng(num_processes).uniform(0.0, 0.4, 1):  # with something to lose
+    assert set(
+        finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))
+    ) == {0}, (tmp_path / "whole.log").read_text()
+    # Killed some time after a new checkpoint, so that steps are lost
+    for moment in np.random.default_rng(num_processes).uniform(0.0, 0.4, 1):
         before = checkpoints(tmp_path / "killed") if (tmp_path / "killed").exists() else set()
-        pids = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes)
-        wait_until(lambda before=before: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed") - before)
+        pids = start(
+            lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes
+        )
+        wait_until(
+            lambda before=before: (
+                (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed") - before
+            )
+        )
         time.sleep(moment)
         kill(pids)
-    resumed = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes, tmp_path / "log")
+    resumed = start(
+        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"),
+        num_processes,
+        tmp_path / "log",
+    )
     assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
         assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
-    shown = [[(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(tmp_path / name)]
-             for name in ("whole", "killed")]  # fmt: skip
+    shown = [
+        [
+            (r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"])
+            for r in metrics(tmp_path / name)
+        ]
+        for name in ("whole", "killed")
+    ]
     assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(7 / (2 * num_processes))
 
 
 @pytest.mark.parametrize("optimizer, num_processes", [("adafactor", 1), ("adamw8bit", 2)])
 def test_with_any_optimizer_a_run_goes_on_to_the_bit(tmp_path, cached, optimizer, num_processes):
-    cached = [*cached, f"--optimizer={optimizer}", "--checkpointing_steps=2", "--train_batch_size=1", "--holdout=2"]
+    cached = [
+        *cached,
+        f"--optimizer={optimizer}",
+        "--checkpointing_steps=2",
+        "--train_batch_size=1",
+        "--holdout=2",
+    ]
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
-    for argv in ([f"--output_dir={whole}", "--num_train_epochs=2"], [f"--output_dir={rest}", again]):
+    for argv in (
+        [f"--output_dir={whole}", "--num_train_epochs=2"],
+        [f"--output_dir={rest}", again],
+    ):
         argv = [*argv, "--max_train_steps=4"]
         pids = start(lambda argv=argv: train(*cached, *argv), num_processes, tmp_path / "log")
         assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
@@ -292,14 +465,21 @@ def test_with_any_optimizer_a_run_goes_on_to_the_bit(tmp_path, cached, optimizer
     assert moments[0] == moments[1]
 
 
-def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(tmp_path, cached, monkeypatch):
+def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
+    tmp_path, cached, monkeypatch
+):
     cached = [*cached, "--checkpointing_steps=2", "--validation_steps=2", "--max_train_steps=4",
               "--validation_prompts", "a digit one"]  # fmt: skip
     train(*cached, f"--output_dir={tmp_path / 'whole'}")
     with monkeypatch.context() as killed:
         killed.setattr(script, "log_validation", lambda *args: os._exit(9))
-        assert finish(start(lambda: train(*cached), log=tmp_path / "log")) == [9], (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "out") == {"checkpoint-2"} and not (tmp_path / "out/samples").exists()
+        assert finish(start(lambda: train(*cached), log=tmp_path / "log")) == [9], (
+            tmp_path / "log"
+        ).read_text()
+    assert (
+        checkpoints(tmp_path / "out") == {"checkpoint-2"}
+        and not (tmp_path / "out/samples").exists()
+    )
     train(*cached, "--resume_from_checkpoint=latest")
     for path in (tmp_path / "whole/samples").iterdir():
         assert path.read_bytes() == (tmp_path / "out/samples" / path.name).read_bytes()
@@ -318,7 +498,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, cached):
 
 
 def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached, monkeypatch):
-    """6 rows in steps of 2 x 2, two epochs: what each process really trained on, from inside the loss."""
+    """The loss records the rows of each process: 6 rows in steps of 2 x 2, for two epochs."""
     compute_loss, prepare_batch, rows = script.compute_loss, script.prepare_batch, []
 
     def preparing(batch, **options):
@@ -332,9 +512,20 @@ def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached,
 
     monkeypatch.setattr(script, "prepare_batch", preparing)
     monkeypatch.setattr(script, "compute_loss", recording)
-    argv = [*cached, "--train_batch_size=2", "--num_train_epochs=2", "--scale_lr", "--learning_rate=1e-4"]
-    assert finish(start(lambda: train(*argv), 2, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
-    ranks = [[json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()] for r in range(2)]
+    argv = [
+        *cached,
+        "--train_batch_size=2",
+        "--num_train_epochs=2",
+        "--scale_lr",
+        "--learning_rate=1e-4",
+    ]
+    assert finish(start(lambda: train(*argv), 2, tmp_path / "log")) == [0, 0], (
+        tmp_path / "log"
+    ).read_text()
+    ranks = [
+        [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
+        for r in range(2)
+    ]
     assert len(ranks[0]) == len(ranks[1]) == 4  # two steps an epoch
     for epoch in (0, 2):
         seen = [row for rank in ranks for found, _, _ in rank[epoch : epoch + 2] for row in found]
@@ -343,20 +534,31 @@ def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached,
     assert len(set(seeds)) == len(seeds) == 8
     given = [weight for rank in ranks for _, found, _ in rank for weight in found]
     assert sorted(set(given)) == [0.5, 1.0]  # of 4 rows, and of 2; averaged over two processes
-    assert metrics(tmp_path / "out")[-1]["lr"] == pytest.approx(4e-4)  # times 2 processes and 2 rows
+    # Scaled by 2 processes and 2 rows
+    assert metrics(tmp_path / "out")[-1]["lr"] == pytest.approx(4e-4)
 
 
 @pytest.mark.parametrize("flip, crop", [(["--random_flip"], ["--center_crop"]), ([], [])])
 def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images, flags, flip, crop):
-    """Crops of a cache are those of epoch 0, so there random crops agree for an epoch and centred ones for ever."""
+    """A cache has the crops of epoch 0: random crops agree for one epoch, centered ones always."""
     make_cache(tmp_path, *flip, *crop)
     epochs = f"--num_train_epochs={3 if crop else 1}"
     train(*images, *flip, *crop, epochs, f"--output_dir={tmp_path / 'images-out'}")
-    train(*flags, *flip, epochs, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'cache-out'}")
+    train(
+        *flags,
+        *flip,
+        epochs,
+        f"--latents_dir={tmp_path / 'cache'}",
+        f"--output_dir={tmp_path / 'cache-out'}",
+    )
     one, other = metrics(tmp_path / "images-out"), metrics(tmp_path / "cache-out")
     assert len(one) == (18 if crop else 6)
-    assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in other], rel=2e-4)
-    assert [record["grad_norm"] for record in one] == pytest.approx([r["grad_norm"] for r in other], rel=1e-3)
+    assert [record["loss"] for record in one] == pytest.approx(
+        [record["loss"] for record in other], rel=2e-4
+    )
+    assert [record["grad_norm"] for record in one] == pytest.approx(
+        [r["grad_norm"] for r in other], rel=1e-3
+    )
     if not crop:
         argv = [f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'c'}", "--seed=1"]
         train(*flags, *flip, epochs, *argv)
@@ -367,8 +569,12 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images,
 def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
     """It is smaller by what the embeddings take."""
     make_cache(tmp_path, "--text_cache=ids", name="ids")
-    sizes = [sum(path.stat().st_size for path in (tmp_path / name).glob("data-*")) for name in ("cache", "ids")]
-    assert sizes[0] - sizes[1] > 0.8 * 6 * (8 * 32 * 2 - 8 * 4)  # rows of so many bytes, but for what Arrow adds
+    sizes = [
+        sum(path.stat().st_size for path in (tmp_path / name).glob("data-*"))
+        for name in ("cache", "ids")
+    ]
+    # The difference per row in bytes, less some overhead of Arrow
+    assert sizes[0] - sizes[1] > 0.8 * 6 * (8 * 32 * 2 - 8 * 4)
     train(*cached)
     train(*cached, f"--latents_dir={tmp_path / 'ids'}", f"--output_dir={tmp_path / 'of-ids'}")
     losses = [[record["loss"] for record in metrics(tmp_path / name)] for name in ("out", "of-ids")]
@@ -387,7 +593,9 @@ def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags,
         for last in steps:
             train(*weighted, 1, 0.4, f"--max_train_steps={last}", f"--output_dir={tmp_path / name}")
     assert_same_weights(tmp_path / "whole/unet", tmp_path / "parts/unet")
-    assert [r["epoch"] for r in metrics(tmp_path / "whole") if "loss" in r] == [0] * 4 + [1] * 4 + [2]
+    assert [r["epoch"] for r in metrics(tmp_path / "whole") if "loss" in r] == [0] * 4 + [1] * 4 + [
+        2
+    ]
     again = script.parse_args([f"@{tmp_path / 'whole/run.args'}"])
     assert again.latents_weights == [1.0, 0.4]
     capfd.readouterr()
@@ -400,14 +608,24 @@ def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags,
 def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached, num_processes):
     """However many processes share the samples."""
     prompts = ["a digit one", "a digit two"]
-    argv = [*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--num_inference_steps=4"]
+    argv = [
+        *cached,
+        "--validation_prompts",
+        *prompts,
+        "--guidance_scale=3",
+        "--num_inference_steps=4",
+    ]
     pids = start(lambda: train(*argv, "--max_train_steps=2"), num_processes, tmp_path / "log")
     assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
-    grid = np.array(Image.open(tmp_path / "out/samples/step-0000002.png").convert("RGB")).astype(int)
+    grid = np.array(Image.open(tmp_path / "out/samples/step-0000002.png").convert("RGB")).astype(
+        int
+    )
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
     for i in range(4):
         generator = torch.Generator().manual_seed(step_seed("sample", 0, i))
-        image = pipeline(prompts[i // 2], generator=generator, guidance_scale=3, num_inference_steps=4).images[0]
+        image = pipeline(
+            prompts[i // 2], generator=generator, guidance_scale=3, num_inference_steps=4
+        ).images[0]
         image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
         y, x = 68 * (i // 2), grid.shape[1] - 68 * (2 - i % 2)
         assert np.abs(grid[y : y + 64, x : x + 64] - image).max() <= 1
@@ -419,9 +637,17 @@ def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models
     (models / "scheduler/scheduler_config.json").write_text(json.dumps(config))
     args = script.parse_args([*cached, "--prediction_type=v_prediction"])
     noise_scheduler, sampler = script.make_schedulers(args)
-    assert type(sampler).__name__ == "PNDMScheduler" and sampler.config.prediction_type == "v_prediction"
+    assert (
+        type(sampler).__name__ == "PNDMScheduler"
+        and sampler.config.prediction_type == "v_prediction"
+    )
     assert noise_scheduler.config.prediction_type == "v_prediction"
-    argv = ["--prediction_type=v_prediction", "--rescale_betas_zero_snr", "--snr_gamma=5", "--max_train_steps=2"]
+    argv = [
+        "--prediction_type=v_prediction",
+        "--rescale_betas_zero_snr",
+        "--snr_gamma=5",
+        "--max_train_steps=2",
+    ]
     train(*cached, *argv)
     scheduler = StableDiffusionPipeline.from_pretrained(tmp_path / "out").scheduler
     assert isinstance(scheduler, DDIMScheduler) and scheduler.alphas_cumprod[-1] == 0
@@ -437,7 +663,10 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     mean, std = torch.randn(1000, 4, 2, 2), torch.rand(1000, 4, 2, 2) + 0.5
     cache = {"latents": "moments", "latents_shape": [8, 2, 2], "prompt_embeds_shape": [3, 5]}
     cache["vae"] = {"scaling_factor": 0.5}
-    batch = {"latents": torch.cat([mean, std], 1).flatten(1).half(), "prompt_embeds": torch.ones(1000, 15).half()}
+    batch = {
+        "latents": torch.cat([mean, std], 1).flatten(1).half(),
+        "prompt_embeds": torch.ones(1000, 15).half(),
+    }
     batch["latents_shape"] = [8, 2, 2]
 
     def prepare(cache, caption_dropout):
@@ -466,16 +695,28 @@ def test_latents_are_the_same_whatever_the_layout_of_a_vaes_output(monkeypatch):
     moments = torch.cat([torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)], 1)
     cache = {"latents": "moments", "vae": {"scaling_factor": 1.0}}
     frozen = SimpleNamespace(
-        lengths=None, vae=None, text_encoders=None, empty_prompt={"prompt_embeds": torch.zeros(8, 32)}, cache=cache
+        lengths=None,
+        vae=None,
+        text_encoders=None,
+        empty_prompt={"prompt_embeds": torch.zeros(8, 32)},
+        cache=cache,
     )
     patch(monkeypatch, "encode_prompts", lambda *given: {"prompt_embeds": torch.ones(2, 8, 32)})
     drawn, layouts = [], []
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
-        patch(monkeypatch, "encode_images", lambda vae, images, layout=layout: moments.to(memory_format=layout))
-        drawn.append(script.prepare_batch({"pixel_values": None, "input_ids": None}, frozen, 0.0)[0])
+        patch(
+            monkeypatch,
+            "encode_images",
+            lambda vae, images, layout=layout: moments.to(memory_format=layout),
+        )
+        drawn.append(
+            script.prepare_batch({"pixel_values": None, "input_ids": None}, frozen, 0.0)[0]
+        )
         layouts.append(moments.to(memory_format=layout).stride())
-    assert layouts[0] != layouts[1] and drawn[0].stride() == drawn[1].stride() and torch.equal(*drawn)
+    assert (
+        layouts[0] != layouts[1] and drawn[0].stride() == drawn[1].stride() and torch.equal(*drawn)
+    )
 
 
 def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
@@ -489,23 +730,35 @@ def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
     for name in ("pixel_values", "input_ids", "weight"):
         assert torch.equal(batch[name], torch.cat([one[name] for one in alone])), name
     assert batch["weight"].tolist() == pytest.approx([0, 0, 0.5, 0.2, 0.2, 0])
-    assert batch["skipped"] == [("4.png", "cannot identify image file"), ("1.png", "the caption is empty")]
+    assert batch["skipped"] == [
+        ("4.png", "cannot identify image file"),
+        ("1.png", "the caption is empty"),
+    ]
     left = [data[[(epoch, 0, 1.0)]]["pixel_values"] for epoch in range(20)]
     plain = CaptionedImages(data.rows, data.column, 3, tokenizers, None, script.parse_args(images))
-    flipped = [not torch.equal(one, plain[[(i, 0, 1.0)]]["pixel_values"]) for i, one in enumerate(left)]
+    flipped = [
+        not torch.equal(one, plain[[(i, 0, 1.0)]]["pixel_values"]) for i, one in enumerate(left)
+    ]
     assert 3 < sum(flipped) < 17
     (tmp_path / "images").rename(tmp_path / "away")
     assert data[[(0, 0, 1.0)]]["skipped"][0][1].startswith("not read: [Errno 2]")
 
 
 def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, flags, capfd):
-    make_captioned(tmp_path / "images", 6, ["one", "two " * 50, "a long caption that goes on and on", "four", "", "x"])
+    make_captioned(
+        tmp_path / "images",
+        6,
+        ["one", "two " * 50, "a long caption that goes on and on", "four", "", "x"],
+    )
     (tmp_path / "images/5.png").write_bytes(b"no image")
     limit = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer").model_max_length
     sentence = f"2 of 6 captions have more than {limit} tokens, and lose what is beyond"
     train(*images, "--num_train_epochs=2")
     said = capfd.readouterr()
-    assert said.out.count(sentence) == 1 and said.err.count("Skipped 5.png (cannot identify image file)") == 1
+    assert (
+        said.out.count(sentence) == 1
+        and said.err.count("Skipped 5.png (cannot identify image file)") == 1
+    )
     assert metrics(tmp_path / "out")[-1]["skipped_images"] == 1
     make_captioned(tmp_path / "images", 6, ["a photo"] * 6)
     make_cache(tmp_path)
@@ -523,13 +776,17 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
 def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
     cache = {"latents": "moments", "latents_shape": [*latents_shape]}
     return script.make_unet(
-        SimpleNamespace(cache=cache, empty_prompt={"prompt_embeds": torch.zeros(8, embed_dim)}), args
+        SimpleNamespace(cache=cache, empty_prompt={"prompt_embeds": torch.zeros(8, embed_dim)}),
+        args,
     )
 
 
 @pytest.mark.parametrize("new", [True, False])
 def test_the_pipeline_draws_the_size_that_was_trained(tmp_path, flags, models, new):
-    """Also of a U-Net whose config is of a version of which diffusers believes no size below 64 (SD 1.5's is)."""
+    """Also if the U-Net's config is of an old version, as SD 1.5's is.
+
+    For such versions, diffusers ignores a sample size below 64.
+    """
     config = json.loads((models / "unet/config.json").read_text())
     config |= {"sample_size": 64, "_diffusers_version": "0.6.0"}
     (models / "unet/config.json").write_text(json.dumps(config))
@@ -539,12 +796,16 @@ def test_the_pipeline_draws_the_size_that_was_trained(tmp_path, flags, models, n
     args = script.parse_args([*flags, "--latents_dir=cache"])
     pipeline = script.make_pipeline(unet_for(args), script.make_schedulers(args)[1], args)
     pipeline.save_pretrained(tmp_path / "pipeline")
-    assert StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline").unet.config.sample_size == 8
+    assert (
+        StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline").unet.config.sample_size == 8
+    )
 
 
 def test_configs_of_real_models_are_those_models():
     with torch.device("meta"):
-        config = UNet2DConditionModel.load_config(ROOT / "configs/stable_diffusion_v2_base_unet.json")
+        config = UNet2DConditionModel.load_config(
+            ROOT / "configs/stable_diffusion_v2_base_unet.json"
+        )
         unet = UNet2DConditionModel.from_config(config)
     assert sum(p.numel() for p in unet.parameters()) == 865_910_724  # as published
 
@@ -552,25 +813,39 @@ def test_configs_of_real_models_are_those_models():
 def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd):
     args = script.parse_args([*flags, "--latents_dir=cache"])
     assert unet_for(args).config.in_channels == 4
-    with pytest.raises(SystemExit, match="takes 4 channels and embeddings of 32; the latents have 8, the"):
+    with pytest.raises(
+        SystemExit, match="takes 4 channels and embeddings of 32; the latents have 8, the"
+    ):
         unet_for(args, (16, 8, 8), 48)
     config = json.loads((models / "unet/config.json").read_text())
-    for change in ({"num_class_embeds": 10}, {"out_channels": 8}, {"encoder_hid_dim_type": "text_image_proj"}):
+    for change in (
+        {"num_class_embeds": 10},
+        {"out_channels": 8},
+        {"encoder_hid_dim_type": "text_image_proj"},
+    ):
         (tmp_path / "unet.json").write_text(json.dumps({**config, **change}))
         args.unet_config_name_or_path = str(tmp_path / "unet.json")
-        with pytest.raises(SystemExit, match="unet.json can't be trained here|unet.json holds no UNet2D"):
+        with pytest.raises(
+            SystemExit, match="unet.json can't be trained here|unet.json holds no UNet2D"
+        ):
             unet_for(args)
     args.unet_config_name_or_path = None
     path = models / "scheduler/scheduler_config.json"
     scheduler = path.read_text()
-    for change in ({"num_train_timesteps": 0}, {"timestep_spacing": "bad"}, {"prediction_type": None},
-                   {"_class_name": "UNet2DModel"}):  # fmt: skip
+    for change in (
+        {"num_train_timesteps": 0},
+        {"timestep_spacing": "bad"},
+        {"prediction_type": None},
+        {"_class_name": "UNet2DModel"},
+    ):
         path.write_text(json.dumps({**json.loads(scheduler), **change}))
         with pytest.raises(SystemExit, match="scheduler"):
             script.make_schedulers(args)
     path.write_text(scheduler)
     args.num_inference_steps = 1001
-    with pytest.raises(SystemExit, match="--num_inference_steps 1001 exceeds the 1000 training timesteps"):
+    with pytest.raises(
+        SystemExit, match="--num_inference_steps 1001 exceeds the 1000 training timesteps"
+    ):
         script.make_schedulers(args)
     shutil.rmtree(models / "scheduler")
     with pytest.raises(SystemExit, match="holds no scheduler"):
@@ -582,23 +857,35 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
     assert f"lies in --pretrained_model_name_or_path {models}" in error
 
 
-@pytest.mark.parametrize("argv, sentence", [
-    (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-    (["--train_data_dir=.", "--dataset_name=a"], "--dataset_name and --train_data_dir exclude each other"),
-    (["--latents_dir=a", "--max_train_samples=3"], "--max_train_samples does nothing with --latents_dir"),
-    (["--latents_dir=a", "--center_crop"], "--center_crop does nothing with"),
-    (["--latents_dir=a", "--min_size=19"], "--min_size does nothing with --latents_dir"),
-    (["--latents_dir=s3://b/c"], "--shards_dir says where its shards lie for a while"),
-    (["--latents_dir=a", "--train_data_dir=."], "--latents_dir excludes"),
-    (["--latents_dir=a", "--latents_weights", "1", "2"], "2 for 1 --latents"),
-    (["--latents_dir", "a", "b", "./a", "--latents_weights", "1", "2", "3"], "--latents_dir names a cache twice"),
-    (["--train_data_dir=.", "--latents_weights=1"], "1 for 0 --latents_dir"),
-    (["--latents_dir=a", "--latents_weights=0"], "0 is not between 0.001 and"),
-    (["--latents_dir=a", "--latents_weights=nan"], "nan is not between 0.001"),
-    (["--caption_dropout=2", "--train_data_dir=."], "2 is not between 0 and 1"),
-    (["--train_batch_size=0", "--train_data_dir=."], "0 is not between 1 and"),
-    (["--lr_scheduler=piecewise_constant", "--latents_dir=a"], "needs --lr_step_rules"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
+        (
+            ["--train_data_dir=.", "--dataset_name=a"],
+            "--dataset_name and --train_data_dir exclude each other",
+        ),
+        (
+            ["--latents_dir=a", "--max_train_samples=3"],
+            "--max_train_samples does nothing with --latents_dir",
+        ),
+        (["--latents_dir=a", "--center_crop"], "--center_crop does nothing with"),
+        (["--latents_dir=a", "--min_size=19"], "--min_size does nothing with --latents_dir"),
+        (["--latents_dir=s3://b/c"], "--shards_dir says where its shards lie for a while"),
+        (["--latents_dir=a", "--train_data_dir=."], "--latents_dir excludes"),
+        (["--latents_dir=a", "--latents_weights", "1", "2"], "2 for 1 --latents"),
+        (
+            ["--latents_dir", "a", "b", "./a", "--latents_weights", "1", "2", "3"],
+            "--latents_dir names a cache twice",
+        ),
+        (["--train_data_dir=.", "--latents_weights=1"], "1 for 0 --latents_dir"),
+        (["--latents_dir=a", "--latents_weights=0"], "0 is not between 0.001 and"),
+        (["--latents_dir=a", "--latents_weights=nan"], "nan is not between 0.001"),
+        (["--caption_dropout=2", "--train_data_dir=."], "2 is not between 0 and 1"),
+        (["--train_batch_size=0", "--train_data_dir=."], "0 is not between 1 and"),
+        (["--lr_scheduler=piecewise_constant", "--latents_dir=a"], "needs --lr_step_rules"),
+    ],
+)
 def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(["--pretrained_model_name_or_path=sd", *argv])
@@ -610,14 +897,20 @@ def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
 
 @pytest.mark.ci
 def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monkeypatch):
-    """From a cache at most 4 % of the main thread beside forward, backward, clipping and optimizer; EMA left out.
+    """Training from a cache spends at most 4 % of the main thread's time outside the model.
 
-    (It is 1 to 2 %, more where memory is slow; benchmarks/step_overhead.py measures it.)
+    Forward, backward, clipping and the optimizer count as the model. EMA is off. The share is 1 to
+    2 %, or more where memory is slow; benchmarks/step_overhead.py measures it.
     """
     unet = UNet2DConditionModel(
-        sample_size=8, layers_per_block=1, block_out_channels=(64, 128), cross_attention_dim=32, attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )  # fmt: skip
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(64, 128),
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )
     unet.save_config(tmp_path / "unet")
     inside, marks, compute_loss = [], [], script.compute_loss
 
@@ -644,9 +937,19 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
         monkeypatch.setattr(owner, name, timed(getattr(owner, name)))
     make_captioned(tmp_path / "images", 64)
     make_cache(tmp_path, name="large")
-    train(*cached, f"--latents_dir={tmp_path / 'large'}", f"--unet_config_name_or_path={tmp_path / 'unet'}",
-          "--train_batch_size=64", "--max_train_steps=10", "--no-use_ema", "--logging_steps=1000")  # fmt: skip
-    steps = [(b - a, b - a - (inside_b - inside_a)) for (a, inside_a), (b, inside_b) in itertools.pairwise(marks[2:])]
+    train(
+        *cached,
+        f"--latents_dir={tmp_path / 'large'}",
+        f"--unet_config_name_or_path={tmp_path / 'unet'}",
+        "--train_batch_size=64",
+        "--max_train_steps=10",
+        "--no-use_ema",
+        "--logging_steps=1000",
+    )
+    steps = [
+        (b - a, b - a - (inside_b - inside_a))
+        for (a, inside_a), (b, inside_b) in itertools.pairwise(marks[2:])
+    ]
     # The quickest is the one that other programs disturbed least.
     duration, outside = min(steps, key=lambda step: step[1])
     assert duration > 0.1 and outside < 0.04 * duration, steps
@@ -660,7 +963,13 @@ def test_training_goes_on_with_dropout_after_samples(tmp_path, cached, monkeypat
         return compute_loss(models, *args)
 
     monkeypatch.setattr(script, "compute_loss", watched)
-    train(*cached, "--no-use_ema", "--validation_prompts=a digit", "--validation_steps=1", "--max_train_steps=3")
+    train(
+        *cached,
+        "--no-use_ema",
+        "--validation_prompts=a digit",
+        "--validation_steps=1",
+        "--max_train_steps=3",
+    )
     assert training == [True] * 3
 
 
@@ -677,6 +986,13 @@ def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, cached, monkeypat
 
     for name in ("log_validation", "save_checkpoint"):
         monkeypatch.setattr(script, name, slow(getattr(script, name)))
-    train(*cached, "--validation_prompts=a digit", "--validation_steps=1", "--checkpointing_steps=1",
-          "--max_train_steps=3")  # fmt: skip
-    assert late[0] >= 5000 and all(record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out"))
+    train(
+        *cached,
+        "--validation_prompts=a digit",
+        "--validation_steps=1",
+        "--checkpointing_steps=1",
+        "--max_train_steps=3",
+    )
+    assert late[0] >= 5000 and all(
+        record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out")
+    )

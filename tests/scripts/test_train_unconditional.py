@@ -1,4 +1,4 @@
-"""train_unconditional.py from end to end: its commands, what they leave, and that exact means to the bit."""
+"""train_unconditional.py from end to end: its commands, their output, and bit-exact resume."""
 
 import copy
 import json
@@ -48,11 +48,20 @@ def flags(tmp_path, unet_config):
     """A run of 6 steps on 6 images that takes a second; later flags win over these."""
     make_images(tmp_path / "images", 6)
     return [
-        f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}", "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=1", "--num_epochs=1", "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=3", "--learning_rate=1e-3", "--lr_warmup_steps=2", "--logging_steps=1", "--report_to=none",
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--model_config_name_or_path={unet_config}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=1",
+        "--num_epochs=1",
+        "--ddpm_num_inference_steps=2",
+        "--eval_batch_size=3",
+        "--learning_rate=1e-3",
+        "--lr_warmup_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
         "--dataloader_num_workers=0",
-    ]  # fmt: skip
+    ]
 
 
 def train(*argv):
@@ -65,7 +74,11 @@ def refused(capfd, *argv):
     with pytest.raises(SystemExit) as stop:
         train(*argv)
     error = capfd.readouterr().err
-    assert stop.value.code == 1 and error.count("train_unconditional.py: ") == 1 and "Traceback" not in error
+    assert (
+        stop.value.code == 1
+        and error.count("train_unconditional.py: ") == 1
+        and "Traceback" not in error
+    )
     return error
 
 
@@ -73,7 +86,7 @@ def refused(capfd, *argv):
 
 
 def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, unet_config):
-    """The command lines of diffusers' example test, but for local paths."""
+    """The command lines of diffusers' example test, with local paths."""
     shared = f"""
         --dataset_name {tmp_path / "images"}
         --model_config_name_or_path {unet_config}
@@ -83,44 +96,85 @@ def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, unet_con
         --learning_rate 1e-3
         --lr_warmup_steps 5
         """.split()
-    plain, several = ([*shared, "--output_dir", str(tmp_path / name)] for name in ("plain", "several"))
+    plain, several = (
+        [*shared, "--output_dir", str(tmp_path / name)] for name in ("plain", "several")
+    )
     train(*plain, *"--train_batch_size 2 --ddpm_num_inference_steps 2".split())
     assert (tmp_path / "plain/unet/diffusion_pytorch_model.safetensors").is_file()
     assert (tmp_path / "plain/scheduler/scheduler_config.json").is_file()
     one = "--train_batch_size 1 --ddpm_num_inference_steps 1 --checkpointing_steps=2".split()
     train(*several, *one)
     assert checkpoints(tmp_path / "several") == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
-    again = "--num_epochs 2 --resume_from_checkpoint=checkpoint-6 --checkpoints_total_limit=2".split()
+    again = (
+        "--num_epochs 2 --resume_from_checkpoint=checkpoint-6 --checkpoints_total_limit=2".split()
+    )
     train(*several, *one, *again)
     assert checkpoints(tmp_path / "several") == {"checkpoint-10", "checkpoint-12"}
 
 
-# diffusers' train_unconditional.py, autumn 2026; docs/from-diffusers.md explains the ones that differ or are gone.
+# Flags and defaults of diffusers' train_unconditional.py, autumn 2026. docs/from-diffusers.md
+# explains those that differ or do not exist here.
 DIFFUSERS = {
-    "dataset_name": None, "dataset_config_name": None, "model_config_name_or_path": None, "cache_dir": None,
-    "output_dir": "ddpm-model-64", "resolution": 64, "center_crop": False, "random_flip": False,
+    "dataset_name": None,
+    "dataset_config_name": None,
+    "model_config_name_or_path": None,
+    "cache_dir": None,
+    "output_dir": "ddpm-model-64",
+    "resolution": 64,
+    "center_crop": False,
+    "random_flip": False,
     "train_batch_size": 16,
-    "eval_batch_size": 16, "num_epochs": 100, "save_images_epochs": 10, "save_model_epochs": 10,
-    "gradient_accumulation_steps": 1, "learning_rate": 1e-4, "lr_scheduler": "cosine", "lr_warmup_steps": 500,
-    "adam_beta1": 0.95, "adam_beta2": 0.999, "adam_weight_decay": 1e-6, "adam_epsilon": 1e-8, "ema_inv_gamma": 1.0,
-    "ema_power": 0.75, "ema_max_decay": 0.9999, "push_to_hub": False, "hub_model_id": None, "hub_private_repo": False,
-    "logger": "tensorboard", "logging_dir": "logs", "ddpm_num_inference_steps": 1000, "checkpointing_steps": 500,
-    "checkpoints_total_limit": None, "resume_from_checkpoint": None, "preserve_input_precision": False,
-    "prediction_type": "epsilon", "ddpm_num_steps": 1000, "ddpm_beta_schedule": "linear",
-}  # fmt: skip
+    "eval_batch_size": 16,
+    "num_epochs": 100,
+    "save_images_epochs": 10,
+    "save_model_epochs": 10,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-4,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 500,
+    "adam_beta1": 0.95,
+    "adam_beta2": 0.999,
+    "adam_weight_decay": 1e-6,
+    "adam_epsilon": 1e-8,
+    "ema_inv_gamma": 1.0,
+    "ema_power": 0.75,
+    "ema_max_decay": 0.9999,
+    "push_to_hub": False,
+    "hub_model_id": None,
+    "hub_private_repo": False,
+    "logger": "tensorboard",
+    "logging_dir": "logs",
+    "ddpm_num_inference_steps": 1000,
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": None,
+    "resume_from_checkpoint": None,
+    "preserve_input_precision": False,
+    "prediction_type": "epsilon",
+    "ddpm_num_steps": 1000,
+    "ddpm_beta_schedule": "linear",
+}
 
 
 def test_every_flag_of_diffusers_has_its_default(tmp_path, capsys):
     args = script.parse_args(["--train_data_dir", str(tmp_path)])
-    scheduler = script.make_noise_scheduler(args).config  # where the unset objective flags take effect
+    # Objective flags that are not set get their values here
+    scheduler = script.make_noise_scheduler(args).config
     values = {**vars(args), "num_epochs": args.num_train_epochs, "logger": args.report_to}
-    values.update(prediction_type=scheduler.prediction_type, ddpm_num_steps=scheduler.num_train_timesteps)
+    values.update(
+        prediction_type=scheduler.prediction_type, ddpm_num_steps=scheduler.num_train_timesteps
+    )
     values.update(ddpm_beta_schedule=scheduler.beta_schedule)
     assert {name: values[name] for name in DIFFUSERS} == DIFFUSERS
     with pytest.raises(SystemExit):
         script.parse_args(["--help"])
     printed = capsys.readouterr().out
-    for flag in (*DIFFUSERS, "train_data_dir", "use_ema", "dataloader_num_workers", "mixed_precision"):
+    for flag in (
+        *DIFFUSERS,
+        "train_data_dir",
+        "use_ema",
+        "dataloader_num_workers",
+        "mixed_precision",
+    ):
         assert f"--{flag}" in printed, flag
 
 
@@ -135,48 +189,80 @@ def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
 
 def test_output_opens_as_a_pipeline_and_has_card_samples_and_curve(tmp_path, flags, monkeypatch):
     patch(monkeypatch, "draw_curves", draw_curves)
-    argv = [*flags, "--save_images_epochs=1", "--num_epochs=2", "--checkpointing_steps=12", "--random_flip"]
+    argv = [
+        *flags,
+        "--save_images_epochs=1",
+        "--num_epochs=2",
+        "--checkpointing_steps=12",
+        "--random_flip",
+    ]
     train(*argv, "--no-random_flip", "--scale_lr=sqrt", "--tracker_project_name=it's a # test")
     out = tmp_path / "out"
     pipeline = DiffusionPipeline.from_pretrained(out)
     assert pipeline(num_inference_steps=2).images[0].size == (16, 16)
-    assert_same_weights(out / "unet", out / "checkpoint-12/unet_ema")  # what is saved is the average
+    # The averaged weights are saved
+    assert_same_weights(out / "unet", out / "checkpoint-12/unet_ema")
     assert UNet2DModel.from_pretrained(out / "checkpoint-12/unet").config.sample_size == 16
-    assert sorted(path.name for path in (out / "samples").iterdir()) == ["step-0000006.png", "step-0000012.png"]
+    assert sorted(path.name for path in (out / "samples").iterdir()) == [
+        "step-0000006.png",
+        "step-0000012.png",
+    ]
     assert Image.open(out / "loss.png").size[0] > 300 and (out / "report.html").is_file()
     card = (out / "README.md").read_text()
-    assert card.startswith("---\n") and "samples/step-0000012.png" in card and "| learning_rate | 0.001 |" in card
+    assert (
+        card.startswith("---\n")
+        and "samples/step-0000012.png" in card
+        and "| learning_rate | 0.001 |" in card
+    )
     records = metrics(out)
     assert [record["step"] for record in records] == list(range(1, 13))
     assert [record["epoch"] for record in records] == [0] * 6 + [1] * 6
-    names = "step epoch loss lr grad_norm clipped images_per_second data_wait skipped_images memory_gb tflops"
+    names = (
+        "step epoch loss lr grad_norm clipped images_per_second data_wait skipped_images memory_gb "
+        "tflops"
+    )
     for record in records:  # that after an epoch's end has its mean besides
         assert [name for name in record if name != "epoch_loss"] == names.split()
         assert ("epoch_loss" in record) == (record["step"] in (7, 12))
         assert math.isfinite(sum(record.values()))
     assert not list(out.glob(".tmp-*"))
     again = vars(script.parse_args([f"@{out / 'run.args'}"]))  # the command again, as it was given
-    given = script.parse_args([*argv, "--no-random_flip", "--scale_lr=sqrt", "--tracker_project_name=it's a # test"])
+    given = script.parse_args(
+        [*argv, "--no-random_flip", "--scale_lr=sqrt", "--tracker_project_name=it's a # test"]
+    )
     assert again == {**vars(given), "mixed_precision": "no"}
 
 
 def test_ddim_and_v_prediction_and_zero_snr_are_saved_as_trained(tmp_path, flags):
-    train(*flags, "--prediction_type=v_prediction", "--rescale_betas_zero_snr", "--ddpm_beta_schedule=scaled_linear",
-          "--validation_scheduler=ddim", "--snr_gamma=5")  # fmt: skip
+    train(
+        *flags,
+        "--prediction_type=v_prediction",
+        "--rescale_betas_zero_snr",
+        "--ddpm_beta_schedule=scaled_linear",
+        "--validation_scheduler=ddim",
+        "--snr_gamma=5",
+    )
     scheduler = DiffusionPipeline.from_pretrained(tmp_path / "out").scheduler
     assert isinstance(scheduler, DDIMScheduler) and scheduler.alphas_cumprod[-1] == 0
-    assert scheduler.config.prediction_type == "v_prediction" and scheduler.config.beta_schedule == "scaled_linear"
+    assert (
+        scheduler.config.prediction_type == "v_prediction"
+        and scheduler.config.beta_schedule == "scaled_linear"
+    )
     scheduler.set_timesteps(2)
     assert scheduler.timesteps[0] == 999
     # Going on from that pipeline keeps its objective; a flag that is given wins.
-    again = [flag for flag in flags if "model_config" not in flag] + [f"--output_dir={tmp_path / 'again'}"]
+    again = [flag for flag in flags if "model_config" not in flag] + [
+        f"--output_dir={tmp_path / 'again'}"
+    ]
     again += [f"--pretrained_model_name_or_path={tmp_path / 'out'}", "--learning_rate=0"]
     train(*again)
     config = DiffusionPipeline.from_pretrained(tmp_path / "again").scheduler.config
     assert config.prediction_type == "v_prediction" and config.rescale_betas_zero_snr
     assert_same_weights(tmp_path / "out/unet", tmp_path / "again/unet")
     (tmp_path / "out/scheduler/scheduler_config.json").write_text(  # as google/ddpm-cat-256 has it
-        json.dumps({"_class_name": "DDPMScheduler", "num_train_timesteps": 1000, "beta_schedule": "linear"})
+        json.dumps(
+            {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000, "beta_schedule": "linear"}
+        )
     )
     assert script.make_noise_scheduler(script.parse_args(again)).config.prediction_type == "epsilon"
     args = script.parse_args([*again, "--prediction_type=v_prediction", "--rescale_betas_zero_snr"])
@@ -206,7 +292,11 @@ def test_trackers_and_hub_get_the_pipeline_and_no_secret(tmp_path, flags, monkey
     calls = {}
     for name in ("HF_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "secret-3141592653")
-    patch(monkeypatch, "create_repo", lambda name, **options: type("Url", (), {"repo_id": f"me/{name}"}))
+    patch(
+        monkeypatch,
+        "create_repo",
+        lambda name, **options: type("Url", (), {"repo_id": f"me/{name}"}),
+    )
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
     train(*flags, "--report_to=tensorboard", "--checkpointing_steps=3", "--push_to_hub")
@@ -221,44 +311,81 @@ def test_trackers_and_hub_get_the_pipeline_and_no_secret(tmp_path, flags, monkey
     pipeline = {"model_index.json", "scheduler/scheduler_config.json", "unet/config.json"}
     pipeline.add("unet/diffusion_pytorch_model.safetensors")
     assert uploaded == pipeline | {"README.md", "samples/step-0000006.png", "loss.png"}
-    assert calls["repo_id"] == "me/out" and 'from_pretrained("me/out")' in (tmp_path / "out/README.md").read_text()
+    assert (
+        calls["repo_id"] == "me/out"
+        and 'from_pretrained("me/out")' in (tmp_path / "out/README.md").read_text()
+    )
 
 
 # ------------------------------------------------------------------- exactness
 
-EXACT = ["--train_batch_size=2", "--num_epochs=3", "--random_flip", "--checkpointing_steps=1",
-         "--checkpoints_total_limit=2", "--dataloader_num_workers=1", "--save_model_epochs=1"]  # fmt: skip
+EXACT = [
+    "--train_batch_size=2",
+    "--num_epochs=3",
+    "--random_flip",
+    "--checkpointing_steps=1",
+    "--checkpoints_total_limit=2",
+    "--dataloader_num_workers=1",
+    "--save_model_epochs=1",
+]
 
 
 @pytest.mark.parametrize("num_processes, accumulation", [(1, 3), (2, 1)])
-def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, accumulation, num_processes):
-    """SIGKILL again and again, at moments that also fall into saving; 11 images leave short steps and batches."""
+def test_killed_at_any_moment_and_resumed_is_bit_identical(
+    tmp_path, flags, accumulation, num_processes
+):
+    """SIGKILL at random moments, also while a checkpoint is saved.
+
+    With 11 images, some steps and batches are short.
+    """
     make_images(tmp_path / "images", 11)
     flags = [*flags, *EXACT, f"--gradient_accumulation_steps={accumulation}"]
     whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert set(finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))) == {0}, (
-        tmp_path / "whole.log"
-    ).read_text()
-    for moment in np.random.default_rng(accumulation).uniform(0.0, 0.4, 3 - num_processes):  # with something to lose
+    assert set(
+        finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))
+    ) == {0}, (tmp_path / "whole.log").read_text()
+    # Killed some time after a new checkpoint, so that steps are lost
+    for moment in np.random.default_rng(accumulation).uniform(0.0, 0.4, 3 - num_processes):
         before = checkpoints(tmp_path / "killed") if (tmp_path / "killed").exists() else set()
-        pids = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes)
-        wait_until(lambda before=before: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed") - before)
+        pids = start(
+            lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes
+        )
+        wait_until(
+            lambda before=before: (
+                (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed") - before
+            )
+        )
         time.sleep(moment)
         kill(pids)
-    resumed = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes, tmp_path / "log")
+    resumed = start(
+        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"),
+        num_processes,
+        tmp_path / "log",
+    )
     assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
         assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
-    shown = [[(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(tmp_path / name)]
-             for name in ("whole", "killed")]  # fmt: skip
-    assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(11 / (2 * accumulation * num_processes))
+    shown = [
+        [
+            (r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"])
+            for r in metrics(tmp_path / name)
+        ]
+        for name in ("whole", "killed")
+    ]
+    assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(
+        11 / (2 * accumulation * num_processes)
+    )
     assert not list((tmp_path / "killed").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("num_processes, number, code", [(1, signal.SIGINT, 130), (2, signal.SIGTERM, 143)])
-def test_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, flags, number, code, num_processes):
+@pytest.mark.parametrize(
+    "num_processes, number, code", [(1, signal.SIGINT, 130), (2, signal.SIGTERM, 143)]
+)
+def test_signal_finishes_the_step_saves_and_says_how_to_resume(
+    tmp_path, flags, number, code, num_processes
+):
     """One process gets the signal; all of them stop after the same step."""
     flags = [*flags, "--num_epochs=400", "--dataloader_num_workers=1"]
     pids = start(lambda: train(*flags), num_processes, tmp_path / "log")
@@ -267,29 +394,48 @@ def test_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, flags, 
     os.kill(pids[-1], number)
     assert set(finish(pids)) == {code}, (tmp_path / "log").read_text()
     (checkpoint,) = checkpoints(tmp_path / "out")
-    said = rf"Stopped by {signal.Signals(number).name} after step {checkpoint.split('-')[1]} of .*--resume_from_checkp"
+    said = (
+        rf"Stopped by {signal.Signals(number).name} after step {checkpoint.split('-')[1]} of "
+        ".*--resume_from_checkp"
+    )
     assert re.search(said, (tmp_path / "log").read_text())
 
 
-def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(tmp_path, flags, monkeypatch):
-    """The checkpoint is written first, because samples may take minutes; what it says is done is done in the end."""
+def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
+    tmp_path, flags, monkeypatch
+):
+    """The checkpoint is written first, because samples may take minutes.
+
+    Samples that are missing then are drawn when the run is resumed.
+    """
     flags = [*flags, "--checkpointing_steps=2", "--validation_steps=2"]
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
     with monkeypatch.context() as killed:
         killed.setattr(script, "log_validation", lambda *args: os._exit(9))
-        assert finish(start(lambda: train(*flags), log=tmp_path / "log")) == [9], (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "out") == {"checkpoint-2"} and not (tmp_path / "out/samples").exists()
+        assert finish(start(lambda: train(*flags), log=tmp_path / "log")) == [9], (
+            tmp_path / "log"
+        ).read_text()
+    assert (
+        checkpoints(tmp_path / "out") == {"checkpoint-2"}
+        and not (tmp_path / "out/samples").exists()
+    )
     log_validation = script.log_validation
 
     def stopped(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         log_validation(*args)
 
-    with monkeypatch.context() as killed:  # once more, in what is to be made good: no step may lead past it
+    # Killed again while the missing samples are drawn: no step may be trained before them
+    with monkeypatch.context() as killed:
         killed.setattr(script, "log_validation", stopped)
-        resumed = start(lambda: train(*flags, "--resume_from_checkpoint=latest"), log=tmp_path / "log")
+        resumed = start(
+            lambda: train(*flags, "--resume_from_checkpoint=latest"), log=tmp_path / "log"
+        )
         assert finish(resumed) == [143], (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "out") == {"checkpoint-2"} and not (tmp_path / "out/samples").exists()
+    assert (
+        checkpoints(tmp_path / "out") == {"checkpoint-2"}
+        and not (tmp_path / "out/samples").exists()
+    )
     train(*flags, "--resume_from_checkpoint=latest")
     for path in (tmp_path / "whole/samples").iterdir():
         assert path.read_bytes() == (tmp_path / "out/samples" / path.name).read_bytes()
@@ -298,9 +444,16 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(tmp_
 
 @pytest.mark.parametrize("moment, num_processes", [("first sample", 2), ("last sample", 1)])
 def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_processes, monkeypatch):
-    """The signal comes in the first sampling step; one process gets it, all end, and what is missing comes."""
+    """The signal comes in the first sampling step, to one process, and all processes end.
+
+    Missing samples are drawn when the run is resumed.
+    """
     step, count = DDPMScheduler.step, []
-    steps = ["--max_train_steps=4", "--validation_steps=2"] if moment == "first sample" else ["--max_train_steps=2"]
+    steps = (
+        ["--max_train_steps=4", "--validation_steps=2"]
+        if moment == "first sample"
+        else ["--max_train_steps=2"]
+    )
     flags = [*flags, *steps, "--eval_batch_size=2", "--checkpointing_steps=3"]
 
     def signalled(*args, **options):
@@ -316,7 +469,9 @@ def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_process
         many = [*flags, "--ddpm_num_inference_steps=30"]
         pids = start(lambda: train(*many), num_processes, tmp_path / "log")
         assert set(finish(pids)) == {143}, (tmp_path / "log").read_text()
-    assert "checkpoint-2" in checkpoints(tmp_path / "out") and not (tmp_path / "out/samples").exists()
+    assert (
+        "checkpoint-2" in checkpoints(tmp_path / "out") and not (tmp_path / "out/samples").exists()
+    )
     quick = [*flags, "--resume_from_checkpoint=latest"]
     assert set(finish(start(lambda: train(*quick), num_processes, tmp_path / "log"))) == {0}
     drawn = sorted(path.name[-5:-4] for path in (tmp_path / "out/samples").iterdir())
@@ -329,12 +484,17 @@ def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags,
     assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # at the end there always is one
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.safetensors")}
     train(*flags, "--num_epochs=1", "--resume_from_checkpoint=latest")
-    assert "The checkpoint is beyond step 6: there is nothing left to train" in capfd.readouterr().out
+    assert (
+        "The checkpoint is beyond step 6: there is nothing left to train" in capfd.readouterr().out
+    )
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.safetensors")} == before
     assert len(metrics(tmp_path / "out")) == 12
     train(*flags, "--num_epochs=3", "--train_batch_size=4", "--resume_from_checkpoint=latest")
     said = capfd.readouterr().out
-    assert "checkpoint-12, train_batch_size 1 -> 4, num_train_epochs 2 -> 3, max_train_steps 12 -> 14" in said
+    assert (
+        "checkpoint-12, train_batch_size 1 -> 4, num_train_epochs 2 -> 3, max_train_steps 12 -> 14"
+        in said
+    )
     assert len(metrics(tmp_path / "out")) == 14 and "checkpoint-14" in checkpoints(tmp_path / "out")
     assert "holds checkpoint-14 of an earlier run" in refused(capfd, *flags)
     elsewhere = ["--num_epochs=3", f"--output_dir={tmp_path / 'new'}", "--resume_from_checkpoint"]
@@ -344,7 +504,10 @@ def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags,
 
 
 def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags, monkeypatch):
-    """8 images, one of them broken, in steps of 2 x 2, two epochs: what each process really trained on."""
+    """The loss records the images of each process.
+
+    8 images, one of them broken, are trained on in steps of 2 x 2 for two epochs.
+    """
     make_images(tmp_path / "images", 7)
     (tmp_path / "images/7.png").write_bytes(b"not an image")
     compute_loss = script.compute_loss
@@ -356,14 +519,22 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
         return compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight, args)
 
     monkeypatch.setattr(script, "compute_loss", recording)
-    pids = start(lambda: train(*flags, "--train_batch_size=2", "--num_epochs=2"), 2, tmp_path / "log")
+    pids = start(
+        lambda: train(*flags, "--train_batch_size=2", "--num_epochs=2"), 2, tmp_path / "log"
+    )
     assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
-    ranks = [[json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()] for r in range(2)]
+    ranks = [
+        [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
+        for r in range(2)
+    ]
     assert len(ranks[0]) == len(ranks[1]) == 4  # two steps an epoch
     for epoch in (0, 2):
-        seen = [level for rank in ranks for levels, _, _ in rank[epoch : epoch + 2] for level in levels]
+        seen = [
+            level for rank in ranks for levels, _, _ in rank[epoch : epoch + 2] for level in levels
+        ]
         assert sorted(seen) == [0, 1, 2, 3, 4, 5, 6]
-    assert [batch[0] for batch in ranks[0][:2]] != [batch[0] for batch in ranks[0][2:]]  # another order
+    # The second epoch has another order
+    assert [batch[0] for batch in ranks[0][:2]] != [batch[0] for batch in ranks[0][2:]]
     seeds = [seed for rank in ranks for _, _, seed in rank]
     assert len(set(seeds)) == len(seeds) == 8
     assert (tmp_path / "log").read_text().count("images/7.png") == 1  # told once
@@ -372,17 +543,31 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
 
 def test_another_seed_gives_other_weights(tmp_path, flags):
     for seed in (7, 8):
-        train(*flags, "--random_flip", f"--seed={seed}", f"--output_dir={tmp_path / str(seed)}", "--max_train_steps=1")
+        train(
+            *flags,
+            "--random_flip",
+            f"--seed={seed}",
+            f"--output_dir={tmp_path / str(seed)}",
+            "--max_train_steps=1",
+        )
     with pytest.raises(AssertionError):
         assert_same_weights(tmp_path / "7/unet", tmp_path / "8/unet")
 
 
 @pytest.mark.parametrize("num_processes, accumulation", [(1, 2), (2, 1)])
-def test_learning_rate_follows_the_curve_in_optimizer_steps(tmp_path, flags, num_processes, accumulation):
+def test_learning_rate_follows_the_curve_in_optimizer_steps(
+    tmp_path, flags, num_processes, accumulation
+):
     make_images(tmp_path / "images", 8)
-    argv = [*flags, f"--gradient_accumulation_steps={accumulation}", "--lr_warmup_steps=3", "--max_train_steps=7"]
+    argv = [
+        *flags,
+        f"--gradient_accumulation_steps={accumulation}",
+        "--lr_warmup_steps=3",
+        "--max_train_steps=7",
+    ]
     assert set(finish(start(lambda: train(*argv), num_processes))) == {0}
-    # By hand: thirds up to 1e-3, then half a cosine over the remaining steps and one, so that none is wasted on 0.
+    # By hand: thirds up to 1e-3, then half a cosine over one more than the remaining steps, so that
+    # no step has a rate of 0.
     cosine = [0.5 * (1 + math.cos(math.pi * k / 5)) for k in (1, 2, 3, 4)]
     expected = [1e-3 * factor for factor in (1 / 3, 2 / 3, 1.0, *cosine)]
     assert [record["lr"] for record in metrics(tmp_path / "out")] == pytest.approx(expected)
@@ -400,14 +585,21 @@ def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
     config.write_text(config.read_text().replace('"dropout": 0.1', '"dropout": 0.0'))
     (tmp_path / "images/5.png").unlink()
     train(*shared, "--train_batch_size=5", f"--output_dir={tmp_path / 'one'}")
-    train(*shared, "--train_batch_size=2", "--gradient_accumulation_steps=3", f"--output_dir={tmp_path / 'three'}")
+    train(
+        *shared,
+        "--train_batch_size=2",
+        "--gradient_accumulation_steps=3",
+        f"--output_dir={tmp_path / 'three'}",
+    )
     one, three = metrics(tmp_path / "one"), metrics(tmp_path / "three")
     assert len(one) == len(three) == 1
     assert one[0]["grad_norm"] == pytest.approx(three[0]["grad_norm"], rel=1e-4)
     assert one[0]["loss"] == pytest.approx(three[0]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("flag", ["--gradient_checkpointing", pytest.param("--compile=eager", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "flag", ["--gradient_checkpointing", pytest.param("--compile=eager", marks=pytest.mark.ci)]
+)
 def test_memory_and_compile_flags_do_not_change_the_training(tmp_path, flags, unet_config, flag):
     config = json.loads(Path(unet_config, "config.json").read_text())
     Path(unet_config, "config.json").write_text(json.dumps({**config, "dropout": 0.0}))
@@ -439,19 +631,29 @@ def test_skipped_fp16_steps_advance_neither_step_nor_ema(tmp_path, flags, monkey
     assert len(calls) == 6 and ema_steps == [1, 2, 3, 4]
     state = json.loads((tmp_path / "out/checkpoint-4/trainer_state.json").read_text())
     assert (state["global_step"], state["data_step"], state["images_seen"]) == (4, 6, 6)
-    monkeypatch.setattr(AcceleratedOptimizer, "step", lambda self, closure=None: setattr(self, "_is_overflow", True))
+    monkeypatch.setattr(
+        AcceleratedOptimizer, "step", lambda self, closure=None: setattr(self, "_is_overflow", True)
+    )
     with pytest.raises(SystemExit):
         train(*flags, f"--output_dir={tmp_path / 'never'}")
 
 
 def test_without_ema_samples_come_from_the_weights_without_dropout(tmp_path, flags, monkeypatch):
     states, drawn, pipelines, made = [], DDPMScheduler.step, [], script.DDPMPipeline
-    monkeypatch.setattr(script, "DDPMPipeline", lambda *parts: (pipelines.append(made(*parts)), pipelines[-1])[1])
     monkeypatch.setattr(
-        DDPMScheduler, "step", lambda *a, **k: (states.append(pipelines[-1].unet.training), drawn(*a, **k))[1]
+        script, "DDPMPipeline", lambda *parts: (pipelines.append(made(*parts)), pipelines[-1])[1]
+    )
+    monkeypatch.setattr(
+        DDPMScheduler,
+        "step",
+        lambda *a, **k: (states.append(pipelines[-1].unet.training), drawn(*a, **k))[1],
     )
     train(*flags, "--no-use_ema", "--validation_steps=2", "--checkpointing_steps=6")
-    assert sorted(path.name[-6:-4] for path in (tmp_path / "out/samples").iterdir()) == ["02", "04", "06"]
+    assert sorted(path.name[-6:-4] for path in (tmp_path / "out/samples").iterdir()) == [
+        "02",
+        "04",
+        "06",
+    ]
     assert states == [False] * 6 and not (tmp_path / "out/checkpoint-6/unet_ema").exists()
     assert_same_weights(tmp_path / "out/unet", tmp_path / "out/checkpoint-6/unet")
 
@@ -466,7 +668,9 @@ def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, flags, num_p
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
     for i in range(5):
         generator = torch.Generator().manual_seed(step_seed("sample", 0, i))
-        image = np.array(pipeline(generator=[generator], num_inference_steps=2).images[0]).astype(int)
+        image = np.array(pipeline(generator=[generator], num_inference_steps=2).images[0]).astype(
+            int
+        )
         y, x = 17 * (i // 3) + 1, 17 * (i % 3) + 1
         assert np.abs(grid[y : y + 16, x : x + 16] - image).max() <= 1
 
@@ -480,11 +684,26 @@ def test_stream_trains_and_resumes_exactly(tmp_path, flags):
     kinds = datasets.Features({"image": datasets.Image()})
     for shard in range(2):
         rows = {"image": [{"bytes": data, "path": None} for data in png[shard * 3 : shard * 3 + 3]]}
-        datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / f"parquet/train-{shard}.parquet")
-    argv = [*flags, f"--train_data_dir={tmp_path / 'parquet'}", "--streaming", "--max_train_steps=6",
-            "--train_batch_size=2", "--checkpointing_steps=2", "--random_flip"]  # fmt: skip
-    assert set(finish(start(lambda: train(*argv), 2, tmp_path / "log"))) == {0}, (tmp_path / "log").read_text()
-    resumed = [*argv, f"--output_dir={tmp_path / 'again'}", f"--resume_from_checkpoint={tmp_path}/out/checkpoint-4"]
+        datasets.Dataset.from_dict(rows, features=kinds).to_parquet(
+            tmp_path / f"parquet/train-{shard}.parquet"
+        )
+    argv = [
+        *flags,
+        f"--train_data_dir={tmp_path / 'parquet'}",
+        "--streaming",
+        "--max_train_steps=6",
+        "--train_batch_size=2",
+        "--checkpointing_steps=2",
+        "--random_flip",
+    ]
+    assert set(finish(start(lambda: train(*argv), 2, tmp_path / "log"))) == {0}, (
+        tmp_path / "log"
+    ).read_text()
+    resumed = [
+        *argv,
+        f"--output_dir={tmp_path / 'again'}",
+        f"--resume_from_checkpoint={tmp_path}/out/checkpoint-4",
+    ]
     assert set(finish(start(lambda: train(*resumed), 2))) == {0}
     assert_same_weights(tmp_path / "out/unet", tmp_path / "again/unet")
 
@@ -505,7 +724,9 @@ def images_of(tmp_path):
     """The data set of a folder, as the trainer has it."""
 
     def images_of(*argv, folder="images", channels=3):
-        args = script.parse_args([f"--train_data_dir={tmp_path / folder}", "--resolution=16", *argv])
+        args = script.parse_args(
+            [f"--train_data_dir={tmp_path / folder}", "--resolution=16", *argv]
+        )
         return script.ImageDataset(*load_rows(args), channels, args)
 
     return images_of
@@ -536,15 +757,20 @@ def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path, images_of)
         assert prepared[0, 0, 0].tolist() == [-1, 1] and prepared.dtype == torch.float32
         assert condition == loss_inputs == {}
     (tmp_path / "images").mkdir()
-    Image.fromarray(np.tile(np.repeat([0, 255], 8), (16, 1)).astype(np.uint8)).save(tmp_path / "images/0.png")
+    Image.fromarray(np.tile(np.repeat([0, 255], 8), (16, 1)).astype(np.uint8)).save(
+        tmp_path / "images/0.png"
+    )
     keys = [(epoch, 0, 1.0) for epoch in range(200)]
-    left = lambda *argv: images_of(*argv, channels=1)[keys]["pixel_values"][:, 0, 0, 0].tolist()  # noqa: E731
+    left = lambda *argv: images_of(*argv, channels=1)[keys]["pixel_values"][:, 0, 0, 0].tolist()
     once = left("--random_flip")
-    assert once == left("--random_flip") and 70 < once.count(255) < 130  # keyed by epoch and row: the same again
+    # Flips are keyed by epoch and row, so they are the same again
+    assert once == left("--random_flip") and 70 < once.count(255) < 130
     assert set(left()) == {0}
 
 
-def test_what_can_not_be_decoded_is_black_without_weight_and_named(tmp_path, images_of, monkeypatch):
+def test_what_can_not_be_decoded_is_black_without_weight_and_named(
+    tmp_path, images_of, monkeypatch
+):
     make_images(tmp_path / "images", 2)
     png = (tmp_path / "images/1.png").read_bytes()
     kinds = datasets.Features({"image": datasets.Image()})
@@ -552,14 +778,24 @@ def test_what_can_not_be_decoded_is_black_without_weight_and_named(tmp_path, ima
     (tmp_path / "table").mkdir()
     datasets.Dataset.from_dict(rows, features=kinds).to_parquet(tmp_path / "table/train.parquet")
     batch = images_of(folder="table")[[(0, row, 0.25) for row in (3, 0, 1, 2)]]
-    assert batch["weight"].tolist() == [0, 0.25, 0, 0] and batch["pixel_values"][[0, 2, 3]].max() == 0
-    named = [("row 3", "there is no image"), ("row 1", "image file is truncated"), ("row 2", "cannot identify image")]
+    assert (
+        batch["weight"].tolist() == [0, 0.25, 0, 0] and batch["pixel_values"][[0, 2, 3]].max() == 0
+    )
+    named = [
+        ("row 3", "there is no image"),
+        ("row 1", "image file is truncated"),
+        ("row 2", "cannot identify image"),
+    ]
     for (name, reason), (expected, why) in zip(batch["skipped"], named, strict=True):
         assert name == expected and reason.startswith(why)
     data = images_of()
     (tmp_path / "images/0.png").unlink()  # gone, and the folder is still there
     assert data[[(0, 0, 1.0)]]["weight"] == 0
-    monkeypatch.setattr(script, "decode_image", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(
+        script,
+        "decode_image",
+        lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")),
+    )
     with pytest.raises(OSError, match="Input/output"):  # the disk
         data[[(0, 1, 1.0)]]
 
@@ -569,7 +805,8 @@ def test_a_bad_image_is_named_once_skipped_and_counted(tmp_path, flags, capfd):
     train(*flags, "--num_epochs=3", "--dataloader_num_workers=1")
     assert capfd.readouterr().err.count("images/3.png") == 1
     records = metrics(tmp_path / "out")
-    assert len(records) == 15 and records[-1]["skipped_images"] == 1  # a step without any image has no loss to record
+    # A step without any image has no loss to record
+    assert len(records) == 15 and records[-1]["skipped_images"] == 1
     assert all(math.isfinite(record["loss"]) for record in records)
     for path in (tmp_path / "images").iterdir():
         path.write_bytes(b"no image at all")
@@ -582,7 +819,9 @@ def test_a_bad_image_is_named_once_skipped_and_counted(tmp_path, flags, capfd):
 
 
 @pytest.mark.parametrize("saves", ["checkpoints", "pipelines"])
-def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(tmp_path, flags, capfd, monkeypatch, saves):
+def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(
+    tmp_path, flags, capfd, monkeypatch, saves
+):
     compute_loss, calls, at = script.compute_loss, [], 4 if saves == "checkpoints" else 8
 
     def breaking(*args):
@@ -596,24 +835,43 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(tmp_pa
         assert "not finite at step 4" in error and "checkpoint-3" in error
         assert checkpoints(tmp_path / "out") == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     else:
-        assert "not finite at step 12" in refused(capfd, *flags, "--num_epochs=3", "--save_model_epochs=1")
+        assert "not finite at step 12" in refused(
+            capfd, *flags, "--num_epochs=3", "--save_model_epochs=1"
+        )
         assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out/unet").values())
 
 
-@pytest.mark.parametrize("argv, sentence", [
-    (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-    (["--resolution=0"], "argument --resolution: 0 is not between 2 and 16384"),
-    (["--streaming"], "--streaming needs --max_train_steps"),
-    (["--streaming", "--max_train_steps=1", "--cache_images"], "--cache_images"),
-    (["--streaming", "--max_train_steps=1", "--holdout=2"], "of a stream none can be set aside"),
-    (["--streaming", "--max_train_steps=1", "--train_batch_size=auto"], "give a number"),
-    (["--cache_images", "--preserve_input_precision"], "--cache_images stores 8 bits"),
-    (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
-    (["--dataloader_num_workers=2147483648"], "--dataloader_num_workers: 2147483648 is not between 0 and 1024"),
-    (["--model_config_name_or_path=a", "--pretrained_model_name_or_path=b"], "exclude each other"),
-    (["--dataset_name=a", "--train_data_dir=."], "--dataset_name and --train_data_dir exclude each other"),
-])  # fmt: skip
-def test_bad_arguments_end_with_one_line_before_anything_is_written(argv, sentence, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
+        (["--resolution=0"], "argument --resolution: 0 is not between 2 and 16384"),
+        (["--streaming"], "--streaming needs --max_train_steps"),
+        (["--streaming", "--max_train_steps=1", "--cache_images"], "--cache_images"),
+        (
+            ["--streaming", "--max_train_steps=1", "--holdout=2"],
+            "of a stream none can be set aside",
+        ),
+        (["--streaming", "--max_train_steps=1", "--train_batch_size=auto"], "give a number"),
+        (["--cache_images", "--preserve_input_precision"], "--cache_images stores 8 bits"),
+        (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
+        (
+            ["--dataloader_num_workers=2147483648"],
+            "--dataloader_num_workers: 2147483648 is not between 0 and 1024",
+        ),
+        (
+            ["--model_config_name_or_path=a", "--pretrained_model_name_or_path=b"],
+            "exclude each other",
+        ),
+        (
+            ["--dataset_name=a", "--train_data_dir=."],
+            "--dataset_name and --train_data_dir exclude each other",
+        ),
+    ],
+)
+def test_bad_arguments_end_with_one_line_before_anything_is_written(
+    argv, sentence, tmp_path, capsys
+):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(["--output_dir", str(tmp_path / "out"), *argv])
     assert stop.value.code == 2 and sentence in capsys.readouterr().err.strip().split("\n")[-1]
@@ -678,21 +936,42 @@ def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, flags, monkeypatc
     for name in ("log_validation", "save_checkpoint", "save_pipeline"):
         monkeypatch.setattr(script, name, slow(getattr(script, name)))
     train(*flags, "--validation_steps=1", "--checkpointing_steps=1", "--max_train_steps=3")
-    assert late[0] >= 6000 and all(record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out"))
+    assert late[0] >= 6000 and all(
+        record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out")
+    )
 
 
 def test_a_resumed_run_takes_the_optimizers_flags_that_it_is_given(tmp_path, flags):
-    given = {"adam_beta1": 0.5, "adam_beta2": 0.75, "adam_weight_decay": 0.25, "adam_epsilon": 0.125}
+    given = {
+        "adam_beta1": 0.5,
+        "adam_beta2": 0.75,
+        "adam_weight_decay": 0.25,
+        "adam_epsilon": 0.125,
+    }
     train(*flags, "--max_train_steps=2", "--checkpointing_steps=2", "--lr_scheduler=constant")
-    train(*flags, "--max_train_steps=4", "--checkpointing_steps=4", "--lr_scheduler=constant", "--learning_rate=1e-5",
-          "--resume_from_checkpoint=latest", *(f"--{name}={value}" for name, value in given.items()))  # fmt: skip
+    train(
+        *flags,
+        "--max_train_steps=4",
+        "--checkpointing_steps=4",
+        "--lr_scheduler=constant",
+        "--learning_rate=1e-5",
+        "--resume_from_checkpoint=latest",
+        *(f"--{name}={value}" for name, value in given.items()),
+    )
     assert [record["lr"] for record in metrics(tmp_path / "out")] == [1e-3, 1e-3, 1e-5, 1e-5]
-    (group,) = torch.load(tmp_path / "out/checkpoint-4/optimizer.bin", weights_only=True)["param_groups"]
+    (group,) = torch.load(tmp_path / "out/checkpoint-4/optimizer.bin", weights_only=True)[
+        "param_groups"
+    ]
     assert (*group["betas"], group["weight_decay"], group["eps"]) == tuple(given.values())
 
 
 def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, monkeypatch):
-    noised, computed, add_noise, conv2d = set(), set(), DDPMScheduler.add_noise, torch.nn.Conv2d.forward
+    noised, computed, add_noise, conv2d = (
+        set(),
+        set(),
+        DDPMScheduler.add_noise,
+        torch.nn.Conv2d.forward,
+    )
 
     def adding(self, images, noise, timesteps):
         noisy = add_noise(self, images, noise, timesteps)
@@ -729,7 +1008,9 @@ def test_main_runs_in_a_thread_and_twice_with_the_same_arguments(tmp_path, flags
     assert len(rates) == 2 and rates[0] == rates[1]
 
 
-def test_a_run_that_fails_at_its_model_leaves_no_folder_and_spares_one_that_was_there(tmp_path, flags, capfd):
+def test_a_run_that_fails_at_its_model_leaves_no_folder_and_spares_one_that_was_there(
+    tmp_path, flags, capfd
+):
     wrong = [*flags, "--model_config_name_or_path=nowhere"]
     assert "nowhere holds no UNet2DModel" in refused(capfd, *wrong)
     assert not (tmp_path / "out").exists()
@@ -752,9 +1033,16 @@ def test_a_stream_that_can_not_be_read_on_is_one_sentence(tmp_path, flags, capfd
     (tmp_path / "shards").mkdir()
     images = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(4)]
     for i in range(2):
-        rows = datasets.Dataset.from_dict({"image": images}).cast_column("image", datasets.Image(decode=False))
+        rows = datasets.Dataset.from_dict({"image": images}).cast_column(
+            "image", datasets.Image(decode=False)
+        )
         rows.to_parquet(tmp_path / f"shards/{i}.parquet")
-    stream = [*flags, f"--train_data_dir={tmp_path / 'shards'}", "--streaming", "--max_train_steps=12"]
+    stream = [
+        *flags,
+        f"--train_data_dir={tmp_path / 'shards'}",
+        "--streaming",
+        "--max_train_steps=12",
+    ]
     path = tmp_path / "shards/1.parquet"
     if damage == "empty":
         pq.write_table(pq.read_table(path).slice(0, 0), path)

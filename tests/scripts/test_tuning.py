@@ -4,7 +4,16 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, assert_same_weights, finish, make_captioned, make_images, metrics, reset, start
+from conftest import (
+    ROOT,
+    assert_same_weights,
+    finish,
+    make_captioned,
+    make_images,
+    metrics,
+    reset,
+    start,
+)
 from diffusers import UNet2DConditionModel
 
 import train_text_to_image
@@ -17,11 +26,21 @@ pytestmark = pytest.mark.usefixtures("without_figures")
 def flags(tmp_path, unet_config):
     make_images(tmp_path / "images", 12)
     return [
-        f"--train_data_dir={tmp_path / 'images'}", f"--model_config_name_or_path={unet_config}", "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2", "--max_train_steps=2", "--learning_rate=1e-4",
-        "--ddpm_num_inference_steps=2", "--eval_batch_size=1", "--lr_warmup_steps=0", "--lr_scheduler=constant",
-        "--logging_steps=1", "--report_to=none", "--dataloader_num_workers=0",
-    ]  # fmt: skip
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--model_config_name_or_path={unet_config}",
+        "--resolution=16",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=2",
+        "--max_train_steps=2",
+        "--learning_rate=1e-4",
+        "--ddpm_num_inference_steps=2",
+        "--eval_batch_size=1",
+        "--lr_warmup_steps=0",
+        "--lr_scheduler=constant",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--dataloader_num_workers=0",
+    ]
 
 
 def train(*argv, script=script):
@@ -46,9 +65,20 @@ def tree(folder):
 
 def test_a_range_test_leaves_all_as_it_was(tmp_path, flags):
     """Before a run, on two processes, and in the middle of it: what is trained then is the same."""
-    test = ["--find_lr", "--find_lr_steps=12", "--gradient_accumulation_steps=2", "--train_batch_size=3"]
-    assert finish(start(lambda: train(*flags, *test), 2, tmp_path / "log")) == [0, 0], (tmp_path / "log").read_text()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock", "find_lr.json", "find_lr.png"}
+    test = [
+        "--find_lr",
+        "--find_lr_steps=12",
+        "--gradient_accumulation_steps=2",
+        "--train_batch_size=3",
+    ]
+    assert finish(start(lambda: train(*flags, *test), 2, tmp_path / "log")) == [0, 0], (
+        tmp_path / "log"
+    ).read_text()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        ".lock",
+        "find_lr.json",
+        "find_lr.png",
+    }
     train(*flags)
     before = tree(tmp_path / "out")
     train(*flags, *test, "--resume_from_checkpoint=latest", "--max_train_steps=3", "--push_to_hub")
@@ -59,11 +89,13 @@ def test_a_range_test_leaves_all_as_it_was(tmp_path, flags):
 
 
 def test_a_range_test_trains_at_rates_that_grow(tmp_path, flags, monkeypatch, capsys):
-    """They are those of the optimizer, its losses those of real steps, and the trained weights end up elsewhere."""
+    """The test uses the real optimizer and real steps, and its weights move."""
     seen, train_step = [], script.train_step
 
     def recording(accelerator, noise_scheduler, args, prepare, models, optimizer, *rest):
-        norm = sum(weight.detach().double().square().sum() for weight in models["unet"].parameters()).item()
+        norm = sum(
+            weight.detach().double().square().sum() for weight in models["unet"].parameters()
+        ).item()
         sums = train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, *rest)
         seen.append((optimizer.param_groups[0]["lr"], (sums[0] / sums[1]).item(), norm))
         return sums
@@ -73,12 +105,19 @@ def test_a_range_test_trains_at_rates_that_grow(tmp_path, flags, monkeypatch, ca
     found = json.loads((tmp_path / "out/find_lr.json").read_text())
     rates, losses, norms = map(list, zip(*seen, strict=True))
     assert found["rates"] == rates == pytest.approx([10 ** (-7 + 5 * i / 9) for i in range(10)])
-    assert found["losses"] == pytest.approx(losses) and norms[-1] != norms[0] and len(set(norms)) == 10
-    assert f"--learning_rate {found['suggestion']:.2g}: {found['reason']}" in capsys.readouterr().out
+    assert (
+        found["losses"] == pytest.approx(losses) and norms[-1] != norms[0] and len(set(norms)) == 10
+    )
+    assert (
+        f"--learning_rate {found['suggestion']:.2g}: {found['reason']}" in capsys.readouterr().out
+    )
 
 
 class FullMemory:
-    """A device on which a step of more than `most` images is out of memory; `trials`: what was tried."""
+    """A device where a step of more than `most` images is out of memory.
+
+    `trials` are the batch sizes that were tried.
+    """
 
     def __init__(self, monkeypatch, most, script=script):
         self.trials, self.compute_loss, self.most = [], script.compute_loss, most
@@ -96,42 +135,65 @@ def settings(folder):
     return json.loads(path.read_text())["settings"]
 
 
-def test_a_batch_size_that_was_found_trains_as_one_that_was_given(tmp_path, flags, monkeypatch, capsys):
-    """The trials leave no trace in what is trained; fp32 with averaged weights here, on one process."""
+def test_a_batch_size_that_was_found_trains_as_one_that_was_given(
+    tmp_path, flags, monkeypatch, capsys
+):
+    """The trials do not change the training. Here in fp32, with EMA, on one process."""
     memory = FullMemory(monkeypatch, 5)
     train(*flags, "--train_batch_size=auto", "--max_train_steps=1")
     sizes = [size for i, size in enumerate(memory.trials) if i == 0 or memory.trials[i - 1] != size]
     assert sizes == [1, 2, 4, 8, 6, 5] and settings(tmp_path / "out")["train_batch_size"] == 5
     assert "Batch size: 5 x 1 accumulated x 1 processes" in capsys.readouterr().out
-    train(*flags, "--train_batch_size=5", "--max_train_steps=1", f"--output_dir={tmp_path / 'given'}")
+    train(
+        *flags, "--train_batch_size=5", "--max_train_steps=1", f"--output_dir={tmp_path / 'given'}"
+    )
     assert_same_weights(tmp_path / "out/unet", tmp_path / "given/unet")
 
 
-def test_a_total_is_held_by_accumulation_and_a_found_size_kept_on_resume(tmp_path, flags, monkeypatch):
+def test_a_total_is_held_by_accumulation_and_a_found_size_kept_on_resume(
+    tmp_path, flags, monkeypatch
+):
     memory = FullMemory(monkeypatch, 5)
     auto = [*flags, "--train_batch_size=auto", "--total_batch_size=8"]
     train(*auto)
     found = settings(tmp_path / "out")
     assert (found["train_batch_size"], found["gradient_accumulation_steps"]) == (4, 2)
     memory.trials.clear()
-    train(*auto, "--max_train_steps=4", "--resume_from_checkpoint=latest", f"@{tmp_path / 'out/run.args'}")
+    train(
+        *auto,
+        "--max_train_steps=4",
+        "--resume_from_checkpoint=latest",
+        f"@{tmp_path / 'out/run.args'}",
+    )
     train(*auto, "--max_train_steps=4", "--resume_from_checkpoint=latest")
-    assert memory.trials == [4, 4, 4]  # 12 images: a step of 8, of two micro-batches, and one of the other 4
+    # 12 images: one step of 8 in two micro-batches, and one step of the other 4
+    assert memory.trials == [4, 4, 4]
     assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2, 3, 4]
 
 
 def test_a_batch_of_captions_is_found_too(tmp_path, monkeypatch):
     make_captioned(tmp_path / "images", 12)
     UNet2DConditionModel(
-        sample_size=8, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4, cross_attention_dim=32,
-        attention_head_dim=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        cross_attention_dim=32,
+        attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).save_config(tmp_path / "unet")  # fmt: skip
+    ).save_config(tmp_path / "unet")
     memory = FullMemory(monkeypatch, 3, train_text_to_image)
     train(
-        f"--pretrained_model_name_or_path={ROOT / 'demo/models'}", f"--train_data_dir={tmp_path / 'images'}",
-        f"--unet_config_name_or_path={tmp_path / 'unet'}", "--resolution=16", "--dataloader_num_workers=0",
-        "--train_batch_size=auto", "--max_train_steps=1", "--report_to=none", f"--output_dir={tmp_path / 'out'}",
+        f"--pretrained_model_name_or_path={ROOT / 'demo/models'}",
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--unet_config_name_or_path={tmp_path / 'unet'}",
+        "--resolution=16",
+        "--dataloader_num_workers=0",
+        "--train_batch_size=auto",
+        "--max_train_steps=1",
+        "--report_to=none",
+        f"--output_dir={tmp_path / 'out'}",
         script=train_text_to_image,
-    )  # fmt: skip
+    )
     assert settings(tmp_path / "out")["train_batch_size"] == 3 and memory.trials[-1] == 3
