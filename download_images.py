@@ -58,7 +58,7 @@ check_version("0.1.0", Path(__file__).name)  # first: another version may lack t
 from diffusion_training.arguments import COUNT, PATH, make_parser, number
 from diffusion_training.cluster import connect, find_modules, work_off
 from diffusion_training.errors import explain, explained, fail, in_one_sentence
-from diffusion_training.files import find_differences, take_folder
+from diffusion_training.files import find_differences, lock_folder
 from diffusion_training.remote import open_folder, reading, remove, writing
 from diffusion_training.web.downloads import fetch_rows
 from diffusion_training.web.filters import find_columns
@@ -89,6 +89,22 @@ MAX_URL = 500  # characters; a record cuts longer URLs
 # Shards that may fail before the run stops. After more, the cause is hardly temporary: a full disk,
 # for example.
 MAX_ERRORS = 3
+# Flags that decide the content of the shards: a folder holds one download.
+FIXED = (
+    "url_column",
+    "caption_column",
+    "keep_columns",
+    "rows_per_shard",
+    "min_size",
+    "max_aspect_ratio",
+    "resize_to",
+    "jpeg_quality",
+    "max_bytes",
+    "opt_out",
+    "where",
+    "limit",
+    "skip_repeated",
+)
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -213,33 +229,29 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             f"Ray deletes {os.path.abspath(args.output_dir)} after the job: "
             "give --output_dir from the root"
         )
-    if (
-        args.num_cpus is not None
-        and (args.address or os.environ.get("RAY_ADDRESS", "local")) != "local"
-    ):
+    address = args.address or os.environ.get("RAY_ADDRESS", "local")
+    if args.num_cpus is not None and address != "local":
         parser.error(
             "--num_cpus is for a Ray that is started here: "
             "leave it out with --address and RAY_ADDRESS"
         )
     if not args.user_agent.isprintable():
         parser.error(f"--user_agent {args.user_agent!r} would be more than one line of a request")
-    own = ["image", "text", "url", "width", "height", "sha256"]
-    for names in (
-        [args.url_column, args.caption_column, *args.keep_columns],
-        [*own, *args.keep_columns],
-    ):
-        if twice := [name for name in names if names.count(name) > 1]:
-            parser.error(
-                f"--keep_columns would give two columns {twice[0]!r}: leave it out, or rename it"
-            )
+    read = [args.url_column, args.caption_column, *args.keep_columns]
+    written = ["image", "text", "url", "width", "height", "sha256", *args.keep_columns]
+    for columns in (read, written):
+        for name in columns:
+            if columns.count(name) > 1:
+                parser.error(
+                    f"--keep_columns would give two columns {name!r}: leave it out, or rename it"
+                )
     try:
         find_columns(args.where)
     except (ValueError, OverflowError) as error:
         parser.error(f"--where: {error}")
     try:
-        args.allow_private_addresses = args.allow_private_addresses and [
-            str(ipaddress.ip_network(network)) for network in args.allow_private_addresses
-        ]
+        if networks := args.allow_private_addresses:
+            args.allow_private_addresses = [str(ipaddress.ip_network(text)) for text in networks]
     except ValueError as error:
         parser.error(f"--allow_private_addresses: {error}, such as 10.1.0.0/16")
     args.opt_out = [directive.lower() for directive in args.opt_out]
@@ -254,53 +266,52 @@ def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) 
     reason} if the shard could not be written.
     """
     fs, root, _ = open_folder(folder)
-    path, record_path = f"{folder}/{item['name']}", name_record(folder, item["name"])
+    path = f"{folder}/{item['name']}"
+    record_path = name_record(folder, item["name"])
+    first = item["first"]
+    # Images are first collected in a file beside the shards, where there is room for them, or in
+    # TMPDIR if the shards are in object storage.
+    spool_folder = root if folder == root else None
     try:
-        # Images are first collected in a file beside the shards, where there is room for them, or
-        # in TMPDIR if the shards are in object storage.
-        with (
-            reading(path) as old,
-            tempfile.TemporaryFile(dir=root if folder == root else None) as spool,
-        ):
+        with reading(path) as shard, tempfile.TemporaryFile(dir=spool_folder) as spool:
             table = read_rows(item).rename_columns(["url", "text", *args.keep_columns])
-            images, record = read_shard(old, item, spool), read_record(fs, record_path)
-            about = describe_shard(old) if images is not None else {}
-            known = (
-                record.get("failures", ()) if record.get("sha256") == about.get("sha256") else ()
-            )
-            failures = {failure["row"]: failure for failure in known}
-            there = list(images or ())
-            repeated = {there[place] for place in item.get("repeated", ()) if there}
-            images = images and {row: image for row, image in images.items() if row not in repeated}
+            images = read_shard(shard, item, spool)
+            is_missing = images is None
+            images = images or {}
+            digest = {} if is_missing else describe_shard(shard)
+            record = read_record(fs, record_path)
+            failures = {}
+            if record.get("sha256") == digest.get("sha256"):
+                failures = {failure["row"]: failure for failure in record.get("failures", ())}
+            rows = list(images)
+            repeated = [rows[position] for position in item.get("repeated", ()) if rows]
             for row in repeated:
+                del images[row]
                 failures[row] = {
                     "row": row,
-                    "url": table["url"][row - item["first"]].as_py(),
+                    "url": table["url"][row - first].as_py(),
                     "tries": 1,
+                    "reason": "repeated: an earlier row has the same file",
                 }
-                failures[row]["reason"] = "repeated: an earlier row has the same file"
-            urls = choose_urls(table, item["first"], images or {}, failures, args)
-            new, failed, received = asyncio.run(fetch_rows(urls, spool, args))
-            failures |= {row: {"row": row, "url": urls[row], **failed[row]} for row in failed}
-            if new or repeated or images is None:
-                images = (images or {}) | new
+            urls = choose_urls(table, first, images, failures, args)
+            downloaded, refused, received = asyncio.run(fetch_rows(urls, spool, args))
+            for row, failure in refused.items():
+                failures[row] = {"row": row, "url": urls[row], **failure}
+            if downloaded or repeated or is_missing:
+                images |= downloaded
                 with writing(path) as unfinished:
-                    write_images(unfinished, table, item["first"], images, spool, schema)
-                    about = describe_shard(unfinished)
+                    write_images(unfinished, table, first, images, spool, schema)
+                    digest = describe_shard(unfinished)
                     remove(record_path)  # before the shard changes: they must never disagree
             failed = [failures[row] for row in sorted(failures.keys() - images.keys())]
-            failed = [failure | {"url": (failure.get("url") or "")[:MAX_URL]} for failure in failed]
+            for failure in failed:
+                failure["url"] = (failure.get("url") or "")[:MAX_URL]
+            record = {"images": len(images), **digest, "table": item["table"], "failures": failed}
             with writing(record_path) as unfinished:
-                record = {
-                    "images": len(images),
-                    **about,
-                    "table": item["table"],
-                    "failures": failed,
-                }
                 unfinished.write_text(json.dumps(record))
     except (OSError, MemoryError, pa.ArrowException) as error:
-        where = f"{path} could not be made on {socket.gethostname()}"
-        return {"error": f"{where} ({type(error).__name__}: {explain(error)})"}
+        reason = f"{type(error).__name__}: {explain(error)}"
+        return {"error": f"{path} could not be made on {socket.gethostname()} ({reason})"}
     reasons = collections.Counter(failure["reason"].split(":")[0] for failure in failed)
     return {"rows": len(table), "images": len(images), "received": received, "failures": reasons}
 
@@ -314,18 +325,25 @@ def run_items(items: list[dict], args: Namespace, folder: str, schema: pa.Schema
     memory = 2**30 + (THREADS - 1) * 2**28 + args.connections * args.max_bytes
     options = {} if args.num_cpus is None else {"num_cpus": args.num_cpus}
     disconnect = connect(args.address, find_modules(download_shard, fetch_rows), **options)
-    most = max(node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"])
-    if most < memory:
-        few = f"no machine has more than {most / 1e9:.1f} GB for it"
-        fail(f"a task may take {memory / 1e9:.1f} GB and {few}: lower --connections or --max_bytes")
-    work = ray.remote(num_cpus=1, memory=memory, max_retries=0, scheduling_strategy="SPREAD")(
-        download_shard
-    )
-    shared = [ray.put(x) for x in (args, folder, schema)]
-    # A function, because nodes may join the cluster during the run.
-    some = lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1  # noqa: E731
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    largest = max(node.get("memory", 0) for node in nodes)
+    if largest < memory:
+        fail(
+            f"a task may take {memory / 1e9:.1f} GB and no machine has more than "
+            f"{largest / 1e9:.1f} GB for it: lower --connections or --max_bytes"
+        )
+    as_task = ray.remote(num_cpus=1, memory=memory, max_retries=0, scheduling_strategy="SPREAD")
+    task = as_task(download_shard)
+    shared = [ray.put(value) for value in (args, folder, schema)]
+
+    def submit(item: dict) -> Any:
+        return task.remote(item, *shared)
+
+    def count_tasks() -> float:  # anew each time, because nodes may join the cluster
+        return 2 * ray.cluster_resources().get("CPU", 1) + 1
+
     try:
-        for item, result, error in work_off(items, lambda item: work.remote(item, *shared), some):
+        for item, result, error in work_off(items, submit, count_tasks):
             rows = f"rows {item['first']} to {item['last'] - 1} of {item['table']}"
             yield {"error": f"{rows} could not be downloaded: {error}"} if error else result
     finally:
@@ -342,138 +360,46 @@ def describe_failures(reasons: collections.Counter, rows: int) -> str:
     return f"{reasons.total() / max(1, rows):.1%} failed" + (f" ({shares})" if shares else "")
 
 
-@in_one_sentence
-def main(args: Namespace) -> None:
-    """Make the shards.
-
-    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
-    that tells the reason.
-    """
-    # Open the output folder, or make it.
-    tables_fs, paths = list_tables(args)
-    with explained(f"--output_dir {args.output_dir} can't be written to"):
-        fs, root, folder = open_folder(args.output_dir)
-        settings_path, names = f"{folder}/__download__/settings.json", sorted(list_sizes(fs, root))
-        if folder == root:
-            lock = take_folder(
-                Path(root), args.output_dir, lambda names: "__download__" in names, "download"
-            )
-        elif names and not fs.exists(settings_path):
-            fail(
-                f"--output_dir {args.output_dir} holds {names[0]} and no download: "
-                "choose another folder"
-            )
-        for name in ("records", "tables"):
-            fs.makedirs(f"{root}/__download__/{name}", exist_ok=True)
-
-    # Copy the tables and cut them into work items.
-    columns = [args.url_column, args.caption_column, *args.keep_columns]
-    fixed = [
-        "url_column",
-        "caption_column",
-        "keep_columns",
-        "rows_per_shard",
-        "min_size",
-        "max_aspect_ratio",
-    ]
-    fixed += [
-        "resize_to",
-        "jpeg_quality",
-        "max_bytes",
-        "opt_out",
-        "where",
-        "limit",
-        "skip_repeated",
-    ]
+def describe_download(tables_fs: Any, paths: list[str], args: Namespace) -> tuple[dict, list[str]]:
+    """Return (what decides the content of the shards, the digests of the tables)."""
     with ThreadPoolExecutor(16) as pool:
         digests = list(pool.map(functools.partial(digest_table, tables_fs), paths))
     digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
-    settings = {"format_version": 2, **{name: getattr(args, name) for name in fixed}}
+    settings = {"format_version": 2, **{name: getattr(args, name) for name in FIXED}}
     settings["input"] = {"tables": len(paths), "sha256": digest}
-    if fs.exists(settings_path) and (
-        differences := find_differences(read_json(fs, settings_path), settings)
-    ):
-        fail(
-            f"{args.output_dir} holds another download ({', '.join(differences)}): "
-            "choose another --output_dir"
-        )
-    options = {
-        "columns": columns,
-        "rows_per_group": args.rows_per_shard,
-        "folder": folder,
-        "where": args.where,
-    }
-    tables = copy_tables(
-        zip(map(tables_fs.unstrip_protocol, paths), digests, strict=True), args.limit, **options
-    )
-    tables = list(tqdm(tables, total=len(paths), desc="Tables", leave=False))
-    num_rows = sum(table["rows"] for table in tables)
-    if num_rows == 0:
-        source = args.input or args.dataset_name
-        fail(f"{source} holds no rows{f' with --where {args.where}' if args.where else ''}")
-    schema, items = make_schema(tables, args), list_items(tables, args.rows_per_shard)
-    with writing(settings_path) as path:
-        path.write_text(json.dumps(settings, indent=1))
+    return settings, digests
 
-    # Download the missing shards.
-    missing = choose_items(fs, folder, items, args.retry_failed)
-    # A summary means that an earlier run has finished, and has looked for repeated files.
-    told = not missing and fs.exists(f"{folder}/__download__/summary.json")
-    rows_there = num_rows - sum(item["last"] - item["first"] for item in missing)
-    tqdm.write(f"{num_rows:,} rows in {len(items):,} shards, {len(missing):,} of them to do")
-    if missing:
-        remove(f"{folder}/__download__/summary.json")  # valid only for a complete download
-    bar = tqdm(total=num_rows, initial=rows_there, unit="row", desc="Rows")
-    start, images, received, rows, reasons, errors = (
-        time.perf_counter(),
-        0,
-        0,
-        0,
-        collections.Counter(),
-        [],
-    )
+
+def download(
+    missing: list[dict], num_rows: int, args: Namespace, folder: str, schema: Any
+) -> list[str]:
+    """Have tasks make the missing shards, and show how it goes. Returns the errors of tasks."""
+    rows_done = num_rows - sum(item["last"] - item["first"] for item in missing)
+    bar = tqdm(total=num_rows, initial=rows_done, unit="row", desc="Rows")
+    start = time.perf_counter()
+    rows = images = received = 0
+    reasons = collections.Counter()
+    errors = []
     for result in run_items(missing, args, folder, schema) if missing else ():
         if "error" in result:
             errors.append(result["error"])
             if len(errors) > MAX_ERRORS:
                 break
             continue
-        images, received, rows = (
-            images + result["images"],
-            received + result["received"],
-            rows + result["rows"],
-        )
+        rows += result["rows"]
+        images += result["images"]
+        received += result["received"]
         reasons.update(result["failures"])
         seconds = time.perf_counter() - start
         speed = f"{images / seconds:.1f} images/s, {received / seconds / 1e6:.1f} MB/s"
         bar.set_postfix_str(f"{speed}, {describe_failures(reasons, rows)}", refresh=False)
         bar.update(result["rows"])
     bar.close()
-    # Repeated files are found only when all shards exist, so that the order in which they were made
-    # does not matter.
-    while (
-        args.skip_repeated
-        and not told
-        and not errors
-        and (repeated := find_repeated(fs, folder, items))
-    ):
-        errors = [
-            result["error"]
-            for result in run_items(repeated, args, folder, schema)
-            if "error" in result
-        ]
-    if errors:
-        fail(f"{errors[0]}; the same command goes on from the shards that are whole")
+    return errors
 
-    # All shards are complete: write the summary.
-    summary = gather(fs, folder, items)
-    for name in (
-        ("", "__download__", "__download__/records", "__download__/tables")
-        if folder == root
-        else ()
-    ):
-        for leftover in Path(root, name).glob(".tmp-*"):  # from tasks that were killed
-            leftover.unlink(missing_ok=True)
+
+def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
+    """Print the result. Stops with an error if there is no image at all."""
     failed = describe_failures(collections.Counter(summary["failures"]), num_rows)
     why = (
         f"Why: {args.output_dir}/__download__/failures.jsonl; "
@@ -487,6 +413,87 @@ def main(args: Namespace) -> None:
     )
     if summary["failures"]:
         print(why)
+
+
+@in_one_sentence
+def main(args: Namespace) -> None:
+    """Make the shards.
+
+    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
+    that tells the reason.
+    """
+    # Open the output folder, or make it.
+    tables_fs, paths = list_tables(args)
+    with explained(f"--output_dir {args.output_dir} can't be written to"):
+        fs, root, folder = open_folder(args.output_dir)
+        settings_path = f"{folder}/__download__/settings.json"
+        summary_path = f"{folder}/__download__/summary.json"
+        names = sorted(list_sizes(fs, root))
+        if folder == root:
+            lock = lock_folder(
+                Path(root), args.output_dir, lambda names: "__download__" in names, "download"
+            )
+        elif names and not fs.exists(settings_path):
+            fail(
+                f"--output_dir {args.output_dir} holds {names[0]} and no download: "
+                "choose another folder"
+            )
+        for name in ("records", "tables"):
+            fs.makedirs(f"{root}/__download__/{name}", exist_ok=True)
+
+    # Copy the tables and cut them into work items.
+    columns = [args.url_column, args.caption_column, *args.keep_columns]
+    settings, digests = describe_download(tables_fs, paths, args)
+    if fs.exists(settings_path):
+        differences = find_differences(read_json(fs, settings_path), settings)
+        if differences:
+            fail(
+                f"{args.output_dir} holds another download ({', '.join(differences)}): "
+                "choose another --output_dir"
+            )
+    sources = zip(map(tables_fs.unstrip_protocol, paths), digests, strict=True)
+    copies = copy_tables(
+        sources,
+        args.limit,
+        columns=columns,
+        rows_per_group=args.rows_per_shard,
+        folder=folder,
+        where=args.where,
+    )
+    tables = list(tqdm(copies, total=len(paths), desc="Tables", leave=False))
+    num_rows = sum(table["rows"] for table in tables)
+    if num_rows == 0:
+        condition = f" with --where {args.where}" if args.where else ""
+        fail(f"{args.input or args.dataset_name} holds no rows{condition}")
+    schema = make_schema(tables, args)
+    items = list_items(tables, args.rows_per_shard)
+    with writing(settings_path) as path:
+        path.write_text(json.dumps(settings, indent=1))
+
+    # Download the missing shards.
+    missing = choose_items(fs, folder, items, args.retry_failed)
+    # A summary means that an earlier run has finished, and has looked for repeated files.
+    is_finished = not missing and fs.exists(summary_path)
+    tqdm.write(f"{num_rows:,} rows in {len(items):,} shards, {len(missing):,} of them to do")
+    if missing:
+        remove(summary_path)  # valid only for a complete download
+    errors = download(missing, num_rows, args, folder, schema)
+    # Repeated files are found only when all shards exist, so that the order in which they were made
+    # does not matter.
+    if args.skip_repeated and not is_finished:
+        while not errors and (repeated := find_repeated(fs, folder, items)):
+            results = run_items(repeated, args, folder, schema)
+            errors = [result["error"] for result in results if "error" in result]
+    if errors:
+        fail(f"{errors[0]}; the same command goes on from the shards that are whole")
+
+    # All shards are complete: write the summary.
+    summary = gather(fs, folder, items)
+    if folder == root:
+        for name in ("", "__download__", "__download__/records", "__download__/tables"):
+            for leftover in Path(root, name).glob(".tmp-*"):  # from tasks that were killed
+                leftover.unlink(missing_ok=True)
+    report_result(summary, num_rows, args)
     if folder == root:
         lock.release(force=True)
 

@@ -35,10 +35,10 @@ import os
 import shlex
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -54,8 +54,10 @@ from diffusion_training.arguments import (
     COUNT,
     PATH,
     SWITCH,
+    Flags,
     OneOrMore,
     check_source,
+    list_values,
     make_parser,
     number,
     parse_demo,
@@ -65,72 +67,58 @@ from diffusion_training.data.captions import (
     count_tokens,
     decode_ahead,
     look_at_captions,
-    say_cut,
-    say_emptied,
-    say_equal,
+    report_cut,
+    report_emptied,
+    report_equal,
     tokenize,
-    transform,
+    transform_row,
 )
-from diffusion_training.data.families import Tokenizers
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.data.streams import StreamedRows, add_stream_flags, check_stream_args
 from diffusion_training.data.texts import check_captions
 from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
+from diffusion_training.families.base import Base, Encoders, Tokenizers, Tokens
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.opening import open_base
+from diffusion_training.flags import (
+    add_bucket_flags,
+    add_device_flags,
+    add_encoder_flags,
+    add_family_flags,
+    add_pipeline_flags,
+    add_source_flags,
+    add_transform_flags,
+)
 from diffusion_training.latents.cache import (
+    OpenCache,
     check_skipped,
     describe_damage,
     finish_cache,
     open_cache,
     writing_shard,
 )
-from diffusion_training.latents.columns import (
-    LATENTS,
-    PROMPTS,
-    checksum_row,
-    count_rows,
-    make_column,
-)
+from diffusion_training.latents.columns import checksum_row, group_by_checksum
 from diffusion_training.latents.encoders import (
-    DTYPES,
-    Encoders,
     describe_latents,
     describe_models,
     encode_images,
-    has_moments,
-    load_models,
+    load_encoders,
     place_encoders,
-    try_models,
-    vae_scale_factor,
+    try_encoders,
 )
-from diffusion_training.latents.passes import (
-    CacheEncoded,
-    find_batch_size,
-    find_begun,
-    set_batch_size,
-    split_caches,
-    take_resolutions,
-    write_each,
-)
-from diffusion_training.latents.plan import name_shard, plan_cache
+from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
+from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
 from diffusion_training.latents.text_encoders import (
     describe_prompts,
     encode_empty_prompt,
     encode_prompts,
 )
+from diffusion_training.launch import make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
+from diffusion_training.models import DTYPES
 from diffusion_training.order import KEYS, step_seed
-from diffusion_training.training.flags import (
-    add_bucket_flags,
-    add_device_flags,
-    add_encoder_flags,
-    add_family_flags,
-    add_source_flags,
-    add_transform_flags,
-)
-from diffusion_training.training.launch import make_accelerator
 
-# Without it, tokenizers warns about the worker processes of the DataLoader.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The flags of a run without a data set. Flags on the command line override them.
@@ -161,9 +149,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_bucket_flags(add)
 
     add = parser.add_argument_group("models").add_argument
-    add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
-    add("--revision", help="branch, tag or commit of the models on the hub")
-    add("--variant", help="variant of the weight files, such as fp16")
+    add_pipeline_flags(add)
     add_family_flags(add)
     add_encoder_flags(add)
     add_device_flags(add, trains=False)
@@ -215,73 +201,79 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_stream_flags(parser.add_argument_group("stream").add_argument, trains=False)
     args = parser.parse_args(argv)
     if args.dataset_name is None and args.train_data_dir is None:
-        # PRX gets a folder of its own, so its demo does not meet the cache of the U-Net's demo.
-        flow = " --output_dir latents-digits-flow" * (args.model_family == "prx")
-        args = parse_demo(parser, DEMO + flow, argv)
+        demo = DEMO
+        family = FAMILIES.get(args.model_family or "")
+        if family and family.script == "train_flow.py":  # not the folder of the U-Net's demo
+            demo += " --output_dir latents-digits-flow"
+        args = parse_demo(parser, demo, argv)
     check_args(parser, args)
     check_stream_args(parser, args)
-    # None leaves it out of cache.json, because the script on Ray has no --streaming.
-    args.streaming = args.streaming or None
-    return args
+    return Flags(**vars(args))
 
 
 # -------------------------------------------------------------------------------------------------
 # stage 1: the data
 
 
+class RowBatch(TypedDict, total=False):
+    """Some rows for one cache. First in the order of the rows, then in that of `groups`."""
+
+    cache: int  # its index among the caches
+    row: list[int]
+    key: list[str]
+    skipped: list[str | None]  # why a row can't be used
+    text: list[Any]  # a caption; with --caption_weights a list of captions
+    cut: list[bool]  # does a caption have more tokens than model_max_length?
+    groups: list[list[int]]  # positions in the batch, of equally sized images
+
+    pixel_values: list[torch.Tensor]  # of each group, uint8 [n, C, H, W]
+    mask: list[torch.Tensor]  # of each group, uint8 [n, 1, H, W], if the data set has masks
+    input_ids: torch.Tensor  # [N, model_max_length], with what else `tokenize` gives
+    original_size: torch.Tensor  # int32 [N, 2]
+    crop_top_left: torch.Tensor  # int32 [N, 2]
+
+
 class TransformedRows(torch.utils.data.Dataset):
     """Decodes rows once and makes a batch of them for each cache.
 
-    Takes (indices into `caches`, keys (0, row)) and returns {"batches": [one per cache]}. `caches`
-    holds the flags of each cache. The rows are transformed as the trainers see them in epoch 0.
-
-    A batch has, in the order of the rows:
-        cache: index of its cache
-        row, key, skipped: lists, as `transform` returns them
-        text: list of captions; with --caption_weights, of lists of captions
-        cut: list of bool: does the caption have more tokens than model_max_length?
-        groups: lists of positions in the batch, one list for each group of equally sized images
-    and in the order of the groups:
-        pixel_values: for each group, uint8 [n, C, H, W]
-        mask: for each group, uint8 [n, 1, H, W], if the data set has masks
-        input_ids, and for SDXL input_ids_2: [N, model_max_length]
-        original_size, crop_top_left: int32 [N, 2]
+    Takes (indices into `caches`, keys (0, row)) and returns {"batches": [a `RowBatch` per cache]}.
+    The rows are transformed as the trainers see them in epoch 0.
     """
 
-    def __init__(
-        self, rows: Any, tokenizers: Tokenizers, column: str, channels: int, caches: list[Namespace]
-    ) -> None:
-        self.rows, self.tokenizers, self.column, self.channels = rows, tokenizers, column, channels
-        self.caches = caches
+    def __init__(self, rows: Any, tokenizers: Tokenizers, caches: list[PlannedCache]) -> None:
+        self.rows, self.tokenizers, self.caches = rows, tokenizers, caches
+
+    def with_caches(self, caches: list[PlannedCache]) -> "TransformedRows":
+        return TransformedRows(self.rows, self.tokenizers, caches)
 
     def __getitem__(self, key: tuple[Sequence[int], list[tuple]]) -> dict[str, Any]:
-        places, keys = key
-        found: dict[int, list] = {place: [] for place in places}
+        indices, keys = key
+        items: dict[int, list] = {index: [] for index in indices}
         for (epoch, row, *_), item in zip(keys, read_items(self.rows, keys), strict=True):
-            if len(places) > 1:
-                item = decode_ahead(item, self.column, self.channels, self.caches[0])
-            for place, items in found.items():
-                items.append(
-                    transform(row, epoch, item, self.column, self.channels, self.caches[place])
-                )
-        return {"batches": [self.collate(place, items) for place, items in found.items()]}
+            if len(items) > 1:
+                item = decode_ahead(item, self.caches[0].transform)
+            for index, of_cache in items.items():
+                of_cache.append(transform_row(row, epoch, item, self.caches[index].transform))
+        return {"batches": [self.collate(index, of_cache) for index, of_cache in items.items()]}
 
-    def collate(self, place: int, items: list[dict]) -> dict[str, Any]:
-        batch: dict[str, Any] = {"cache": place} | {
-            name: [item[name] for item in items] for name in items[0]
-        }
-        places = range(len(items))
-        sizes = dict.fromkeys(image.shape for image in batch["pixel_values"])
-        groups = [[i for i in places if batch["pixel_values"][i].shape == size] for size in sizes]
-        most = self.caches[place].batch_size
-        groups = [group[i : i + most] for group in groups for i in range(0, len(group), most)]
-        for name in batch.keys() & {"pixel_values", "mask"}:
-            batch[name] = [torch.stack([batch[name][i] for i in group]) for group in groups]
-        batch["groups"], batch["cut"] = groups, are_cut(self.tokenizers, batch["text"])
+    def collate(self, index: int, items: list[dict]) -> RowBatch:
+        images = [item["pixel_values"] for item in items]
+        limit = self.caches[index].batch_size
+        groups = []
+        for size in dict.fromkeys(image.shape for image in images):
+            group = [i for i, image in enumerate(images) if image.shape == size]
+            groups += [group[start : start + limit] for start in range(0, len(group), limit)]
         order = sum(groups, [])
+        batch: dict[str, Any] = {"cache": index, "groups": groups}
+        for name in ("row", "key", "skipped", "text"):
+            batch[name] = [item[name] for item in items]
+        batch["cut"] = are_cut(self.tokenizers, batch["text"])
+        for name in items[0].keys() & {"pixel_values", "mask"}:
+            batch[name] = [torch.stack([items[i][name] for i in group]) for group in groups]
         for name in ("original_size", "crop_top_left"):
-            batch[name] = torch.tensor([batch[name][i] for i in order], dtype=torch.int32)
-        return batch | tokenize(self.tokenizers, [batch["text"][i] for i in order])
+            batch[name] = torch.tensor([items[i][name] for i in order], dtype=torch.int32)
+        batch |= tokenize(self.tokenizers, [batch["text"][i] for i in order])
+        return cast(RowBatch, batch)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -289,218 +281,311 @@ class TransformedRows(torch.utils.data.Dataset):
 
 
 def describe_encoders(
-    vae: torch.nn.Module,
-    text_encoders: torch.nn.ModuleList,
-    tokenizers: Tokenizers,
-    args: Namespace,
-) -> tuple[dict[str, np.ndarray], dict]:
+    base: Base, encoders: Encoders, args: Namespace, mixed_precision: str
+) -> tuple[dict[str, np.ndarray], dict[str, Any], str]:
     """Try the models on the CPU in float32, and describe the cache that they will make.
 
-    Returns (empty_prompt, settings). `empty_prompt` is {name: float16 array}, the embeddings that
-    a trainer uses for a dropped caption. `settings` must be equal in two runs for their shards to
-    fit together.
+    Returns (empty_prompt, settings, kind of the latents). `empty_prompt` is {name: float16 array},
+    the embeddings that a trainer uses for a dropped caption. `settings` must be equal in two runs
+    for their shards to fit together.
     """
-    try_models(vae, text_encoders)
-    if args.latents == "moments" and not has_moments(vae):
+    family, vae = base.family, encoders.vae
+    try_encoders(encoders)
+    if args.latents == "moments" and not family.has_moments(vae):
         fail(f"an {type(vae).__name__} has no moments: leave --latents out")
-    args.latents = args.latents or ("moments" if has_moments(vae) else "sample")
-    empty_prompt = encode_empty_prompt(text_encoders, tokenizers, args)
-    prompts = describe_prompts(empty_prompt, args)
-    if "prompt_mask" in empty_prompt:  # drop the padding, as for the rows
-        empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][
-            empty_prompt.pop("prompt_mask")
-        ]
-    empty_prompt = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
+    kind = args.latents or ("moments" if family.has_moments(vae) else "sample")
+    resolution = list_values(args.resolution or family.resolution)[0]
+    latents = describe_latents(family, vae, resolution, kind)
+    empty_prompt = encode_empty_prompt(encoders, base)
     settings = {
         "format_version": 2,  # version 1 had no row checksums
         "keys": KEYS,
-        **describe_models(vae, text_encoders, tokenizers),
-        **describe_latents(vae, args.resolution, args.latents),
-        **prompts,
+        **describe_models(encoders),
+        "latents": kind,
+        "latents_shape": list(latents.shape),
+        **describe_prompts(encoders, empty_prompt),
         "text_cache": args.text_cache,
-        "dtype": DTYPES[args.mixed_precision],
+        "dtype": DTYPES[mixed_precision],
     }
-    return empty_prompt, settings
+    if family.ragged:  # drop the padding, as for the rows
+        mask = empty_prompt.pop("prompt_mask")
+        empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][mask]
+    rounded = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
+    return rounded, settings, kind
 
 
 @torch.inference_mode()
-def encode_texts(
-    batch: dict, text_encoders: torch.nn.ModuleList, args: Namespace
-) -> dict[str, torch.Tensor]:
+def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[str, torch.Tensor]:
     """Stage 2 for captions, on the device.
 
-    Returns {column: [N, numbers per row]} in float16, or int32 for token ids.
+    Returns {column: [N, numbers per row]}, embeddings in float16, token ids in int32.
     """
-    if args.text_cache == "ids":
-        names = [
-            name
-            for name in ("input_ids", "input_ids_2", "prompt_mask", "prompt_lengths")
-            if name in batch
-        ]
-        return {name: batch[name] if name == "prompt_mask" else batch[name].int() for name in names}
-    texts = encode_prompts(text_encoders, batch)
-    return {name: x.half() if x.is_floating_point() else x for name, x in texts.items()}
+    names = Tokens.__annotations__
+    tokens = {name: value for name, value in dict[str, Any](batch).items() if name in names}
+    if text_cache == "ids":
+        return {
+            name: value if name == "prompt_mask" else value.int() for name, value in tokens.items()
+        }
+    prompts: dict[str, Any] = dict(encode_prompts(encoders, cast(Tokens, tokens)))
+    return {
+        name: value.half() if value.is_floating_point() else value
+        for name, value in prompts.items()
+    }
+
+
+class Encoded(NamedTuple):
+    """The columns of a batch, on their way to the CPU."""
+
+    columns: dict[str, list[torch.Tensor]]  # of each group of rows [n, numbers per row]
+    event: torch.cuda.Event | None  # they are there once it has happened; None on a CPU
 
 
 @torch.inference_mode()
 def encode(
-    batch: dict,
-    vae: torch.nn.Module,
-    text_encoders: torch.nn.ModuleList,
-    args: Namespace,
-    texts: dict | None = None,
-) -> tuple[dict, torch.cuda.Event | None]:
-    """Stage 2, on the device: a batch of transformed rows -> the numeric columns of the cache.
+    batch: RowBatch,
+    encoders: Encoders,
+    cache: PlannedCache,
+    texts: dict[str, torch.Tensor] | None = None,
+) -> Encoded:
+    """Stage 2, on the device: a batch of rows -> the cache's columns of numbers.
 
-    `texts` is the result of `encode_texts`, if the caller already has it. Returns (columns, event).
-    `columns` is {name: [n, numbers per row] for each group of rows}, in float16, int32 (token ids
-    and sizes) or uint8 (masks). The copies to the CPU may still be running: they are complete once
-    `event` has happened (None on a CPU).
+    texts: of `encode_texts`, if the captions are encoded already.
     """
-    device, columns = vae.device, {}
-    # Each shard starts a new batch, so the noise does not depend on the number of processes.
+    family, device = encoders.family, encoders.vae.device
+    # Batches begin where shards do, so the noise does not depend on the number of processes.
     generator = torch.Generator(device).manual_seed(
-        step_seed("latents", args.seed, batch["row"][0])
+        step_seed("latents", cache.transform.seed, batch["row"][0])
     )
-    for name in ["latents"] + ["latents_flipped"] * args.random_flip:
-        columns[name] = []
-        for pixel_values in batch["pixel_values"]:
-            latents = encode_images(
-                vae, pixel_values.flip(-1) if name == "latents_flipped" else pixel_values
-            )
-            if args.latents == "sample" and has_moments(vae):
-                mean, std = latents.chunk(2, dim=1)
-                latents = mean + std * torch.randn(mean.shape, generator=generator, device=device)
-            columns[name].append(latents.half())
-    texts = encode_texts(batch, text_encoders, args) if texts is None else texts
-    if len(text_encoders) > 1:  # SDXL is conditioned on size and crop
-        texts = texts | {name: batch[name] for name in ("original_size", "crop_top_left")}
-    counts = [len(group) for group in batch["groups"]]
-    columns |= {name: numbers.split(counts) for name, numbers in texts.items()}
-    if "mask" in batch:
-        columns["mask"] = [shrink_masks(masks, vae_scale_factor(vae)) for masks in batch["mask"]]
-    if args.bucket_step:
-        sizes = [
-            torch.tensor(latents.shape[-2:], dtype=torch.int32) for latents in columns["latents"]
+
+    def encode_latents(pixel_values: torch.Tensor) -> torch.Tensor:
+        latents = encode_images(encoders, pixel_values)
+        if cache.latents.kind == "sample" and family.has_moments(encoders.vae):
+            mean, std = latents.chunk(2, dim=1)
+            latents = mean + std * torch.randn(mean.shape, generator=generator, device=device)
+        return latents.half()
+
+    columns: dict[str, Any] = {}
+    columns["latents"] = [encode_latents(images) for images in batch["pixel_values"]]
+    if cache.transform.random_flip:
+        columns["latents_flipped"] = [
+            encode_latents(images.flip(-1)) for images in batch["pixel_values"]
         ]
+    if texts is None:
+        texts = encode_texts(batch, encoders, cache.text_cache)
+    if family.needs_sizes:
+        sizes = {"original_size": batch["original_size"], "crop_top_left": batch["crop_top_left"]}
+        texts = texts | sizes
+    counts = [len(group) for group in batch["groups"]]
+    for name, numbers in texts.items():
+        columns[name] = numbers.split(counts)
+    if "mask" in batch:
+        columns["mask"] = [shrink_masks(masks, cache.latents.downscale) for masks in batch["mask"]]
+    if cache.transform.bucket_step:
         columns["size"] = [
-            size.expand(len(group), 2) for size, group in zip(sizes, batch["groups"], strict=True)
+            torch.tensor(latents.shape[-2:], dtype=torch.int32).expand(len(latents), 2)
+            for latents in columns["latents"]
         ]
     for name, parts in columns.items():
         columns[name] = [part.flatten(1).to("cpu", non_blocking=True) for part in parts]
     event = torch.cuda.Event() if device.type == "cuda" else None
     if event is not None:
         event.record()
-    return columns, event
+    return Encoded(columns, event)
 
 
 def collect(
-    groups: list[list[int]], columns: dict[str, list[torch.Tensor]], event: torch.cuda.Event | None
-) -> tuple[dict, list[bool]]:
-    """Wait for `encode`, and bring the rows back into their order.
+    groups: list[list[int]], encoded: Encoded, padded: Sequence[str]
+) -> tuple[dict[str, list[np.ndarray]], list[bool]]:
+    """Wait for `encode`, and put its columns into the order of the rows.
 
-    Returns ({column: list with an array for each row}, list that tells which rows are finite).
+    padded: columns of which padding is left out. Returns ({column: the numbers of each row}, for
+    each row whether all its numbers are finite).
     """
+    columns, event = encoded
     if event is not None:
         event.synchronize()
     order = np.argsort(sum(groups, []))
-    parts = zip(*columns.values(), strict=True)  # for each group, all its columns
-    finite = [
-        torch.stack([part.isfinite().all(dim=1) for part in group]).all(dim=0) for group in parts
-    ]
-    rows = {
-        name: [row for part in parts for row in part.numpy()] for name, parts in columns.items()
-    }
-    if "prompt_mask" in rows:  # drop the padding
+    finite = []
+    for group in zip(*columns.values(), strict=True):  # all columns of a group
+        finite.append(torch.stack([part.isfinite().all(dim=1) for part in group]).all(dim=0))
+    rows = {}
+    for name, parts in columns.items():
+        rows[name] = [row for part in parts for row in part.numpy()]
+    if "prompt_mask" in rows:
         masks = rows.pop("prompt_mask")
-        for name in rows.keys() & set(PROMPTS):
+        for name in padded:
             pairs = zip(rows[name], masks, strict=True)
             rows[name] = [row.reshape(len(mask), -1)[mask].ravel() for row, mask in pairs]
-    return {name: [found[i] for i in order] for name, found in rows.items()}, torch.cat(finite)[
-        order
-    ].tolist()
+    sorted_rows = {name: [numbers[i] for i in order] for name, numbers in rows.items()}
+    return sorted_rows, torch.cat(finite)[order].tolist()
 
 
 def encode_all(
-    batches: Iterable[dict], models: Encoders, exact_models: Encoders, caches: list[Namespace]
-) -> Iterator[CacheEncoded]:
-    """Encode all batches, and keep the device busy while rows are checked.
+    batches: Iterable[RowBatch], encoders: Encoders, exact: Encoders, caches: list[PlannedCache]
+) -> Iterator[EncodedRows]:
+    """Encode batch after batch for `caches`.
 
-    `caches` holds the flags of each cache. Consecutive batches of the same rows, for several
-    caches, share their encoded captions. If a batch is not finite (Stable Diffusion's VAEs
-    overflow in float16), it is encoded again with `exact_models`, the same models in float32. A
-    row that is not finite even then, or too large for the cache's float16, is skipped.
+    The captions of some rows are encoded only once if the next batch has the same rows.
 
-    Yields (index of the cache, first row, record batch of the good rows, skipped rows, counts).
+    Rows with numbers that are not finite are encoded again by `exact`, the same models in float32,
+    because Stable Diffusion's VAEs overflow in float16. A row is skipped if that does not help, or
+    if its numbers are too large for the cache's float16.
     """
-    queued = order = texts = None
+    queued: tuple[RowBatch, Encoded] | None = None
+    previous = texts = None
     for batch in itertools.chain(batches, [None]):
-        if batch and order != (order := (batch["row"], batch["groups"])):
-            texts = encode_texts(batch, models[1], caches[batch["cache"]])
-        ready, queued = (
-            queued,
-            batch and (batch, *encode(batch, *models, caches[batch["cache"]], texts)),
-        )
-        if ready is None:
-            # One batch stays queued: the device computes it while the previous one is checked and
-            # written.
-            continue
-        batch, columns, event = ready
-        args = caches[batch["cache"]]
-        (columns, finite), counts = collect(batch["groups"], columns, event), {"encoded_again": 0}
-        if not all(finite) and exact_models is not models:
-            counts["encoded_again"] = len(finite)
-            device = batch["input_ids"].device
-            again = encode(batch, *(model.to(device) for model in exact_models), args)
-            columns, finite = collect(batch["groups"], *again)
-        good, skipped = [], []
-        for i, (row, key, reason) in enumerate(
-            zip(batch["row"], batch["key"], batch["skipped"], strict=True)
-        ):
-            reason = reason or (None if finite[i] else "its latents or embeddings are not finite")
-            good += [i] if reason is None else []
-            skipped += [] if reason is None else [{"row": row, "key": key, "reason": reason}]
-        counts["captions_cut"] = sum(batch["cut"][i] for i in good)
-        rows = [checksum_row({name: numbers[i] for name, numbers in columns.items()}) for i in good]
-        ragged = (LATENTS if args.bucket_step else ()) + (PROMPTS if "prompt_mask" in batch else ())
-        arrays = {
-            name: make_column(numbers, good, name in ragged) for name, numbers in columns.items()
-        }
-        kinds = {
-            "text": pa.list_(pa.string()) if args.caption_weights else pa.string(),
-            "key": pa.string(),
-        }
-        arrays |= {
-            name: pa.array([batch[name][i] for i in good], kind) for name, kind in kinds.items()
-        }
-        arrays["checksum"] = pa.array(rows, pa.uint64())
-        yield batch["cache"], batch["row"][0], pa.RecordBatch.from_pydict(arrays), skipped, counts
+        ready = queued
+        queued = None
+        if batch is not None:
+            cache = caches[batch["cache"]]
+            if (batch["row"], batch["groups"]) != previous:
+                previous = batch["row"], batch["groups"]
+                texts = encode_texts(batch, encoders, cache.text_cache)
+            queued = batch, encode(batch, encoders, cache, texts)
+        if ready is not None:  # one batch stays queued: the device computes it in the meantime
+            done, encoded = ready
+            yield write_rows(done, encoded, encoders, exact, caches[done["cache"]])
+
+
+def write_rows(
+    batch: RowBatch, encoded: Encoded, encoders: Encoders, exact: Encoders, cache: PlannedCache
+) -> EncodedRows:
+    """Check what `encode` gave, encode again what is not finite, and make Arrow columns of it."""
+    by_name = {column.name: column for column in cache.columns}
+    padded = [name for name, column in by_name.items() if column.is_padded]
+    rows, finite = collect(batch["groups"], encoded, padded)
+    encoded_again = 0
+    if not all(finite) and exact is not encoders:
+        encoded_again = len(finite)
+        device = batch["input_ids"].device
+        for module in exact.modules():
+            module.to(device)
+        rows, finite = collect(batch["groups"], encode(batch, exact, cache), padded)
+    good = []
+    skipped = []
+    for i, (row, key, reason) in enumerate(
+        zip(batch["row"], batch["key"], batch["skipped"], strict=True)
+    ):
+        if reason is None and not finite[i]:
+            reason = "its latents or embeddings are not finite"
+        if reason is None:
+            good.append(i)
+        else:
+            skipped.append({"row": row, "key": key, "reason": reason})
+    arrays = {
+        name: by_name[name].make_array([numbers[i] for i in good]) for name, numbers in rows.items()
+    }
+    text_type = pa.list_(pa.string()) if cache.transform.caption_weights else pa.string()
+    arrays["text"] = pa.array([batch["text"][i] for i in good], text_type)
+    arrays["key"] = pa.array([batch["key"][i] for i in good], pa.string())
+    for checksum, names in group_by_checksum(cache.columns).items():
+        checksums = [checksum_row({name: rows[name][i] for name in names}) for i in good]
+        arrays[checksum] = pa.array(checksums, pa.uint64())
+    counts = {"encoded_again": encoded_again, "captions_cut": sum(batch["cut"][i] for i in good)}
+    record_batch = pa.RecordBatch.from_pydict(arrays)
+    return EncodedRows(batch["cache"], batch["row"][0], record_batch, skipped, counts)
 
 
 # -------------------------------------------------------------------------------------------------
 # the run
 
 
-def list_batches(loaded: Iterable[dict], waits: list) -> Iterator[dict]:
-    """Yield the batches of `TransformedRows`, and append the waiting times to `waits`."""
-    for made in loaded:
-        waits.append(made["waited"])
-        yield from made["batches"]
+def list_batches(loaded: Iterable[dict], waits: list) -> Iterator[RowBatch]:
+    """Yield the batches of `TransformedRows`, and add the time of each wait to `waits`."""
+    for item in loaded:
+        waits.append(item["waited"])
+        yield from item["batches"]
 
 
 def show_progress(
-    encoded: Iterable[CacheEncoded], waits: list, progress_bar: tqdm
-) -> Iterator[CacheEncoded]:
-    """Pass on the results of `encode_all`, and show the speed and the time spent waiting."""
-    start, waited = time.perf_counter(), 0.0
+    encoded: Iterable[EncodedRows], waits: list, progress_bar: tqdm
+) -> Iterator[EncodedRows]:
+    """Yield what `encode_all` yields, and show the speed and the time spent waiting for images."""
+    start = time.perf_counter()
+    waited = 0.0
     for item in encoded:
-        while len(waits) > 2:  # on CUDA the last events may not have happened yet
+        while len(waits) > 2:  # on CUDA the last may not have happened yet
             waited += seconds_between(*waits.pop(0))
-        progress_bar.set_postfix_str(
-            f"{waited / (time.perf_counter() - start):.1%} waiting for images", refresh=False
-        )
-        progress_bar.update(len(item[2]) + len(item[3]))
+        share = waited / (time.perf_counter() - start)
+        progress_bar.set_postfix_str(f"{share:.1%} waiting for images", refresh=False)
+        progress_bar.update(len(item.rows) + len(item.skipped))
         yield item
+
+
+def find_missing(
+    shards: Iterable[int], caches: list[PlannedCache], opened: list[OpenCache], show_bar: bool
+) -> dict[int, dict[int, Path]]:
+    """Which shards are missing or damaged: {shard: {index of a cache that lacks it: its file}}."""
+    missing: dict[int, dict[int, Path]] = {}
+    for shard in tqdm(list(shards), "Checking", disable=not show_bar, leave=False):
+        for index, (cache, open_one) in enumerate(zip(caches, opened, strict=True)):
+            folder = Path(cache.output_dir)
+            path = folder / name_shard(shard, cache.settings)
+            records = open_one.records
+            if damage := describe_damage(path, records):
+                print(f"{path} {damage}: making it again", flush=True)
+                del records[path.name]
+            if path.name not in records:
+                missing.setdefault(shard, {})[index] = path
+                (folder / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
+    return missing
+
+
+def list_skipped(names: list[str], records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that were skipped in some shards."""
+    return [row for name in names if name in records for row in records[name]["skipped"]]
+
+
+def write_shards(
+    encoded: Iterable[EncodedRows],
+    missing: dict[int, dict[int, Path]],
+    caches: list[PlannedCache],
+    skipped: list[list[dict[str, Any]]],
+    count_rows: Callable[[int], int],
+    max_skipped: float,
+) -> None:
+    """Write the shards, and stop if too many rows are skipped.
+
+    skipped: of each cache, the rows skipped so far. count_rows(shard): how many rows there are, as
+    far as it is known after a shard.
+    """
+    per_shard = caches[0].rows_per_shard
+    for shard, rows in itertools.groupby(encoded, lambda item: item.first_row // per_shard):
+        paths = missing.get(shard)
+        if paths is None:  # a stream may have more shards than were known at the start
+            paths = {0: Path(caches[0].output_dir) / name_shard(shard, caches[0].settings)}
+        records = write_each(writing_shard, paths, rows)
+        num_rows = count_rows(shard)
+        for index, record in records.items():
+            skipped[index] += record["skipped"]
+            check_skipped(skipped[index], num_rows, max_skipped)
+        end_if_stopped()
+
+
+def finish(
+    caches: list[PlannedCache],
+    opened: list[OpenCache],
+    empty_prompt: dict[str, np.ndarray],
+    max_skipped: float,
+) -> None:
+    """On the first process, which has the locks: write the records into one cache.json."""
+    for planned, open_one in zip(caches, opened, strict=True):
+        if open_one.lock is None:
+            continue
+        folder = Path(planned.output_dir)
+        try:
+            cache = finish_cache(folder, empty_prompt, max_skipped)
+        except OSError as error:
+            fail(
+                f"{folder} could not be finished ({error}); "
+                "its shards are whole, the same command goes on"
+            )
+        open_one.lock.release(force=True)
+        # missing_ok: some versions of filelock delete the file themselves.
+        (folder / ".lock").unlink(missing_ok=True)
+        limit = cache["tokenizer"]["model_max_length"]
+        report_cut(cache["captions_cut"], cache["rows"], limit)
+        print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {folder}")
 
 
 @in_one_sentence
@@ -512,116 +597,94 @@ def main(args: Namespace) -> None:
     """
     transformers.utils.logging.disable_progress_bar()
     # Processes synchronize only at the start and at the end, which may be days apart.
-    accelerator, cores = make_accelerator(args, timeout=timedelta(days=100))
-    device, rank, num_processes = (
-        accelerator.device,
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
+    launch = make_launch(args, timeout=timedelta(days=100))
+    accelerator, device = launch.accelerator, launch.device
+    rank, num_processes = launch.rank, launch.num_processes
 
     # The models are loaded before the data: images are decoded to the channels of the VAE, grey or
     # colour.
-    sides = take_resolutions(args)
-    vae, text_encoders, tokenizers = load_models(args, torch.float32)
-    empty_prompt, settings = describe_encoders(vae, text_encoders, tokenizers, args)
-    exact_models = vae, text_encoders
-    models = place_encoders(exact_models, device, args)
-    rows, column = load_rows(args, args.streaming, [args.caption_column])
-    texts = look_at_captions(rows, args.caption_column) if accelerator.is_main_process else []
-    say_equal(texts, args)
-    say_emptied(tokenizers, texts)
+    base = open_base(args)
+    exact = load_encoders(base, torch.float32)
+    empty_prompt, described, kind = describe_encoders(base, exact, args, launch.mixed_precision)
+    encoders = place_encoders(exact, base, launch.dtype, device, launch.compile)
+    images = load_rows(args, args.streaming, [args.caption_column])
+    texts = look_at_captions(images.rows, args.caption_column) if launch.is_main else []
+    report_equal(texts, args)
+    report_emptied(exact.tokenizers, texts)
 
-    # The settings decide the content, and so whether an existing cache can be resumed.
-    plans, tokens = split_caches(vae, settings, sides, args), count_tokens(tokenizers, texts)
-    for each, settings in plans:
-        _, sentence = plan_cache(rows, settings, tokens, each)
-        accelerator.print(sentence if len(plans) == 1 else f"{each.output_dir}: {sentence}")
+    # The plan decides the content, and so whether an existing cache can be resumed.
+    launch_flags = {"mixed_precision": launch.mixed_precision, "compile": launch.compile}
+    # None leaves it out of cache.json, because the script on Ray has no --streaming.
+    launch_flags["streaming"] = args.streaming or None
+    caches = plan_caches(args, images, exact, kind, described, launch_flags)
+    tokens = count_tokens(exact.tokenizers, texts)
+    for cache in caches:
+        sentence = cache.describe_size(tokens, compare=args.dry_run)
+        accelerator.print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return
-    caches, folders = [each for each, _ in plans], [Path(each.output_dir) for each, _ in plans]
-    dataset = TransformedRows(rows, tokenizers, column, models[0].config.in_channels, caches)
+    dataset = TransformedRows(images.rows, exact.tokenizers, caches)
     if args.batch_size == "auto":  # an existing cache keeps its batch size
-        size = find_begun(folders) or find_batch_size(accelerator, device, dataset, models, encode)
-        set_batch_size(size, args, *caches)
-    locks, begun, records = zip(
-        *(open_cache(accelerator, settings, each) for each, settings in plans), strict=True
-    )
-    stream = StreamedRows(rows, folders[0], begun[0], records[0]) if args.streaming else None
-    num_rows = stream.count if stream else len(rows)  # a stream knows only the rows read so far
+        size = find_begun(Path(cache.output_dir) for cache in caches)
+        size = size or find_batch_size(accelerator, device, dataset, encoders, encode)
+        accelerator.print(f"Batch size: {size}")
+        caches = [cache.with_batch_size(size) for cache in caches]
+        dataset = dataset.with_caches(caches)
+    opened = [open_cache(accelerator, cache) for cache in caches]
+    stream = None
+    num_rows = 0 if args.streaming else len(images.rows)
+    if args.streaming:
+        stream = StreamedRows(
+            images.rows, Path(caches[0].output_dir), opened[0].cache, opened[0].records
+        )
+        num_rows = stream.count  # as far as it was read before
 
     # Each process takes every num_processes-th shard. It first checks its shards, then makes those
-    # that are missing or damaged.
-    missing: dict[int, dict[int, Path]] = {}  # {shard: {index of a cache that lacks it: its file}}
-    mine = range(rank, math.ceil(num_rows / args.rows_per_shard), num_processes)
-    for i in tqdm(mine, "Checking", disable=not any(records) or rank > 0, leave=False):
-        for place, (folder, known) in enumerate(zip(folders, records, strict=True)):
-            path = folder / name_shard(i, settings)
-            if damage := describe_damage(path, known):
-                print(f"{path} {damage}: making it again", flush=True)
-                del known[path.name]
-            if path.name not in known:
-                missing.setdefault(i, {})[place] = path
-                (folder / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
-
-    # Encode. Each shard starts a new batch, so its bytes do not depend on the number of processes.
-    many = count_rows(args)
-    if args.dataloader_num_workers is None:  # leaves one core per process to the encoder
-        args.dataloader_num_workers = min(8, cores - 1)
-    ends = {i: min(num_rows, (i + 1) * args.rows_per_shard) for i in mine}
-    keys = (
-        (list(paths), [(0, row) for row in range(first, min(first + many, ends[i]))])
-        for i, paths in missing.items()
-        for first in range(i * args.rows_per_shard, ends[i], many)
+    # that are missing or damaged. Each shard starts a new batch, so its bytes do not depend on the
+    # number of processes.
+    per_shard, per_batch = args.rows_per_shard, caches[0].rows_per_batch
+    shards = range(rank, math.ceil(num_rows / per_shard), num_processes)
+    has_records = any(open_one.records for open_one in opened)
+    missing = find_missing(shards, caches, opened, show_bar=has_records and launch.is_main)
+    ends = {number: min(num_rows, (number + 1) * per_shard) for number in shards}
+    keys: Iterator[Any] = (
+        (list(paths), [(0, row) for row in range(first, min(first + per_batch, ends[number]))])
+        for number, paths in missing.items()
+        for first in range(number * per_shard, ends[number], per_batch)
     )
     if stream:
-        lacking = {i * args.rows_per_shard: ends[i] for i in missing}
-        keys = ((range(1), batch) for batch in stream.keys(lacking, many, rank, num_processes))
-    batches, waits = load_batches(dataset, keys, args.dataloader_num_workers, device), []
-    counts = {i: ends[i] - i * args.rows_per_shard for i in mine}
+        to_make = {number * per_shard: ends[number] for number in missing}
+        streamed = stream.keys(to_make, per_batch, rank, num_processes)
+        keys = ((range(1), batch) for batch in streamed)
+    num_workers = launch.choose_workers(args.dataloader_num_workers)
+    batches = load_batches(dataset, keys, num_workers, device)
+
+    # Encode.
+    counts = {number: ends[number] - number * per_shard for number in shards}
     total = len(caches) * sum(counts.values())
-    done = total - sum(len(paths) * counts[i] for i, paths in missing.items())
-    total = total if stream is None or stream.ended else None
-    name = f"Images (process 1 of {num_processes})" if num_processes > 1 else "Images"
+    done = total - sum(len(paths) * counts[number] for number, paths in missing.items())
     progress_bar = tqdm(
-        total=total, initial=done, desc=name, unit="img", disable=not accelerator.is_main_process
+        total=total if stream is None or stream.ended else None,
+        initial=done,
+        desc=f"Images (process 1 of {num_processes})" if num_processes > 1 else "Images",
+        unit="img",
+        disable=not launch.is_main,
     )
-    skipped = [
-        [x for i in mine for x in known.get(name_shard(i, settings), {"skipped": []})["skipped"]]
-        for known in records
-    ]
-    encoded = work_ahead(
-        encode_all(list_batches(batches, waits), models, exact_models, caches), 16, device
-    )
-    encoded = show_progress(encoded, waits, progress_bar)
-    for i, of_shard in itertools.groupby(encoded, lambda item: item[1] // args.rows_per_shard):
-        # A stream may have more shards than were known at the start.
-        paths = missing.get(i) or {0: folders[0] / name_shard(i, settings)}
-        made = write_each(writing_shard, paths, of_shard)
-        if stream:
-            num_rows = stream.keep_place(i, rank)
-        for place, record in made.items():
-            skipped[place] += record["skipped"]
-            check_skipped(skipped[place], num_rows, args.max_skipped)
-        end_if_stopped()
+    waits: list[Any] = []
+    encoded = encode_all(list_batches(batches, waits), encoders, exact, caches)
+    encoded = show_progress(work_ahead(encoded, 16, device), waits, progress_bar)
+    names = [name_shard(number, caches[0].settings) for number in shards]
+    skipped = [list_skipped(names, open_one.records) for open_one in opened]
+
+    def count_rows(shard: int) -> int:
+        return stream.keep_place(shard, rank) if stream else num_rows
+
+    write_shards(encoded, missing, caches, skipped, count_rows, args.max_skipped)
     batches.close()
     progress_bar.close()
 
-    # When all processes are done, the first one, which has the locks, writes the records into one
-    # cache.json.
     accelerator.wait_for_everyone()
-    for output_dir, lock in zip(folders, filter(None, locks), strict=False):
-        try:
-            cache = finish_cache(output_dir, empty_prompt, args.max_skipped)
-        except OSError as error:
-            fail(
-                f"{output_dir} could not be finished ({error}); "
-                "its shards are whole, the same command goes on"
-            )
-        lock.release(force=True)
-        # missing_ok: some versions of filelock delete the file themselves.
-        (output_dir / ".lock").unlink(missing_ok=True)
-        say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
-        print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {output_dir}")
+    finish(caches, opened, empty_prompt, args.max_skipped)
     accelerator.wait_for_everyone()
     # torch 2.11 can hang at exit if gloo's thread has not yet released the last gather.
     time.sleep(0.1)

@@ -41,8 +41,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -54,16 +55,16 @@ from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
-from diffusion_training.arguments import make_parser, number, parse_demo
+from diffusion_training.arguments import Flags, make_parser, number, parse_demo
 from diffusion_training.cluster import connect, find_modules, work_off
 from diffusion_training.data.captions import (
     count_tokens,
     look_at_captions,
-    say_cut,
-    say_emptied,
-    say_equal,
+    report_cut,
+    report_emptied,
+    report_equal,
 )
-from diffusion_training.data.rows import load_rows
+from diffusion_training.data.rows import ImageRows, load_rows
 from diffusion_training.errors import (
     Refused,
     end_if_stopped,
@@ -72,25 +73,18 @@ from diffusion_training.errors import (
     fail,
     in_one_sentence,
 )
+from diffusion_training.families.opening import open_base
 from diffusion_training.files import find_differences
 from diffusion_training.latents.cache import (
+    OpenCache,
     check_skipped,
     describe_damage,
     finish_cache,
     open_cache,
 )
-from diffusion_training.latents.columns import count_rows
-from diffusion_training.latents.encoders import describe_models, load_models, place_encoders
-from diffusion_training.latents.passes import (
-    CacheEncoded,
-    find_batch_size,
-    find_begun,
-    set_batch_size,
-    split_caches,
-    take_resolutions,
-    write_each,
-)
-from diffusion_training.latents.plan import plan_cache
+from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
+from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
+from diffusion_training.latents.plan import PlannedCache, plan_caches
 from diffusion_training.latents.remote_cache import (
     begin_cache,
     fetch_cache,
@@ -98,8 +92,8 @@ from diffusion_training.latents.remote_cache import (
     writing_shard_to,
 )
 from diffusion_training.latents.remote_rows import RemoteRows
+from diffusion_training.launch import keep_memory
 from diffusion_training.remote import is_address, reading, remove
-from diffusion_training.training.launch import keep_memory
 from precompute_latents import (
     DEMO,
     TransformedRows,
@@ -115,14 +109,14 @@ try:
 except ImportError:
     sys.exit(f"{Path(__file__).name}: Ray is missing: pip install -r requirements-ray.txt")
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Shard = tuple[int, dict[int, str]]  # its number, {index of a cache that lacks it: its file}
 Part = tuple[int, int, tuple[int, ...]]  # first row, row after the last, indices of caches
 # Bytes of pixels in a part. This keeps a GPU busy, and many parts fit in a node's memory.
 PART_BYTES = 2**26
 TRIES = 4  # tries to make a shard, if its process dies or raises an exception
 DEPTH = 3  # shards in work at an encoder: one is written, one encoded, one decoded
-# Flags that are not recorded in the cache.
+# Flags that are not recorded in the cache
 ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
 
 
@@ -188,11 +182,35 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--accelerator_type is of GPUs: leave it out with --gpus_per_encoder 0")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("start this script once, with python: Ray starts the processes")
-    return args
+    return Flags(**vars(args))
 
 
 # -------------------------------------------------------------------------------------------------
 # the two stages
+
+
+@dataclass(frozen=True)
+class Job:
+    """What workers need to know; pickled once."""
+
+    args: Flags  # with absolute paths, because workers start in other folders
+    caches: list[PlannedCache]
+    num_rows: int
+    rows: Any  # Ray's reference to the bytes of `PickledRows`
+    threads: int  # of the driver
+    task: dict[str, Any]  # resources of a task of stage 1
+    part_rows: int = 0  # rows of a part
+    ahead: int = 1  # parts that are decoded ahead for each encoder
+
+
+class PickledRows(NamedTuple):
+    """The data set as a worker opens it."""
+
+    args: Flags
+    caches: list[PlannedCache]
+    tokenizers: Any
+    fingerprint: str
+    rows: bytes  # paths of the files, no pixels
 
 
 @functools.lru_cache(1)  # a worker process keeps the data set open
@@ -201,40 +219,43 @@ def open_rows(pickled: bytes) -> TransformedRows:
 
     Raises ValueError if the node then finds other data than the driver.
     """
-    caches, column, channels, tokenizers, fingerprint, rows = pickle.loads(pickled)
+    given: PickledRows = pickle.loads(pickled)
     try:
-        rows = pickle.loads(rows)  # holds the paths of the files, no pixels
+        rows = pickle.loads(given.rows)
     except OSError:
-        rows, _ = load_rows(caches[0], others=[caches[0].caption_column])
-        if rows._fingerprint != fingerprint:
+        rows = load_rows(given.args, others=[given.args.caption_column]).rows
+        if rows._fingerprint != given.fingerprint:
             raise ValueError(
                 "this node reads other data: let all nodes share the folder --cache_dir"
             ) from None
-    return TransformedRows(rows, tokenizers, column, channels, caches)
+    return TransformedRows(rows, given.tokenizers, given.caches)
 
 
 def decode_part(part: Part, pickled: bytes) -> list[dict]:
     """Stage 1 as a task: the rows of a part -> batches of `TransformedRows`, as NumPy arrays."""
-    rows, (first, end, places) = open_rows(pickled), part
-    many = count_rows(rows.caches[0])
-    keys = [
-        [(0, row) for row in range(start, min(start + many, end))]
-        for start in range(first, end, many)
-    ]
-    return [
-        map_tensors(batch, lambda x: x.numpy())
-        for some in keys
-        for batch in rows[places, some]["batches"]
-    ]
+    dataset = open_rows(pickled)
+    first, end, caches = part
+    per_batch = dataset.caches[0].rows_per_batch
+    decoded = []
+    for start in range(first, end, per_batch):
+        keys = [(0, row) for row in range(start, min(start + per_batch, end))]
+        for batch in dataset[caches, keys]["batches"]:
+            decoded.append(map_tensors(batch, lambda tensor: tensor.numpy()))
+    return decoded
 
 
-def map_tensors(batch: dict, change: Callable) -> dict[str, Any]:
+def map_tensors(batch: Any, change: Callable) -> dict[str, Any]:
     """Apply `change` to all tensors or arrays of a batch, including those in lists."""
-    one = lambda x: change(x) if isinstance(x, torch.Tensor | np.ndarray) else x  # noqa: E731
-    return {name: [*map(one, x)] if isinstance(x, list) else one(x) for name, x in batch.items()}
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, list):
+            return [apply(part) for part in value]
+        return change(value) if isinstance(value, torch.Tensor | np.ndarray) else value
+
+    return {name: apply(value) for name, value in batch.items()}
 
 
-def attempt(work: Callable[[], Made]) -> tuple[Made | None, str | None]:
+def attempt(work: Callable[[], Result]) -> tuple[Result | None, str | None]:
     """Call `work` up to TRIES times.
 
     Returns (its result, None), or (None, the reason of the last failure).
@@ -251,11 +272,12 @@ def attempt(work: Callable[[], Made]) -> tuple[Made | None, str | None]:
     return None, f"{reason} (on {socket.gethostname()}, tried {TRIES} times)"
 
 
-def list_parts(shard: Shard, job: argparse.Namespace) -> list[Part]:
+def list_parts(shard: Shard, job: Job) -> list[Part]:
     """The parts of a shard, in order."""
     number, paths = shard
-    begin = number * job.caches[0].rows_per_shard
-    end = min(job.num_rows, begin + job.caches[0].rows_per_shard)
+    per_shard = job.caches[0].rows_per_shard
+    begin = number * per_shard
+    end = min(job.num_rows, begin + per_shard)
     return [
         (first, min(first + job.part_rows, end), tuple(paths))
         for first in range(begin, end, job.part_rows)
@@ -266,12 +288,11 @@ class Encoder:
     """Stage 2 as an actor: has shards decoded by tasks, encodes them, and writes their files.
 
     The models are loaded once. Up to DEPTH calls of `make` run at the same time: while one encodes,
-    the previous one writes its rows, and tasks decode the rows of the next one. For `job`, see
-    `main`.
+    the previous one writes its rows, and tasks decode the rows of the next one.
     """
 
-    def __init__(self, job: argparse.Namespace) -> None:
-        self.job, self.args = job, job.caches[0]
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.device = torch.device("cuda" if ray.get_gpu_ids() else "cpu")
         if self.device.type == "cpu":
             keep_memory()
@@ -288,14 +309,15 @@ class Encoder:
 
     def load_models(self) -> None:
         """Load the models; raises ValueError if they differ from the driver's."""
-        vae, text_encoders, tokenizers = load_models(self.args, torch.float32)
-        described = describe_models(vae, text_encoders, tokenizers)
-        if differences := find_differences(
-            {name: self.job.settings[name] for name in described}, described
-        ):
+        args = self.job.args
+        base = open_base(args)
+        self.exact = load_encoders(base, torch.float32)
+        described = describe_models(self.exact)
+        settings = self.job.caches[0].settings
+        if differences := find_differences({name: settings[name] for name in described}, described):
             raise ValueError(f"the models are other ones here ({', '.join(differences)})")
-        self.exact_models = vae, text_encoders
-        self.models = place_encoders(self.exact_models, self.device, self.args)
+        dtype = getattr(torch, settings["dtype"])
+        self.encoders = place_encoders(self.exact, base, dtype, self.device, args.compile)
 
     def make(self, shard: Shard) -> dict[str, Any]:
         """Write a shard's file in each cache.
@@ -312,7 +334,7 @@ class Encoder:
         records, reason = (None, self.reason) if self.reason else attempt(write)
         return {"records": records, "failed": reason, **spent}
 
-    def encode(self, shard: Shard, spent: dict[str, float]) -> Generator[CacheEncoded]:
+    def encode(self, shard: Shard, spent: dict[str, float]) -> Generator[EncodedRows]:
         """Wait until the previous shards are encoded, then yield the results of `encode_all`."""
         parts = list_parts(shard, self.job)
         left = list(parts)
@@ -323,9 +345,8 @@ class Encoder:
             # The number of threads changes the order of sums, and so the bits.
             torch.set_num_threads(self.job.threads)
             begin = time.perf_counter()
-            yield from encode_all(
-                self.load(parts, spent), self.models, self.exact_models, self.job.caches
-            )
+            batches = self.load(parts, spent)
+            yield from encode_all(batches, self.encoders, self.exact, self.job.caches)
             spent["busy"] += time.perf_counter() - begin - spent["waited"]
         finally:
             with self.turn:
@@ -334,14 +355,14 @@ class Encoder:
             for part in parts:  # some are left if encoding failed
                 self.decoding.pop(part, None)
 
-    def load(self, parts: list[Part], spent: dict[str, float]) -> Iterator[dict]:
+    def load(self, parts: list[Part], spent: dict[str, float]) -> Iterator[Any]:
         """Yield batches like `load_batches`, with their tensors on the way to the device."""
 
         def move(array: np.ndarray) -> torch.Tensor:
             tensor = torch.tensor(array)  # a copy, because Ray's shared memory is read-only
-            return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(
-                self.device, non_blocking=True
-            )
+            if self.device.type == "cuda":
+                tensor = tensor.pin_memory()
+            return tensor.to(self.device, non_blocking=True)
 
         self.decode_ahead()
         for part in parts:
@@ -374,11 +395,11 @@ class Encoder:
             if self.reason:
                 fail(self.reason)
             rows = open_rows(ray.get(self.job.rows))
-            return find_batch_size(Accelerator(cpu=True), self.device, rows, self.models, encode)
+            return find_batch_size(Accelerator(cpu=True), self.device, rows, self.encoders, encode)
 
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             size, reason = attempt(find)
-        return size, said.getvalue(), reason
+        return size, printed.getvalue(), reason
 
 
 @ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD", max_retries=0)
@@ -395,160 +416,265 @@ def check_shards(paths: list[str], records: dict[str, dict]) -> list[str | None]
 # the run
 
 
-def make_absolute(args: argparse.Namespace) -> argparse.Namespace:
+def make_absolute(args: argparse.Namespace) -> Flags:
     """The flags with absolute paths, because workers start in other folders.
 
     Values that are no existing path, such as hub ids, stay as they are.
     """
     names = ["dataset_name", "train_data_dir", "cache_dir", "single_file_config"]
     names += [name for name in vars(args) if "name_or_path" in name]
-    values = {name: getattr(args, name) for name in names}
-    paths = {
-        name: os.path.abspath(value)
-        for name, value in values.items()
-        if value and os.path.exists(value)
-    }
-    return argparse.Namespace(**vars(args) | paths)
+    paths = {}
+    for name in names:
+        value = getattr(args, name)
+        if value and os.path.exists(value):
+            paths[name] = os.path.abspath(value)
+    return Flags(**vars(args) | paths)
 
 
-def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[int, list[dict], int, str]:
-    """Fit the two stages to the resources of the Ray cluster.
+class Engine(NamedTuple):
+    """How the two stages are spread over a Ray cluster."""
 
-    Returns (number of encoders, resources of a stage 1 task and of an encoder, number of stage 1
-    tasks, a sentence that describes all this). Stops the script if no node has enough.
-    """
+    num_encoders: int
+    task: dict[str, Any]  # resources of a task of stage 1
+    encoder: dict[str, Any]  # resources of an encoder
+    num_tasks: int  # of stage 1, at a time
+    sentence: str  # that describes all this
+
+
+def plan_engine(args: argparse.Namespace, weight_bytes: int) -> Engine:
+    """Fit the two stages to the Ray cluster. Stops the script if no node has enough resources."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     type_key = f"accelerator_type:{args.accelerator_type}"
     # The nodes on which encoders may run.
     own = [node for node in nodes if args.accelerator_type is None or type_key in node]
     if not own:
-        types = {
-            key.split(":")[1]
-            for node in nodes
-            for key in node
-            if key.startswith("accelerator_type:")
-        }
+        keys = {key for node in nodes for key in node if key.startswith("accelerator_type:")}
+        types = ", ".join(sorted(key.split(":")[1] for key in keys))
         fail(
-            f"no node of Ray has --accelerator_type {args.accelerator_type}, "
-            f"but {', '.join(sorted(types)) or 'none'}"
+            f"no node of Ray has --accelerator_type {args.accelerator_type}, but {types or 'none'}"
         )
-    cpus, gpus = ray.cluster_resources().get("CPU", 0), sum(node.get("GPU", 0) for node in own)
-    per_encoder = args.gpus_per_encoder if args.gpus_per_encoder is not None else float(gpus > 0)
+    cpus = ray.cluster_resources().get("CPU", 0)
+    gpus = sum(node.get("GPU", 0) for node in own)
+    per_encoder = args.gpus_per_encoder
+    if per_encoder is None:
+        per_encoder = float(gpus > 0)
     if per_encoder == 0 and args.mixed_precision == "fp16":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
     count = args.num_encoders or max(1, int(gpus / per_encoder) if per_encoder else 1)
     # Encoders reserve no cores. If they did, a small node might not have enough left for a task of
     # stage 1, which would wait for ever. Instead, the number of tasks of stage 1 is limited to the
     # cores that the encoders do not use.
-    busy = count * (1 if per_encoder else torch.get_num_threads())
+    threads = torch.get_num_threads()
+    busy = count * (1 if per_encoder else threads)
     num_tasks = args.num_transform_cpus or max(1, int(cpus - busy))
-    memory, kinds = 2**30 + 4 * PART_BYTES, ("CPU", "GPU", "memory")
-    needs = {
-        "a task that decodes": (1, 0, memory),
-        "an encoder": (0, per_encoder, memory + 2 * weight_bytes),
-    }
-    for what, need in needs.items():
-        able = own if what == "an encoder" else nodes
-        if not any(
-            all(node.get(kind, 0) >= x for kind, x in zip(kinds, need, strict=True))
-            for node in able
-        ):
-            need = f"{need[0]} CPUs, {need[1]:g} GPUs and {need[2] / 1e9:.1f} GB"
-            fail(f"{what} needs {need}, and no node of Ray has that: it would wait for ever")
-    resources = [
-        dict(zip(("num_cpus", "num_gpus", "memory"), need, strict=True)) for need in needs.values()
-    ]
-    if args.accelerator_type:
-        resources[1]["accelerator_type"] = args.accelerator_type
-    where = f"{per_encoder:g} GPUs" if per_encoder else f"{torch.get_num_threads()} CPU threads"
-    found = f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs"
-    return (
-        count,
-        resources,
-        num_tasks,
-        f"{found}; {count} encoders of {where}, {num_tasks} tasks that decode",
+    memory = 2**30 + 4 * PART_BYTES
+    task = {"CPU": 1, "GPU": 0, "memory": memory}
+    encoder = {"CPU": 0, "GPU": per_encoder, "memory": memory + 2 * weight_bytes}
+    for what, need, able in (("a task that decodes", task, nodes), ("an encoder", encoder, own)):
+        if not any(all(node.get(kind, 0) >= need[kind] for kind in need) for node in able):
+            resources = (
+                f"{need['CPU']} CPUs, {need['GPU']:g} GPUs and {need['memory'] / 1e9:.1f} GB"
+            )
+            fail(f"{what} needs {resources}, and no node of Ray has that: it would wait for ever")
+    task_options, encoder_options = (
+        {"num_cpus": need["CPU"], "num_gpus": need["GPU"], "memory": need["memory"]}
+        for need in (task, encoder)
     )
+    if args.accelerator_type:
+        encoder_options["accelerator_type"] = args.accelerator_type
+    place = f"{per_encoder:g} GPUs" if per_encoder else f"{threads} CPU threads"
+    sentence = (
+        f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs; {count} encoders of {place}, "
+        f"{num_tasks} tasks that decode"
+    )
+    return Engine(count, task_options, encoder_options, num_tasks, sentence)
 
 
 def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> dict[str, str]:
     """Check the shards that have a record, on all nodes; returns {name: damage} of the bad ones."""
-    names, damages = [name for name in shards if name in records], {}
+    names = [name for name in shards if name in records]
     groups = [names[i : i + 16] for i in range(0, len(names), 16)]
 
     def check(group: list[str]) -> Any:
-        return check_shards.remote(
-            [f"{folder}/{name}" for name in group], {name: records[name] for name in group}
-        )
+        paths = [f"{folder}/{name}" for name in group]
+        return check_shards.remote(paths, {name: records[name] for name in group})
 
+    damages = {}
     checked = work_off(groups, check, lambda: 1000)
-    for group, found, reason in tqdm(
-        checked, total=len(groups), desc="Checking", disable=not names, leave=False
-    ):
+    bar = tqdm(checked, total=len(groups), desc="Checking", disable=not names, leave=False)
+    for group, of_group, reason in bar:
         if reason:
             fail(f"{group[0]} could not be checked: {reason}")
-        damages |= {name: damage for name, damage in zip(group, found, strict=True) if damage}
+        for name, damage in zip(group, of_group, strict=True):
+            if damage:
+                damages[name] = damage
     return damages
 
 
+class Pending(NamedTuple):
+    """A shard that an encoder has."""
+
+    shard: int
+    slot: int  # of the encoder in the list
+    encoder: Any
+
+
 def make_shards(
-    missing: dict[int, dict[int, str]], job: argparse.Namespace, num_encoders: int, resources: dict
+    missing: dict[int, dict[int, str]], job: Job, num_encoders: int, resources: dict[str, Any]
 ) -> Generator[tuple[int, dict]]:
     """Have encoders make the missing shards, {number: {index of a cache: file}}.
 
     Yields (number, result of `Encoder.make`) in any order. A shard whose process died TRIES times
     yields {"failed": reason}.
     """
-    actor, job = (
-        ray.remote(max_concurrency=DEPTH, scheduling_strategy="SPREAD", **resources)(Encoder),
-        ray.put(job),
-    )
-    encoders = [actor.remote(job) for _ in range(min(num_encoders, len(missing)))]
-    left, pending, tries = sorted(missing), {}, collections.Counter()
+    actor = ray.remote(max_concurrency=DEPTH, scheduling_strategy="SPREAD", **resources)(Encoder)
+    job_ref = ray.put(job)
+    encoders = [actor.remote(job_ref) for _ in range(min(num_encoders, len(missing)))]
+    left = sorted(missing)
+    pending: dict[Any, Pending] = {}
+    tries: collections.Counter = collections.Counter()
     try:
         while left or pending:
-            load = collections.Counter(place for _, place, _ in pending.values())
+            load = collections.Counter(each.slot for each in pending.values())
             # Ray does not tell which shard killed a process. All shards that the process had are
             # therefore tried again one at a time.
-            load.update({place: DEPTH for number, place, _ in pending.values() if tries[number]})
+            for each in pending.values():
+                if tries[each.shard]:
+                    load[each.slot] += DEPTH
             for depth in range(DEPTH):
-                for place, encoder in enumerate(encoders):
-                    if left and load[place] == depth and (depth == 0 or not tries[left[0]]):
+                for slot, encoder in enumerate(encoders):
+                    if left and load[slot] == depth and (depth == 0 or not tries[left[0]]):
                         number = heapq.heappop(left)
-                        pending[encoder.make.remote((number, missing[number]))] = (
-                            number,
-                            place,
-                            encoder,
-                        )
-                        load[place] += DEPTH if tries[number] else 1
+                        ref = encoder.make.remote((number, missing[number]))
+                        pending[ref] = Pending(number, slot, encoder)
+                        load[slot] += DEPTH if tries[number] else 1
             done, _ = ray.wait(list(pending), timeout=1, fetch_local=False)
             end_if_stopped()
             for ref in done:
-                number, place, encoder = pending.pop(ref)
+                number, slot, encoder = pending.pop(ref)
                 try:
                     yield number, ray.get(ref)
                 except ray.exceptions.RayError as error:  # the process or the node died
-                    if encoders[place] is encoder:
-                        encoders[place] = actor.remote(job)
+                    if encoders[slot] is encoder:
+                        encoders[slot] = actor.remote(job_ref)
                     tries[number] += 1
                     heapq.heappush(left, number)
                     if tries[number] == TRIES:
                         reason = str(error).strip().splitlines()[-1][:200]
-                        yield (
-                            number,
-                            {"failed": f"its process died {TRIES} times, of memory? ({reason})"},
-                        )
+                        sentence = f"its process died {TRIES} times, of memory? ({reason})"
+                        yield number, {"failed": sentence}
     finally:
         for encoder in encoders:
             ray.kill(encoder)
 
 
-def try_batch_sizes(job: argparse.Namespace, resources: dict) -> int:
+def try_batch_sizes(job: Job, resources: dict) -> int:
     """--batch_size auto: have an encoder find the size on its device."""
     encoder = ray.remote(scheduling_strategy="SPREAD", **resources)(Encoder).remote(job)
-    size, said, reason = ray.get(encoder.find_batch_size.remote())
+    size, printed, reason = ray.get(encoder.find_batch_size.remote())
     ray.kill(encoder)
-    print(said, end="", flush=True)
+    print(printed, end="", flush=True)
     return size or fail(reason)
+
+
+class Destination:
+    """The folder of one cache, on a disk or at an address, with a local copy of its small files."""
+
+    def __init__(self, planned: PlannedCache) -> None:
+        self.planned = planned
+        self.is_remote = is_address(planned.output_dir)
+        self.copy = tempfile.TemporaryDirectory() if self.is_remote else None
+        if self.copy:
+            self.folder = planned.output_dir.rstrip("/")
+            self.local = Path(self.copy.name)
+            self.is_begun = fetch_cache(self.folder, self.local)
+        else:
+            self.folder = os.path.abspath(planned.output_dir)
+            self.local = Path(self.folder)
+            self.is_begun = True
+        self.opened: OpenCache | None = None
+        self.skipped: list[dict[str, Any]] = []
+
+    def open(self, accelerator: Accelerator, planned: PlannedCache) -> list[int]:
+        """Lock and open the cache. Returns the numbers of its missing shards."""
+        self.planned = planned
+        self.opened = open_cache(accelerator, planned, self.local if self.is_remote else None)
+        if not self.is_begun:
+            begin_cache(self.local, self.folder)
+        records, shards = self.opened.records, planned.list_shards()
+        for name, damage in find_damaged(self.folder, shards, records).items():
+            print(f"{self.folder}/{name} {damage}: making it again", flush=True)
+            del records[name]
+        missing = [number for number, name in enumerate(shards) if name not in records]
+        if missing:
+            remove(f"{self.folder}/state.json")  # an unfinished cache does not open
+        self.skipped = [entry for record in records.values() for entry in record["skipped"]]
+        return missing
+
+    def add(self, shard: str, record: dict[str, Any], num_rows: int, max_skipped: float) -> None:
+        """Note the record of a new shard, and stop if too many rows are skipped."""
+        if self.is_remote:
+            (self.local / "unfinished" / f"{shard}.json").write_text(json.dumps(record))
+        self.skipped += record["skipped"]
+        check_skipped(self.skipped, num_rows, max_skipped)
+
+    def finish(self, empty_prompt: dict[str, np.ndarray], max_skipped: float) -> None:
+        """Write the records into one cache.json."""
+        reason = "its shards are whole, the same command goes on"
+        with explained(f"{self.folder} could not be finished; {reason}"):
+            cache = finish_cache(self.local, empty_prompt, max_skipped)
+            if self.is_remote:
+                upload_finished(self.local, self.folder)
+        limit = cache["tokenizer"]["model_max_length"]
+        report_cut(cache["captions_cut"], cache["rows"], limit)
+        print(
+            f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, "
+            f"are in {self.planned.output_dir}"
+        )
+
+    def close(self) -> None:
+        if self.opened and self.opened.lock:
+            for leftover in self.local.rglob(".tmp-*"):  # from workers that were stopped
+                leftover.unlink(missing_ok=True)
+            self.opened.lock.release(force=True)
+            # missing_ok: some versions of filelock delete the file themselves.
+            (self.local / ".lock").unlink(missing_ok=True)
+
+
+def make_missing(
+    missing: dict[int, dict[int, str]],
+    job: Job,
+    engine: Engine,
+    destinations: list[Destination],
+    max_skipped: float,
+) -> None:
+    """Make the missing shards, {number: {index of a cache: file}}, and show how it goes."""
+    per_shard, num_rows = job.caches[0].rows_per_shard, job.num_rows
+    names = job.caches[0].list_shards()
+    counts = {number: min(per_shard, num_rows - number * per_shard) for number in missing}
+    total = num_rows * len(destinations)
+    to_make = sum(len(paths) * counts[number] for number, paths in missing.items())
+    progress_bar = tqdm(total=total, initial=total - to_make, desc="Images", unit="img")
+    # Start the worker processes now: they open the data while the encoders load their models.
+    warm_up = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **job.task)(decode_part)
+    for _ in range(min(engine.num_tasks, len(missing))):
+        warm_up.remote((0, 0, ()), job.rows)
+    busy = waited = 0.0
+    results = make_shards(missing, job, engine.num_encoders, engine.encoder)
+    with contextlib.closing(results):
+        for number, result in results:
+            if result["failed"]:
+                first = number * per_shard
+                rows = f"rows {first} to {first + counts[number] - 1} could not be made"
+                fail(f"{rows}: {result['failed']}; the same command goes on from what is whole")
+            busy += result["busy"]
+            waited += result["waited"]
+            share = waited / (busy + waited)
+            progress_bar.set_postfix_str(f"{share:.1%} waiting for images", refresh=False)
+            progress_bar.update(counts[number] * len(missing[number]))
+            for index, record in result["records"].items():
+                destinations[index].add(names[number], record, num_rows, max_skipped)
+    progress_bar.close()
 
 
 @in_one_sentence
@@ -559,156 +685,91 @@ def main(args: argparse.Namespace) -> None:
     that tells the reason.
     """
     transformers.utils.logging.disable_progress_bar()
-    args.mixed_precision = args.mixed_precision or "no"
-    flags, args = (
-        args,
-        argparse.Namespace(**{name: x for name, x in vars(args).items() if name not in ENGINE}),
-    )
+    mixed_precision = args.mixed_precision or "no"
+    recorded = Flags(**{name: value for name, value in vars(args).items() if name not in ENGINE})
     accelerator = Accelerator(cpu=True)  # one process, as `open_cache` needs to know
 
     # The driver loads and hashes the models on its CPU. The encoders compare their models with
     # these hashes.
-    sides = take_resolutions(args)
-    vae, text_encoders, tokenizers = load_models(args, torch.float32)
-    empty_prompt, settings = describe_encoders(vae, text_encoders, tokenizers, args)
-    channels = vae.config.in_channels
+    base = open_base(args)
+    encoders = load_encoders(base, torch.float32)
+    empty_prompt, described, kind = describe_encoders(base, encoders, args, mixed_precision)
     weight_bytes = sum(
-        4 * weight.numel() for model in (vae, text_encoders) for weight in model.parameters()
+        4 * weight.numel() for module in encoders.modules() for weight in module.parameters()
     )
+    texts = []
     if is_address(args.train_data_dir):
-        rows, texts = RemoteRows(args), []
-        column = rows.columns[0]
+        remote_rows = RemoteRows(args)
+        images = ImageRows(remote_rows, remote_rows.columns[0], args.mask_column)
     else:
-        rows, column = load_rows(args, others=[args.caption_column])
-        texts = look_at_captions(rows, args.caption_column)
-    # This needs the rows: they tell whether there are masks.
-    plans = split_caches(vae, settings, sides, args)
-    caches = [each for each, _ in plans]
-    del vae, text_encoders
-    say_equal(texts, args)
-    say_emptied(tokenizers, texts)
+        images = load_rows(args, others=[args.caption_column])
+        texts = look_at_captions(images.rows, args.caption_column)
+    launch_flags = {"mixed_precision": mixed_precision}
+    caches = plan_caches(recorded, images, encoders, kind, described, launch_flags)
+    tokenizers = encoders.tokenizers
+    del encoders
+    report_equal(texts, args)
+    report_emptied(tokenizers, texts)
     tokens = count_tokens(tokenizers, texts)
-    for each, settings in plans:
-        shards, sentence = plan_cache(rows, settings, tokens, each)
-        print(sentence if len(plans) == 1 else f"{each.output_dir}: {sentence}")
+    for cache in caches:
+        sentence = cache.describe_size(tokens, compare=args.dry_run)
+        print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return
 
     # Connect to Ray first, so that no cache is begun if there are no nodes to make it.
-    disconnect = connect(flags.address, find_modules(Encoder, TransformedRows, Refused))
-    num_encoders, (task, resources), num_tasks, sentence = plan_engine(flags, weight_bytes)
-    print(sentence, flush=True)
-    remote = is_address(args.output_dir)
-    folders = [
-        each.output_dir.rstrip("/") if remote else os.path.abspath(each.output_dir)
-        for each in caches
-    ]
-    # Local copies of the small files of remote folders.
-    copies = [tempfile.TemporaryDirectory() if remote else None for _ in caches]
-    output_dirs = [
-        Path(copy.name if copy else folder) for folder, copy in zip(folders, copies, strict=True)
-    ]
-    begun = [remote and fetch_cache(*pair) for pair in zip(folders, output_dirs, strict=True)]
-    locks, missing, skipped = [], {}, []
-    there = [make_absolute(each) for each in caches]
-    data = column, channels, tokenizers, rows._fingerprint, pickle.dumps(rows)
-    job = argparse.Namespace(caches=there, settings=settings, num_rows=len(rows))
-    job.rows, job.threads, job.task = (
-        ray.put(pickle.dumps((there, *data))),
-        torch.get_num_threads(),
-        task,
-    )
+    disconnect = connect(args.address, find_modules(Encoder, TransformedRows, Refused))
+    engine = plan_engine(args, weight_bytes)
+    print(engine.sentence, flush=True)
+    destinations = [Destination(cache) for cache in caches]
+    absolute, num_rows = make_absolute(recorded), len(images.rows)
+    threads = torch.get_num_threads()
+
+    def put_rows() -> Any:
+        pickled = pickle.dumps(images.rows)
+        fingerprint = images.rows._fingerprint
+        return ray.put(
+            pickle.dumps(PickledRows(absolute, caches, tokenizers, fingerprint, pickled))
+        )
+
     try:
         if args.batch_size == "auto":
-            set_batch_size(
-                find_begun(output_dirs) or try_batch_sizes(job, resources), args, *caches, *there
-            )
-            job.rows = ray.put(pickle.dumps((there, *data)))
-        for place, (each, settings) in enumerate(plans):
-            folder, output_dir = folders[place], output_dirs[place]
-            lock, _, records = open_cache(
-                accelerator, settings, each, output_dir if remote else None
-            )
-            locks += [lock] if lock else []  # always a lock, since this is the only process
-            if remote and not begun[place]:
-                begin_cache(output_dir, folder)
-
-            # Find the missing shards: those without a record, and damaged ones.
-            for name, damage in find_damaged(folder, shards, records).items():
-                print(f"{folder}/{name} {damage}: making it again", flush=True)
-                del records[name]
-            if lacking := [number for number, name in enumerate(shards) if name not in records]:
-                remove(f"{folder}/state.json")  # an unfinished cache does not open
-            for number in lacking:
-                missing.setdefault(number, {})[place] = f"{folder}/{shards[number]}"
-            skipped.append([entry for record in records.values() for entry in record["skipped"]])
-
-        # Make the missing shards.
-        many = count_rows(args)
-        job.part_rows = many * max(1, PART_BYTES // (3 * sum(side**2 for side in sides) * many))
-        job.ahead = max(1, num_tasks // min(num_encoders, max(1, len(missing))))
-        counts = {
-            number: min(args.rows_per_shard, len(rows) - number * args.rows_per_shard)
-            for number in missing
-        }
-        total = len(rows) * len(plans)
-        done = total - sum(len(paths) * counts[number] for number, paths in missing.items())
-        progress_bar = tqdm(total=total, initial=done, desc="Images", unit="img")
-        busy = waited = 0.0
-        # Start the worker processes now: they open the data while the encoders load their models.
-        begin = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **task)(decode_part)
-        for _ in range(min(num_tasks, len(missing))):
-            begin.remote((0, 0, ()), job.rows)
-        with contextlib.closing(make_shards(missing, job, num_encoders, resources)) as made:
-            for number, shard in made:
-                if shard["failed"]:
-                    first = number * args.rows_per_shard
-                    named = f"rows {first} to {first + counts[number] - 1} could not be made"
-                    fail(f"{named}: {shard['failed']}; the same command goes on from what is whole")
-                busy, waited = busy + shard["busy"], waited + shard["waited"]
-                progress_bar.set_postfix_str(
-                    f"{waited / (busy + waited):.1%} waiting for images", refresh=False
-                )
-                progress_bar.update(counts[number] * len(missing[number]))
-                for place, record in shard["records"].items():
-                    if remote:
-                        (output_dirs[place] / "unfinished" / f"{shards[number]}.json").write_text(
-                            json.dumps(record)
-                        )
-                    skipped[place] += record["skipped"]
-                    check_skipped(skipped[place], len(rows), args.max_skipped)
-        progress_bar.close()
-
-        # Write the records into one cache.json.
-        for folder, output_dir, each in zip(folders, output_dirs, caches, strict=True):
-            with explained(
-                f"{folder} could not be finished; its shards are whole, the same command goes on"
-            ):
-                cache = finish_cache(output_dir, empty_prompt, args.max_skipped)
-                if remote:
-                    upload_finished(output_dir, folder)
-            say_cut(cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0])
-            print(
-                f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, "
-                f"are in {each.output_dir}"
-            )
+            size = find_begun(each.local for each in destinations)
+            if size is None:
+                job = Job(absolute, caches, num_rows, put_rows(), threads, engine.task)
+                size = try_batch_sizes(job, engine.encoder)
+            print(f"Batch size: {size}", flush=True)
+            caches = [cache.with_batch_size(size) for cache in caches]
+        names = caches[0].list_shards()
+        missing: dict[int, dict[int, str]] = {}
+        for index, (destination, cache) in enumerate(zip(destinations, caches, strict=True)):
+            for shard in destination.open(accelerator, cache):
+                missing.setdefault(shard, {})[index] = f"{destination.folder}/{names[shard]}"
+        per_batch = caches[0].rows_per_batch
+        row_bytes = 3 * sum(cache.transform.resolution**2 for cache in caches)
+        job = Job(
+            absolute,
+            caches,
+            num_rows,
+            put_rows(),
+            threads,
+            engine.task,
+            part_rows=per_batch * max(1, PART_BYTES // (row_bytes * per_batch)),
+            ahead=max(1, engine.num_tasks // min(engine.num_encoders, max(1, len(missing)))),
+        )
+        make_missing(missing, job, engine, destinations, args.max_skipped)
+        for destination in destinations:
+            destination.finish(empty_prompt, args.max_skipped)
     except Exception as error:
         # Ray's messages are long. The last line with the name of an error tells the cause.
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = next(
-            (line for line in lines[::-1] if re.match(r"[\w.]+(Error|Exception)\b", line)),
-            lines[-1],
-        )
+        named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+        reason = (named or lines)[-1]
         fail(f"Ray could not go on ({reason}); the same command goes on from here")
     finally:
         disconnect()
-        for output_dir, lock in zip(output_dirs, locks, strict=False):  # some may not be locked yet
-            for leftover in output_dir.rglob(".tmp-*"):  # from workers that were stopped
-                leftover.unlink(missing_ok=True)
-            lock.release(force=True)
-    for output_dir in output_dirs:
-        # missing_ok: some versions of filelock delete the file themselves.
-        (output_dir / ".lock").unlink(missing_ok=True)
+        for destination in destinations:
+            destination.close()
 
 
 if __name__ == "__main__":

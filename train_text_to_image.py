@@ -18,6 +18,7 @@ precompute_latents.py takes, which are then encoded in every step. Output, in --
 
 Layout of this file:
     parse_args                      the flags; bad values stop the script before anything is loaded
+    predict_noise                   calls the U-Net; all that needs its prediction calls this
     make_unet, make_schedulers      the model, the scheduler that adds noise, and the sampler
     prepare_batch, compute_loss     a batch -> the inputs of the U-Net, and the loss
     train_step                      one optimizer step, with the calls of Accelerate
@@ -36,7 +37,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import cast
 
 import diffusers
 import numpy as np
@@ -49,8 +50,6 @@ from diffusers import (
     DDPMScheduler,
     DiffusionPipeline,
     SchedulerMixin,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
 
@@ -58,80 +57,62 @@ from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
-from diffusion_training.data.images import make_time_ids
-from diffusion_training.data.streams import add_stream_flags
-from diffusion_training.data.texts import add_tag_flags
+from diffusion_training.arguments import PATH, SWITCH, Flags, make_parser, number, parse_demo
+from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
 from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.families.base import Base, Family, Prompts
+from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES
+from diffusion_training.families.opening import open_base
 from diffusion_training.files import saving
-from diffusion_training.latents.encoders import DTYPES, hash_weights, load_models
-from diffusion_training.latents.reader import choose_rows
-from diffusion_training.latents.single_file import open_base
-from diffusion_training.latents.source import encode_batch, load_data
-from diffusion_training.latents.text_encoders import is_sdxl, read_pipeline
-from diffusion_training.loading import load_batches
-from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.report import Description, name_run, save_model_card, save_report
-from diffusion_training.training.checkpoints import (
-    load_checkpoint,
-    prune_checkpoints,
-    read_state,
-    save_checkpoint,
-)
-from diffusion_training.training.costs import Costs
-from diffusion_training.training.flags import (
-    add_bucket_flags,
+from diffusion_training.flags import (
+    add_captioned_data_flags,
     add_device_flags,
     add_encoder_flags,
     add_logging_flags,
     add_lora_flags,
     add_optimization_flags,
+    add_pipeline_flags,
+    add_prompt_flags,
     add_saving_flags,
-    add_source_flags,
-    add_storage_flags,
-    add_transform_flags,
     check_data_args,
     check_training_args,
 )
-from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
-from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
-from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights, save_lora
-from diffusion_training.training.models import (
-    Models,
-    Prepared,
-    call_unet,
+from diffusion_training.latents.encoders import hash_weights, load_parts
+from diffusion_training.latents.reader import choose_rows
+from diffusion_training.latents.source import Data, check_denoiser, encode_batch, open_data
+from diffusion_training.launch import Launch, StopSignal, make_launch
+from diffusion_training.loading import load_batches
+from diffusion_training.models import (
     compile_model,
+    freeze_on_device,
     list_parameters,
     load_weights,
-    put_on_device,
-    start_average,
-    try_shapes,
-    update_ema,
+    read_precision,
 )
+from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.report import Description, name_run
+from diffusion_training.training.checkpoints import read_state
+from diffusion_training.training.costs import Costs
+from diffusion_training.training.held_out import hold_out, log_held_out_loss
+from diffusion_training.training.loop import Loop, Results, record_settings
+from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights, save_lora
 from diffusion_training.training.objective import (
     check_objective,
     measure_epsilon,
     min_snr_weight,
     objective_flags,
 )
-from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.output import (
-    draw_prompts,
-    keep_best,
-    open_output_dir,
-    samples_path,
+    draw_samples,
+    end_run,
+    open_run,
     save_pipeline,
+    settings_of,
 )
-from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
-from diffusion_training.training.tuning import (
-    choose_batch_size,
-    find_learning_rate,
-    plan_steps,
-    scale_learning_rate,
-)
+from diffusion_training.training.trained import Trained
+from diffusion_training.training.tuning import find_learning_rate, plan_run
 
-# Otherwise tokenizers warns about the loader's processes.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
@@ -164,56 +145,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     """
     parser = make_parser(__file__, __doc__)
 
-    add = parser.add_argument_group("data: a cache").add_argument
-    add(
-        "--latents_dir",
-        type=PATH,
-        nargs="+",
-        help="one or more caches made by precompute_latents.py",
-    )
-    add(
-        "--latents_weights",
-        nargs="+",
-        type=number(1e-3, 1e3),
-        help="for each cache, how often an epoch takes its rows",
-    )
-    add_storage_flags(add)
-
-    add = parser.add_argument_group("data: images, encoded in every step").add_argument
-    add_source_flags(add, captions=True)
-    add("--resolution", type=number(2, 16384, int), help="side of the square images, pixels")
-    add("--center_crop", **SWITCH, help="crop the centre, not a random square")
-    add_transform_flags(add)
-    add(
-        "--prefetch_factor",
-        type=COUNT,
-        help="batches that each process of --dataloader_num_workers loads ahead (None: 2)",
-    )
-    add_bucket_flags(add)
-    add_stream_flags(add)
-
-    add = parser.add_argument_group("data: both").add_argument
-    add("--random_flip", **SWITCH, help="use mirrored images too")
-    add(
-        "--holdout",
-        type=number(0, 10**9),
-        default=0.0,
-        help="share or number of images to hold out for the held-out loss",
-    )
-    add_tag_flags(add)
-    # A second name of a flag, here and below, is the one in diffusers' scripts.
-    names = ["--caption_dropout", "--proportion_empty_prompts"]
-    add(
-        *names,
-        type=number(0, 1),
-        default=0.1,
-        help="share of captions replaced by the empty prompt, for guidance",
-    )
+    add_captioned_data_flags(parser)
 
     add = parser.add_argument_group("model").add_argument
-    add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
-    add("--revision", help="branch, tag or commit of the models on the hub")
-    add("--variant", help="variant of the weight files, such as fp16")
+    add_pipeline_flags(add)
     add(
         "--unet_config_name_or_path",
         type=PATH,
@@ -257,21 +192,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     add = parser.add_argument_group("logging and samples").add_argument
     add_logging_flags(add, tracker_project_name="text2image-fine-tune")
-    add("--validation_prompts", "--validation_prompt", nargs="+", help="prompts of the samples")
-    add(
-        "--validation_steps",
-        type=COUNT,
-        help="optimizer steps between samples and held-out losses; overrides the epochs",
-    )
-    add("--validation_epochs", type=COUNT, default=5, help="epochs between samples")
-    add("--num_validation_images", type=number(1, 10**4, int), default=4, help="samples per prompt")
-    add(
-        "--guidance_scale",
-        type=number(1, 1000),
-        default=7.5,
-        help="guidance scale of the samples; 1: no guidance (arXiv:2207.12598)",
-    )
-    add("--num_inference_steps", type=COUNT, default=20, help="sampling steps")
+    add_prompt_flags(add, guidance_scale=7.5, num_inference_steps=20)
 
     add = parser.add_argument_group("saving").add_argument
     add("--output_dir", type=PATH, default="sd-model-finetuned", help="folder for all output")
@@ -282,80 +203,87 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args = parse_demo(parser, DEMO_LORA if args.rank else DEMO, argv)
 
     if args.pretrained_model_name_or_path is None:
-        parser.error("--pretrained_model_name_or_path is needed: a Stable Diffusion pipeline")
+        family = FAMILIES[DEFAULT_FAMILY]
+        parser.error(f"--pretrained_model_name_or_path is needed: a {family.title} pipeline")
     if args.rank and args.unet_config_name_or_path:
         parser.error(
             "--rank trains a LoRA for a U-Net that is trained: leave --unet_config_name_or_path out"
         )
     check_data_args(parser, args)
     check_training_args(parser, args)
-    return args
+    return Flags(**vars(args))
 
 
 # -------------------------------------------------------------------------------------------------
 # the model
 
 
-def make_unet(frozen: SimpleNamespace, args: Namespace) -> UNet2DConditionModel:
+def predict_noise(
+    family: Family,
+    models: Models,
+    noisy_images: torch.Tensor,
+    timesteps: torch.Tensor,
+    condition: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """The prediction of the U-Net, float32 [N, C, h, w].
+
+    The loss, the held-out loss, the searches, the costs and the check of shapes all call this: give
+    the U-Net further inputs here.
+
+    condition: see `prepare_batch`.
+    """
+    return family.predict(models["unet"], noisy_images, timesteps, cast(Prompts, condition))
+
+
+def make_unet(
+    base: Base, data: Data, predict: Predict, dtype: torch.dtype, args: Namespace
+) -> UNet2DConditionModel:
     """Make the U-Net to train: the pretrained pipeline's, or a new one from a config.
 
-    Stops with an error if it does not fit the latents and embeddings.
+    With --rank it is frozen, in precision `dtype`, and has an adapter that is trained. Stops with
+    an error if it does not fit the latents and embeddings.
     """
-    channels, *size = frozen.cache["latents_shape"]
-    latents_shape = [channels // 2 if frozen.cache["latents"] == "moments" else channels, *size]
-    embed_dim = frozen.empty_prompt["prompt_embeds"].shape[-1]
-    condition: dict[str, Sequence[int]] = {"encoder_hidden_states": (1, embed_dim)}
-    source = args.unet_config_name_or_path or open_base(args)
+    config_source = args.unet_config_name_or_path
+    source = str(config_source or base.source)
     options = {"cache_dir": args.cache_dir}
-    with explained(f"{source} holds no UNet2DConditionModel"):
-        if args.unet_config_name_or_path:
-            unet = UNet2DConditionModel.from_config(
-                UNet2DConditionModel.load_config(source, **options)
-            )
+    with explained(f"{source} holds no {UNet2DConditionModel.__name__}"):
+        if config_source:
+            config = UNet2DConditionModel.load_config(source, **options)
+            unet = UNet2DConditionModel.from_config(config)
         else:
             options |= {"subfolder": "unet", "revision": args.revision, "variant": args.variant}
-            unet = load_weights(UNet2DConditionModel, source, **options)
+            precision = {"torch_dtype": read_precision(source, **options)} if args.rank else {}
+            unet = load_weights(UNet2DConditionModel, source, **options, **precision)
     # The default size of the pipeline's images. The version is set because the pipeline would
     # replace sizes below 64 in a config of an old one.
-    unet.register_to_config(sample_size=latents_shape[1], _diffusers_version=diffusers.__version__)
-    if (unet.config.in_channels, unet.config.cross_attention_dim) != (latents_shape[0], embed_dim):
-        takes = (
-            f"{unet.config.in_channels} channels and embeddings of "
-            f"{unet.config.cross_attention_dim}"
-        )
-        fail(
-            f"the U-Net of {source} takes {takes}; the latents have {latents_shape[0]}, the "
-            f"embeddings {embed_dim}"
-        )
-    if "pooled_prompt_embeds" in frozen.empty_prompt:
-        condition |= {
-            "text_embeds": frozen.empty_prompt["pooled_prompt_embeds"].shape,
-            "time_ids": (6,),
-        }
-    if ("time_ids" in condition) != (unet.config.addition_embed_type == "text_time"):
-        found = f"has addition_embed_type {unet.config.addition_embed_type!r}"
-        fail(f"the U-Net of {source} {found}: SDXL's is text_time, and no other's")
-    try_shapes(unet, source, latents_shape, **condition)
+    side = data.latents.shape[1]
+    unet.register_to_config(sample_size=side, _diffusers_version=diffusers.__version__)
+    check_denoiser({"unet": unet}, predict, "U-Net", source, data)
+    if args.rank:
+        layers = base.family.choose_layers(unet, args.lora_layers)
+        add_lora(unet, layers, hash_weights(unet), dtype, args)
+        if args.network_weights:
+            load_network_weights(unet, args.network_weights, "unet", base.family.read_lora)
     return unet
 
 
-def make_schedulers(args: Namespace) -> tuple[DDPMScheduler, SchedulerMixin]:
+def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, SchedulerMixin]:
     """Return (the scheduler that adds noise in training, the sampler of the pipeline).
 
     Both have the objective that is trained.
     """
-    source, flags = open_base(args), objective_flags(args)
+    source = base.source
+    objective = objective_flags(args)
     options = {"subfolder": "scheduler", "cache_dir": args.cache_dir, "revision": args.revision}
     with explained(f"{source} holds no scheduler"):
-        noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
-        sampler = DDIMScheduler  # the sampler that can start from pure noise
+        noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **objective)
+        sampler_class = DDIMScheduler  # the sampler that can start from pure noise
         if not noise_scheduler.config.rescale_betas_zero_snr:
-            sampler = getattr(
-                diffusers, DDPMScheduler.load_config(source, **options)["_class_name"]
-            )
-        if not issubclass(sampler, diffusers.SchedulerMixin):
-            raise ValueError(f"{sampler.__name__} is none")
-        sampler = sampler.from_pretrained(source, **options, **flags)
+            config = DDPMScheduler.load_config(source, **options)
+            sampler_class = getattr(diffusers, config["_class_name"])
+        if not issubclass(sampler_class, diffusers.SchedulerMixin):
+            raise ValueError(f"{sampler_class.__name__} is none")
+        sampler = sampler_class.from_pretrained(source, **options, **objective)
         sampler.set_timesteps(1)  # raises an error for an unknown timestep_spacing
     check_objective(noise_scheduler)
     timesteps = noise_scheduler.config.num_train_timesteps
@@ -372,62 +300,50 @@ def make_schedulers(args: Namespace) -> tuple[DDPMScheduler, SchedulerMixin]:
 
 
 @torch.no_grad()
-def prepare_batch(batch: dict, frozen: SimpleNamespace, caption_dropout: float) -> Prepared:
-    """Turn a loaded batch into (latents, condition, loss_inputs).
+def prepare_batch(data: Data, caption_dropout: float, batch: Batch) -> Prepared:
+    """Turn a loaded batch into latents, condition and inputs of the loss.
 
-    latents: float32 [N, C, h, w] of about unit size, drawn anew each time.
-    condition: further inputs of the U-Net, {name: tensor [N, ...]}.
-    loss_inputs: inputs of the loss alone, {name: tensor [N, ...]}.
-
-    The empty prompt replaces a share `caption_dropout` of the captions.
+    The latents are drawn anew each time. The condition are the `Prompts` of the family; the empty
+    prompt replaces a share `caption_dropout` of the captions.
     """
-    latents, prompts, loss_inputs = encode_batch(batch, frozen, caption_dropout)
-    condition = {"encoder_hidden_states": prompts["prompt_embeds"]}
-    if "pooled_prompt_embeds" in prompts:  # SDXL, which also takes sizes and crops
-        size = [frozen.pixels * side for side in latents.shape[-2:]]
-        sizes = make_time_ids(
-            batch["original_size"], batch["crop_top_left"], size, batch["flipped"]
-        )
-        condition |= {"text_embeds": prompts["pooled_prompt_embeds"], "time_ids": sizes}
-    return latents, condition, loss_inputs
+    return encode_batch(batch, data, caption_dropout)
 
 
 def compute_loss(
-    models: Models,
-    noise_scheduler: DDPMScheduler,
-    images: torch.Tensor,
-    condition: dict[str, torch.Tensor],
-    loss_inputs: dict[str, torch.Tensor],
-    weight: torch.Tensor,
     args: Namespace,
+    noise_scheduler: DDPMScheduler,
+    predict: Predict,
+    loss_models: Models,
+    models: Models,
+    prepared: Prepared,
+    weight: torch.Tensor,
 ) -> torch.Tensor:
     """The denoising loss of DDPM (arXiv:2006.11239, eq. 14).
 
     Returns the sum over images of weight * mean squared error.
 
+    predict: `predict_noise`. loss_models: networks that only the loss uses; see `main`.
     models: {"unet": ...}, the trained models.
-    images: images or their latents, float32 [N, C, H, W], of about unit size.
-    condition, loss_inputs: see `prepare_batch`.
+    prepared: see `prepare_batch`.
     weight: [N]. Over a step's micro-batches, averaged over the processes, the weights add up to 1;
         a placeholder has weight 0. So return (weight * loss per image).sum(), whatever the loss.
     """
+    images, condition, loss_inputs = prepared
     # Drawn by shape: randn_like would follow the memory layout.
     noise = torch.randn(images.shape, device=images.device)
     if args.noise_offset:
         # one offset for a whole channel (crosslabs.org/blog/diffusion-with-offset-noise)
-        noise = noise + args.noise_offset * torch.randn(
-            *images.shape[:2], 1, 1, device=images.device
-        )
+        offset = torch.randn(*images.shape[:2], 1, 1, device=images.device)
+        noise = noise + args.noise_offset * offset
     perturbed = noise
     if args.input_perturbation:
         # the input gets more noise than the target has (arXiv:2301.11706)
         perturbed = noise + args.input_perturbation * torch.randn(noise.shape, device=noise.device)
-    timesteps = torch.randint(
-        noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device
-    )
+    num_timesteps = noise_scheduler.config.num_train_timesteps
+    timesteps = torch.randint(num_timesteps, (len(images),), device=images.device)
     # Always in float32: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
-    prediction = call_unet(models["unet"], noisy_images, timesteps, condition)
+    prediction = predict(models, noisy_images, timesteps, condition)
     if noise_scheduler.config.prediction_type == "epsilon":
         target = noise
     elif noise_scheduler.config.prediction_type == "sample":
@@ -444,45 +360,48 @@ def compute_loss(
 
 def train_step(
     accelerator: Accelerator,
-    noise_scheduler: DDPMScheduler,
-    args: Namespace,
-    prepare: Callable[[dict], Prepared],
+    prepare: Callable[[Batch], Prepared],
+    loss: Callable[[Models, Prepared, torch.Tensor], torch.Tensor],
+    seed: int,
+    max_grad_norm: float,
     models: Models,
     optimizer: torch.optim.Optimizer,
-    batches: Iterator[dict],
+    batches: Iterator[Batch],
     micro_batches: int,
     data_step: int,
-) -> torch.Tensor:
+    look: Callable[[Prepared, torch.Tensor], None] | None = None,
+) -> StepSums:
     """Do one optimizer step on the next `micro_batches` of `batches`.
 
-    prepare: `prepare_batch`.
+    prepare, loss: `prepare_batch` and `compute_loss`. look: sees the images as the models get them.
 
-    Returns [sum of weight * loss, sum of weight, norm of the gradient] of this process, on the
-    device. After an fp16 overflow, accelerator.optimizer_step_was_skipped is True. Nothing here
-    waits for the device.
+    Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
+    is True. Nothing here waits for the device.
     """
-    sums = torch.zeros(2, device=accelerator.device)
+    total_loss = torch.zeros((), device=accelerator.device)
+    total_weight = torch.zeros((), device=accelerator.device)
     for micro_batch in range(micro_batches):
         batch = next(batches)
         # The random numbers depend on the step, not on earlier draws: a resumed run draws the same.
-        torch.manual_seed(
-            step_seed("step", args.seed, data_step, micro_batch, accelerator.process_index)
-        )
-        images, condition, loss_inputs = prepare(batch)
+        rank = accelerator.process_index
+        torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
+        prepared = prepare(batch)
+        if look:
+            look(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
+            # The processes average their gradients once a step, in its last micro-batch.
             if micro_batch < micro_batches - 1:
-                # the processes average their gradients once a step, in its last micro-batch
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
-            loss = compute_loss(
-                models, noise_scheduler, images, condition, loss_inputs, batch["weight"], args
-            )
-            accelerator.backward(loss)
-        sums += torch.stack([loss.detach(), batch["weight"].sum()])
-    grad_norm = accelerator.clip_grad_norm_(list_parameters(models), args.max_grad_norm or math.inf)
+            weighted_loss = loss(models, prepared, batch["weight"])
+            accelerator.backward(weighted_loss)
+        total_loss += weighted_loss.detach()
+        total_weight += batch["weight"].sum()
+    grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
     optimizer.step()
-    optimizer.zero_grad()  # to None, which frees memory for the next forward pass
-    return torch.cat([sums, grad_norm[None]])  # one tensor, read later: an .item() here would wait
+    optimizer.zero_grad()  # to None: the memory is free for the next forward pass
+    # Read later, all at once: an .item() here would wait for the device.
+    return {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -490,90 +409,86 @@ def train_step(
 
 
 def make_pipeline(
-    unet: UNet2DConditionModel, sampler: SchedulerMixin, args: Namespace
+    base: Base, unet: torch.nn.Module, sampler: SchedulerMixin, with_text: bool = False
 ) -> DiffusionPipeline:
-    """Make the pipeline that is sampled from, saved and uploaded.
+    """Make the pipeline of the U-Net and the models that it was trained with, in float32.
 
-    It has the U-Net and the models that it was trained with, in float32.
+    with_text: also text encoders, to be saved; without them it draws from embeddings.
     """
-    vae, text_encoders, tokenizers = load_models(args, torch.float32)
-    models = (vae, *text_encoders, *tokenizers, unet, sampler)
-    if not is_sdxl(args):
-        return StableDiffusionPipeline(*models, None, None, requires_safety_checker=False)
-    zeros = read_pipeline(args).get("force_zeros_for_empty_prompt", True)
-    return StableDiffusionXLPipeline(
-        *models, force_zeros_for_empty_prompt=zeros, add_watermarker=False
-    )
+    parts = load_parts(base, with_text) | {"unet": unet, "scheduler": sampler}
+    return base.family.build(parts, base, base.family.resolution)
 
 
 def log_validation(
-    accelerator: Accelerator,
+    launch: Launch,
     pipeline: DiffusionPipeline,
+    data: Data,
     step: int,
     stop_signal: StopSignal,
-    args: Namespace,
+    settings: Namespace,
 ) -> None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers."""
 
-    def watch(
+    def interrupt(
         pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
     ) -> dict:
         # diffusers' way to skip the remaining steps
         pipeline._interrupt = bool(stop_signal.received)
         return tensors
 
-    def draw(prompts: list[str], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
+    def draw(numbers: list[int], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
+        assert data.validation  # there are prompts, or nothing is drawn
+        prompts, empty = data.validation.choose(numbers, launch.device)
         return pipeline(
-            prompts,
-            height=args.resolution,
-            width=args.resolution,
+            **data.family.ask(prompts, empty, settings.guidance_scale),
+            height=settings.resolution,
+            width=settings.resolution,
             output_type="np",
-            callback_on_step_end=watch,
-            num_inference_steps=args.num_inference_steps,
-            guidance_scale=args.guidance_scale,
+            callback_on_step_end=interrupt,
+            num_inference_steps=settings.num_inference_steps,
             generator=generators,
-            clip_skip=args.clip_skip,
         ).images
 
-    draw_prompts(accelerator, pipeline, draw, args.train_batch_size, step, stop_signal, args)
+    per_call = settings.train_batch_size
+    draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
 
 
-def describe_model(step: int, loss: float | None, args: Namespace) -> Description:
+def describe_model(
+    family: Family, step: int, loss: float | None, settings: Namespace
+) -> Description:
     """Return (tags for the hub, a description, example code) for the model card and the report."""
-    name, base, data, prompt = name_run(args)
+    name, base, data, prompt = name_run(settings)
     steps = f"{step} steps{f', to a loss of {loss:.4g}' if loss else ''}"
-    trained = "trained from scratch" if args.unet_config_name_or_path else "fine-tuned"
-    kind = "Stable Diffusion XL" if is_sdxl(args) else "Stable Diffusion"
-    what = f"""A {kind} pipeline whose U-Net was {trained} on `{data}`
+    how = "trained from scratch" if settings.unet_config_name_or_path else "fine-tuned"
+    what = f"""A {family.title} pipeline whose U-Net was {how} on `{data}`
 for {steps}; the other models are those of
 `{base}`."""
-    source, more = name, ""
-    if args.rank:
+    source = name
+    setup = ""
+    if settings.rank:
         what = (
-            f"A LoRA of rank {args.rank} for the U-Net of `{base}`,\n"
+            f"A LoRA of rank {settings.rank} for the U-Net of `{base}`,\n"
             f"trained on `{data}` for {steps}."
         )
-        source, more = str(base), f'\npipeline.load_lora_weights("{name}")'
-        if objective := objective_flags(args):  # the base's scheduler does not have it
-            more += (
+        source = str(base)
+        setup = f'\npipeline.load_lora_weights("{name}")'
+        if objective := objective_flags(settings):  # the base's scheduler does not have it
+            setup += (
                 "\npipeline.scheduler = DDIMScheduler.from_config("
                 f"{{**pipeline.scheduler.config, **{objective}}})"
             )
-    skip = f", clip_skip={args.clip_skip}" * bool(args.clip_skip)
-    if skip and not is_sdxl(args):  # with transformers 4 it has such a part
-        more += (
-            '\nvars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder'
-            "  # where clip_skip looks for it"
-        )
-    opener, way = "DiffusionPipeline", "from_pretrained"
+    setup += family.usage_before(settings.clip_skip)
+    pipeline_class, method = "DiffusionPipeline", "from_pretrained"
     if source.endswith(".safetensors"):
-        opener, way = f"{kind.replace(' ', '')}Pipeline", "from_single_file"
-    usage = f"""from diffusers import {"DDIMScheduler, " * ("DDIM" in more)}{opener}
+        pipeline_class, method = family.pipeline, "from_single_file"
+    side = settings.resolution
+    call = f"{prompt}, height={side}, width={side}{family.usage(side, settings.clip_skip)}"
+    usage = f"""from diffusers import {"DDIMScheduler, " * ("DDIM" in setup)}{pipeline_class}
 
-pipeline = {opener}.{way}("{source}"){more}
-image = pipeline({prompt}, height={args.resolution}, width={args.resolution}{skip}).images[0]"""
-    tags = ["text-to-image", kind.lower().replace(" ", "-"), "diffusers-training"]
-    return tags + ["lora"] * bool(args.rank), what, usage
+pipeline = {pipeline_class}.{method}("{source}"){setup}
+image = pipeline({call}).images[0]"""
+    tags = ["text-to-image", family.title.lower().replace(" ", "-"), "diffusers-training"]
+    return tags + ["lora"] * bool(settings.rank), what, usage
 
 
 # -------------------------------------------------------------------------------------------------
@@ -584,199 +499,98 @@ image = pipeline({prompt}, height={args.resolution}, width={args.resolution}{ski
 def main(args: Namespace) -> None:
     """Train.
 
-    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
-    that tells the reason.
+    Ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence after an error.
     """
     transformers.utils.logging.disable_progress_bar()
-    # The launch comes first: it sets the device, the processes and the precision.
-    accelerator, cores = make_accelerator(args)
-    device, rank, num_processes = (
-        accelerator.device,
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
-    # The lock is held until the end, so that no second run writes here.
-    lock, checkpoint = open_output_dir(accelerator, __file__, args)
+    # The launch first: it decides devices, processes and precision.
+    launch = make_launch(args)
+    accelerator = launch.accelerator
+    run = open_run(launch, __file__, args)  # locked to the end, so that no second run writes here
+    base = open_base(args, trained_by="train_text_to_image.py")
 
-    # The data comes before the model, which must fit the latents and embeddings. One core per
-    # process stays free for the trainer.
-    noise_scheduler, sampler = make_schedulers(args)
-    if args.dataloader_num_workers is None:
-        args.dataloader_num_workers = min(8, cores - 1)
-    dataset, frozen = load_data(accelerator, ("sd", "sdxl"), args, checkpoint)
-    train_rows, held_out = hold_out(accelerator, dataset, args.holdout, args.seed)
-    epoch_rows = partial(choose_rows, train_rows, dataset, args.latents_weights)
-    num_images = len(epoch_rows(0))  # per epoch
+    # The data before the model, which must fit the latents and embeddings.
+    noise_scheduler, sampler = make_schedulers(base, args)
+    data = open_data(launch, base, run.checkpoint, run.before, args)
+    train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
+    epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
+
+    # The model, and what the loop, the searches, the held-out loss and the costs call.
     torch.manual_seed(args.seed)  # every process starts from the same weights
-    unet = make_unet(frozen, args)
-    if args.rank:
-        # The U-Net is frozen: only its LoRA is trained, averaged and saved.
-        add_lora(unet, hash_weights(unet), getattr(torch, DTYPES[args.mixed_precision]), args)
-        if args.network_weights:
-            load_network_weights(unet, args.network_weights)
-    models = {"unet": unet}  # what is trained, averaged and saved, each in a folder of its name
+    predict = partial(predict_noise, base.family)
+    unet = make_unet(base, data, predict, launch.dtype, args)
+    models: Models = {"unet": unet}  # each is trained, averaged, and saved in a folder of its name
+    loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
+    prepare = partial(prepare_batch, data, args.caption_dropout)
+    loss = partial(compute_loss, args, noise_scheduler, predict, loss_models)
+    step = partial(train_step, accelerator, prepare, loss, args.seed, args.max_grad_norm)
 
-    # The position of the run. The batch size is chosen before it, because a checkpoint's position
-    # is counted in images.
-    prepare = partial(prepare_batch, frozen=frozen, caption_dropout=args.caption_dropout)
-    take_step = partial(train_step, accelerator, noise_scheduler, args, prepare)
-    state = read_state(checkpoint, num_images)
-    choose_batch_size(accelerator, models, take_step, dataset, train_rows, state["settings"], args)
-    per_micro_batch, order = (
-        args.train_batch_size * num_processes,
-        Order(epoch_rows, args.seed, dataset.sizes),
-    )
-    progress = Progress(state, num_images, per_micro_batch, args.gradient_accumulation_steps, order)
-    scale_learning_rate(accelerator, progress.images_per_step, args)
-    if not plan_steps(accelerator, progress, args):
+    # The size of a step comes before the position in the data, which a checkpoint counts in images.
+    freeze_on_device(loss_models, launch.device)
+    order = Order(epoch_rows, args.seed, data.dataset.sizes)
+    state = read_state(run.checkpoint, len(epoch_rows(0)))
+    plan, progress = plan_run(launch, models, step, data.dataset, train_rows, order, state, args)
+    if plan.is_done:
         return
-    settings = {
-        **vars(args),
-        "num_processes": num_processes,
-        "num_images": num_images,
-        "data": dataset.fingerprint,
-    }
-    settings["held_out"] = digest_held_out(accelerator, dataset, held_out)
+    settings = settings_of(args, launch, run, data, plan)
+    recorded = record_settings(settings, launch, progress, data.dataset, held_out)
 
-    # Trained weights, averaged weights and optimizer state are in float32. Autocast lowers the
-    # precision of the computation only.
-    for model in models.values():
-        put_on_device(model, device)
-    averaged = start_average(models) if args.use_ema else {}
-    saved = models | {f"{name}_ema": model for name, model in averaged.items()}
-    if args.gradient_checkpointing:
-        unet.enable_gradient_checkpointing()
-    optimizer = make_optimizer(models, accelerator.scaler, args)
-    if checkpoint:  # before `prepare`, which wraps the models and the optimizer
-        load_checkpoint(accelerator, checkpoint, saved, optimizer, state, settings)
-    lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
-    costs = Costs(
-        accelerator, models, averaged, call_unet, args, [frozen.vae, frozen.text_encoders]
-    )
-    if args.compile:
-        compile_model(unet, args.compile, order.num_sizes)
-    *prepared, optimizer = accelerator.prepare(*models.values(), optimizer)
-    # `prepared` is called in training; `models` is saved and averaged.
-    prepared = dict(zip(models, prepared, strict=True))
-    for model in averaged.values():
-        accelerator.prepare_model(model, evaluation_mode=True)  # autocast as in training
-    sampled = averaged.get("unet", unet)
+    # Weights, averages and optimizer, all in float32: autocast only lowers what is computed.
+    trained = Trained(launch, models, settings)
+    if run.checkpoint:
+        trained.load(run.checkpoint, state, recorded)
+    others = [*loss_models.values(), *data.modules()]
+    costs = Costs(launch, models, trained.averaged, others, loss, args.optimizer, args.allow_tf32)
+    if launch.compile:
+        compile_model(unet, launch.compile, order.num_sizes)
+    trained.prepare(progress.global_step)
 
-    # Batches continue across epochs, so the device never waits for an epoch to begin.
-    keys = step_batches(order, progress, rank, num_processes)
-    loaded = load_batches(dataset, keys, args.dataloader_num_workers, device, args.prefetch_factor)
+    # Batches come without end, across epochs, so the device never waits for an epoch to begin.
+    keys = step_batches(order, progress, launch.rank, launch.num_processes)
+    loaded = load_batches(data.dataset, keys, data.num_workers, launch.device, args.prefetch_factor)
     if args.find_lr:  # and stop: nothing that it trains is kept
-        found = find_learning_rate(
-            accelerator, prepared, optimizer, take_step, loaded, progress, args
-        )
-        return end_run(accelerator, lock, found, [], args)
-    records = Records(
-        accelerator, progress.global_step, 0, checkpoint, args, list_lora_b(models), costs
-    )
-    batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
-    take_step = partial(train_step, accelerator, noise_scheduler, args, records.look(prepare))
-    stop = stop_signal.agree()  # a signal that came earlier, even if a library swallowed it
-    measured = {
-        name.replace("unet", "held_out_loss"): saved[name]
-        for name in ("unet", "unet_ema")
-        if name in saved
-    }
+        result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
+        return end_run(launch, run, result, [], settings)
+    lora_b = list_lora_b(models)
+    records = Records(accelerator, progress.global_step, 0, run.checkpoint, settings, lora_b, costs)
+    stop_signal = StopSignal(launch.num_processes)
 
-    def show(pipeline: DiffusionPipeline) -> int:
-        """Make the held-out loss, the samples and the report.
+    # What is made of the weights: samples and the held-out loss on the way, a pipeline or a LoRA.
+    kohya_base = base.family.name_for_sd_scripts(unet) if args.output_kohya_format else None
 
-        Returns the signal that interrupted them, or 0.
-        """
+    def save_result(folder: Path) -> None:
+        if args.rank:
+            with saving(folder, f"the LoRA in {folder}") as unfinished:
+                save_lora(trained.saved, unfinished, kohya_base)
+        else:
+            save_pipeline(make_pipeline(base, trained.best("unet"), sampler, True), folder)
+
+    def measure() -> None:
         log_held_out_loss(
-            accelerator,
-            records,
-            dataset,
-            held_out,
-            measured,
-            measure_epsilon(noise_scheduler),
-            partial(prepare, caption_dropout=0.0),
-            stop_signal,
-            progress.global_step,
-        )
-        save = (
-            partial(save_lora, saved, args=args) if args.rank else partial(save_pipeline, pipeline)
-        )
-        keep_best(accelerator, records.held_out, progress.global_step, save, args)
-        log_validation(accelerator, pipeline, progress.global_step, stop_signal, args)
-        if accelerator.is_main_process:
-            save_report(progress.global_step, __file__, describe_model, args)
-        return stop_signal.agree()
+            accelerator, records, data.dataset, held_out, trained.held_out,
+            measure_epsilon(noise_scheduler, predict), partial(prepare_batch, data, 0.0),
+            stop_signal, progress.global_step,
+        )  # fmt: skip
 
-    samples_every = args.validation_steps, args.validation_epochs
-    shown = samples_path(args.output_dir, progress.global_step).exists()
-    if checkpoint and progress.is_due(*samples_every) and not shown and not stop:
-        # The last run ended between checkpoint and samples. Draw them before training goes past
-        # this step.
-        stop = show(make_pipeline(sampled, sampler, args))
+    def draw() -> None:
+        if args.validation_prompts:
+            pipeline = make_pipeline(base, trained.best("unet"), sampler)
+            log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
 
-    for model in models.values():
-        model.train()
-    while progress.global_step < args.max_train_steps and not stop:
-        epoch, (step_images, micro_batches) = progress.epoch, progress.next_step()
-        sums = take_step(prepared, optimizer, batches, micro_batches, progress.data_step)
-        progress.advance(step_images, stepped=not accelerator.optimizer_step_was_skipped)
-        # If fp16 overflowed, the scaler lowers its scale and the weights stay as they were.
-        if progress.stepped:
-            if args.use_ema:
-                update_ema(averaged, models, progress.global_step, args)
-            records.add(sums, step_images, epoch, lr_scheduler.get_last_lr()[0])
-            lr_scheduler.step()
-
-        # What is due.
-        stop, last = stop_signal.agree(), progress.global_step == args.max_train_steps
-        log_due = progress.is_due(args.logging_steps) or (progress.stepped and last)
-        checkpoint_due = stop or last or progress.is_due(args.checkpointing_steps)
-        if log_due or checkpoint_due:  # the only place where the host waits for the device
-            records.update(progress.global_step, log_due, last)
-        with records.paused():
-            if checkpoint_due:
-                # before the samples, which may take longer than a preempted job has left
-                save_checkpoint(
-                    accelerator, saved, optimizer, progress.state() | {"settings": settings}, args
-                )
-            if progress.is_due(*samples_every) and not last and not stop:
-                stop = show(make_pipeline(sampled, sampler, args))
-                if stop and not checkpoint_due:  # interrupted: a run that resumes here draws them
-                    records.update(progress.global_step, False, last)
-                    save_checkpoint(
-                        accelerator,
-                        saved,
-                        optimizer,
-                        progress.state() | {"settings": settings},
-                        args,
-                    )
-
-    loaded.close()  # also ends the thread and the loader's processes
-    records.bar.close()
-    if not stop:
-        pipeline = make_pipeline(sampled, sampler, args)
-        if accelerator.is_main_process:
-            # before the samples, which take time
-            if args.rank:
-                with saving(args.output_dir, f"the LoRA in {args.output_dir}") as unfinished:
-                    save_lora(saved, unfinished, args)
-            else:
-                save_pipeline(pipeline, args.output_dir)
-        stop = show(pipeline)
-    stop_signal.close()
-    if stop:
-        end_stopped(accelerator, stop, progress.global_step, args.max_train_steps)
-    if accelerator.is_main_process:
-        # again, in case a kill prevented it
-        prune_checkpoints(Path(args.output_dir) / f"checkpoint-{progress.global_step}", args)
-        save_model_card(progress.global_step, describe_model, args)
-    samples = "samples/" if args.validation_prompts else "no samples (no --validation_prompts)"
-    done = (
-        f"Done: {'LoRA' if args.rank else 'pipeline'}, {samples} "
-        f"and report.html are in {args.output_dir}"
+    parts = ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")
+    results = Results(
+        script=__file__,
+        name="LoRA" if args.rank else "pipeline",
+        files=["pytorch_lora_weights*"] if args.rank else [f"{part}/*" for part in parts],
+        save=save_result,
+        log_held_out_loss=measure,
+        log_validation=draw,
+        describe=partial(describe_model, base.family),
     )
-    files = [f"{name}/*" for name in ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")]
-    end_run(accelerator, lock, done, ["pytorch_lora_weights*"] if args.rank else files, args)
+    loop = Loop(launch, run, trained, progress, records, results, settings, recorded, kohya_base)
+    samples_every = (args.validation_steps, args.validation_epochs)
+    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every)
+    loaded.close()  # ends its thread and the loader's processes
+    loop.finish(stop, stop_signal)
 
 
 if __name__ == "__main__":

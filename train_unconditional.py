@@ -33,7 +33,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,27 +51,20 @@ from diffusion_training.arguments import (
     COUNT,
     PATH,
     SWITCH,
+    Flags,
     check_source,
     make_parser,
     number,
     parse_demo,
 )
+from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
+from diffusion_training.data.folders import find_source
 from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
-from diffusion_training.data.rows import RowDataset, Rows, load_rows, read_items
+from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
 from diffusion_training.data.streams import add_stream_flags
 from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
-from diffusion_training.loading import load_batches
-from diffusion_training.order import Order, draw_choices, step_batches, step_seed
-from diffusion_training.report import Description, save_model_card, save_report
-from diffusion_training.training.checkpoints import (
-    load_checkpoint,
-    prune_checkpoints,
-    read_state,
-    save_checkpoint,
-)
-from diffusion_training.training.costs import Costs
-from diffusion_training.training.flags import (
+from diffusion_training.flags import (
     add_device_flags,
     add_logging_flags,
     add_optimization_flags,
@@ -80,42 +72,38 @@ from diffusion_training.training.flags import (
     add_source_flags,
     check_training_args,
 )
-from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
-from diffusion_training.training.launch import StopSignal, end_run, end_stopped, make_accelerator
-from diffusion_training.training.models import (
-    Models,
-    Prepared,
+from diffusion_training.launch import Launch, StopSignal, make_launch
+from diffusion_training.loading import load_batches
+from diffusion_training.models import (
     call_unet,
+    check_shapes,
     compile_model,
+    freeze_on_device,
     list_parameters,
     load_weights,
-    put_on_device,
-    start_average,
-    try_shapes,
-    update_ema,
 )
+from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
+from diffusion_training.report import Description
+from diffusion_training.training.checkpoints import read_state
+from diffusion_training.training.costs import Costs
+from diffusion_training.training.held_out import hold_out, log_held_out_loss
+from diffusion_training.training.loop import Loop, Results, record_settings
 from diffusion_training.training.objective import (
     check_objective,
     measure_epsilon,
     min_snr_weight,
     objective_flags,
 )
-from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.output import (
-    keep_best,
-    open_output_dir,
-    samples_path,
+    end_run,
+    open_run,
     save_pipeline,
     save_samples,
+    settings_of,
 )
-from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
-from diffusion_training.training.tuning import (
-    choose_batch_size,
-    find_learning_rate,
-    plan_steps,
-    scale_learning_rate,
-)
+from diffusion_training.training.trained import Trained
+from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command line of the demo, which runs if no data is given. The user's flags override it.
@@ -274,7 +262,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             "precision"
         )
     check_training_args(parser, args)
-    return args
+    return Flags(**vars(args))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -289,20 +277,17 @@ class ImageDataset(RowDataset):
     can't be decoded is black and has weight 0.
     """
 
-    def __init__(self, rows: Rows, column: str, channels: int, args: Namespace) -> None:
-        super().__init__(rows, column, args)
-        self.channels, self.dtype = (
-            channels,
-            torch.float32 if args.preserve_input_precision else torch.uint8,
-        )
+    def __init__(self, images: ImageRows, channels: int, args: Namespace) -> None:
+        super().__init__(images, find_source(args), args.shuffle_buffer)
+        self.channels, self.args = channels, args
 
-    def __getitem__(self, keys: list[tuple]) -> dict[str, Any]:
+    def __getitem__(self, keys: list[Key]) -> Batch:
         items = read_items(self.rows, keys)
-        pixel_values = torch.zeros(
-            len(keys), self.channels, *[self.args.resolution] * 2, dtype=self.dtype
-        )
-        # A weight of 0 excludes an image from the mean.
-        weight, skipped = torch.tensor([key[2] for key in keys]), []
+        side = self.args.resolution
+        dtype = torch.float32 if self.args.preserve_input_precision else torch.uint8
+        pixel_values = torch.zeros(len(keys), self.channels, side, side, dtype=dtype)
+        weight = torch.tensor([key[2] for key in keys])
+        skipped = []
         for i, (key, item) in enumerate(zip(keys, items, strict=True)):
             try:
                 pixel_values[i] = self.load(key[0], key[1], item)
@@ -311,22 +296,37 @@ class ImageDataset(RowDataset):
                 # machine must, or the run would continue without data.
                 if is_machines_fault(error):
                     raise
-                weight[i] = 0.0
+                weight[i] = 0.0  # excludes the image from the mean
                 skipped.append((name_image(key[1], item[self.column]), explain(error)))
         return {"pixel_values": pixel_values, "weight": weight, "skipped": skipped}
 
     def load(self, epoch: int | None, row: int, item: dict) -> torch.Tensor:
         """Return one image [C, resolution, resolution], with the crop and flip of its key."""
-        y, x, flip, _ = draw_choices(self.args.seed, epoch, row)
-        image = decode_image(
-            item[self.column], self.channels, self.args.preserve_input_precision, self.args.min_size
-        )
-        image = shrink(image, self.args.resolution, (0.5, 0.5) if self.args.center_crop else (y, x))
-        return image.flip(-1) if self.args.random_flip and flip < 0.5 else image
+        args = self.args
+        y, x, flip, _ = draw_choices(args.seed, epoch, row)
+        keep_precision = args.preserve_input_precision
+        image = decode_image(item[self.column], self.channels, keep_precision, args.min_size)
+        image = shrink(image, args.resolution, (0.5, 0.5) if args.center_crop else (y, x))
+        return image.flip(-1) if args.random_flip and flip < 0.5 else image
 
 
 # -------------------------------------------------------------------------------------------------
 # the model
+
+
+def predict_noise(
+    models: Models,
+    noisy_images: torch.Tensor,
+    timesteps: torch.Tensor,
+    condition: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """The prediction of the U-Net, float32 [N, C, H, W].
+
+    The loss, the held-out loss, the searches, the costs and the check of shapes all call this.
+
+    condition: see `prepare_batch`.
+    """
+    return call_unet(models["unet"], noisy_images, timesteps, condition)
 
 
 def make_unet(args: Namespace) -> UNet2DModel:
@@ -336,7 +336,7 @@ def make_unet(args: Namespace) -> UNet2DModel:
     diffusers' script, with 114 million weights.
     """
     source = args.pretrained_model_name_or_path or args.model_config_name_or_path
-    with explained(f"{source} holds no UNet2DModel"):
+    with explained(f"{source} holds no {UNet2DModel.__name__}"):
         if args.pretrained_model_name_or_path:
             unet = load_weights(UNet2DModel, source, subfolder="unet", cache_dir=args.cache_dir)
             unet.register_to_config(sample_size=args.resolution)  # size of the pipeline's images
@@ -350,8 +350,8 @@ def make_unet(args: Namespace) -> UNet2DModel:
                 down_block_types=("DownBlock2D",) * 4 + ("AttnDownBlock2D", "DownBlock2D"),
                 up_block_types=("UpBlock2D", "AttnUpBlock2D") + ("UpBlock2D",) * 4,
             )
-    # Each further level halves the resolution.
-    channels, multiple = unet.config.in_channels, 2 ** (len(unet.config.block_out_channels) - 1)
+    channels = unet.config.in_channels
+    multiple = 2 ** (len(unet.config.block_out_channels) - 1)  # each further level halves the side
     if channels not in (1, 3) or unet.config.out_channels != channels:
         fail(
             f"{source} takes {channels} and gives {unet.config.out_channels} channels; images have "
@@ -362,9 +362,10 @@ def make_unet(args: Namespace) -> UNet2DModel:
             f"--resolution {args.resolution} is not a multiple of {multiple}, which this U-Net "
             "needs"
         )
-    # For one image, the shapes of the conditions that `prepare_batch` returns; () for a label.
-    condition: dict[str, tuple] = {}
-    try_shapes(unet, source, [channels, args.resolution, args.resolution], **condition)
+    # The conditions that `prepare_batch` returns, for one image.
+    condition: dict[str, torch.Tensor] = {}
+    shape = [channels, args.resolution, args.resolution]
+    check_shapes({"unet": unet}, predict_noise, f"the U-Net of {source}", shape, condition)
     return unet
 
 
@@ -398,54 +399,50 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
 # the loss
 
 
-def prepare_batch(batch: dict) -> Prepared:
-    """Turn a loaded batch into (images, condition, loss_inputs).
-
-    images: float32 [N, C, H, W] in [-1, 1].
-    condition: further inputs of the U-Net, {name: tensor [N, ...]}.
-    loss_inputs: inputs of the loss alone, {name: tensor [N, ...]}.
-    """
-    images, condition, loss_inputs = batch["pixel_values"], {}, {}
+def prepare_batch(batch: Batch) -> Prepared:
+    """Turn a loaded batch into images in [-1, 1], further inputs of the U-Net, and of the loss."""
+    images = batch["pixel_values"]
     images = images * 2 - 1 if images.is_floating_point() else images / 127.5 - 1
-    return images, condition, loss_inputs
+    condition: dict[str, torch.Tensor] = {}
+    loss_inputs: dict[str, torch.Tensor] = {}
+    return Prepared(images, condition, loss_inputs)
 
 
 def compute_loss(
-    models: Models,
-    noise_scheduler: DDPMScheduler,
-    images: torch.Tensor,
-    condition: dict[str, torch.Tensor],
-    loss_inputs: dict[str, torch.Tensor],
-    weight: torch.Tensor,
     args: Namespace,
+    noise_scheduler: DDPMScheduler,
+    predict: Predict,
+    loss_models: Models,
+    models: Models,
+    prepared: Prepared,
+    weight: torch.Tensor,
 ) -> torch.Tensor:
     """The denoising loss of DDPM (arXiv:2006.11239, eq. 14).
 
     Returns the sum over images of weight * mean squared error.
 
+    predict: `predict_noise`. loss_models: networks that only the loss uses; see `main`.
     models: {"unet": ...}, the trained models.
-    images: images or their latents, float32 [N, C, H, W], of about unit size.
-    condition, loss_inputs: see `prepare_batch`.
+    prepared: see `prepare_batch`.
     weight: [N]. Over a step's micro-batches, averaged over the processes, the weights add up to 1;
         a placeholder has weight 0. So return (weight * loss per image).sum(), whatever the loss.
     """
+    images, condition, loss_inputs = prepared
     # Drawn by shape: randn_like would follow the memory layout.
     noise = torch.randn(images.shape, device=images.device)
     if args.noise_offset:
         # one offset for a whole channel (crosslabs.org/blog/diffusion-with-offset-noise)
-        noise = noise + args.noise_offset * torch.randn(
-            *images.shape[:2], 1, 1, device=images.device
-        )
+        offset = torch.randn(*images.shape[:2], 1, 1, device=images.device)
+        noise = noise + args.noise_offset * offset
     perturbed = noise
     if args.input_perturbation:
         # the input gets more noise than the target has (arXiv:2301.11706)
         perturbed = noise + args.input_perturbation * torch.randn(noise.shape, device=noise.device)
-    timesteps = torch.randint(
-        noise_scheduler.config.num_train_timesteps, (len(images),), device=images.device
-    )
+    num_timesteps = noise_scheduler.config.num_train_timesteps
+    timesteps = torch.randint(num_timesteps, (len(images),), device=images.device)
     # Always in float32: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
-    prediction = call_unet(models["unet"], noisy_images, timesteps, condition)
+    prediction = predict(models, noisy_images, timesteps, condition)
     if noise_scheduler.config.prediction_type == "epsilon":
         target = noise
     elif noise_scheduler.config.prediction_type == "sample":
@@ -462,45 +459,48 @@ def compute_loss(
 
 def train_step(
     accelerator: Accelerator,
-    noise_scheduler: DDPMScheduler,
-    args: Namespace,
-    prepare: Callable[[dict], Prepared],
+    prepare: Callable[[Batch], Prepared],
+    loss: Callable[[Models, Prepared, torch.Tensor], torch.Tensor],
+    seed: int,
+    max_grad_norm: float,
     models: Models,
     optimizer: torch.optim.Optimizer,
-    batches: Iterator[dict],
+    batches: Iterator[Batch],
     micro_batches: int,
     data_step: int,
-) -> torch.Tensor:
+    look: Callable[[Prepared, torch.Tensor], None] | None = None,
+) -> StepSums:
     """Do one optimizer step on the next `micro_batches` of `batches`.
 
-    prepare: `prepare_batch`.
+    prepare, loss: `prepare_batch` and `compute_loss`. look: sees the images as the models get them.
 
-    Returns [sum of weight * loss, sum of weight, norm of the gradient] of this process, on the
-    device. After an fp16 overflow, accelerator.optimizer_step_was_skipped is True. Nothing here
-    waits for the device.
+    Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
+    is True. Nothing here waits for the device.
     """
-    sums = torch.zeros(2, device=accelerator.device)
+    total_loss = torch.zeros((), device=accelerator.device)
+    total_weight = torch.zeros((), device=accelerator.device)
     for micro_batch in range(micro_batches):
         batch = next(batches)
         # The random numbers depend on the step, not on earlier draws: a resumed run draws the same.
-        torch.manual_seed(
-            step_seed("step", args.seed, data_step, micro_batch, accelerator.process_index)
-        )
-        images, condition, loss_inputs = prepare(batch)
+        rank = accelerator.process_index
+        torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
+        prepared = prepare(batch)
+        if look:
+            look(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
+            # The processes average their gradients once a step, in its last micro-batch.
             if micro_batch < micro_batches - 1:
-                # the processes average their gradients once a step, in its last micro-batch
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
-            loss = compute_loss(
-                models, noise_scheduler, images, condition, loss_inputs, batch["weight"], args
-            )
-            accelerator.backward(loss)
-        sums += torch.stack([loss.detach(), batch["weight"].sum()])
-    grad_norm = accelerator.clip_grad_norm_(list_parameters(models), args.max_grad_norm or math.inf)
+            weighted_loss = loss(models, prepared, batch["weight"])
+            accelerator.backward(weighted_loss)
+        total_loss += weighted_loss.detach()
+        total_weight += batch["weight"].sum()
+    grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
     optimizer.step()
-    optimizer.zero_grad()  # to None, which frees memory for the next forward pass
-    return torch.cat([sums, grad_norm[None]])  # one tensor, read later: an .item() here would wait
+    optimizer.zero_grad()  # to None: the memory is free for the next forward pass
+    # Read later, all at once: an .item() here would wait for the device.
+    return {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -509,11 +509,11 @@ def train_step(
 
 @torch.no_grad()
 def log_validation(
-    accelerator: Accelerator,
+    launch: Launch,
     pipeline: DiffusionPipeline,
     step: int,
     stop_signal: StopSignal,
-    args: Namespace,
+    settings: Namespace,
 ) -> torch.Tensor | None:
     """Draw --eval_batch_size images into samples/step-N.png and the trackers.
 
@@ -524,52 +524,54 @@ def log_validation(
     does not matter. A signal interrupts the sampling, because its sender does not wait for
     pictures; a resumed run draws the missing ones.
     """
-    unet, scheduler, device = pipeline.unet, pipeline.scheduler, accelerator.device
-    training, size = unet.training, unet.config.sample_size
+    unet, scheduler, device = pipeline.unet, pipeline.scheduler, launch.device
+    training = unet.training
     unet.eval()  # without dropout
-    mine, images = (
-        range(accelerator.process_index, args.eval_batch_size, accelerator.num_processes),
-        [],
-    )
-    if mine:
+    count = settings.eval_batch_size
+    numbers = range(launch.rank, count, launch.num_processes)
+    images = torch.zeros(0)
+    if numbers:
         generators = [
-            torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in mine
+            torch.Generator(device).manual_seed(step_seed("sample", settings.seed, number))
+            for number in numbers
         ]
-        shape = (unet.config.in_channels, size, size)
-        images = torch.stack(
-            [torch.randn(shape, generator=generator, device=device) for generator in generators]
-        )
-        scheduler.set_timesteps(args.ddpm_num_inference_steps)
-        hidden = not accelerator.is_main_process
-        for timestep in tqdm(scheduler.timesteps, "Sampling", leave=False, disable=hidden):
+        side = unet.config.sample_size
+        shape = (unet.config.in_channels, side, side)
+        noise = [torch.randn(shape, generator=generator, device=device) for generator in generators]
+        images = torch.stack(noise)
+        scheduler.set_timesteps(settings.ddpm_num_inference_steps)
+        timesteps = tqdm(scheduler.timesteps, "Sampling", leave=False, disable=not launch.is_main)
+        for timestep in timesteps:
             if stop_signal.received:
                 break
             prediction = unet(images, timestep).sample
             images = scheduler.step(prediction, timestep, images, generator=generators).prev_sample
         images = (images / 2 + 0.5).clamp(0, 1).cpu()
     unet.train(training)
-    images = gather_object([] if stop_signal.received else list(zip(mine, images, strict=True)))
-    if accelerator.is_main_process and len(images) == args.eval_batch_size:
-        images = torch.stack([image for _, image in sorted(images, key=lambda pair: pair[0])])
-        grid = make_grid(images, nrow=math.ceil(math.sqrt(len(images))), padding=1, pad_value=0.5)
-        grid = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
-        scale = max(1, 512 // grid.width)  # so that digits of 8 px can be seen
-        grid = grid.resize((grid.width * scale, grid.height * scale), Image.NEAREST)
-        save_samples(accelerator, grid, args.output_dir, step)
-        return images
-    return None
+    drawn = [] if stop_signal.received else list(zip(numbers, images, strict=True))
+    drawn = gather_object(drawn)
+    if not launch.is_main or len(drawn) < count:
+        return None
+    drawn.sort(key=lambda pair: pair[0])
+    images = torch.stack([image for _, image in drawn])
+    grid = make_grid(images, nrow=math.ceil(math.sqrt(count)), padding=1, pad_value=0.5)
+    picture = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
+    scale = max(1, 512 // picture.width)  # so that digits of 8 px can be seen
+    picture = picture.resize((picture.width * scale, picture.height * scale), Image.NEAREST)
+    save_samples(launch.accelerator, picture, settings.output_dir, step)
+    return images
 
 
-def describe_model(step: int, loss: float | None, args: Namespace) -> Description:
+def describe_model(step: int, loss: float | None, settings: Namespace) -> Description:
     """Return (tags for the hub, a description, example code) for the model card and the report."""
-    name = args.hub_model_id or Path(args.output_dir).resolve().name
-    data = Path(args.dataset_name or args.train_data_dir).name
+    name = settings.hub_model_id or Path(settings.output_dir).resolve().name
+    data = Path(settings.dataset_name or settings.train_data_dir).name
     what = f"An unconditional diffusion model, trained on `{data}` for {step} steps"
     what += f", to a loss of {loss:.4g}." if loss else "."
     usage = f"""from diffusers import DiffusionPipeline
 
 pipeline = DiffusionPipeline.from_pretrained("{name}")
-image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]"""
+image = pipeline(num_inference_steps={settings.ddpm_num_inference_steps}).images[0]"""
     return ["unconditional-image-generation", "diffusion-models-class"], what, usage
 
 
@@ -581,192 +583,97 @@ image = pipeline(num_inference_steps={args.ddpm_num_inference_steps}).images[0]"
 def main(args: Namespace) -> None:
     """Train.
 
-    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
-    that tells the reason.
+    Ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence after an error.
     """
-    # The launch comes first: it sets the device, the processes and the precision.
-    accelerator, cores = make_accelerator(args)
-    device, rank, num_processes = (
-        accelerator.device,
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
-    # The lock is held until the end, so that no second run writes here.
-    lock, checkpoint = open_output_dir(accelerator, __file__, args)
+    # The launch first: it decides devices, processes and precision.
+    launch = make_launch(args)
+    accelerator = launch.accelerator
+    run = open_run(launch, __file__, args)  # locked to the end, so that no second run writes here
 
-    # The model comes before the data: its channels decide whether images become grey or colour.
+    # The model before the data, because its channels decide between grey and colour.
     noise_scheduler = make_noise_scheduler(args)
     torch.manual_seed(args.seed)  # every process starts from the same weights
     unet = make_unet(args)
-    models = {"unet": unet}  # what is trained, averaged and saved, each in a folder of its name
+    models: Models = {"unet": unet}  # each is trained, averaged, and saved in a folder of its name
+    loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
 
-    # The data. One core per process stays free for the trainer.
-    rows, column = load_rows(args, args.streaming)
-    channels, num_left_out = unet.config.in_channels, 0
+    # The data. A core per process stays free for the trainer.
+    images = load_rows(args, args.streaming)
+    channels = unet.config.in_channels
+    num_left_out = 0
     if args.cache_images:
-        rows, num_left_out = cache_images(rows, column, channels, min(8, cores), args)
-    if args.dataloader_num_workers is None:
-        args.dataloader_num_workers = min(8, cores - 1)
-    dataset = ImageDataset(rows, column, channels, args)
+        workers = min(8, launch.cores)
+        rows, num_left_out = cache_images(images.rows, images.column, channels, workers, args)
+        images = ImageRows(rows, images.column)
+    num_workers = launch.choose_workers(args.dataloader_num_workers)
+    dataset = ImageDataset(images, channels, args)
     train_rows, held_out = hold_out(accelerator, dataset, args.holdout, args.seed)
-    num_images = len(train_rows)
 
-    # The position of the run. The batch size is chosen before it, because a checkpoint's position
-    # is counted in images.
-    take_step = partial(train_step, accelerator, noise_scheduler, args, prepare_batch)
-    state = read_state(checkpoint, num_images)
-    choose_batch_size(accelerator, models, take_step, dataset, train_rows, state["settings"], args)
-    progress = Progress(
-        state, num_images, args.train_batch_size * num_processes, args.gradient_accumulation_steps
-    )
-    scale_learning_rate(accelerator, progress.images_per_step, args)
-    if not plan_steps(accelerator, progress, args):
+    # What the loop, the searches, the held-out loss and the costs call.
+    freeze_on_device(loss_models, launch.device)
+    loss = partial(compute_loss, args, noise_scheduler, predict_noise, loss_models)
+    step = partial(train_step, accelerator, prepare_batch, loss, args.seed, args.max_grad_norm)
+
+    # The size of a step comes before the position in the data, which a checkpoint counts in images.
+    order = Order(train_rows, args.seed)
+    state = read_state(run.checkpoint, len(train_rows))
+    plan, progress = plan_run(launch, models, step, dataset, train_rows, order, state, args)
+    if plan.is_done:
         return
-    settings = {
-        **vars(args),
-        "num_processes": num_processes,
-        "num_images": num_images,
-        "data": dataset.fingerprint,
-    }
-    settings["held_out"] = digest_held_out(accelerator, dataset, held_out)
+    settings = settings_of(args, launch, run, plan, dataloader_num_workers=num_workers)
+    recorded = record_settings(settings, launch, progress, dataset, held_out)
 
-    # Weights, averaged weights and optimizer state are in float32. Autocast lowers the precision of
-    # the computation only.
-    for model in models.values():
-        put_on_device(model, device)
-    averaged = start_average(models) if args.use_ema else {}
-    saved = models | {f"{name}_ema": model for name, model in averaged.items()}
-    if args.gradient_checkpointing:
-        unet.enable_gradient_checkpointing()
-    optimizer = make_optimizer(models, accelerator.scaler, args)
-    if checkpoint:  # before `prepare`, which wraps the models and the optimizer
-        load_checkpoint(accelerator, checkpoint, saved, optimizer, state, settings)
-    lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
-    costs = Costs(accelerator, models, averaged, call_unet, args)
-    if args.compile:
-        compile_model(unet, args.compile)
-    *prepared, optimizer = accelerator.prepare(*models.values(), optimizer)
-    # `prepared` is called in training; `models` is saved and averaged.
-    prepared = dict(zip(models, prepared, strict=True))
-    for model in averaged.values():
-        accelerator.prepare_model(model, evaluation_mode=True)  # autocast as in training
-    # The pipeline that draws the samples and is saved. A DDIMPipeline converts the scheduler.
-    kind = DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline
-    pipeline = kind(averaged.get("unet", unet), noise_scheduler)
+    # Weights, averages and optimizer, all in float32: autocast only lowers what is computed.
+    trained = Trained(launch, models, settings)
+    if run.checkpoint:
+        trained.load(run.checkpoint, state, recorded)
+    others = [*loss_models.values()]
+    costs = Costs(launch, models, trained.averaged, others, loss, args.optimizer, args.allow_tf32)
+    if launch.compile:
+        compile_model(unet, launch.compile)
+    trained.prepare(progress.global_step)
+    # What is drawn from, and saved in the end; a DDIMPipeline makes the scheduler its own.
+    pipeline_class = DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline
+    pipeline = pipeline_class(trained.best("unet"), noise_scheduler)
 
-    # Batches continue across epochs, so the device never waits for an epoch to begin.
-    keys = step_batches(Order(train_rows, args.seed), progress, rank, num_processes)
-    loaded = load_batches(dataset, keys, args.dataloader_num_workers, device, args.prefetch_factor)
+    # Batches come without end, across epochs, so the device never waits for an epoch to begin.
+    keys = step_batches(order, progress, launch.rank, launch.num_processes)
+    loaded = load_batches(dataset, keys, num_workers, launch.device, args.prefetch_factor)
     if args.find_lr:  # and stop: nothing that it trains is kept
-        found = find_learning_rate(
-            accelerator, prepared, optimizer, take_step, loaded, progress, args
-        )
-        return end_run(accelerator, lock, found, [], args)
+        result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
+        return end_run(launch, run, result, [], settings)
     records = Records(
-        accelerator, progress.global_step, num_left_out, checkpoint, args, costs=costs
+        accelerator, progress.global_step, num_left_out, run.checkpoint, settings, costs=costs
     )
-    batches, stop_signal = records.watch(loaded), StopSignal(num_processes)
-    take_step = partial(train_step, accelerator, noise_scheduler, args, records.look(prepare_batch))
-    stop = stop_signal.agree()  # a signal that came earlier, even if a library swallowed it
-    measured = {
-        name.replace("unet", "held_out_loss"): saved[name]
-        for name in ("unet", "unet_ema")
-        if name in saved
-    }
+    stop_signal = StopSignal(launch.num_processes)
 
-    def show() -> int:
-        """Make the held-out loss, the samples and the report.
-
-        Returns the signal that interrupted them, or 0.
-        """
+    # What is made of the weights: samples and the held-out loss on the way, and the pipeline.
+    def measure() -> None:
         log_held_out_loss(
-            accelerator,
-            records,
-            dataset,
-            held_out,
-            measured,
-            measure_epsilon(noise_scheduler),
-            prepare_batch,
-            stop_signal,
-            progress.global_step,
-        )
-        keep_best(
-            accelerator,
-            records.held_out,
-            progress.global_step,
-            partial(save_pipeline, pipeline),
-            args,
-        )
-        samples = log_validation(accelerator, pipeline, progress.global_step, stop_signal, args)
+            accelerator, records, dataset, held_out, trained.held_out,
+            measure_epsilon(noise_scheduler, predict_noise), prepare_batch,
+            stop_signal, progress.global_step,
+        )  # fmt: skip
+
+    def draw() -> None:
+        samples = log_validation(launch, pipeline, progress.global_step, stop_signal, settings)
         records.judge(samples, progress.global_step)
-        if accelerator.is_main_process:
-            save_report(progress.global_step, __file__, describe_model, args)
-        return stop_signal.agree()
 
-    samples_every = args.validation_steps, args.save_images_epochs
-    shown = samples_path(args.output_dir, progress.global_step).exists()
-    if checkpoint and progress.is_due(*samples_every) and not shown and not stop:
-        # The last run ended between checkpoint and samples. Draw them before training goes past
-        # this step.
-        stop = show()
-
-    for model in models.values():
-        model.train()
-    while progress.global_step < args.max_train_steps and not stop:
-        epoch, (step_images, micro_batches) = progress.epoch, progress.next_step()
-        sums = take_step(prepared, optimizer, batches, micro_batches, progress.data_step)
-        progress.advance(step_images, stepped=not accelerator.optimizer_step_was_skipped)
-        # If fp16 overflowed, the scaler lowers its scale and the weights stay as they were.
-        if progress.stepped:
-            if args.use_ema:
-                update_ema(averaged, models, progress.global_step, args)
-            records.add(sums, step_images, epoch, lr_scheduler.get_last_lr()[0])
-            lr_scheduler.step()
-
-        # What is due.
-        stop, last = stop_signal.agree(), progress.global_step == args.max_train_steps
-        log_due = progress.is_due(args.logging_steps) or (progress.stepped and last)
-        checkpoint_due = stop or last or progress.is_due(args.checkpointing_steps)
-        pipeline_due = progress.is_due(None, args.save_model_epochs)
-        # This is the only place where the host waits for the device.
-        if log_due or checkpoint_due or pipeline_due:
-            records.update(progress.global_step, log_due, last)
-        with records.paused():
-            if checkpoint_due:
-                # before the samples, which may take longer than a preempted job has left
-                save_checkpoint(
-                    accelerator, saved, optimizer, progress.state() | {"settings": settings}, args
-                )
-            if pipeline_due and not last and not stop and accelerator.is_main_process:
-                save_pipeline(pipeline, args.output_dir)
-            if progress.is_due(*samples_every) and not last and not stop:
-                stop = show()
-                if stop and not checkpoint_due:  # interrupted: a run that resumes here draws them
-                    records.update(progress.global_step, False, last)
-                    save_checkpoint(
-                        accelerator,
-                        saved,
-                        optimizer,
-                        progress.state() | {"settings": settings},
-                        args,
-                    )
-
-    loaded.close()  # also ends the thread and the loader's processes
-    records.bar.close()
-    if not stop:
-        if accelerator.is_main_process:
-            # before the samples, which take time
-            save_pipeline(pipeline, args.output_dir)
-        stop = show()
-    stop_signal.close()
-    if stop:
-        end_stopped(accelerator, stop, progress.global_step, args.max_train_steps)
-    if accelerator.is_main_process:
-        # again, in case a kill prevented it
-        prune_checkpoints(Path(args.output_dir) / f"checkpoint-{progress.global_step}", args)
-        save_model_card(progress.global_step, describe_model, args)
-    done = f"Done: pipeline, samples/ and report.html are in {args.output_dir}"
-    end_run(accelerator, lock, done, [f"{name}/*" for name in ("unet", "scheduler")], args)
+    results = Results(
+        script=__file__,
+        name="pipeline",
+        files=["unet/*", "scheduler/*"],
+        save=partial(save_pipeline, pipeline),
+        log_held_out_loss=measure,
+        log_validation=draw,
+        describe=describe_model,
+    )
+    loop = Loop(launch, run, trained, progress, records, results, settings, recorded)
+    samples_every = (args.validation_steps, args.save_images_epochs)
+    batches = records.watch(loaded)
+    stop = loop.train(step, batches, stop_signal, samples_every, args.save_model_epochs)
+    loaded.close()  # ends its thread and the loader's processes
+    loop.finish(stop, stop_signal)
 
 
 if __name__ == "__main__":

@@ -192,11 +192,14 @@ def make_cache(
     import torch
 
     import precompute_latents
+    from diffusion_training.data.rows import ImageRows
+    from diffusion_training.families.opening import open_base
     from diffusion_training.files import write_file
     from diffusion_training.latents.cache import finish_cache, writing_shard
     from diffusion_training.latents.columns import checksum_row
-    from diffusion_training.latents.encoders import load_models
-    from diffusion_training.latents.plan import plan_cache
+    from diffusion_training.latents.encoders import load_encoders
+    from diffusion_training.latents.passes import EncodedRows
+    from diffusion_training.latents.plan import plan_caches
 
     folder = Path(folder)
     (folder / "unfinished").mkdir(parents=True)
@@ -210,11 +213,12 @@ def make_cache(
             f"--output_dir={folder}",
         ]
     )
-    args.mixed_precision = "no"
-    empty_prompt, settings = precompute_latents.describe_encoders(
-        *load_models(args, torch.float32), args
-    )
-    shards, _ = plan_cache(datasets.Dataset.from_dict({"row": range(rows)}), settings, None, args)
+    base = open_base(args)
+    encoders = load_encoders(base, torch.float32)
+    empty_prompt, described, kind = precompute_latents.describe_encoders(base, encoders, args, "no")
+    images = ImageRows(datasets.Dataset.from_dict({"row": range(rows)}), "image")
+    (planned,) = plan_caches(args, images, encoders, kind, described, {})
+    settings, shards = planned.settings, planned.list_shards()
     write_file(folder / "cache.json", json.dumps(settings))
     tokens, _ = settings["prompt_embeds_shape"]
     rng, numbers = np.random.default_rng(0), math.prod(settings["latents_shape"])
@@ -246,12 +250,8 @@ def make_cache(
             }
             arrays["text"] = arrays["key"] = pa.array([str(first + i) for i in range(count)])
             arrays["checksum"] = pa.array(sums, pa.uint64())
-            yield (
-                first,
-                pa.RecordBatch.from_pydict(arrays),
-                [],
-                {"encoded_again": 0, "captions_cut": 0},
-            )
+            counts = {"encoded_again": 0, "captions_cut": 0}
+            yield EncodedRows(0, first, pa.RecordBatch.from_pydict(arrays), [], counts)
 
     for number, name in enumerate(shards):
         start = number * rows_per_shard
@@ -261,7 +261,7 @@ def make_cache(
             continue
         with writing_shard(folder / name) as (_, add):
             for item in encoded(start, min(rows, start + rows_per_shard)):
-                add(*item)
+                add(item)
     finish_cache(folder, empty_prompt, 1)
     return folder
 

@@ -38,12 +38,12 @@ COLUMNS = "latents", "prompt_embeds"
 
 def copy_to_numpy(folder):
     """Write the numbers of a cache to latents.npy and prompt_embeds.npy beside it."""
-    _, _, batches = load_cache(folder)
+    shards = load_cache(folder).shards
     for name in COLUMNS:
         np.save(
             folder / f"{name}.npy",
             np.concatenate(
-                [batch[name].flatten().to_numpy().reshape(len(batch), -1) for _, batch in batches]
+                [batch[name].flatten().to_numpy().reshape(len(batch), -1) for _, batch in shards]
             ),
         )
 

@@ -39,12 +39,12 @@ from tqdm.auto import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_text_to_image
 import train_unconditional
-from diffusion_training.arguments import list_values, number
+from diffusion_training.arguments import Flags, list_values, number
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import explained
+from diffusion_training.launch import make_launch
 from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.launch import make_accelerator
 
 
 def load_digits():
@@ -197,8 +197,8 @@ def find_interval(value, function, sets, resamples):
 def read_real(pipeline, parser, args):
     """Open the real images as the training run did, at the size of the samples.
 
-    Returns (data set, the run's flags updated by this script's). Held-out images are recognized by
-    their names, so those of a run from a cache are found in a folder.
+    Returns (data set, the run's flags with this script's in place of some). Held-out images are
+    recognized by their names, so those of a run from a cache are found in a folder.
     """
     path, captioned = Path(args.pipeline, "run.args"), hasattr(pipeline, "tokenizer")
     flags = (
@@ -207,20 +207,21 @@ def read_real(pipeline, parser, args):
         else ["--train_data_dir=.", "--pretrained_model_name_or_path=."]
     )
     run = (train_text_to_image if captioned else train_unconditional).parse_args(flags)
+    changed = {"center_crop": True, "preserve_input_precision": False}
     if args.real:
-        run.train_data_dir, run.dataset_name = args.real, None
+        changed |= {"train_data_dir": args.real, "dataset_name": None}
     elif not path.is_file() or not (run.train_data_dir or run.dataset_name):
         parser.error(f"{args.pipeline} does not say where images are: --real does")
     for name in ("image_column", "caption_column"):
         if getattr(args, name):
-            setattr(run, name, getattr(args, name))
+            changed[name] = getattr(args, name)
     size = pipeline.unet.config.sample_size * getattr(pipeline, "vae_scale_factor", 1)
-    run.resolution = args.resolution or (path.is_file() and run.resolution) or size
-    run.guidance_scale = args.guidance_scale or getattr(run, "guidance_scale", None)
-    run.center_crop, run.preserve_input_precision = True, False
-    rows, column = load_rows(run, others=[run.caption_column] if captioned else [])
+    changed["resolution"] = args.resolution or (path.is_file() and run.resolution) or size
+    changed["guidance_scale"] = args.guidance_scale or getattr(run, "guidance_scale", None)
+    run = Flags(**vars(run) | changed)
+    images = load_rows(run, others=[run.caption_column] if captioned else [])
     channels = 3 if captioned else pipeline.unet.config.in_channels
-    return train_unconditional.ImageDataset(rows, column, channels, run), run
+    return train_unconditional.ImageDataset(images, channels, run), run
 
 
 def main(argv=None):
@@ -280,12 +281,9 @@ def main(argv=None):
     if args.clip and not captioned:
         parser.error("--clip compares samples with their prompts: this pipeline takes none")
     dataset, run = read_real(pipeline, parser, args)
-    accelerator, _ = make_accelerator(run)
-    device, rank, num_processes = (
-        accelerator.device,
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
+    launch = make_launch(run)
+    accelerator, device = launch.accelerator, launch.device
+    rank, num_processes = launch.rank, launch.num_processes
     pipeline.set_progress_bar_config(disable=True)
     pipeline.to(device)
     train_rows, held_out = hold_out(accelerator, dataset, run.holdout, run.seed)

@@ -25,8 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from diffusion_training.batches import Prepared
+from diffusion_training.models import call_unet
 from diffusion_training.training.costs import count_flops, count_moments
-from diffusion_training.training.models import call_unet
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SD2 = json.loads((CONFIGS / "stable_diffusion_v2_base_unet.json").read_text())
@@ -114,7 +115,13 @@ def give_inputs(config, resolution):
 
 def count_step(config, resolution):
     """Count the operations of a forward and backward pass on one image, as the trainers do."""
-    return count_flops({"unet": make_unet(config)}, call_unet, *give_inputs(config, resolution))
+
+    def loss(models, prepared, weight):
+        timesteps = torch.zeros(1)
+        return call_unet(models["unet"], prepared.images, timesteps, prepared.condition).sum()
+
+    prepared = Prepared(*give_inputs(config, resolution), {})
+    return count_flops({"unet": make_unet(config)}, loss, prepared)
 
 
 class OneKernel(torch.autograd.Function):

@@ -24,8 +24,10 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from diffusion_training.batches import Prepared
+from diffusion_training.families.known import FAMILIES
 from diffusion_training.training.costs import count_flops
-from train_flow import call_transformer
+from train_flow import predict_velocity
 
 ROOT = Path(__file__).parent.parent
 TRANSFORMERS = ["prx_163m", "prx_1.2b"]
@@ -73,7 +75,13 @@ def count_transformer(name, side):
     prompts = {"prompt_embeds": torch.zeros(1, TOKENS, config["context_in_dim"])}
     prompts["prompt_mask"] = torch.ones(1, TOKENS, dtype=torch.bool)
     latents = torch.zeros(1, config["in_channels"], side // 8, side // 8)
-    flops = count_flops({"transformer": model}, call_transformer, latents, prompts)
+
+    def loss(models, prepared, weight):
+        sigmas = torch.zeros(1)
+        images, condition = prepared.images, prepared.condition
+        return predict_velocity(FAMILIES["prx"], models, images, sigmas, condition).sum()
+
+    flops = count_flops({"transformer": model}, loss, Prepared(latents, prompts, {}))
     return sum(weight.numel() for weight in model.parameters()), flops / 1e12
 
 

@@ -24,7 +24,6 @@ all images, in turns: of stage 1 alone (decoding, cropping, resizing, tokens) an
 script, for each of --resolutions alone and for all in one pass.
 """
 
-import argparse
 import contextlib
 import functools
 import io
@@ -48,12 +47,15 @@ except ImportError:
     cv2 = None
 
 import precompute_latents
-from diffusion_training.data.captions import transform
+from diffusion_training.data.captions import transform_row
 from diffusion_training.data.images import decode_image, decode_jpeg
 from diffusion_training.data.rows import load_rows
-from diffusion_training.latents.encoders import load_models
+from diffusion_training.data.transforms import make_transform
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import load_encoders, place_encoders
+from diffusion_training.latents.plan import plan_caches
+from diffusion_training.launch import make_launch
 from diffusion_training.loading import load_batches
-from diffusion_training.training.launch import make_accelerator
 
 
 def make_photos(width):
@@ -124,11 +126,11 @@ def use_ours(resolution):
         "--center_crop",
     ]
     args = precompute_latents.parse_args(flags)
+    transform = make_transform(args, "image", None, None, 3, resolution)
 
     def make(photo):
-        item = transform(
-            0, 0, {"image": {"bytes": photo, "path": None}, "text": "a photo"}, "image", 3, args
-        )
+        row = {"image": {"bytes": photo, "path": None}, "text": "a photo"}
+        item = transform_row(0, 0, row, transform)
         assert item["skipped"] is None
         return item["pixel_values"]
 
@@ -141,7 +143,7 @@ WAYS = {
     "the same, decoded smaller (`draft`), other pixels": functools.partial(use_pillow, draft=True),
     "OpenCV, as img2dataset": use_opencv,
     "torchcodec, torchvision, bilinear": use_torchcodec,
-    "`transform`, ours": use_ours,
+    "`transform_row`, ours": use_ours,
     "(its decoder alone)": lambda resolution: (
         lambda photo: decode_image({"bytes": photo, "path": None}, 3)
     ),
@@ -220,24 +222,35 @@ def list_keys(rows, args, caches=(0,)):
     ]
 
 
+def plan(args, mixed_precision):
+    """Open the models and the data, as the script does.
+
+    Returns (base, encoders in float32, the data set of stage 1, the planned caches).
+    """
+    base = open_base(args)
+    exact = load_encoders(base, torch.float32)
+    _, described, kind = precompute_latents.describe_encoders(base, exact, args, mixed_precision)
+    images = load_rows(args, others=[args.caption_column])
+    caches = plan_caches(args, images, exact, kind, described, {})
+    dataset = precompute_latents.TransformedRows(images.rows, exact.tokenizers, caches)
+    return base, exact, dataset, caches
+
+
 def measure(folder, rows, rounds, flags):
     """Measure images per second; returns a list over the turns for each of four kinds.
 
     The kinds are "decode" (one core), "encode", "whole" and "running".
     """
     args = precompute_latents.parse_args(flags)
-    accelerator, _ = make_accelerator(args)
-    *exact_models, tokenizers = load_models(args, torch.float32)
-    precompute_latents.describe_encoders(*exact_models, tokenizers, args)
-    models = precompute_latents.place_encoders(exact_models, accelerator.device, args)
-    images, column = load_rows(args, others=[args.caption_column])
-    dataset = precompute_latents.TransformedRows(images, tokenizers, column, 3, [args])
+    launch = make_launch(args)
+    base, exact, dataset, (cache,) = plan(args, launch.mixed_precision)
+    encoders = place_encoders(exact, base, launch.dtype, launch.device, launch.compile)
     keys = list_keys(rows, args)
     few, speeds = (
         keys[: max(1, len(keys) // 4)],
         {name: [] for name in ("decode", "encode", "whole", "running")},
     )
-    batches = list(load_batches(dataset, keys, 0, accelerator.device))
+    batches = list(load_batches(dataset, keys, 0, launch.device))
     for turn in range(rounds):
         start = time.perf_counter()
         for key in few:
@@ -245,7 +258,7 @@ def measure(folder, rows, rounds, flags):
         speeds["decode"].append(sum(len(key) for _, key in few) / (time.perf_counter() - start))
         start = time.perf_counter()
         for made in batches:
-            _, event = precompute_latents.encode(made["batches"][0], *models, args)
+            _, event = precompute_latents.encode(made["batches"][0], encoders, cache)
         if event is not None:
             event.synchronize()
         speeds["encode"].append(rows / (time.perf_counter() - start))
@@ -321,13 +334,8 @@ def time_passes(args):
         flags, runs, number = make_flags(Path(folder), args), {}, itertools.count()
         for name, chosen in sets.items():
             argv = [*flags, "--resolution", *chosen]
-            given = precompute_latents.parse_args(argv)
-            caches = [
-                argparse.Namespace(**vars(given) | {"resolution": int(side)}) for side in chosen
-            ]
-            *_, tokenizers = load_models(caches[0], torch.float32)
-            images, column = load_rows(given, others=[given.caption_column])
-            dataset = precompute_latents.TransformedRows(images, tokenizers, column, 3, caches)
+            given = precompute_latents.parse_args([*argv, f"--output_dir={folder}/none"])
+            _, _, dataset, caches = plan(given, args.mixed_precision)
             keys = list_keys(args.rows, given, range(len(caches)))
             runs["stage 1", name] = functools.partial(
                 count, lambda d=dataset, k=keys: [d[key] and None for key in k]

@@ -12,8 +12,8 @@ part.
 """
 
 import contextlib
+import functools
 import importlib
-import json
 import statistics
 import sys
 import tempfile
@@ -32,8 +32,11 @@ def bare(name, *argv):
     import torch
     import torch.nn.functional as F
 
-    from diffusion_training.training.launch import keep_memory
-    from diffusion_training.training.models import put_on_device
+    from diffusion_training.families.opening import open_base
+    from diffusion_training.latents.encoders import Latents
+    from diffusion_training.latents.reader import load_cache
+    from diffusion_training.launch import keep_memory
+    from diffusion_training.models import put_on_device
 
     script = importlib.import_module(name)
     args = script.parse_args(argv)
@@ -41,11 +44,19 @@ def bare(name, *argv):
     if device.type == "cpu":
         keep_memory()  # as the trainer does
     if name == TRAINERS[0]:
-        cache = json.loads(Path(args.latents_dir[0], "cache.json").read_text())
+        cache, base = load_cache(args.latents_dir[0]).settings, open_base(args)
         tokens, width = cache["prompt_embeds_shape"]
-        empty_prompt = {"prompt_embeds": torch.zeros(tokens, width)}
-        unet = script.make_unet(SimpleNamespace(cache=cache, empty_prompt=empty_prompt), args)
-        size = cache["latents_shape"][1:]
+        shape, resolution = cache["latents_shape"], cache["transform"]["resolution"]
+        data = SimpleNamespace(
+            family=base.family,
+            latents=Latents(cache["latents"], tuple(shape), 0.0, 1.0, resolution // shape[-1]),
+            empty_prompt={"prompt_embeds": torch.zeros(tokens, width)},
+            resolution=resolution,
+            bucket_step=None,
+        )
+        predict = functools.partial(script.predict_noise, base.family)
+        unet = script.make_unet(base, data, predict, torch.float32, args)
+        size = shape[1:]
         condition = {
             "encoder_hidden_states": torch.randn(
                 args.train_batch_size, tokens, width, device=device
@@ -80,6 +91,7 @@ def take_apart(name, argv):
     import torch
     from accelerate import Accelerator
 
+    from diffusion_training.training import trained
     from diffusion_training.training.records import Records
 
     script, marks = importlib.import_module(name), []
@@ -89,7 +101,7 @@ def take_apart(name, argv):
         "backward pass": (Accelerator, "backward"),
         "gradient norm and clipping": (Accelerator, "clip_grad_norm_"),
         "AdamW": (torch.optim.AdamW, "step"),
-        "averaged weights": (script, "update_ema"),
+        "averaged weights": (trained, "update_ema"),
         "notes": (Records, "add"),
         "records": (Records, "update"),
     }

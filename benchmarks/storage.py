@@ -47,10 +47,12 @@ def read_epoch(cache, ranges, folder, size, batch_size):
     """
     begin, most = time.perf_counter(), stream.MOST_PERMUTED
     stream.MOST_PERMUTED = 0 if ranges else most
-    accelerator = SimpleNamespace(process_index=0, num_processes=1, local_process_index=0)
-    args = SimpleNamespace(seed=0, random_flip=False, latents_weights=None, shuffle_shards=1)
-    args.shards_dir, args.shards_size = folder, size
-    dataset = stream.open_latents(accelerator, {cache: load_cache(cache)}, None, args)
+    accelerator = SimpleNamespace(local_process_index=0)
+    launch = SimpleNamespace(accelerator=accelerator)
+    caches = {cache: load_cache(cache)}
+    dataset = stream.StoredLatents(caches, 0, False)
+    kept = stream.Storage(folder, size, shuffle_shards=1)
+    stream.open_latents(launch, caches, dataset, kept, None, None, None)
     stream.MOST_PERMUTED = most
     rows, _ = hold_out(accelerator, dataset, 0, 0)
     progress = Progress(

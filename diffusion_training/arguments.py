@@ -24,12 +24,11 @@ class Parser(argparse.ArgumentParser):
         words = []
         for word in sys.argv[1:] if args is None else args:
             try:
-                is_file = word.startswith("@")
-                words += (
-                    shlex.split(os.fsdecode(Path(word[1:]).read_bytes()), comments=True)
-                    if is_file
-                    else [word]
-                )
+                if word.startswith("@"):
+                    text = os.fsdecode(Path(word[1:]).read_bytes())
+                    words += shlex.split(text, comments=True)
+                else:
+                    words.append(word)
             except (OSError, ValueError) as error:
                 self.error(f"{word} can't be read: {error}")
         return super().parse_known_args(words, namespace)
@@ -45,6 +44,16 @@ class OneOrMore(argparse.Action):
         if len({*values}) < len(values):
             parser.error(f"{option_string} {' '.join(map(str, values))} names one twice")
         setattr(namespace, self.dest, values if len(values) > 1 else values[0])
+
+
+class Flags(argparse.Namespace):
+    """What the user said, read-only: what a run finds out is a value of its own."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"args.{name} is read-only: pass what was found out as a value")
 
 
 def list_values(value: Any) -> list:
@@ -76,7 +85,8 @@ def number(low: float, high: float, kind: Callable = float, *words: str) -> Call
             raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
         return value
 
-    parse.__name__, parse.__dict__["bounds"] = kind.__name__, (low, high, kind)
+    parse.__name__ = kind.__name__
+    parse.__dict__["bounds"] = low, high, kind
     return parse
 
 
@@ -84,12 +94,12 @@ def size(low: int, high: int) -> Callable[[str], int]:
     """Make an argparse type: a number of bytes, with or without a unit such as GB."""
 
     def parse(text: str) -> int:
-        found = re.fullmatch(r"(\d+\.?\d*) ?([kKMGTP]?)B?", text)
-        count = (
-            round(float(found[1]) * 1000 ** " KMGTP".index(found[2].upper() or " "))
-            if found
-            else -1
-        )
+        match = re.fullmatch(r"(\d+\.?\d*) ?([kKMGTP]?)B?", text)
+        count = -1
+        if match:
+            digits, unit = match.groups()
+            # an empty unit has index 0
+            count = round(float(digits) * 1000 ** " KMGTP".index(unit.upper()))
         if not low <= count <= high:
             raise argparse.ArgumentTypeError(f"{text} is no number of bytes, such as 100GB")
         return count
@@ -121,17 +131,15 @@ def parse_demo(
     """
     command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") == "0":
-        print(
-            f"No data given: this is the demo, short for\n{launcher} {parser.prog} "
-            f"{shlex.join(command)}"
-        )
+        full = f"{launcher} {parser.prog} {shlex.join(command)}"
+        print(f"No data given: this is the demo, short for\n{full}")
     return parser.parse_args(command)
 
 
-def format_args(args: argparse.Namespace, script: str, leave_out: Sequence[str] = ()) -> str:
-    """Format the flags as the text of a file that @FILE reads, one flag per line."""
+def format_args(flags: dict[str, Any], script: str, leave_out: Sequence[str] = ()) -> str:
+    """Format {name: value} as the text of a file that @FILE reads, one flag per line."""
     lines = [f"# accelerate launch {script} @run.args"]
-    for name, value in vars(args).items():
+    for name, value in flags.items():
         if name in leave_out or value is None:
             continue
         if isinstance(value, bool):

@@ -21,10 +21,8 @@ def find_modules(*objects: Any) -> list[str]:
 
     Workers on other machines need them to import these objects.
     """
-    files = {
-        Path(sys.modules[each.__module__.split(".")[0]].__file__ or "").resolve()
-        for each in objects
-    }
+    names = {value.__module__.split(".")[0] for value in objects}
+    files = [Path(sys.modules[name].__file__ or "").resolve() for name in names]
     return sorted(str(file.parent if file.name == "__init__.py" else file) for file in files)
 
 
@@ -39,31 +37,32 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    was_there = ray.is_initialized()
-    if not was_there:
-        known = address or os.environ.get("RAY_ADDRESS", "")
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        with explained(f"Ray can't be started{f' or found at {known}' if known else ''}"):
-            # Ray itself takes minutes to notice that nobody answers
-            if re.fullmatch(r"[^/]+:\d+", known):
-                host, port = known.rsplit(":", 1)
-                socket.create_connection((host, int(port)), timeout=10).close()
-            ray.init(
-                address,
-                runtime_env={"py_modules": modules},
-                logging_level="error",
-                log_to_driver=False,
-                **options,
-            )
-        for number, handler in handlers.items():  # Ray has replaced them
-            signal.signal(number, handler)
-    return (lambda: None) if was_there else ray.shutdown
+    if ray.is_initialized():
+        return lambda: None
+    cluster = address or os.environ.get("RAY_ADDRESS", "")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    search = f" or found at {cluster}" if cluster else ""
+    with explained(f"Ray can't be started{search}"):
+        # Ray itself takes minutes to notice that nobody answers
+        if re.fullmatch(r"[^/]+:\d+", cluster):
+            host, port = cluster.rsplit(":", 1)
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(
+            address,
+            runtime_env={"py_modules": modules},
+            logging_level="error",
+            log_to_driver=False,
+            **options,
+        )
+    for number, handler in handlers.items():  # Ray has replaced them
+        signal.signal(number, handler)
+    return ray.shutdown
 
 
 def work_off(
-    items: Iterable[Task], submit: Callable[[Task], Any], most: Callable[[], float], tries: int = 4
+    items: Iterable[Task], submit: Callable[[Task], Any], limit: Callable[[], float], tries: int = 4
 ) -> Iterator[tuple[Task, Any, str | None]]:
-    """Run a task for each item, at most `most()` at a time, and yield each when it ends.
+    """Run a task for each item, at most `limit()` at a time, and yield each when it ends.
 
     Yields (item, the task's result, None), or (item, None, reason) for an item whose worker died
     `tries` times. `submit(item)` starts a task. Ray must not retry it, because the deaths of its
@@ -71,15 +70,17 @@ def work_off(
     """
     import ray
 
-    deaths = (
+    fatal = (
         ray.exceptions.WorkerCrashedError,
         ray.exceptions.NodeDiedError,
         ray.exceptions.OutOfMemoryError,
     )
-    left, pending, died = iter(items), {}, collections.Counter()
+    waiting = iter(items)
+    pending = {}
+    deaths = collections.Counter()
     try:
         while True:
-            for item in itertools.islice(left, max(0, int(most()) - len(pending))):
+            for item in itertools.islice(waiting, max(0, int(limit()) - len(pending))):
                 pending[submit(item)] = item
             if not pending:
                 return
@@ -89,14 +90,11 @@ def work_off(
                 item = pending.pop(ref)
                 try:
                     yield item, ray.get(ref), None
-                except deaths:
-                    died[id(item)] += 1
-                    if died[id(item)] == tries:
-                        yield (
-                            item,
-                            None,
-                            f"the process that worked on it died {tries} times; out of memory?",
-                        )
+                except fatal:
+                    deaths[id(item)] += 1
+                    if deaths[id(item)] == tries:
+                        reason = f"the process that worked on it died {tries} times; out of memory?"
+                        yield item, None, reason
                     else:
                         pending[submit(item)] = item
     finally:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import copy
 import errno
 import functools
 import io
@@ -80,7 +79,8 @@ def explain(error: BaseException) -> str:
     if is_a(error, "DatasetGenerationError") and error.__cause__:
         error = error.__cause__
     text = str(error).strip()
-    text = text.splitlines()[-1] if "Original Traceback" in text else text
+    if "Original Traceback" in text:
+        text = text.splitlines()[-1]
     text = " ".join(text.split(" <_io")[0].split()) or type(error).__name__
     return text if len(text) < 400 else f"{text[:400]} ..."
 
@@ -95,9 +95,9 @@ def is_a(error: BaseException, *names: str) -> bool:
 
 def lacks_memory(error: BaseException) -> bool:
     """Whether an error reports that memory ran out or that no thread could be started."""
-    return is_a(error, "OutOfMemoryError", "MemoryError") or any(
-        words in str(error) for words in NO_MEMORY
-    )
+    if is_a(error, "OutOfMemoryError", "MemoryError"):
+        return True
+    return any(words in str(error) for words in NO_MEMORY)
 
 
 def is_machines_fault(error: BaseException) -> bool:
@@ -125,17 +125,18 @@ def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
     """A sentence for an error that can happen in any run; None for an unexpected error."""
     text = explain(error)
     if lacks_memory(error):
-        less = (
-            "--train_batch_size (and more --gradient_accumulation_steps), "
-            "--gradient_checkpointing or bf16"
-        )
-        less = {
-            "train_batch_size": less,
-            "batch_size": "--batch_size",
-            "connections": "--num_cpus or --connections",
-        }
-        less = next((flags for name, flags in less.items() if name in args), "batch")
-        return f"there is not enough memory ({text[:200]}): try a smaller {less}"
+        if "train_batch_size" in args:
+            setting = (
+                "--train_batch_size (and more --gradient_accumulation_steps), "
+                "--gradient_checkpointing or bf16"
+            )
+        elif "batch_size" in args:
+            setting = "--batch_size"
+        elif "connections" in args:
+            setting = "--num_cpus or --connections"
+        else:
+            setting = "batch"
+        return f"there is not enough memory ({text[:200]}): try a smaller {setting}"
     # a full disk, a file that went away, a cut stream
     if is_a(error, "OSError", "EOFError", "TarError"):
         return f"{text}; what was saved before is whole"
@@ -149,7 +150,7 @@ def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
     return None
 
 
-def speaks() -> bool:
+def is_local_main() -> bool:
     """Whether this process prints the messages that are the same on all of its machine."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -169,8 +170,8 @@ def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, before in handlers.items():
-            signal.signal(number, before)
+        for number, previous in handlers.items():
+            signal.signal(number, previous)
 
 
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
@@ -196,8 +197,7 @@ def in_one_sentence(
 ) -> Callable[[argparse.Namespace], None]:
     """Decorate `main` so that the errors that any run can meet end it with one sentence.
 
-    This holds on every process. Unexpected errors keep their traceback. `main` gets a copy of its
-    arguments, which it may change.
+    This holds on every process. Unexpected errors keep their traceback.
     """
     script = Path(main.__code__.co_filename).name
 
@@ -210,16 +210,18 @@ def in_one_sentence(
         UNDO.clear()
         try:
             with handling(end_at_once):
-                main(copy.deepcopy(args))
+                main(args)
             UNDO.clear()
             return
         except Refused as refused:
-            sentence, alone = str(refused), refused.alone
+            sentence = str(refused)
+            alone = refused.alone
         except SystemExit:
             if not SIGNALS:  # its message is printed already
                 raise
         except Exception as error:
-            sentence, alone = foresee(error, args), True
+            sentence = foresee(error, args)
+            alone = True
             if sentence is None and not SIGNALS:
                 raise
         finally:
@@ -227,7 +229,7 @@ def in_one_sentence(
                 undo()
         # a library may have turned the signal's exception into an error of its own
         if SIGNALS:
-            if speaks():
+            if is_local_main():
                 name = signal.Signals(SIGNALS[-1]).name
                 print(
                     f"\nStopped by {name}; what is saved is whole, "
@@ -235,7 +237,7 @@ def in_one_sentence(
                     flush=True,
                 )
             raise SystemExit(128 + SIGNALS[-1])
-        if alone or speaks():
+        if alone or is_local_main():
             print(f"\n{script}: {sentence}", file=sys.stderr, flush=True)
         raise SystemExit(1)
 

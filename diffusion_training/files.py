@@ -1,6 +1,5 @@
 """Write files completely or not at all, clean up after a kill, compute checksums."""
 
-import argparse
 import contextlib
 import hashlib
 import os
@@ -34,7 +33,8 @@ def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
             if path.is_file():
                 write_out(path)
         for item in unfinished.iterdir():  # one by one: other items in `folder` stay
-            path, old = folder / item.name, folder / f".tmp-old-{item.name}"
+            path = folder / item.name
+            old = folder / f".tmp-old-{item.name}"
             # a folder can't be replaced atomically: after a kill here, `clean` puts it back
             if path.is_dir():
                 path.rename(old)
@@ -66,7 +66,7 @@ def clean(output_dir: Path) -> None:
         delete(leftover)
 
 
-def take_folder(
+def lock_folder(
     folder: Path, name: str | Path, is_own: Callable[[set[str]], object], what: str
 ) -> BaseFileLock:
     """Create a folder, or accept one that is empty or ours, and lock it against other processes.
@@ -106,42 +106,36 @@ def delete(path: Path) -> None:
 
 def checksum_files(folder: Path) -> dict[str, str]:
     """{file: xxh3_128} of all files in a folder except trainer_state.json, which stores them."""
-    found = {}
+    checksums = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "trainer_state.json":
-            digest = xxhash.xxh3_128()
             with path.open("rb") as file:
-                while block := file.read(1 << 24):
-                    digest.update(block)
-            found[str(path.relative_to(folder))] = digest.hexdigest()
-    return found
+                digest = hashlib.file_digest(file, xxhash.xxh3_128)
+            checksums[str(path.relative_to(folder))] = digest.hexdigest()
+    return checksums
 
 
-def check_output_dir(args: argparse.Namespace) -> None:
+def check_output_dir(flags: dict[str, Any]) -> None:
     """End the program if --output_dir is not on a disk or lies in a folder that the run reads.
 
     Also end it if a flag's value can't be read as text.
     """
-    if "://" in args.output_dir or "\0" in args.output_dir:
+    output_dir = flags["output_dir"]
+    if "://" in output_dir or "\0" in output_dir:
         fail(
-            f"--output_dir {args.output_dir!r} is no path on a disk: write to one, "
+            f"--output_dir {output_dir!r} is no path on a disk: write to one, "
             "and copy what comes out"
         )
-    with explained(f"--output_dir {args.output_dir} can't be written to"):
-        written = Path(args.output_dir).resolve()  # a link may lead to itself
-    for name, value in vars(args).items():
+    with explained(f"--output_dir {output_dir} can't be written to"):
+        written = Path(output_dir).resolve()  # a link may lead to itself
+    for name, value in flags.items():
         values = [x for x in list_values(value) if isinstance(x, str)]
         if any("\ud800" <= character <= "\udfff" for character in "".join(values)):
             fail(f"--{name} {value!a} can't be read as text: rename it, or write it in UTF-8")
-        if name in ("latents_dir", "train_data_dir", "dataset_name") or name.endswith(
-            "name_or_path"
-        ):
-            for source in filter(os.path.isdir, values):
-                if written.is_relative_to(Path(source).resolve()):
-                    fail(
-                        f"--output_dir {args.output_dir} lies in --{name} {source}: "
-                        "choose another folder"
-                    )
+        is_read = name.endswith(("latents_dir", "train_data_dir", "dataset_name", "name_or_path"))
+        for source in filter(os.path.isdir, values if is_read else ()):
+            if written.is_relative_to(Path(source).resolve()):
+                fail(f"--output_dir {output_dir} lies in --{name} {source}: choose another folder")
 
 
 def write_file(path: Path, text: str | bytes, lasting: bool = True) -> None:
@@ -187,17 +181,17 @@ def fits(value: Any, form: Any) -> bool:
             key in value and fits(value[key], form[key]) for key in form
         )
     if isinstance(form, list):
-        return isinstance(value, list) and all(fits(each, form[0]) for each in value)
+        return isinstance(value, list) and all(fits(item, form[0]) for item in value)
     return isinstance(value, form) and not isinstance(value, bool)
 
 
 def find_differences(before: dict, now: dict, prefix: str = "") -> list[str]:
     """The differences of two nested dicts, as ["vae.scaling_factor 0.18215 -> 0.13025"]."""
-    found = []
+    differences = []
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += find_differences(old, new, f"{prefix}{key}.")
+            differences += find_differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            found.append(f"{prefix}{key} {old} -> {new}")
-    return found
+            differences.append(f"{prefix}{key} {old} -> {new}")
+    return differences

@@ -1,7 +1,6 @@
 """Load batches ahead of the device, with loader processes and a thread, and time the waits."""
 
 import atexit
-import collections
 import contextlib
 import multiprocessing.queues
 import os
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from accelerate.utils import send_to_device
 
 Ahead = TypeVar("Ahead")
 Mark: TypeAlias = float | torch.cuda.Event  # see `mark_time`
@@ -23,7 +23,7 @@ def load_batches(
     num_workers: int,
     device: torch.device,
     prefetch_factor: int | None = None,
-) -> Generator[dict]:
+) -> Generator[Any]:
     """Yield `dataset[key]` for each key, two batches ahead, with the tensors sent to the device.
 
     A thread reads the two batches ahead, so a data set without loader processes is also read while
@@ -47,17 +47,9 @@ def load_batches(
         # registered after they start, so that it runs before other exit handlers wait for them
         atexit.register(end_workers)
 
-    def move(value: Any) -> Any:
-        if isinstance(value, list):
-            return [move(part) for part in value]
-        if isinstance(value, dict):
-            return {name: move(part) for name, part in value.items()}
-        return value.to(device, non_blocking=True) if torch.is_tensor(value) else value
-
     def load() -> dict | None:
         # The copy is queued on the stream that computes, so nothing has to wait for it.
-        batch = next(batches, None)
-        return move(batch)
+        return send_to_device(next(batches, None), device, non_blocking=True)
 
     with ThreadPoolExecutor(1) as thread:
         ahead = [thread.submit(load) for _ in range(2)]
@@ -129,11 +121,11 @@ def work_ahead(items: Iterator[Ahead], count: int, device: torch.device) -> Iter
             return next(items, None)
 
     with ThreadPoolExecutor(1) as thread:
-        queue = collections.deque(thread.submit(make) for _ in range(count))
+        ahead = [thread.submit(make) for _ in range(count)]
         try:
             while item is not None:
                 yield item
-                item = queue.popleft().result()
-                queue.append(thread.submit(make))
+                item = ahead.pop(0).result()
+                ahead.append(thread.submit(make))
         finally:
             thread.shutdown(wait=False, cancel_futures=True)

@@ -23,9 +23,8 @@ def step_seed(purpose: str, *key: int) -> int:
     It is a hash of their text, because numpy's SeedSequence pads keys with zeros: (0, 1) and (0, 1,
     0) would draw the same numbers.
     """
-    return xxhash.xxh3_64_intdigest(
-        " ".join([purpose, *(str(int(number)) for number in key)]).encode()
-    )
+    text = " ".join([purpose, *map(str, map(int, key))])
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def draw_choices(seed: int, epoch: int | None, row: int) -> np.ndarray:
@@ -75,12 +74,15 @@ class Order:
     """
 
     def __init__(self, rows: Any, seed: int, sizes: np.ndarray | None = None) -> None:
-        self.rows, self.seed = rows if callable(rows) else lambda epoch: rows, seed
-        found, buckets = (
-            ((), np.empty(0)) if sizes is None else np.unique(sizes, axis=0, return_inverse=True)
-        )
-        self.num_sizes = max(1, len(found))
-        self.buckets = buckets.reshape(-1) if self.num_sizes > 1 else None
+        self.rows = rows if callable(rows) else lambda epoch: rows
+        self.seed = seed
+        self.num_sizes = 1
+        self.buckets = None
+        if sizes is not None:
+            distinct, buckets = np.unique(sizes, axis=0, return_inverse=True)
+            if len(distinct) > 1:
+                self.num_sizes = len(distinct)
+                self.buckets = buckets.reshape(-1)
 
     def arrange(self, epoch: int, block: int, unit: int) -> Any:
         """The rows of an epoch, each once.
@@ -98,15 +100,17 @@ class Order:
         if self.buckets is None:
             return order
         # %: repeated rows have higher numbers, see `choose_rows`
-        bucket_of, blocks, units = self.buckets[order % len(self.buckets)], [], []
+        bucket_of = self.buckets[order % len(self.buckets)]
+        blocks = []
+        units = []
         for bucket in np.unique(bucket_of):
             rows = order[bucket_of == bucket]
             end = len(rows) // block * block
             blocks += [rows[i : i + block] for i in range(0, end, block)]
             units += [rows[i : i + unit] for i in range(end, len(rows), unit)]
-        return np.concatenate(
-            [parts[i] for parts in (blocks, units) for i in rng.permutation(len(parts))]
-        )
+        parts = [blocks[i] for i in rng.permutation(len(blocks))]
+        parts += [units[i] for i in rng.permutation(len(units))]
+        return np.concatenate(parts)
 
     def cut(self, rows: np.ndarray, most: int) -> list[list[int]]:
         """Split the rows of a step into micro-batches: lists of up to `most` rows of one size."""
@@ -130,7 +134,7 @@ def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> 
     """
     if progress.num_images == sys.maxsize:
         return stream_batches(order, progress, rank, num_processes)
-    per_micro, per_step = progress.images_per_micro_batch, progress.images_per_step
+    per_step = progress.images_per_step
     first_epoch, image = divmod(progress.images_seen, progress.num_images)
 
     def keys(image: int) -> Iterator[list[Key]]:
@@ -138,11 +142,11 @@ def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> 
             rows = order.arrange(epoch, *progress.cuts)
             for start in range(image, len(rows), per_step):
                 step = rows[start : start + per_step]
-                for micro_batch in order.cut(step, per_micro):
-                    mine = micro_batch[rank::num_processes]  # about as many for each process
-                    yield [(epoch, row, num_processes / len(step)) for row in mine] or [
-                        (epoch, micro_batch[0], 0.0)
-                    ]
+                weight = num_processes / len(step)
+                for micro_batch in order.cut(step, progress.images_per_micro_batch):
+                    share = micro_batch[rank::num_processes]  # about as many for each process
+                    batch = [(epoch, row, weight) for row in share]
+                    yield batch or [(epoch, micro_batch[0], 0.0)]
             image = 0  # the next epoch is whole
 
     return keys(image)
@@ -154,15 +158,13 @@ def stream_batches(
     """Like `step_batches` for a `Stream`, with the item itself as the fourth part of a key.
 
     Each process reads its own share of the stream, shuffled, again and again. A resumed run reads
-    up to the place where it was, because a stream can't be entered in the middle.
+    up to where it was, because a stream can't be entered in the middle.
     """
     stream = order.rows(0)
     shuffled = stream.rows.shuffle(seed=order.seed, buffer_size=stream.window)
     share = split_dataset_by_node(shuffled, rank, num_processes)
-    weight, start = (
-        num_processes / progress.images_per_step,
-        math.ceil(progress.images_seen / num_processes),
-    )
+    weight = num_processes / progress.images_per_step
+    start = math.ceil(progress.images_seen / num_processes)
 
     def items() -> Iterator[tuple[int, int, float, dict]]:
         for epoch in itertools.count():
@@ -178,8 +180,6 @@ def stream_batches(
                     alone=True,
                 )
 
-    def keys(endless: Iterator[tuple]) -> Iterator[list[tuple]]:
-        while True:
-            yield list(itertools.islice(endless, progress.images_per_micro_batch // num_processes))
-
-    return keys(itertools.islice(items(), start, None))
+    rest = itertools.islice(items(), start, None)
+    per_process = progress.images_per_micro_batch // num_processes
+    return (list(itertools.islice(rest, per_process)) for _ in itertools.count())

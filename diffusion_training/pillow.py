@@ -36,9 +36,10 @@ def read_deep_grey(image: Image.Image) -> np.ndarray:
     Raises ValueError if the file's values are not from 0 to 65535, or from 0 to 1 for a float
     image.
     """
-    values = np.asarray(image, dtype=np.float32) / (1.0 if image.mode == "F" else 65535.0)
+    highest = 1 if image.mode == "F" else 65535
+    values = np.asarray(image, dtype=np.float32) / highest
     if not (values.min() >= 0 and values.max() <= 1):  # nan fails as well
-        raise ValueError(f"its values are not from 0 to {'1' if image.mode == 'F' else '65535'}")
+        raise ValueError(f"its values are not from 0 to {highest}")
     return values
 
 

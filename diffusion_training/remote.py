@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from diffusion_training.errors import explain, fail, is_a
 from diffusion_training.files import name_unfinished, write_out
 
-Done = TypeVar("Done")
+Result = TypeVar("Result")
 # seconds between tries: a run survives if a bucket is unavailable for a minute
 WAITS = (0.5, 1, 2, 4, 8, 16, 32)
 
@@ -50,16 +50,18 @@ def writing(path: str | Path) -> Iterator[Path]:
 
     On a disk it is renamed. At an address it is uploaded in one piece.
     """
-    with tempfile.TemporaryDirectory() if is_address(path) else contextlib.nullcontext() as work:
-        unfinished = Path(work, "file") if work else name_unfinished(Path(path))
-        try:
-            yield unfinished
-            if work:
-                return upload(unfinished, path)
-            write_out(unfinished)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+    if is_address(path):
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder, "file")
+            upload(f"{folder}/file", path)
+        return
+    unfinished = name_unfinished(Path(path))
+    try:
+        yield unfinished
+        write_out(unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -68,13 +70,15 @@ def reading(path: str) -> Iterator[Path]:
 
     If nothing is at the address, the copy does not exist either.
     """
-    with tempfile.TemporaryDirectory() if is_address(path) else contextlib.nullcontext() as work:
-        if work:
-            fs, there = fsspec.url_to_fs(path)
-            path = f"{work}/{path.rsplit('/', 1)[1]}"
-            with contextlib.suppress(FileNotFoundError):
-                fs.get_file(there, path)
+    if not is_address(path):
         yield Path(path)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        fs, source = fsspec.url_to_fs(path)
+        copy = f"{folder}/{path.rsplit('/', 1)[1]}"
+        with contextlib.suppress(FileNotFoundError):
+            fs.get_file(source, copy)
+        yield Path(copy)
 
 
 def open_folder(url: str | Path) -> tuple[AbstractFileSystem, str, str]:
@@ -84,7 +88,8 @@ def open_folder(url: str | Path) -> tuple[AbstractFileSystem, str, str]:
     """
     fs, path = fsspec.url_to_fs(str(url))
     path = path.rstrip("/")
-    return fs, path, path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
+    folder = path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
+    return fs, path, folder
 
 
 def read_bytes(path: str) -> bytes:
@@ -92,18 +97,17 @@ def read_bytes(path: str) -> bytes:
     if not is_address(path):
         return Path(path).read_bytes()
 
-    def read(fs: AbstractFileSystem, there: str) -> bytes:
-        return fs.cat_file(there)
+    def read(fs: AbstractFileSystem, location: str) -> bytes:
+        return fs.cat_file(location)
 
     # these errors do not go away, so they are reported at once
-    return persist(
-        path, read, ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError")
-    )
+    hopeless = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError")
+    return persist(path, read, hopeless)
 
 
 def persist(
-    path: str, action: Callable[[AbstractFileSystem, str], Done], hopeless: Sequence[str] = ()
-) -> Done:
+    path: str, action: Callable[[AbstractFileSystem, str], Result], hopeless: Sequence[str] = ()
+) -> Result:
     """Do `action(file system, path in it)` until it succeeds, for about a minute.
 
     After that the program ends with a sentence. Each retry makes a new connection and reads the
@@ -117,9 +121,9 @@ def persist(
             if "FileNotFoundError" in hopeless and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(None, "no such file", path) from error
             if wait is None or is_a(error, "ImportError", *hopeless):
-                turn = "the same command goes on when it can be read"
                 fail(
-                    f"{path} can't be read ({explain(error)}): what was saved is whole, and {turn}",
+                    f"{path} can't be read ({explain(error)}): what was saved is whole, "
+                    "and the same command goes on when it can be read",
                     alone=True,
                 )
             time.sleep(wait)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +24,28 @@ from diffusion_training.files import saving, write_file
 from diffusion_training.training.signs import read_best, read_metrics
 
 Description = tuple[list[str], str, str]  # tags for the hub, description, usage
-STYLE = (
-    ":root { color-scheme: light dark } figure { margin: 0 } "
-    "pre { background: #8882; padding: 1rem }\n"
-    "body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; "
-    "padding: 1rem; overflow-wrap: anywhere }\n"
-    ".curves { display: grid; gap: 1.5rem; "
-    "grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }\n"
-    ".strip, pre { display: flex; gap: 1rem; overflow-x: auto } "
-    ".strip img { max-height: 20rem; display: block }\n"
-    ".curves img { width: 100%; display: block } .sign { border-left: 4px solid #d70 } "
-    ".sign, td { padding-left: 1rem }\n"
-    "td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } "
-    "th { font-weight: normal }"
-)
+STYLE = """\
+:root { color-scheme: light dark } figure { margin: 0 } pre { background: #8882; padding: 1rem }
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem; \
+overflow-wrap: anywhere }
+.curves { display: grid; gap: 1.5rem; \
+grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }
+.strip, pre { display: flex; gap: 1rem; overflow-x: auto } \
+.strip img { max-height: 20rem; display: block }
+.curves img { width: 100%; display: block } .sign { border-left: 4px solid #d70 } \
+.sign, td { padding-left: 1rem }
+td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } \
+th { font-weight: normal }"""
 
 
 def list_settings(args: Namespace) -> dict[str, Any]:
     """The flags that model card and report show; local paths are cut to their last name."""
-    settings = {
-        key: value
-        for key, value in vars(args).items()
-        if value is not None and not key.endswith("_dir")
-    }
-    local = lambda value: isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)  # noqa: E731
-    return {key: Path(value).name if local(value) else value for key, value in settings.items()}
+    settings = {}
+    for key, value in vars(args).items():
+        if value is not None and not key.endswith("_dir"):
+            is_local = isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)
+            settings[key] = Path(value).name if is_local else value
+    return settings
 
 
 def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tuple[Any, str] | None:
@@ -59,12 +56,12 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
     """
     import matplotlib.figure  # imported here because it takes half a second
 
-    found = {
-        name: [(x["step"], x[name]) for x in records if math.isfinite(x.get(name, math.nan))]
-        for name in names
-    }
-    points = {name: np.array(some, float) for name, some in found.items() if some}
-    if not points:
+    lines = {}
+    for name in names:
+        points = [(x["step"], x[name]) for x in records if math.isfinite(x.get(name, math.nan))]
+        if points:
+            lines[name] = np.array(points, float)
+    if not lines:
         return None
     parts = "axes.edgecolor axes.labelcolor xtick.color ytick.color legend.labelcolor".split()
     with matplotlib.rc_context(dict.fromkeys(parts, "#888")):  # legible on white and on black
@@ -72,17 +69,17 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
         # a layout engine would double the time
         figure.subplots_adjust(left=0.15, right=0.97, bottom=0.16, top=0.92)
         axes = figure.add_subplot(xlabel="optimizer step")
-        for name, some in points.items():
-            means = [part.mean(axis=0) for part in np.array_split(some, min(len(some), 300))]
+        for name, line in lines.items():
+            means = [part.mean(axis=0) for part in np.array_split(line, min(len(line), 300))]
             axes.plot(*np.array(means).T, label=name, marker="." if len(means) < 10 else "")
-        if log and min(some[:, 1].min() for some in points.values()) > 0:
+        if log and min(line[:, 1].min() for line in lines.values()) > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:.3g}")  # the default labels take half of the time
             low, high = axes.get_ylim()
             axes.yaxis.set_minor_formatter("{x:.3g}" if high < 10 * low else "")
         axes.grid(True, alpha=0.3)
-        axes.legend(frameon=False, fontsize="small", ncols=1 + len(points) // 5)
-    return figure, ", ".join(f"{name} {some[-1, 1]:.4g}" for name, some in points.items())
+        axes.legend(frameon=False, fontsize="small", ncols=1 + len(lines) // 5)
+    return figure, ", ".join(f"{name} {line[-1, 1]:.4g}" for name, line in lines.items())
 
 
 def save_loss(output_dir: str | Path) -> float | None:
@@ -101,21 +98,20 @@ def name_run(args: Namespace) -> tuple[str, str | None, str, str]:
 
     The base model is None if there is none.
     """
-    name, base = (
-        args.hub_model_id or Path(args.output_dir).resolve().name,
-        args.pretrained_model_name_or_path,
-    )
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
+    base = args.pretrained_model_name_or_path
+    if base and Path(base).exists():
+        base = Path(base).resolve().name
     data = args.latents_dir or [args.dataset_name or args.train_data_dir]
     prompt = json.dumps((args.validation_prompts or ["a photograph"])[0])
-    base = Path(base).resolve().name if base and Path(base).exists() else base
     return name, base, ", ".join(Path(path).name for path in data), prompt
 
 
 def name_best(output_dir: str | Path) -> str:
     """A sentence about best/, which --save_best keeps; empty if there is none."""
-    found = read_best(Path(output_dir) / "best")
-    said = "`best/` holds step {step}, whose held-out loss of {held_out_loss:.4g} is the lowest."
-    return said.format(**found) if found else ""
+    best = read_best(Path(output_dir) / "best")
+    text = "`best/` holds step {step}, whose held-out loss of {held_out_loss:.4g} is the lowest."
+    return text.format(**best) if best else ""
 
 
 def save_model_card(step: int, describe_model: Callable[..., Description], args: Namespace) -> None:
@@ -125,11 +121,9 @@ def save_model_card(step: int, describe_model: Callable[..., Description], args:
     samples = sorted((output_dir / "samples").glob("step-*.png"))
     picture = f"![samples](samples/{samples[-1].name})" if samples else ""
     table = "".join(f"| {key} | {value} |\n" for key, value in list_settings(args).items())
-    held_out = [record for record in read_metrics(output_dir) if "held_out_loss" in record][-1:]
-    losses = "".join(
-        f"| {name} | {value:.4g} |\n" for record in held_out for name, value in record.items()
-    )
-    if losses:
+    held_out = [record for record in read_metrics(output_dir) if "held_out_loss" in record]
+    if held_out:
+        losses = "".join(f"| {name} | {value:.4g} |\n" for name, value in held_out[-1].items())
         table += f"\n| held out (epsilon's squared error) | |\n|---|---|\n{losses}"
     with saving(output_dir, "the model card") as unfinished:
         (unfinished / "README.md").write_text(f"""---
@@ -171,22 +165,20 @@ def save_report(
         # rows that a cache lacks, if its list is still there
         for folder in getattr(args, "latents_dir", None) or []:
             path = Path(folder) / "skipped.jsonl"
-            rows = map(
-                json.loads, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
-            )
-            skipped |= {row["key"]: row["reason"] for row in rows}
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
+            for row in map(json.loads, text.splitlines()):
+                skipped[row["key"]] = row["reason"]
         about = {
             "name": args.hub_model_id or output_dir.resolve().name,
             "script": Path(script).name,
             "step": step,
-        }
-        about |= {
             "max_train_steps": args.max_train_steps,
             "what": what,
             "usage": usage,
             "num_skipped": len(skipped),
+            "skipped": dict(list(skipped.items())[:100]),
+            "settings": list_settings(args),
         }
-        about |= {"skipped": dict(list(skipped.items())[:100]), "settings": list_settings(args)}
         write_file(output_dir / "report.json", json.dumps(about, indent=1))
         make_report(output_dir)
     except Exception as error:
@@ -195,13 +187,19 @@ def save_report(
 
 def make_report(output_dir: str | Path) -> None:
     """Make report.html from a run's folder: one file, for any browser, also offline."""
-    output_dir, e = Path(output_dir), lambda value: html.escape(str(value))
-    table = lambda pairs: "".join(f"<tr><th>{e(a)}<td>{e(b)}" for a, b in pairs)  # noqa: E731
-    about, records = json.loads((output_dir / "report.json").read_text()), read_metrics(output_dir)
-    curves = strip = ""
-    held_out = sorted(
-        {name for record in records if "held_out_loss" in record for name in record} - {"step"}
-    )
+
+    def escape(value: Any) -> str:
+        return html.escape(str(value))
+
+    def tabulate(pairs: Iterable[tuple]) -> str:
+        return "".join(f"<tr><th>{escape(name)}<td>{escape(value)}" for name, value in pairs)
+
+    output_dir = Path(output_dir)
+    about = json.loads((output_dir / "report.json").read_text())
+    records = read_metrics(output_dir)
+    held_out = {name for record in records if "held_out_loss" in record for name in record}
+    held_out = sorted(held_out - {"step"})
+    curves = strip = signs = ""
     for names, log in [
         (["loss", "epoch_loss"], True),
         ([name for name in held_out if not name[-1].isdigit()], True),
@@ -215,49 +213,47 @@ def make_report(output_dir: str | Path) -> None:
     ]:
         if drawn := draw_curves(records, names, log):
             buffer = io.BytesIO()
-            drawn[0].savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-            svg, said = base64.b64encode(buffer.getvalue()).decode(), e(drawn[1])
+            figure, values = drawn
+            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            svg = base64.b64encode(buffer.getvalue()).decode()
             curves += (
                 f'<figure><img alt="" src="data:image/svg+xml;base64,{svg}">'
-                f"<figcaption>{said}</figcaption></figure>"
+                f"<figcaption>{escape(values)}</figcaption></figure>"
             )
     samples = sorted((output_dir / "samples").glob("step-*.png"), reverse=True)
-    for i in sorted({round(i) for i in np.linspace(0, len(samples) - 1, min(8, len(samples)))}):
+    for i in np.linspace(0, len(samples) - 1, min(8, len(samples))):
+        path = samples[round(i)]
         buffer = io.BytesIO()
-        with Image.open(samples[i]) as picture:
+        with Image.open(path) as picture:
             picture.thumbnail((400, 640))  # so that the file stays small
             picture.save(buffer, "PNG", optimize=True)
-        png, number = (
-            base64.b64encode(buffer.getvalue()).decode(),
-            int(samples[i].stem.split("-")[1]),
-        )
+        png = base64.b64encode(buffer.getvalue()).decode()
+        number = int(path.stem.split("-")[1])
         strip += f'<figure><img alt="" src="data:image/png;base64,{png}">step {number}</figure>'
-    signs = [
-        (record["step"], sign) for record in records for sign in record.get("signs", {}).values()
-    ]
-    signs = [f'<p class="sign">Worth a look, at step {at}: {e(sign)}</p>' for at, sign in signs]
-    skipped = {
-        name: reason for record in records for name, reason in record.get("skipped", {}).items()
-    }
-    count = len(skipped) + about["num_skipped"]
-    count = max([count, *(record.get("skipped_images", 0) for record in records)])
-    step, name = max([about["step"], *(record["step"] for record in records)]), e(about["name"])
-    page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{STYLE}</style>"
-        f"""
-<meta name="viewport" content="width=device-width"><h1>{name}</h1>"""
-        f"""<p>{e(about["what"].replace("`", ""))}</p>
+    step = about["step"]
+    count = 0
+    skipped = {}
+    for record in records:
+        step = max(step, record["step"])
+        count = max(count, record.get("skipped_images", 0))
+        skipped |= record.get("skipped", {})
+        for sign in record.get("signs", {}).values():
+            signs += f'<p class="sign">Worth a look, at step {record["step"]}: {escape(sign)}</p>'
+    count = max(len(skipped) + about["num_skipped"], count)
+    skipped |= about["skipped"]
+    name = escape(about["name"])
+    page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>\
+<style>{STYLE}</style>
+<meta name="viewport" content="width=device-width"><h1>{name}</h1>\
+<p>{escape(about["what"].replace("`", ""))}</p>
 <p>Step {step} of {about["max_train_steps"]}, {time.strftime("%Y-%m-%d %H:%M")}.
-{e(name_best(output_dir).replace("`", ""))}</p>{"".join(signs)}
+{escape(name_best(output_dir).replace("`", ""))}</p>{signs}
 <h2>Curves</h2><div class="curves">{curves}</div>
 <h2>Samples, newest first</h2><div class="strip">{strip or "None were drawn."}</div>
-<h2>Use it</h2><pre>{e(about["usage"])}</pre>
-<p>The same run again: <code>accelerate launch {e(about["script"])} @run.args</code></p>
-<h2>Left out: {count} images</h2>"""
-        f"""<table>{table(list((skipped | about["skipped"]).items())[:100])}</table>
-<h2>Settings</h2><table>{table(about["settings"].items())}</table></html>"""
-    )
+<h2>Use it</h2><pre>{escape(about["usage"])}</pre>
+<p>The same run again: <code>accelerate launch {escape(about["script"])} @run.args</code></p>
+<h2>Left out: {count} images</h2><table>{tabulate(list(skipped.items())[:100])}</table>
+<h2>Settings</h2><table>{tabulate(about["settings"].items())}</table></html>"""
     write_file(output_dir / "report.html", page)
 
 

@@ -21,16 +21,20 @@ class Chunk:
     """
 
     def __init__(self, module: "Module", node: ast.stmt, text: str) -> None:
-        self.module, self.text = module, text
-        self.uses = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
-        self.uses_at_once = {x.id for x in walk_outside(node) if isinstance(x, ast.Name)}
+        self.module = module
+        self.text = text
+        self.uses = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        self.uses_at_once = {part.id for part in walk_outside(node) if isinstance(part, ast.Name)}
         self.is_main = isinstance(node, ast.If) and "__name__" in self.uses
-        self.bound = {node.name} if hasattr(node, "name") else set()
-        for x in () if self.bound else ast.walk(node):
-            if isinstance(x, ast.Import | ast.ImportFrom):  # an import in a try block
-                self.bound |= {alias.asname or alias.name for alias in x.names}
-            elif isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store):
-                self.bound.add(x.id)
+        self.bound = set()
+        if hasattr(node, "name"):
+            self.bound.add(node.name)
+            return
+        for part in ast.walk(node):
+            if isinstance(part, ast.Import | ast.ImportFrom):  # an import in a try block
+                self.bound |= {alias.asname or alias.name for alias in part.names}
+            elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                self.bound.add(part.id)
 
 
 def walk_outside(node: ast.AST) -> Iterator[ast.AST]:
@@ -50,29 +54,28 @@ class Module:
     """
 
     def __init__(self, path: Path) -> None:
-        source = path.read_text(encoding="utf-8")
-        lines, tree, end = source.splitlines(), ast.parse(source), 0
-        self.path, self.doc, self.chunks, self.imports = path, ast.get_docstring(tree) or "", [], {}
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        tree = ast.parse(text)
+        self.path = path
+        self.doc = ast.get_docstring(tree) or ""
+        self.chunks = []
+        self.imports = {}
+        end = 0
         for node in tree.body[1 if self.doc else 0 :]:
-            first = (
-                min(
-                    [
-                        node.lineno,
-                        *(decorator.lineno for decorator in getattr(node, "decorator_list", ())),
-                    ]
-                )
-                - 1
-            )
+            decorators = getattr(node, "decorator_list", ())
+            first = min(part.lineno for part in (node, *decorators)) - 1
             while first > end and lines[first - 1].startswith("#"):
                 first -= 1
-            text, end = "\n".join(lines[first : node.end_lineno]), node.end_lineno
+            end = node.end_lineno
             if not isinstance(node, ast.Import | ast.ImportFrom):
-                self.chunks.append(Chunk(self, node, text))
+                self.chunks.append(Chunk(self, node, "\n".join(lines[first:end])))
                 continue
+            source = getattr(node, "module", None)
             for alias in node.names:
-                source = getattr(node, "module", None)
-                bound = alias.asname or (alias.name if source else alias.name.split(".")[0])
-                self.imports.setdefault(bound, set()).add((source, alias.name, alias.asname))
+                name = alias.name if source else alias.name.split(".")[0]
+                bindings = self.imports.setdefault(alias.asname or name, set())
+                bindings.add((source, alias.name, alias.asname))
         self.home = {name: chunk for chunk in self.chunks for name in chunk.bound}
 
 
@@ -90,46 +93,52 @@ def look_up(chunk: Chunk, name: str, folder: Path) -> tuple[Chunk | None, Iterab
         return chunk.module.home[name], ()
     imports = chunk.module.imports.get(name, ())
     for source, original, alias in imports:
-        if other := open_module(source or original, folder):
-            if alias or original not in other.home:
-                where = source or "its folder"
+        if module := open_module(source or original, folder):
+            if alias or original not in module.home:
                 sys.exit(
-                    f"{chunk.module.path} imports {original} of {where} "
+                    f"{chunk.module.path} imports {original} of {source or 'its folder'} "
                     "as a module or under another name"
                 )
-            return other.home[original], ()
+            return module.home[original], ()
     return None, imports
 
 
 def reach(chunks: Iterable[Chunk], folder: Path) -> tuple[set[Chunk], set[Import]]:
     """Everything that some chunks use: (all chunks, including these; imports of libraries)."""
-    found, libraries, meanings, waiting = set(), set(), {}, list(chunks)
+    reached = set()
+    libraries = set()
+    meanings = {}
+    waiting = list(chunks)
     while waiting:
         chunk = waiting.pop()
-        if chunk in found:
+        if chunk in reached:
             continue
-        found.add(chunk)
+        reached.add(chunk)
         for name in chunk.uses:
-            other, imports = look_up(chunk, name, folder)
-            libraries.update(imports)
-            waiting += [other] if other else []
-            meaning = other.module.path if other else "a library" if imports else None
-            if meaning and meanings.setdefault(name, meaning) != meaning:
+            definition, imports = look_up(chunk, name, folder)
+            if definition:
+                waiting.append(definition)
+                meaning = definition.module.path
+            elif imports:
+                libraries.update(imports)
+                meaning = "a library"
+            else:
+                continue
+            if meanings.setdefault(name, meaning) != meaning:
                 sys.exit(
                     f"{name} is one thing in {meaning} and another in {meanings[name]}: "
                     "rename one of them"
                 )
-    return found, libraries
+    return reached, libraries
 
 
 def sort_modules(module: Module, folder: Path, order: list[Module]) -> list[Module]:
     """Append a module to a list, after the modules that it imports."""
-    for source in sorted(
-        {source or "" for imports in module.imports.values() for source, _, _ in imports}
-    ):
-        other = open_module(source, folder)
-        if other and other not in order:
-            sort_modules(other, folder, order)
+    sources = {source or "" for imports in module.imports.values() for source, _, _ in imports}
+    for source in sorted(sources):
+        imported = open_module(source, folder)
+        if imported and imported not in order:
+            sort_modules(imported, folder, order)
     order.append(module)
     return order
 
@@ -140,8 +149,8 @@ def write_imports(libraries: set[Import]) -> str:
     for source, name, alias in libraries:
         line = f"from {source} import {name}" if source else f"import {name}"
         lines.add(f"{line} as {alias}" if alias else line)
-    own = {line for line in lines if line.split()[1].split(".")[0] in sys.stdlib_module_names}
-    return "\n".join([*sorted(own), "", *sorted(lines - own)])
+    standard = {line for line in lines if line.split()[1].split(".")[0] in sys.stdlib_module_names}
+    return "\n".join([*sorted(standard), "", *sorted(lines - standard)])
 
 
 def make_standalone(path: str | Path) -> str:
@@ -150,37 +159,37 @@ def make_standalone(path: str | Path) -> str:
     First comes what the script needs while it is loaded, then the script, then all else that it
     uses.
     """
-    script, folder = Module(Path(path)), Path(path).parent
-    order, (chunks, _) = sort_modules(script, folder, []), reach(script.chunks, folder)
+    script = Module(Path(path))
+    folder = script.path.parent
+    modules = sort_modules(script, folder, [])
+    chunks, _ = reach(script.chunks, folder)
     # If anything of a file is used, its statements without a name are taken too, since they may set
     # a variable, for example.
     files = {chunk.module for chunk in chunks}
-    deeds = [
-        chunk
-        for module in files
-        for chunk in module.chunks
-        if not chunk.bound and not chunk.is_main
-    ]
-    chunks, libraries = reach([*script.chunks, *deeds], folder)
-    at_once = [
-        (chunk, name) for chunk in script.chunks if not chunk.is_main for name in chunk.uses_at_once
-    ]
-    at_once = [look_up(chunk, name, folder)[0] for chunk, name in at_once]
-    early = reach([*filter(None, at_once), *deeds], folder)[0]
+    unnamed = [chunk for module in files for chunk in module.chunks if not chunk.bound]
+    unnamed = [chunk for chunk in unnamed if not chunk.is_main]
+    chunks, libraries = reach([*script.chunks, *unnamed], folder)
+    loaded = [chunk for chunk in script.chunks if not chunk.is_main]
+    needed = [look_up(chunk, name, folder)[0] for chunk in loaded for name in chunk.uses_at_once]
+    early, _ = reach([*filter(None, needed), *unnamed], folder)
     parts = [f'"""{script.doc}\n"""', write_imports(libraries)]
 
-    def place(chunk: Chunk) -> int:
+    def choose_part(chunk: Chunk) -> int:
         """0: needed while the script is loaded, 1: the script, 2: the rest, 3: the call of main."""
-        return 3 if chunk.is_main else 1 if chunk.module is script else 0 if chunk in early else 2
+        if chunk.is_main:
+            return 3
+        if chunk.module is script:
+            return 1
+        return 0 if chunk in early else 2
 
     for part in range(4):
-        for module in order:
-            texts = [
-                chunk.text for chunk in module.chunks if chunk in chunks and place(chunk) == part
-            ]
-            said = (module.doc or module.path.name).splitlines()[0]
-            title = [f"# {'-' * 20} {said}"] if texts and module is not script else []
-            parts += title + texts
+        for module in modules:
+            members = [chunk for chunk in module.chunks if chunk in chunks]
+            texts = [chunk.text for chunk in members if choose_part(chunk) == part]
+            if texts and module is not script:
+                title = (module.doc or module.path.name).splitlines()[0]
+                parts.append(f"# {'-' * 20} {title}")
+            parts += texts
     return "\n\n\n".join(parts) + "\n"
 
 

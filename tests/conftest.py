@@ -38,8 +38,8 @@ from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from diffusion_training import models as package_models  # noqa: E402
 from diffusion_training.errors import SIGNALS  # noqa: E402
-from diffusion_training.training import models  # noqa: E402
 
 torch.set_num_threads(1)
 # tqdm's default lock is shared by all forks: if a process is killed while holding it, the others
@@ -196,6 +196,58 @@ def make_prx(folder, **changes):
     return folder
 
 
+def make_z_image(folder):
+    """A Z-Image pipeline of 40,000 weights: Qwen3 with a chat template, a VAE that shifts."""
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+        model_max_length=64,
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}answer{% endif %}"
+    )
+    torch.manual_seed(0)
+    config = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": len(tokenizer),
+    }
+    text_encoder = transformers.Qwen3Model(transformers.Qwen3Config(**config))
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        scaling_factor=0.5,
+        shift_factor=0.25,
+    )
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[4, 6, 6],
+        axes_lens=[256, 32, 32],
+    )
+    for weight in transformer.parameters():
+        torch.nn.init.normal_(weight, std=0.1) if weight.dim() > 1 else None
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=6.0)
+    parts = (scheduler, vae, text_encoder, tokenizer, transformer)
+    diffusers.ZImagePipeline(*parts).save_pretrained(folder)
+    return folder
+
+
 def open_pipeline(folder):
     """The pipeline of `make_models`, whose folder has no model_index.json."""
     kinds = {"vae": diffusers.AutoencoderKL, "text_encoder": transformers.CLIPTextModel}
@@ -264,26 +316,38 @@ def patch(monkeypatch, name, value):
         monkeypatch.setattr(module, name, value)
 
 
-FITTED = set()  # what `try_shapes` has found to fit
+FITTED = set()  # what `check_shapes` has found to fit
 
 
 @pytest.fixture
 def without_figures(monkeypatch):
     """Leave out what takes four fifths of a short run's time.
 
-    That is drawing curves, counting operations, and trying the shapes of a U-Net that are known to
+    That is drawing curves, counting operations, and trying the shapes of models that are known to
     fit.
     """
 
-    def try_once(unet, source, shape, try_shapes=models.try_shapes, **condition):
-        config = {name: value for name, value in unet.config.items() if name != "_name_or_path"}
-        if (key := str((type(unet), config, shape, condition))) not in FITTED:
-            try_shapes(unet, source, shape, **condition)
+    def check_once(
+        models, predict, name, shape, condition, check_shapes=package_models.check_shapes
+    ):
+        shapes = {key: value.shape for key, value in condition.items()}
+        configs = [
+            (type(model), {k: v for k, v in model.config.items() if k != "_name_or_path"})
+            for model in models.values()
+        ]
+        key = str((predict, configs, shape, shapes))
+        if key not in FITTED:
+            check_shapes(models, predict, name, shape, condition)
             FITTED.add(key)
 
-    patch(monkeypatch, "try_shapes", try_once)
+    patch(monkeypatch, "check_shapes", check_once)
     monkeypatch.setattr("diffusion_training.report.draw_curves", lambda *args, **options: None)
     monkeypatch.setattr("diffusion_training.training.costs.count_flops", lambda *args: 10**6)
+
+
+def replace(args, **values):
+    """Parsed flags with other values: they are read-only."""
+    return type(args)(**vars(args) | values)
 
 
 def reset():

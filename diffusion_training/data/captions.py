@@ -10,21 +10,25 @@ import datasets
 import torch
 
 from diffusion_training.data.buckets import choose_size
-from diffusion_training.data.families import FAMILIES, Tokenizers
-from diffusion_training.data.folders import find_source
 from diffusion_training.data.images import decode_image, name_image, plan_crop, shrink
-from diffusion_training.data.texts import Text, choose_caption, list_captions, take_text
+from diffusion_training.data.texts import (
+    CaptionChoice,
+    Text,
+    choose_caption,
+    draw_text,
+    list_captions,
+)
+from diffusion_training.data.transforms import Transform
 from diffusion_training.errors import explain, explained, is_machines_fault, printable
+from diffusion_training.families.base import Tokenizers
 from diffusion_training.order import draw_choices
 
 
-def transform(
+def transform_row(
     row: int,
     epoch: int | None,
     item: dict,
-    column: str,
-    channels: int,
-    args: Namespace,
+    transform: Transform,
     target: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Stage 1, on CPU cores: a row of the source -> its caption, and its pixels at their size.
@@ -40,45 +44,64 @@ def transform(
     - "mask": uint8 [1, *target], if there is a column of masks
     - "skipped": why the row can't be used, else None
     """
-    key, reason, mask = name_image(row, item[column]), None, None
-    if os.path.isabs(key) and os.path.isabs(folder := find_source(args)):
-        key = os.path.relpath(key, folder)  # the same wherever the data is stored
+    key = name_image(row, item[transform.image_column])
+    if os.path.isabs(key) and os.path.isabs(transform.source):
+        key = os.path.relpath(key, transform.source)  # the same wherever the data is stored
+    weights, mask_column = transform.caption_weights, transform.mask_column
     try:
-        y, x, _, choice = draw_choices(args.seed, epoch, row)
-        text = list_captions(item, args) if args.caption_weights else take_text(item, choice, args)
-        place = (0.5, 0.5) if args.center_crop else (y, x)
-        image = decode_image(item[column], channels, min_size=args.min_size)
+        y, x, _, choice = draw_choices(transform.seed, epoch, row)
+        text = list_captions(item, transform) if weights else draw_text(item, choice, transform)
+        position = (0.5, 0.5) if transform.center_crop else (y, x)
+        image = decode_image(
+            item[transform.image_column], transform.channels, min_size=transform.min_size
+        )
         original_size = height, width = tuple(image.shape[-2:])
-        target = target or choose_size(height, width, args)
-        top, left, rows, columns = plan_crop(height, width, target, place)
+        target = target or choose_size(height, width, transform)
+        top, left, rows, columns = plan_crop(height, width, target, position)
         crop = round(top * target[0] / rows), round(left * target[1] / columns)
-        image = shrink(image, target, place, args.image_interpolation_mode)
-        if args.mask_column:
-            mask = shrink(
-                decode_mask(item[args.mask_column], original_size), target, place, "bilinear"
-            )
+        image = shrink(image, target, position, transform.image_interpolation_mode)
+        mask = None
+        if mask_column:
+            mask = decode_mask(item[mask_column], original_size)
+            mask = shrink(mask, target, position, "bilinear")
+        reason = None
     except Exception as error:  # a placeholder keeps the batch in shape
         # otherwise good rows would be skipped for good, and a run could continue without data
         if is_machines_fault(error):
             raise
-        original_size = target = target or (args.resolution, args.resolution)
-        text = [""] * len(args.caption_weights) if args.caption_weights else ""
-        image, reason = torch.zeros(channels, *target, dtype=torch.uint8), explain(error)
-        crop, mask = (0, 0), image[:1]
+        original_size = target = target or (transform.resolution, transform.resolution)
+        text = [""] * len(weights) if weights else ""
+        image = torch.zeros(transform.channels, *target, dtype=torch.uint8)
+        crop = (0, 0)
+        mask = image[:1]
+        reason = explain(error)
         if isinstance(error, OSError) and error.errno is not None:  # it may be readable later
             reason = f"not read: {reason}"
-    made = {"row": row, "key": key, "text": text, "pixel_values": image, "skipped": reason}
-    made |= {"mask": mask} if args.mask_column else {}
-    return {**made, "original_size": original_size, "crop_top_left": crop}
+    return {
+        "row": row,
+        "key": key,
+        "text": text,
+        "pixel_values": image,
+        "skipped": reason,
+        **({"mask": mask} if mask_column else {}),
+        "original_size": original_size,
+        "crop_top_left": crop,
+    }
 
 
-def decode_ahead(item: dict, column: str, channels: int, args: Namespace) -> dict:
-    """Decode a row's image and mask, if `transform` will make several sizes of them."""
-    ahead, images = {}, ((column, channels, args.min_size), (args.mask_column, 1, 0))
-    for name, kind, least in images[: 1 + bool(args.mask_column)]:
-        with contextlib.suppress(Exception):  # `transform` meets the error again and handles it
-            ahead[name] = {**item[name], "pixels": decode_image(item[name], kind, min_size=least)}
-    return item | ahead
+def decode_ahead(item: dict, transform: Transform) -> dict:
+    """Decode a row's image and mask, if `transform_row` will make several sizes of them."""
+    images = [(transform.image_column, transform.channels, transform.min_size)]
+    if transform.mask_column:
+        images.append((transform.mask_column, 1, 0))
+    decoded = {}
+    for name, channels, min_size in images:
+        with contextlib.suppress(
+            Exception
+        ):  # `transform_row` meets the error again, and handles it
+            pixels = decode_image(item[name], channels, min_size=min_size)
+            decoded[name] = {**item[name], "pixels": pixels}
+    return item | decoded
 
 
 def decode_mask(source: dict | None, size: Sequence[int]) -> torch.Tensor:
@@ -103,59 +126,56 @@ def decode_mask(source: dict | None, size: Sequence[int]) -> torch.Tensor:
     return mask
 
 
-def prepare(tokenizers: Tokenizers, texts: Sequence[str]) -> list[str]:
+def prepare_captions(tokenizers: Tokenizers, texts: Sequence[str]) -> list[str]:
     """Prepare captions for the tokenizer as the family does.
 
     A long caption is cut before that, where it is sure to exceed the limit of tokens, because a
     tokenizer takes minutes and gigabytes for megabytes of text.
     """
-    tokenizer, family = tokenizers[0], FAMILIES[tokenizers.family]
-    texts = [text[: 128 * tokenizer.model_max_length] for text in texts]
-    return [family.prepare(tokenizer, text) for text in texts] if family.prepare else texts
+    tokenizer = tokenizers[0]
+    limit = 128 * tokenizer.model_max_length
+    return [tokenizers.family.prepare(tokenizer, text[:limit]) for text in texts]
 
 
 def tokenize(tokenizers: Tokenizers, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
-    """Captions -> tokens, padded or truncated to model_max_length.
-
-    Returns a dict; N is the number of captions:
-
-    - "input_ids": [N, model_max_length]
-    - "input_ids_2": the same of a second tokenizer, if there is one
-    - "prompt_mask": bool [N, model_max_length], true for tokens, if the family leaves padding out
+    """Captions -> `Tokens`, padded or truncated to model_max_length.
 
     If `texts` holds N lists of K captions, the shapes are [N, K, model_max_length], and
     "prompt_lengths", int32 [N, K], is added: the number of tokens that a cache stores of each
     caption, -1 for a missing caption.
     """
     if texts and isinstance(texts[0], list):
-        there = torch.tensor([[text is not None for text in row] for row in texts])
-        batch = tokenize(tokenizers, [text or "" for row in texts for text in row])
-        batch = {name: tokens.unflatten(0, there.shape) for name, tokens in batch.items()}
-        if "prompt_mask" in batch:
-            batch["prompt_mask"] &= there[..., None]
-        counted = batch.get("prompt_mask", torch.ones_like(batch["input_ids"])).sum(dim=-1)
-        return batch | {"prompt_lengths": torch.where(there, counted, -1).int()}
-    texts, options = prepare(tokenizers, texts), {"padding": "max_length", "truncation": True}
-    found = [tokenizer(texts, **options, return_tensors="pt") for tokenizer in tokenizers]
-    batch = dict(
-        zip(("input_ids", "input_ids_2"), (tokens.input_ids for tokens in found), strict=False)
-    )
-    if FAMILIES[tokenizers.family].masked:
-        batch["prompt_mask"] = found[0].attention_mask.bool()
+        return tokenize_lists(tokenizers, texts)
+    prepared = prepare_captions(tokenizers, texts)
+    batch = {}
+    for suffix, tokenizer in zip(tokenizers.family.suffixes, tokenizers, strict=True):
+        tokens = tokenizer(prepared, padding="max_length", truncation=True, return_tensors="pt")
+        batch[f"input_ids{suffix}"] = tokens.input_ids
+        if tokenizers.family.masked and not suffix:
+            batch["prompt_mask"] = tokens.attention_mask.bool()
     return batch
 
 
+def tokenize_lists(tokenizers: Tokenizers, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
+    exists = torch.tensor([[text is not None for text in row] for row in texts])
+    batch = tokenize(tokenizers, [text or "" for row in texts for text in row])
+    batch = {name: tokens.unflatten(0, exists.shape) for name, tokens in batch.items()}
+    if "prompt_mask" in batch:
+        batch["prompt_mask"] &= exists[..., None]
+    lengths = batch.get("prompt_mask", torch.ones_like(batch["input_ids"])).sum(dim=-1)
+    return batch | {"prompt_lengths": torch.where(exists, lengths, -1).int()}
+
+
 def tokenize_batch(
-    tokenizers: Tokenizers, args: Namespace, texts: Iterable[Text], keys: Iterable[tuple]
-) -> dict:
+    tokenizers: Tokenizers, choice: CaptionChoice, texts: Iterable[Text], keys: Iterable[tuple]
+) -> dict[str, Any]:
     """Tokenize the captions of a batch.
 
     `texts` holds a caption, or a list of which one is chosen, for each of the `keys` (epoch, row,
     ...).
     """
-    chosen = [
-        choose_caption(text, key[0], key[1], args) for text, key in zip(texts, keys, strict=True)
-    ]
+    pairs = zip(texts, keys, strict=True)
+    chosen = [choose_caption(text, key[0], key[1], choice) for text, key in pairs]
     tokens: dict[str, Any] = dict(tokenize(tokenizers, chosen))
     if "prompt_mask" in tokens:
         tokens["prompt_lengths"] = tokens["prompt_mask"].sum(dim=1).tolist()
@@ -169,19 +189,20 @@ def look_at_captions(
 
     From a stream they are those of the first 100 rows.
     """
-    found = rows.select_columns(column)
-    if isinstance(found, datasets.IterableDataset):
+    selected = rows.select_columns(column)
+    captions: list[Any] = []
+    if isinstance(selected, datasets.IterableDataset):
         with explained("the stream can't be read"):
-            captions = [text for row in found.take(100) for text in row.values()]
+            for row in selected.take(100):
+                captions += row.values()
     else:
-        captions = [
-            text for texts in found[:: max(1, len(rows) // 10**4)].values() for text in texts
-        ]
+        for values in selected[:: max(1, len(rows) // 10**4)].values():
+            captions += values
     texts = [text[0] if isinstance(text, list) and text else text for text in captions]
     return [text for text in texts if isinstance(text, str)]
 
 
-def say_equal(texts: list[str], args: Namespace) -> None:
+def report_equal(texts: list[str], args: Namespace) -> None:
     """Warn if all captions are the same and no flag made them so.
 
     As a rule the column is then wrong.
@@ -198,7 +219,7 @@ def say_equal(texts: list[str], args: Namespace) -> None:
         )
 
 
-def say_cut(count: int, total: int, limit: int, where: str = "") -> None:
+def report_cut(count: int, total: int, limit: int, where: str = "") -> None:
     """Print how many captions are truncated."""
     if count:
         print(
@@ -207,11 +228,11 @@ def say_cut(count: int, total: int, limit: int, where: str = "") -> None:
         )
 
 
-def say_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
+def report_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
     """Print how many captions have words, but none after preparation for the tokenizer."""
     emptied = [
         text
-        for text, left in zip(texts, prepare(tokenizers, texts), strict=True)
+        for text, left in zip(texts, prepare_captions(tokenizers, texts), strict=True)
         if text.strip() and not left
     ]
     if emptied:
@@ -227,11 +248,10 @@ def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
 
     None without captions, or if the family keeps padding.
     """
-    if not texts or not FAMILIES[tokenizers.family].masked:
+    if not texts or not tokenizers.family.ragged:
         return None
-    lengths = [
-        len(ids) for ids in tokenizers[0](prepare(tokenizers, texts), truncation=True).input_ids
-    ]
+    tokens = tokenizers[0](prepare_captions(tokenizers, texts), truncation=True)
+    lengths = [len(ids) for ids in tokens.input_ids]
     return sum(lengths) / len(lengths)
 
 
@@ -244,5 +264,5 @@ def are_cut(tokenizers: Tokenizers, texts: Sequence[Text]) -> list[bool]:
         cut = iter(are_cut(tokenizers, [text or "" for row in texts for text in row]))
         return [any([next(cut) for _ in row]) for row in texts]
     # A second tokenizer has the same limit and the same vocabulary.
-    encodings = tokenizers[0](prepare(tokenizers, texts), truncation=True).encodings
+    encodings = tokenizers[0](prepare_captions(tokenizers, texts), truncation=True).encodings
     return [bool(encoding.overflowing) for encoding in encodings]

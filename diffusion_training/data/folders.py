@@ -29,7 +29,7 @@ def find_source(args: Namespace) -> str:
 
 def has_caption_files(folder: str, extension: str) -> bool:
     """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
-    paths = list(Path(folder).rglob("*")) if os.path.isdir(folder) else []
+    paths = list(Path(folder).rglob("*"))  # none if the data is not a folder
     named = {path.with_suffix("") for path in paths if path.suffix == extension}
     images = Image.registered_extensions()
     return any(path.suffix.lower() in images and path.with_suffix("") in named for path in paths)
@@ -50,56 +50,49 @@ def add_captions(rows: datasets.Dataset, column: str, extension: str) -> dataset
     images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
     paths = [Path(image["path"]).with_suffix(extension) for image in images]
     captions = [read(path) for path in paths]
-    unread = [
-        path for path, text in zip(paths, captions, strict=True) if text is None and path.is_file()
-    ]
+    pairs = zip(paths, captions, strict=True)
+    unread = [path for path, text in pairs if text is None and path.is_file()]
     if unread and os.environ.get("RANK", "0") == "0":
-        print(
-            printable(f"{len(unread)} captions can't be read, such as {unread[0]}: are they UTF-8?")
-        )
-    fingerprint = hashlib.sha256(json.dumps([rows._fingerprint, captions]).encode()).hexdigest()[
-        :16
-    ]
+        sentence = f"{len(unread)} captions can't be read, such as {unread[0]}: are they UTF-8?"
+        print(printable(sentence))
+    content = json.dumps([rows._fingerprint, captions])
+    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
     return rows.add_column(column, captions, new_fingerprint=fingerprint)
 
 
-def take_folders(rows: datasets.Dataset, column: str, args: Namespace) -> datasets.Dataset:
+def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> datasets.Dataset:
     """Apply --folder_repeats and --instance_prompt.
 
     With --folder_repeats, images in a folder `10_name` are repeated 10 times, and `name` is the
     caption of those that have none. --instance_prompt is the caption of all other images without
     one. The fingerprint of the rows depends on both.
     """
-    prompt, source = getattr(args, "instance_prompt", None), find_source(args)
-    repeats, names = [1] * len(rows), [prompt] * len(rows)
+    prompt = getattr(args, "instance_prompt", None)
+    repeats = [1] * len(rows)
+    captions = [prompt] * len(rows)
+    source = find_source(args)
     if getattr(args, "folder_repeats", False):
         if not os.path.isdir(source) or "image" not in rows.features:
             fail(
                 "--folder_repeats goes by the names of a local folder's folders, "
                 f"and {source} is none of images"
             )
-        paths = [
-            x["path"] for x in rows.cast_column("image", datasets.Image(decode=False))["image"][:]
-        ]
-        folders = [
-            re.fullmatch(r"(\d+)_(.+)", os.path.relpath(path, source).split(os.sep)[0])
-            for path in paths
-        ]
-        if not any(folders):
+        images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
+        folders = [os.path.relpath(image["path"], source).split(os.sep)[0] for image in images]
+        matches = [re.fullmatch(r"(\d+)_(.+)", folder) for folder in folders]
+        if not any(matches):
             fail(f"--folder_repeats: {source} has no folder that is named like 10_name")
-        repeats = [int(folder[1]) if folder else 1 for folder in folders]
-        names = [folder[2] if folder else prompt for folder in folders]
+        repeats = [int(match[1]) if match else 1 for match in matches]
+        captions = [match[2] if match else prompt for match in matches]
     elif prompt is None:
         return rows
-    captions = rows[column][:] if column in rows.features else [None] * len(rows)
-    captions = [
-        name if caption is None else caption for name, caption in zip(names, captions, strict=True)
-    ]
+    if column in rows.features:
+        pairs = zip(captions, rows[column][:], strict=True)
+        captions = [other if caption is None else caption for other, caption in pairs]
     if prompt is not None and prompt not in captions:
         fail(f"--instance_prompt does nothing: all images of {source} have captions")
     rows = rows.remove_columns([column] if column in rows.features else [])
-    fingerprint = hashlib.sha256(
-        json.dumps([rows._fingerprint, captions, repeats]).encode()
-    ).hexdigest()[:16]
+    content = json.dumps([rows._fingerprint, captions, repeats])
+    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
     rows = rows.add_column(column, captions, new_fingerprint=fingerprint)
     return rows.select(np.repeat(np.arange(len(rows)), repeats), new_fingerprint=fingerprint)

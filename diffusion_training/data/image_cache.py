@@ -29,7 +29,8 @@ def cache_batch(
 
     Rows that can't be decoded are printed and left out.
     """
-    images, threads = [], torch.get_num_threads()
+    images = []
+    threads = torch.get_num_threads()
     # OpenMP does not survive the fork of `map`, and there is a process per core
     torch.set_num_threads(1)
     for row, source in zip(indices, batch[column], strict=True):
@@ -62,25 +63,25 @@ def cache_images(
         "resolution": args.resolution,
         "center_crop": args.center_crop,
         "channels": channels,
+        "min_size": args.min_size,
     }
-    settings["min_size"] = args.min_size
-    # 3: the version of this layout
-    key = hashlib.sha256(json.dumps([3, rows._fingerprint, settings]).encode()).hexdigest()[:16]
-    folder = Path(args.output_dir) / "image_cache"
-    (folder / key).mkdir(parents=True, exist_ok=True)
-    size = datasets.List(datasets.Value("int32"), length=3)
+    content = json.dumps([3, rows._fingerprint, settings])  # 3: the version of this layout
+    key = hashlib.sha256(content.encode()).hexdigest()[:16]
+    parent = Path(args.output_dir) / "image_cache"
+    folder = parent / key
+    folder.mkdir(parents=True, exist_ok=True)
     image = {
         "bytes": datasets.Value("large_binary"),
         "path": datasets.Value("string"),
-        "size": size,
+        "size": datasets.List(datasets.Value("int32"), length=3),
     }
     # the first process to get the lock writes the cache, the others find it complete
-    with FileLock(folder / f"{key}.lock"):
-        whole = folder / f"{key}.json"
-        if not whole.exists() or json.loads(whole.read_text()) != checksum_files(folder / key):
-            whole.unlink(missing_ok=True)
-            delete(folder / key)  # left by a killed run, or changed since it was written
-            (folder / key).mkdir()
+    with FileLock(parent / f"{key}.lock"):
+        record = parent / f"{key}.json"  # the checksums; it exists once the cache is whole
+        if not record.exists() or json.loads(record.read_text()) != checksum_files(folder):
+            record.unlink(missing_ok=True)
+            delete(folder)  # left by a killed run, or changed since it was written
+            folder.mkdir()
         cached = rows.map(
             cache_batch,
             with_indices=True,
@@ -89,14 +90,14 @@ def cache_images(
             writer_batch_size=64,
             fn_kwargs=settings,
             features=datasets.Features({column: image}),
-            cache_file_name=str(folder / key / "rows.arrow"),
+            cache_file_name=str(folder / "rows.arrow"),
             new_fingerprint=key,
             num_proc=num_workers if num_workers > 1 else None,
             desc="Caching images",
         )
-        if not whole.exists():
-            with saving(folder, "the cache of images") as unfinished:
-                (unfinished / whole.name).write_text(json.dumps(checksum_files(folder / key)))
-    if len(cached) == 0:
+        if not record.exists():
+            with saving(parent, "the cache of images") as unfinished:
+                (unfinished / record.name).write_text(json.dumps(checksum_files(folder)))
+    if not len(cached):
         fail(f"none of the {len(rows)} images could be decoded")
     return cached, len(rows) - len(cached)

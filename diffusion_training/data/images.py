@@ -78,68 +78,65 @@ def decode_image(
         )
     check_scans(image, data)
     orientation = read_orientation(image)  # only Pillow decides what is rotated
-    if (
-        decode_jpeg
-        and image.format in ("JPEG", "MPO")
-        and image.mode in ("L", "RGB")
-        and not keep_precision
-    ):
-        if orientation == 1:
-            # torchcodec would also rotate by APP1 data that Pillow does not accept as EXIF. So all
-            # APP1 markers before the tables are changed to APP13.
-            head, mark, rest = data.partition(b"\xff\xdb")
-            # Pillow reads some files that torchcodec can't, and names the fault of the others
-            with contextlib.suppress(RuntimeError):
-                plain = head.replace(b"\xff\xe1", b"\xff\xed") + mark + rest
-                return decode_jpeg(plain, mode="GRAY" if channels == 1 else "RGB")
+    is_jpeg = image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB")
+    if decode_jpeg and is_jpeg and orientation == 1 and not keep_precision:
+        # torchcodec would also rotate by APP1 data that Pillow does not accept as EXIF. So all APP1
+        # markers before the tables are changed to APP13.
+        head, mark, rest = data.partition(b"\xff\xdb")
+        plain = head.replace(b"\xff\xe1", b"\xff\xed") + mark + rest
+        # Pillow reads some files that torchcodec can't, and names the fault of the others
+        with contextlib.suppress(RuntimeError):
+            return decode_jpeg(plain, mode="GRAY" if channels == 1 else "RGB")
     if orientation != 1:
         ImageOps.exif_transpose(image, in_place=True)
     if is_deep_grey(image):
         pixels = torch.from_numpy(read_deep_grey(image)).expand(channels, -1, -1)
         return pixels.contiguous() if keep_precision else (pixels * 255).round().byte()
-    image, mode = lay_on_white(image), "L" if channels == 1 else "RGB"
-    image = image if image.mode == mode else image.convert(mode)  # convert always copies
-    pixels = torch.from_numpy(np.array(image).reshape(image.height, image.width, channels)).permute(
-        2, 0, 1
-    )
+    image = lay_on_white(image)
+    mode = "L" if channels == 1 else "RGB"
+    if image.mode != mode:  # else `convert` would copy the image for nothing
+        image = image.convert(mode)
+    values = np.array(image).reshape(image.height, image.width, channels)
+    pixels = torch.from_numpy(values).permute(2, 0, 1)
     return pixels.float() / 255 if keep_precision else pixels
 
 
 def plan_crop(
-    height: int, width: int, target: Sequence[int], place: tuple[float, float]
+    height: int, width: int, target: Sequence[int], position: tuple[float, float]
 ) -> tuple[int, int, int, int]:
     """The largest part of an image with the aspect ratio of a `target` (height, width).
 
-    `place` is the position (y, x) of the crop in [0, 1], (0.5, 0.5) for the centre. Returns (top,
-    left, height, width).
+    `position` is that of the crop, (y, x) in [0, 1], (0.5, 0.5) for the centre. Returns (top, left,
+    height, width).
     """
     rows = min(height, max(1, round(width * target[0] / target[1])))
     columns = min(width, max(1, round(height * target[1] / target[0])))
-    return round((height - rows) * place[0]), round((width - columns) * place[1]), rows, columns
+    top = round((height - rows) * position[0])
+    left = round((width - columns) * position[1])
+    return top, left, rows, columns
 
 
 def shrink(
     image: torch.Tensor,
     target: int | Sequence[int],
-    place: tuple[float, float] | None = None,
+    position: tuple[float, float] | None = None,
     interpolation: str = "bicubic",
 ) -> torch.Tensor:
     """Crop an image [C, H, W] with `plan_crop` and resize it to `target` (height, width).
 
     It is antialiased and keeps its dtype. If `target` is a number, it is the side of a square.
-    Without a `place` the number is the short side, and the image is cropped only to a ratio of 4 :
-    1. The crop comes first, because a long strip that is resized whole may not fit into memory.
+    Without a `position` the number is the short side, and the image is cropped only to a ratio of
+    4 : 1. The crop comes first, because a long strip that is resized whole may not fit into memory.
     """
     height, width = image.shape[-2:]
     size = [target, target] if isinstance(target, int) else list(target)
-    if place is None:
+    if position is None:
         size = size[:1]
         image = TF.center_crop(image, [min(height, 4 * width), min(width, 4 * height)])
     else:
-        image = TF.crop(image, *plan_crop(height, width, size, place))
-    image = TF.resize(
-        image, size, interpolation=TF.InterpolationMode(interpolation), antialias=True
-    )
+        image = TF.crop(image, *plan_crop(height, width, size, position))
+    mode = TF.InterpolationMode(interpolation)
+    image = TF.resize(image, size, interpolation=mode, antialias=True)
     return image.clamp(0, 1) if image.is_floating_point() else image
 
 

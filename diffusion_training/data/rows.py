@@ -9,7 +9,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import fsspec
@@ -21,9 +21,9 @@ from fsspec.implementations.local import LocalFileSystem
 from diffusion_training.arguments import list_values
 from diffusion_training.data.folders import (
     add_captions,
+    apply_folder_flags,
     find_source,
     has_caption_files,
-    take_folders,
 )
 from diffusion_training.data.images import name_image
 from diffusion_training.data.streams import identify_stream
@@ -32,131 +32,165 @@ from diffusion_training.errors import explained, fail, passing_rows_faults, prin
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
 
-def load_rows(
-    args: Namespace, streaming: bool = False, others: Iterable[str] = ()
-) -> tuple[Rows, str]:
-    """Open the data set. Returns (its rows, the name of the column of images).
+class ImageRows(NamedTuple):
+    """The rows of a data set, with images left undecoded as {"bytes", "path"}."""
 
-    Images are left undecoded, as {"bytes", "path"}. `others` are further columns to read, or lists
-    of them. All other columns are not read, since they may be images too.
+    rows: Rows
+    column: str  # of the images
+    mask_column: str | None = None
+
+
+def load_rows(args: Namespace, streaming: bool = False, others: Iterable[Any] = ()) -> ImageRows:
+    """Open the data set. `others` are further columns to read, or lists of them.
+
+    All other columns are not read, since they may be images too.
     """
     source = find_source(args)
     if getattr(args, "bucket_no_upscale", False) and not args.bucket_step:
         fail("--bucket_no_upscale is for images of several sizes: give --bucket_step as well")
     extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
-    captions = has_caption_files(source, extension)
-    with explained(f"{source} can't be loaded as a data set"):
-        with listed_once():
-            # "imagefolder", or the lines of the captions might be loaded as a data set of text
-            builder = datasets.load_dataset_builder(
-                "imagefolder" if captions else source,
-                args.dataset_config_name,
-                data_dir=source if captions else None,
-                cache_dir=args.cache_dir,
-            )
-        if not streaming:
-            builder.download_and_prepare()
-        rows = (builder.as_streaming_dataset if streaming else builder.as_dataset)(
-            split=args.dataset_split
-        )
-    rows = put_masks_beside(rows, args)
-    masks = [args.mask_column] if getattr(args, "mask_column", None) else []
-    caption_column = getattr(args, "caption_column", None)
-    others = [*dict.fromkeys([*(name for one in others for name in list_values(one)), *masks])]
-    if captions and caption_column in others and caption_column not in rows.features:
+    has_captions = has_caption_files(source, extension)
+    builder, rows = open_builder(source, has_captions, streaming, args)
+    rows, mask_column = put_masks_beside(rows, args)
+    caption_column: Any = getattr(args, "caption_column", None)
+    wanted = [name for names in others for name in list_values(names)]
+    wanted += [mask_column] if mask_column else []
+    wanted = [*dict.fromkeys(wanted)]
+    if has_captions and caption_column in wanted and caption_column not in rows.features:
         if streaming:
             fail(
                 f"{source} has captions in files beside the images, which a stream passes by: "
                 "leave --streaming out"
             )
         rows = add_captions(rows, caption_column, extension)
-    if caption_column in others and not streaming:
-        rows = take_folders(rows, caption_column, args)
+    if caption_column in wanted and not streaming:
+        rows = apply_folder_flags(rows, caption_column, args)
     features = rows.features or {}
-    columns = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    column = args.image_column or (
-        "image" if "image" in features or len(columns) != 1 else columns[0]
-    )
-    if column not in features:
-        fail(
-            f"{source} has no column {column!r} but {', '.join(features)}: "
-            "choose with --image_column"
-        )
-    if found := [
-        name for name in list_values(caption_column) if name in others and name in columns
-    ]:
-        fail(f"column {found[0]!r} of {source} holds images: choose another --caption_column")
-    for name in others:
-        if name not in features:
-            beside = "choose with --caption_column, put captions beside the images "
-            beside += f"(photo{extension} for photo.jpg), or give all one with --instance_prompt"
-            turn = "choose with --mask_column" if name in masks else beside
-            fail(f"{source} has no column {name!r} but {', '.join(features)}: {turn}")
+    column = choose_image_column(source, features, wanted, mask_column, extension, args)
+    image_columns = list_image_columns(features)
     with explained(f"column {column!r} of {source} can't be read as images"):
-        for name in dict.fromkeys([column, *masks, *(name for name in others if name in columns)]):
+        for name in dict.fromkeys([column, *wanted]):
+            if name not in (column, mask_column) and name not in image_columns:
+                continue
             # Plain bytes and paths become images too. This must not change the fingerprint, because
             # existing caches refer to it.
-            same = {} if streaming or name in columns else {"new_fingerprint": rows._fingerprint}
-            rows = rows.cast_column(name, datasets.Image(decode=False), **same)
+            keep = not streaming and name not in image_columns
+            options = {"new_fingerprint": rows._fingerprint} if keep else {}
+            rows = rows.cast_column(name, datasets.Image(decode=False), **options)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
-        say_unused(source, builder, rows, args.dataset_split)
+        report_unused(source, builder, rows, args.dataset_split)
+    if args.max_train_samples is not None:
+        if not streaming:
+            rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
+        else:  # the first ones: a shuffled stream would give others in each epoch
+            rows = rows.take(args.max_train_samples)
+    rows = rows.select_columns([column, *wanted])
     if streaming:
         # otherwise the device waits 5 s after each pass
         datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
-    if args.max_train_samples is not None and streaming:
-        # the first ones: a shuffled stream would give others in each epoch
-        rows = rows.take(args.max_train_samples)
-    elif args.max_train_samples is not None:
-        rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
-    rows = rows.select_columns([column, *others])
-    if streaming:
         rows._fingerprint = identify_stream(
-            builder, args.dataset_split, column, others, args.max_train_samples
+            builder, args.dataset_split, column, wanted, args.max_train_samples
         )
     elif len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
-    return rows, column
+    return ImageRows(rows, column, mask_column)
 
 
-def put_masks_beside(rows: Rows, args: Namespace) -> Rows:
+def open_builder(
+    source: str, has_captions: bool, streaming: bool, args: Namespace
+) -> tuple[datasets.DatasetBuilder, Rows]:
+    """The builder of a data set, and its rows as it gives them."""
+    with explained(f"{source} can't be loaded as a data set"):
+        with listed_once():
+            # "imagefolder", or the lines of the captions might be loaded as a data set of text
+            builder = datasets.load_dataset_builder(
+                "imagefolder" if has_captions else source,
+                args.dataset_config_name,
+                data_dir=source if has_captions else None,
+                cache_dir=args.cache_dir,
+            )
+        if streaming:
+            return builder, builder.as_streaming_dataset(split=args.dataset_split)
+        builder.download_and_prepare()
+        return builder, builder.as_dataset(split=args.dataset_split)
+
+
+def list_image_columns(features: Any) -> list[str]:
+    return [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+
+
+def choose_image_column(
+    source: str,
+    features: Any,
+    wanted: list[str],
+    mask_column: str | None,
+    extension: str,
+    args: Namespace,
+) -> str:
+    """The column of images. Stops with an error if it, or one of the wanted columns, is missing."""
+    columns = list_image_columns(features)
+    column = args.image_column
+    if column is None:
+        column = columns[0] if len(columns) == 1 and "image" not in features else "image"
+    known = ", ".join(features)
+    if column not in features:
+        fail(f"{source} has no column {column!r} but {known}: choose with --image_column")
+    for name in list_values(getattr(args, "caption_column", None)):
+        if name in wanted and name in columns:
+            fail(f"column {name!r} of {source} holds images: choose another --caption_column")
+    for name in wanted:
+        if name not in features:
+            turn = (
+                "choose with --caption_column, put captions beside the images "
+                f"(photo{extension} for photo.jpg), or give all one with --instance_prompt"
+            )
+            if name == mask_column:
+                turn = "choose with --mask_column"
+            fail(f"{source} has no column {name!r} but {known}: {turn}")
+    return column
+
+
+def is_mask(path: str | None) -> bool:
+    """Whether a file is a mask that lies beside an image."""
+    return (path or "").endswith(".mask.png")
+
+
+def put_masks_beside(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     """Take masks (photo.mask.png beside photo.jpg) out of a folder's rows.
 
     They are added as a column "mask" if the script has --mask_column and it is not set, or set to
-    "mask"; args.mask_column is then "mask". The fingerprint of the rows depends on them.
+    "mask". Returns (the rows, the column of masks or None). The fingerprint of the rows depends on
+    the masks.
     """
-    is_mask = lambda name: (name or "").endswith(".mask.png")  # noqa: E731
     source = find_source(args)
+    mask_column = getattr(args, "mask_column", None)
+    may_add = "mask_column" in args and mask_column in (None, "mask")
     if not isinstance((rows.features or {}).get("image"), datasets.Image):
-        return rows
+        return rows, mask_column
     if isinstance(rows, datasets.IterableDataset):
-        if getattr(args, "mask_column", "") is None and any(Path(source).rglob("*.mask.png")):
+        if may_add and mask_column is None and any(Path(source).rglob("*.mask.png")):
             fail(
                 f"{source} has masks beside the images, which a stream passes by: "
                 "leave --streaming out"
             )
         rows = rows.cast_column("image", datasets.Image(decode=False))
-        return rows.filter(lambda item: not is_mask(item["image"]["path"])).cast_column(
-            "image", datasets.Image()
-        )
+        rows = rows.filter(lambda item: not is_mask(item["image"]["path"]))
+        return rows.cast_column("image", datasets.Image()), mask_column
     paths = pc.struct_field(rows.data["image"], "path").to_pylist()
     if any(map(is_mask, paths)):  # there are none if a metadata file names the images
         rows = rows.select([row for row, path in enumerate(paths) if not is_mask(path)])
-    if getattr(args, "mask_column", "") not in (None, "mask") or "mask" in rows.features:
-        return rows
-    if masks := {os.path.abspath(path): path.stat() for path in Path(source).rglob("*.mask.png")}:
-        beside = [
-            os.path.splitext(os.path.abspath(path))[0] + ".mask.png"
-            for path in paths
-            if not is_mask(path)
-        ]
-        content = [
-            rows._fingerprint,
-            *(f"{path} {stat.st_mtime_ns} {stat.st_size}" for path, stat in masks.items()),
-        ]
-        fingerprint = hashlib.sha256(json.dumps(sorted(content)).encode()).hexdigest()[:16]
-        found = [path if path in masks else None for path in beside]
-        rows, args.mask_column = rows.add_column("mask", found, new_fingerprint=fingerprint), "mask"
-    return rows
+    masks = {}
+    if may_add and "mask" not in rows.features:
+        masks = {os.path.abspath(path): path.stat() for path in Path(source).rglob("*.mask.png")}
+    if not masks:
+        return rows, mask_column
+    stems = [os.path.splitext(os.path.abspath(path))[0] for path in paths if not is_mask(path)]
+    beside = [f"{stem}.mask.png" for stem in stems]
+    content = [f"{path} {stat.st_mtime_ns} {stat.st_size}" for path, stat in masks.items()]
+    content = json.dumps(sorted([rows._fingerprint, *content]))
+    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+    column = [path if path in masks else None for path in beside]
+    return rows.add_column("mask", column, new_fingerprint=fingerprint), "mask"
 
 
 @contextlib.contextmanager
@@ -173,44 +207,45 @@ def listed_once() -> Iterator[None]:
         LocalFileSystem.find = find
 
 
-def say_unused(folder: str, builder: datasets.DatasetBuilder, rows: Rows, split: str) -> None:
+def report_unused(folder: str, builder: datasets.DatasetBuilder, rows: Rows, split: str) -> None:
     """Print which files of a folder are not in the data set; `datasets` omits them silently."""
-    # only the builder of image folders has extensions
-    used, images = [], getattr(builder, "EXTENSIONS", ())
-    # the rows of a stream are not known in advance
-    images = () if isinstance(rows, datasets.IterableDataset) else images
+    # only the builder of image folders has extensions; a stream's rows are not known in advance
+    images = getattr(builder, "EXTENSIONS", ())
+    if isinstance(rows, datasets.IterableDataset):
+        images = ()
+    used = []
     for name, paths in (builder.config.data_files or {}).items():
         used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
     for name in rows.features if images else ():  # images that metadata names, or all, and masks
         if isinstance(rows.features[name], datasets.Image):
             used += filter(None, pc.struct_field(rows.data[name], "path").to_pylist())
     real = functools.cache(os.path.realpath)
-    used = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
-    # whether os.walk does not enter a folder
-    shut = lambda path: os.path.islink(path) or not os.access(path, os.R_OK | os.X_OK)  # noqa: E731
-    walk = os.walk(real(folder))
-    walk = (
-        (place, names + [name for name in folders if shut(f"{place}/{name}")])
-        for place, folders, names in walk
-    )
-    found = [os.path.join(place, name) for place, names in walk for name in names]
-    meant = ("/.", "/__download__/")  # hidden files, and what download_images.py keeps for itself
-    found = [
-        path for path in found if not any(part in path.removeprefix(real(folder)) for part in meant)
-    ]
-    unused = sorted(path for path in found if path not in used)
+    known = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
+    files = list_files_of_folder(real(folder))
+    unused = sorted(path for path in files if path not in known)
     if unused:
-        kinds = collections.Counter(
-            Path(path).suffix.lower() or "no suffix" for path in unused
-        ).most_common(5)
-        kinds = ", ".join(f"{count} {kind}" for kind, count in kinds)
-        named = os.path.relpath(unused[0], real(folder))
-        print(
-            printable(
-                f"{folder}: {len(unused)} of {len(found)} files are not used ({kinds}), "
-                f"such as {named}"
-            )
+        suffixes = [Path(path).suffix.lower() or "no suffix" for path in unused]
+        kinds = collections.Counter(suffixes).most_common(5)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        example = os.path.relpath(unused[0], real(folder))
+        sentence = (
+            f"{folder}: {len(unused)} of {len(files)} files are not used ({counts}), "
+            f"such as {example}"
         )
+        print(printable(sentence))
+
+
+def list_files_of_folder(root: str) -> list[str]:
+    """The files in a folder and folders that can't be entered, but neither hidden nor our own."""
+    files = []
+    for folder, folders, names in os.walk(root):
+        for name in folders:
+            path = f"{folder}/{name}"
+            if os.path.islink(path) or not os.access(path, os.R_OK | os.X_OK):
+                names.append(name)
+        files += [os.path.join(folder, name) for name in names]
+    own = ("/.", "/__download__/")  # what download_images.py keeps for itself
+    return [path for path in files if not any(part in path.removeprefix(root) for part in own)]
 
 
 def read_items(rows: Rows, keys: list[tuple]) -> list[dict]:
@@ -221,9 +256,8 @@ def read_items(rows: Rows, keys: list[tuple]) -> list[dict]:
     if len(keys[0]) == 4:  # streamed: the key holds the row itself
         return [item for _, _, _, item in keys]
     columns = rows[[key[1] for key in keys]]
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    rows_of_values = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, values, strict=True)) for values in rows_of_values]
 
 
 class RowDataset(torch.utils.data.Dataset):
@@ -231,9 +265,11 @@ class RowDataset(torch.utils.data.Dataset):
 
     sizes: Any = None  # of each row, int [rows, 2], if they differ
 
-    def __init__(self, rows: Rows, column: str, args: Namespace) -> None:
-        self.rows, self.column, self.args = rows, column, args
-        self.fingerprint = getattr(rows, "_fingerprint", "a stream")
+    def __init__(self, images: ImageRows, source: str, shuffle_buffer: int = 0) -> None:
+        self.rows, self.column, _ = images
+        self.source = source  # of `find_source`
+        self.shuffle_buffer = shuffle_buffer  # of a stream
+        self.fingerprint = getattr(self.rows, "_fingerprint", "a stream")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -247,8 +283,9 @@ class RowDataset(torch.utils.data.Dataset):
         if self.rows._indices is not None:  # drawn by --max_train_samples
             paths = [paths[i] for i in self.rows._indices.column(0).to_pylist()]
         names = [name_image(row, {"path": path}) for row, path in enumerate(paths)]
-        folder = find_source(self.args)
-        return [os.path.relpath(name, folder) if os.path.isabs(name) else name for name in names]
+        return [
+            os.path.relpath(name, self.source) if os.path.isabs(name) else name for name in names
+        ]
 
     def digest(self, row: int) -> str:
         """A hash of a row's content: its text, and the bytes of its images.

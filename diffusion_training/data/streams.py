@@ -96,24 +96,22 @@ class StreamedRows:
         cache: dict[str, Any],
         records: dict[str, Any],
     ) -> None:
-        self.rows, self.folder, self.per_shard = (
-            rows,
-            output_dir / "unfinished",
-            cache["rows_per_shard"],
-        )
+        self.rows = rows
+        self.folder = output_dir / "unfinished"
+        self.per_shard = cache["rows_per_shard"]
         # known if the cache was complete before
         self.total = cache["rows"] + cache["skipped"] if "rows" in cache else None
-        self.places: dict[int, dict] = {}
+        self.states = {}  # those of the stream at the ends of shards
         numbers = [int(name.removeprefix("data-").removesuffix(".arrow")) + 1 for name in records]
         total = self.find_total()
-        self.count, self.ended = (
-            total or self.per_shard * max(numbers, default=0),
-            total is not None,
-        )
+        self.ended = total is not None
+        self.count = total or self.per_shard * max(numbers, default=0)
 
     def find_total(self) -> int | None:
         """Return the number of rows, or None if no process has read the stream to its end."""
-        return next(self.read_all("rows.json"), None) if self.total is None else self.total
+        if self.total is not None:
+            return self.total
+        return next(self.read_all("rows.json"), None)
 
     def read_all(self, names: str) -> Iterator[Any]:
         """Yield the contents of small JSON files, and skip those that are damaged."""
@@ -122,29 +120,32 @@ class StreamedRows:
                 yield json.loads(path.read_text())
 
     def keys(
-        self, missing: dict[int, int], many: int, rank: int, num_processes: int
+        self, missing: dict[int, int], batch_size: int, rank: int, num_processes: int
     ) -> Iterator[list[tuple[int, int, None, dict]]]:
         """Yield batches of keys (0, row, None, item) for the rows that this process must encode.
 
-        A batch has `many` rows, or fewer at the end of a shard. The rows are those of the `missing`
-        shards, {first row: row after the last}, and those of every `num_processes`-th shard beyond
-        `count`. It skips other rows, and starts at the last saved place before the first row.
+        A batch has `batch_size` rows, or fewer at the end of a shard. The rows are those of the
+        `missing` shards, {first row: row after the last}, and those of every `num_processes`-th
+        shard beyond `count`. It skips other rows, and starts at the last saved position before the
+        first row.
         """
         if self.ended and not missing:
             return
-        first = min([*missing] if self.ended else [*missing, self.count])
-        start, last = self.find_place(first), max(missing.values(), default=0)
-        row, batch = start - 1, []
+        start = self.seek(min(missing if self.ended else [*missing, self.count]))
+        last = max(missing.values(), default=0)
+        row = start - 1
+        batch = []
         try:
             for row, item in enumerate(self.rows, start):
-                shard, place = divmod(row, self.per_shard)
+                shard, offset = divmod(row, self.per_shard)
                 beyond = row >= self.count and not self.ended and shard % num_processes == rank
-                if beyond or row - place in missing:
+                if beyond or row - offset in missing:
                     batch.append((0, row, None, item))
-                    if len(batch) == many or place == self.per_shard - 1:
-                        if place == self.per_shard - 1:
-                            # before the yield: the caller may finish the shard right after it
-                            self.places[shard] = self.rows.state_dict()
+                    ends_shard = offset == self.per_shard - 1
+                    if ends_shard:
+                        # before the yield: the caller may finish the shard right after it
+                        self.states[shard] = self.rows.state_dict()
+                    if ends_shard or len(batch) == batch_size:
                         yield batch
                         batch = []
                 if self.ended and row + 1 == last:
@@ -167,34 +168,31 @@ class StreamedRows:
             )
         write_file(self.folder / "rows.json", json.dumps(row + 1))
 
-    def find_place(self, first: int) -> int:
-        """Move the stream to the last saved place that is not beyond row `first`.
+    def seek(self, first: int) -> int:
+        """Move the stream to the last saved position that is not beyond row `first`.
 
         Returns the number of the next row.
         """
-        # a state is only valid for the version of `datasets` that saved it
-        version, places = datasets.__version__, self.read_all("place-*.json")
-        places = [
-            place for place in places if place["row"] <= first and place["datasets"] == version
-        ]
-        if not places:
-            return 0
-        place = max(places, key=lambda place: place["row"])
-        self.rows.load_state_dict(place["state"])
-        return place["row"]
+        row = 0
+        state = None
+        for saved in self.read_all("place-*.json"):
+            # a state is only valid for the version of `datasets` that saved it
+            if saved["datasets"] == datasets.__version__ and row < saved["row"] <= first:
+                row = saved["row"]
+                state = saved["state"]
+        if row:
+            self.rows.load_state_dict(state)
+        return row
 
     def keep_place(self, shard: int, rank: int) -> int:
-        """Save the place where a finished shard ends, so that a resumed run reads no earlier file.
+        """Save where a finished shard ends, so that a resumed run reads no earlier file.
 
         Returns the number of rows to which skipped rows are compared: all rows, or if their number
         is not known, the rows so far. In that case it is at least 10,000, because the first rows
         may be the worst.
         """
-        if state := self.places.pop(shard, None):
-            place = {
-                "row": (shard + 1) * self.per_shard,
-                "datasets": datasets.__version__,
-                "state": state,
-            }
-            write_file(self.folder / f"place-{rank}.json", json.dumps(place), lasting=False)
-        return self.count if self.ended else max((shard + 1) * self.per_shard, 10_000)
+        row = (shard + 1) * self.per_shard
+        if state := self.states.pop(shard, None):
+            position = {"row": row, "datasets": datasets.__version__, "state": state}
+            write_file(self.folder / f"place-{rank}.json", json.dumps(position), lasting=False)
+        return self.count if self.ended else max(row, 10_000)

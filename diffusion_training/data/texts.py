@@ -6,19 +6,31 @@ drawn, or all are kept.
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from diffusion_training.arguments import SWITCH, OneOrMore, list_values, number
+from diffusion_training.data.transforms import Transform
 from diffusion_training.order import draw_caption, step_seed
 
 # a row's caption, or the list of all its captions, with None for a missing one
 Text: TypeAlias = Any
 
 
+@dataclass(frozen=True)
+class CaptionChoice:
+    """Which caption of an image an epoch takes, and in which order its tags come."""
+
+    seed: int
+    weights: list[float] | None  # of several captions
+    shuffle: bool = False
+    num_kept: int = 0  # tags at the front that stay in place
+
+
 def add_caption_flags(add: Callable[..., Any]) -> None:
-    """Add the flags for the source of captions, which `take_text` and `list_captions` read."""
+    """Add the flags for the source of captions, which `draw_text` and `list_captions` read."""
     several = {"nargs": "+", "action": OneOrMore, "default": "text"}
     add(
         "--caption_column",
@@ -49,10 +61,7 @@ def add_tag_flags(add: Callable[..., Any]) -> None:
 
 
 def check_captions(parser: ArgumentParser, args: Namespace) -> None:
-    """Stop with an error if the caption flags do not fit together.
-
-    Several caption columns get equal --caption_weights by default.
-    """
+    """Stop with an error if the caption flags do not fit together."""
     if vars(args).get("keep_tokens") and not args.shuffle_caption:
         parser.error("--keep_tokens does nothing without --shuffle_caption")
     if vars(args).get("text_cache") == "ids" and args.clip_skip:
@@ -62,55 +71,59 @@ def check_captions(parser: ArgumentParser, args: Namespace) -> None:
         )
     if not isinstance(args.caption_column, list):
         return
-    args.caption_weights = args.caption_weights or [1.0] * len(args.caption_column)
-    if len(args.caption_weights) != len(args.caption_column):
+    num_weights = len(weigh_captions(args) or [])
+    if num_weights != len(args.caption_column):
         parser.error(
-            f"--caption_weights: {len(args.caption_weights)} for {len(args.caption_column)} "
-            "--caption_column"
+            f"--caption_weights: {num_weights} for {len(args.caption_column)} --caption_column"
         )
     for name in ("instance_prompt", "folder_repeats"):
         if getattr(args, name):
             parser.error(f"--{name} is for one --caption_column, of which it fills the gaps")
 
 
-def take_text(item: dict, choice: float, args: Namespace) -> str:
+def weigh_captions(args: Namespace) -> list[float] | None:
+    """Return --caption_weights; several caption columns have equal ones by default."""
+    if args.caption_weights is None and isinstance(args.caption_column, list):
+        return [1.0] * len(args.caption_column)
+    return args.caption_weights
+
+
+def draw_text(item: dict, choice: float, transform: Transform) -> str:
     """Return the caption of a row; `choice` in [0, 1) picks one from a list.
 
     Raises ValueError if there is none.
     """
-    text = item[args.caption_column]
+    text = item[transform.caption_column]
     if isinstance(text, list) and text:
         text = text[int(choice * len(text))]
     if not isinstance(text, str):
         raise ValueError(f"the caption is {text!r:.60}")
-    if args.skip_empty_captions and not text.strip():
+    if transform.skip_empty_captions and not text.strip():
         raise ValueError("the caption is empty")
     return text
 
 
-def list_captions(item: dict, args: Namespace) -> list[str | None]:
+def list_captions(item: dict, transform: Transform) -> list[str | None]:
     """Return the captions of a row, one for each of --caption_weights, with None for a missing one.
 
     Raises ValueError if their number is wrong, if one is not a string, or if all are missing.
     """
-    texts, count = (
-        [item[name] for name in list_values(args.caption_column)],
-        len(args.caption_weights),
-    )
+    texts = [item[name] for name in list_values(transform.caption_column)]
+    count = len(transform.caption_weights or [])
     if len(texts) == 1 and isinstance(texts[0], list):
         texts = texts[0] + [None] * (count - len(texts[0]))
     if len(texts) != count:
         raise ValueError(f"it has captions for {len(texts)} of {count} --caption_weights")
     if wrong := [text for text in texts if not isinstance(text, str | None)]:
         raise ValueError(f"the caption is {wrong[0]!r:.60}")
-    if args.skip_empty_captions:
+    if transform.skip_empty_captions:
         texts = [text if text and text.strip() else None for text in texts]
     if not any(text is not None for text in texts):
         raise ValueError("it has no caption")
     return texts
 
 
-def choose_caption(text: Text, epoch: int | None, row: int, args: Namespace) -> str:
+def choose_caption(text: Text, epoch: int | None, row: int, choice: CaptionChoice) -> str:
     """Return the caption that a trainer uses for a row in an epoch.
 
     One caption of a list (see `list_captions`) is drawn by the weights. --shuffle_caption shuffles
@@ -118,16 +131,12 @@ def choose_caption(text: Text, epoch: int | None, row: int, args: Namespace) -> 
     stay in place. A held-out row, with epoch None, always gets the same caption, not shuffled.
     """
     if isinstance(text, list):
-        text = text[
-            draw_caption(
-                args.seed, epoch, row, args.caption_weights, [one is not None for one in text]
-            )
-        ]
-    if vars(args).get("shuffle_caption") and epoch is not None:
+        exists = [caption is not None for caption in text]
+        text = text[draw_caption(choice.seed, epoch, row, choice.weights or (), exists)]
+    if choice.shuffle and epoch is not None:
         tags = [tag.strip() for tag in text.split(",")]
-        kept, rest = tags[: args.keep_tokens], tags[args.keep_tokens :]
-        order = np.random.default_rng(step_seed("tags", args.seed, epoch, row)).permutation(
-            len(rest)
-        )
-        text = ", ".join(kept + [rest[i] for i in order])
+        rest = tags[choice.num_kept :]
+        rng = np.random.default_rng(step_seed("tags", choice.seed, epoch, row))
+        shuffled = [rest[i] for i in rng.permutation(len(rest))]
+        text = ", ".join(tags[: choice.num_kept] + shuffled)
     return text

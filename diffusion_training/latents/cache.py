@@ -5,10 +5,9 @@ import hashlib
 import json
 import os
 import shutil
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,16 +25,16 @@ from diffusion_training.files import (
     digest_file,
     find_differences,
     fits,
+    lock_folder,
     name_unfinished,
-    take_folder,
     write_file,
     write_out,
 )
 from diffusion_training.latents.columns import EMPTY
-from diffusion_training.latents.plan import name_shard
+from diffusion_training.latents.passes import EncodedRows
+from diffusion_training.latents.plan import PlannedCache, name_shard
 from diffusion_training.latents.shards import list_by_columns, list_by_names
 
-Encoded = tuple[int, pa.RecordBatch, list[dict], dict]  # see `encode_all`
 # Size of a record batch. A trainer opens all batches of a cache; this script holds one in memory.
 BATCH_BYTES = 2**26
 RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
@@ -61,20 +60,21 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
     "encoded_again", "captions_cut", "skipped": [{"row", "key", "reason"}]}}). Raises ValueError if
     cache.json has been changed.
     """
-    cache, state = json.loads((output_dir / "cache.json").read_text()), output_dir / "state.json"
+    cache = json.loads((output_dir / "cache.json").read_text())
+    state = output_dir / "state.json"
     if state.exists() and json.loads(state.read_text())["_fingerprint"] != fingerprint_cache(cache):
         raise ValueError("cache.json is not as it was written")
     cache = list_by_names(cache)
     records = {name: {**record, "skipped": []} for name, record in cache.get("shards", {}).items()}
     if records:  # finished before: skipped rows are in one file
         for entry in map(json.loads, (output_dir / "skipped.jsonl").read_text().splitlines()):
-            records[name_shard(entry["row"] // cache["rows_per_shard"], cache)]["skipped"].append(
-                entry
-            )
+            shard = name_shard(entry["row"] // cache["rows_per_shard"], cache)
+            records[shard]["skipped"].append(entry)
     for path in output_dir.glob("unfinished/data-*.json"):
         # a shard whose record can't be read counts as missing
         with contextlib.suppress(ValueError):
-            if fits(record := json.loads(path.read_text()), RECORD):
+            record = json.loads(path.read_text())
+            if fits(record, RECORD):
                 records[path.stem] = record
     return cache, records
 
@@ -84,7 +84,9 @@ def write_batches(writer: Any, batches: list[pa.RecordBatch], checksums: xxhash.
 
     An empty batch would disturb programs that read batch by batch.
     """
-    for batch in pa.Table.from_batches(batches).combine_chunks().to_batches() if batches else ():
+    if not batches:
+        return
+    for batch in pa.Table.from_batches(batches).combine_chunks().to_batches():
         writer.write_batch(batch)
         checksums.update(batch["checksum"].to_numpy())
 
@@ -95,21 +97,23 @@ def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., No
 
     At the end the shard and its record are written completely. If anything fails, neither is.
     """
-    unfinished, record = (
-        name_unfinished(path),
-        {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []},
-    )
+    unfinished = name_unfinished(path)
+    record: dict[str, Any] = {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []}
     # of the rows' checksums; a trainer verifies shards and rows by them
     checksums = xxhash.xxh3_128()
     try:
         with contextlib.ExitStack() as stack:
-            file, writer, held = stack.enter_context(unfinished.open("wb")), None, []
+            file = stack.enter_context(unfinished.open("wb"))
+            writer = None
+            held: list[pa.RecordBatch] = []
 
-            def add(_: int, rows: pa.RecordBatch, skipped: list[dict], counts: dict) -> None:
+            def add(encoded: EncodedRows) -> None:
                 nonlocal writer
+                rows = encoded.rows
                 writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
                 held.append(rows)
-                for name, more in {"rows": len(rows), "skipped": skipped, **counts}.items():
+                added = {"rows": len(rows), "skipped": encoded.skipped, **encoded.counts}
+                for name, more in added.items():
                     record[name] += more
                 if sum(batch.nbytes for batch in held) >= BATCH_BYTES:
                     write_batches(writer, held, checksums)
@@ -118,11 +122,11 @@ def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., No
             yield record, add
             write_batches(writer, held, checksums)
         write_out(unfinished)
-        record["sha256"], record["checksums"] = digest_file(unfinished), checksums.hexdigest()
+        record["sha256"] = digest_file(unfinished)
+        record["checksums"] = checksums.hexdigest()
         unfinished.replace(path)
-        write_file(
-            path.parent / "unfinished" / f"{path.name}.json", json.dumps(record), lasting=False
-        )
+        record_path = path.parent / "unfinished" / f"{path.name}.json"
+        write_file(record_path, json.dumps(record), lasting=False)
     except OSError as error:
         fail(
             f"{path} could not be written ({error}); the same command goes on from what is whole",
@@ -138,53 +142,56 @@ def describe_damage(path: Path, records: dict[str, dict]) -> str | None:
         return None
     if any(entry["reason"].startswith("not read") for entry in records[path.name]["skipped"]):
         return "lacks rows that could not be read"
-    if (digest := digest_file(path)) != records[path.name]["sha256"]:
-        return "is damaged" if digest else "is gone"
-    return None
+    digest = digest_file(path)
+    if digest == records[path.name]["sha256"]:
+        return None
+    return "is damaged" if digest else "is gone"
 
 
 def check_skipped(skipped: list[dict], num_rows: int, max_skipped: float) -> None:
     """End the program if more rows were skipped than --max_skipped allows."""
     if len(skipped) > max_skipped * num_rows:
-        such = f"such as {skipped[-1]['key']} ({skipped[-1]['reason']})"
-        many = (
-            f"{len(skipped)} of {num_rows} rows could not be used, "
-            f"more than --max_skipped {max_skipped:g} allows"
-        )
         fail(
-            f"{many}, {such}; the same command goes on from here with a larger --max_skipped",
+            f"{len(skipped)} of {num_rows} rows could not be used, more than --max_skipped "
+            f"{max_skipped:g} allows, such as {skipped[-1]['key']} ({skipped[-1]['reason']}); "
+            "the same command goes on from here with a larger --max_skipped",
             alone=True,
         )
 
 
+class OpenCache(NamedTuple):
+    """A cache that is being made."""
+
+    lock: BaseFileLock | None  # None except on the first process
+    cache: dict[str, Any]  # cache.json
+    records: dict[str, dict[str, Any]]  # of the shards that are complete, by their names
+
+
 def open_cache(
-    accelerator: Accelerator, settings: dict, args: Namespace, folder: Path | None = None
-) -> tuple[BaseFileLock | None, dict, dict[str, dict]]:
+    accelerator: Accelerator, planned: PlannedCache, folder: Path | None = None
+) -> OpenCache:
     """Lock --output_dir, and open the cache in it or begin a new one.
 
-    `folder` is the local copy of the cache if --output_dir is elsewhere. Returns (the lock, which
-    is None except on the first process; then the results of `read_cache`).
+    `folder` is the local copy of the cache if --output_dir is elsewhere.
     """
+    name = planned.output_dir
     if folder is None:
-        check_output_dir(args)
-    output_dir, name = Path(folder or args.output_dir), args.output_dir
-    lock, decoder = None, describe_decoder()
+        check_output_dir(planned.flags)
+    output_dir = Path(folder or name)
+    settings = planned.settings
+    decoder = describe_decoder()
+    lock = None
     if accelerator.is_main_process:
-        lock = take_folder(output_dir, name, lambda names: "cache.json" in names, "latent cache")
+        lock = lock_folder(output_dir, name, lambda names: "cache.json" in names, "latent cache")
         with explained(f"--output_dir {name} can't be written to"):
             if not (output_dir / "cache.json").exists():
                 flags = {
-                    name: x
-                    for name, x in vars(args).items()
-                    if x is not None and name not in UNLIKE
+                    flag: value
+                    for flag, value in planned.flags.items()
+                    if value is not None and flag not in UNLIKE
                 }
-                described = {
-                    **settings,
-                    "decoder": decoder,
-                    "made_with": flags,
-                    "version": __version__,
-                }
-                write_file(output_dir / "cache.json", json.dumps(described, indent=1))
+                about = {"decoder": decoder, "made_with": flags, "version": __version__}
+                write_file(output_dir / "cache.json", json.dumps({**settings, **about}, indent=1))
             (output_dir / "unfinished").mkdir(exist_ok=True)
             for leftover in output_dir.rglob(".tmp-*"):  # left by a run that was killed
                 delete(leftover)
@@ -199,10 +206,8 @@ def open_cache(
         )
     if differences:
         fail(f"{name} holds another cache ({', '.join(differences)}): choose another --output_dir")
-    path, content = (
-        output_dir / "run.args",
-        os.fsencode(format_args(args, "precompute_latents.py", UNLIKE)),
-    )
+    path = output_dir / "run.args"
+    content = os.fsencode(format_args(planned.flags, "precompute_latents.py", UNLIKE))
     if accelerator.is_main_process and not (path.is_file() and path.read_bytes() == content):
         write_file(path, content)
     # this is no error, because JPEG decoders differ only by a grey level or two
@@ -210,7 +215,7 @@ def open_cache(
         accelerator.print(
             f"{name} was begun with {cache['decoder']}; its JPEGs are decoded with {decoder} now"
         )
-    return lock, cache, records
+    return OpenCache(lock, cache, records)
 
 
 def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skipped: float) -> dict:
@@ -220,29 +225,27 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
     of cache.json.
     """
     cache, records = read_cache(output_dir)
-    skipped = (entry for record in records.values() for entry in record.pop("skipped"))
-    skipped = sorted(skipped, key=lambda entry: entry["row"])
+    skipped = [entry for record in records.values() for entry in record.pop("skipped")]
+    skipped.sort(key=lambda entry: entry["row"])
     write_file(output_dir / "skipped.jsonl", "".join(json.dumps(entry) + "\n" for entry in skipped))
-    check_skipped(
-        skipped, len(skipped) + sum(record["rows"] for record in records.values()), max_skipped
-    )
+    num_rows = sum(record["rows"] for record in records.values())
+    check_skipped(skipped, len(skipped) + num_rows, max_skipped)
     for name, embeds in empty_prompt.items():
         path = output_dir / f"{EMPTY[name]}.npy"
         np.save(output_dir / f".tmp-{path.name}", embeds)
         (output_dir / f".tmp-{path.name}").replace(path)
         cache[f"{EMPTY[name]}_sha256"] = digest_file(path)
-    cache |= {
-        name: sum(record[name] for record in records.values())
-        for name in RECORD
-        if RECORD[name] is int
-    }
+    for name, kind in RECORD.items():
+        if kind is int:
+            cache[name] = sum(record[name] for record in records.values())
     cache["skipped"] = len(skipped)
     # by length first, so that 100000 comes after 99999
     cache["shards"] = dict(sorted(records.items(), key=lambda item: (len(item[0]), item[0])))
     # keys that `datasets` requires
     state: dict[str, Any] = dict.fromkeys(["_format_columns", "_format_type", "_split"])
     files = [{"filename": name} for name in cache["shards"]]
-    cache = cache if len(files) <= MANY else list_by_columns(cache)
+    if len(files) > MANY:
+        cache = list_by_columns(cache)
     state |= {
         "_format_kwargs": {},
         "_output_all_columns": False,

@@ -1,210 +1,175 @@
-"""Load, try, call and identify the VAE, and all encoders together."""
+"""VAEs, and all encoders together: loaded, tried, called, and described for a cache."""
 
 import hashlib
 import json
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny
 
-from diffusion_training.data.families import FAMILIES, Tokenizers
 from diffusion_training.errors import explained, fail
-from diffusion_training.latents.text_encoders import (
-    encode_prompts,
-    find_family,
-    load_text_encoders,
-    locating,
-    read_pipeline,
-)
-from diffusion_training.training.models import compile_model, load_weights, put_on_device
-
-VAES = {
-    "AutoencoderKL": AutoencoderKL,
-    "AutoencoderTiny": AutoencoderTiny,
-    "AutoencoderDC": AutoencoderDC,
-}
-Encoders = tuple[torch.nn.Module, torch.nn.ModuleList]  # the VAE and the text encoders
-DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # for --mixed_precision
+from diffusion_training.families.base import Base, Encoders, Family
+from diffusion_training.latents.text_encoders import encode_prompts, load_text_encoders, locating
+from diffusion_training.models import compile_model, load_weights, put_on_device
 
 
-def load_models(
-    args: Namespace, dtype: torch.dtype
-) -> tuple[torch.nn.Module, torch.nn.ModuleList, Tokenizers]:
-    """Load (the VAE, a ModuleList of the text encoders, their `Tokenizers`), on the CPU.
+@dataclass(frozen=True)
+class Latents:
+    """What the latents of some images are."""
 
-    SDXL has two text encoders and two tokenizers.
+    kind: str  # "moments": mean and standard deviation; "sample": the latents themselves
+    shape: tuple[
+        int, ...
+    ]  # as they are cached: (channels, twice as many of moments; height, width)
+    shift: float  # (latents - shift) * factor is of about unit size
+    factor: float
+    downscale: int  # pixels a side that a latent covers
+
+    @property
+    def channels(self) -> int:
+        return self.shape[0] // (2 if self.kind == "moments" else 1)
+
+
+def load_encoders(base: Base, dtype: torch.dtype) -> Encoders:
+    """Load the VAE, the text encoders and their tokenizers, on the CPU."""
+    vae = load_vae(base, dtype)
+    text_encoders, tokenizers = load_text_encoders(base, dtype)
+    return Encoders(base.family, vae, text_encoders, tokenizers, base.clip_skip or 0)
+
+
+def load_vae(base: Base, dtype: torch.dtype) -> torch.nn.Module:
+    """Load the VAE, on the CPU. Ends in a sentence if the family's pipeline can't use it."""
+    family = base.family
+    with locating(base, base.vae, "vae") as (source, options):
+        config = diffusers.AutoencoderKL.load_config(source, **options)
+        class_name = config["_class_name"]
+        if class_name not in family.vae_classes:
+            raise ValueError(f"it is an {class_name}, no AutoencoderKL or AutoencoderTiny")
+        if family.needs_exact_vae(config):
+            dtype = torch.float32
+        vae_class = getattr(diffusers, class_name)
+        vae = load_weights(vae_class, source, **options, torch_dtype=dtype)
+        for name in family.ignored_vae_settings:
+            if vae.config.get(name):
+                raise ValueError(f"it has a {name}, which a {family.pipeline} would leave out")
+    return vae.eval()
+
+
+def load_parts(base: Base, with_text: bool) -> dict[str, Any]:
+    """Load the parts of a pipeline that are not trained, in float32: {name: model or tokenizer}.
+
+    with_text: also text encoders and tokenizers, without which it draws from embeddings.
     """
-    family = find_family(args)
-    if family == "sdxl" and None in read_pipeline(args).get("text_encoder", [None]):
-        fail(
-            f"{args.pretrained_model_name_or_path} has one text encoder of two: "
-            "a refiner can't be trained here"
-        )
-    if family == "sdxl" and (args.text_encoder_name_or_path or args.tokenizer_name_or_path):
-        fail(
-            "SDXL's encoders go together: "
-            "leave --text_encoder_name_or_path and --tokenizer_name_or_path out"
-        )
-    with locating(args, args.vae_name_or_path, "vae", family) as (source, options):
-        kind = AutoencoderKL.load_config(source, **options)["_class_name"]
-        if kind not in VAES or (kind == "AutoencoderDC" and family != "prx"):
-            raise ValueError(f"it is an {kind}, no AutoencoderKL or AutoencoderTiny")
-        # An SDXL VAE with force_upcast overflows in float16. Stable Diffusion's all have it, by
-        # default, but seldom overflow.
-        exact = family == "sdxl" and AutoencoderKL.load_config(source, **options).get(
-            "force_upcast", True
-        )
-        vae = load_weights(
-            VAES[kind], source, **options, torch_dtype=torch.float32 if exact else dtype
-        )
-        for name in ("shift_factor", "latents_mean", "latents_std"):
-            if vae.config.get(name) and (name != "shift_factor" or not FAMILIES[family].masked):
-                raise ValueError(
-                    f"it has a {name}, which a {FAMILIES[family].pipeline}Pipeline would leave out"
-                )
-    text_encoders, tokenizers = load_text_encoders(args, dtype, family)
-    check_sides(vae, args)
-    return vae.eval(), text_encoders.eval(), tokenizers
-
-
-def check_sides(vae: torch.nn.Module, args: Namespace) -> None:
-    """End the program if the VAE can't encode images of --resolution, or of its buckets."""
-    if args.resolution is not None and args.resolution % vae_scale_factor(vae):
-        fail(
-            f"--resolution {args.resolution} is not a multiple of {vae_scale_factor(vae)}, "
-            "which this VAE needs"
-        )
-    if args.bucket_step and (
-        args.bucket_step % vae_scale_factor(vae) or (args.resolution or 0) % args.bucket_step
+    if not with_text:
+        return {"vae": load_vae(base, torch.float32)}
+    encoders = load_encoders(base, torch.float32)
+    parts: dict[str, Any] = {"vae": encoders.vae}
+    for suffix, text_encoder, tokenizer in zip(
+        base.family.suffixes, encoders.text_encoders, encoders.tokenizers, strict=True
     ):
-        turn = (
-            f"it must divide --resolution {args.resolution} "
-            f"and be a multiple of {vae_scale_factor(vae)}"
-        )
-        fail(f"--bucket_step {args.bucket_step} does not suit: {turn}, as this VAE needs")
+        parts |= {f"text_encoder{suffix}": text_encoder, f"tokenizer{suffix}": tokenizer}
+    return parts
 
 
-def vae_scale_factor(vae: torch.nn.Module) -> int:
-    """How many times smaller than an image its latents are, in height and in width."""
-    return 2 ** (
-        len(vae.config.get("block_out_channels") or vae.config.encoder_block_out_channels) - 1
+def check_sides(downscale: int, resolution: int | None, bucket_step: int | None) -> None:
+    """End in a sentence if images of these sides can't become latents of the VAE."""
+    if resolution is not None and resolution % downscale:
+        fail(f"--resolution {resolution} is not a multiple of {downscale}, which this VAE needs")
+    if bucket_step and (bucket_step % downscale or (resolution or 0) % bucket_step):
+        turn = f"it must divide --resolution {resolution} and be a multiple of {downscale}"
+        fail(f"--bucket_step {bucket_step} does not suit: {turn}, as this VAE needs")
+
+
+def describe_latents(family: Family, vae: torch.nn.Module, resolution: int, kind: str) -> Latents:
+    """The latents of images of a resolution; kind: moments or sample."""
+    side = resolution // family.downscale(vae)
+    _, channels = family.count_channels(vae)
+    scale = family.describe_scale(vae)
+    return Latents(
+        kind=kind,
+        shape=(channels * (2 if kind == "moments" else 1), side, side),
+        shift=scale["shift_factor"],
+        factor=scale["scaling_factor"],
+        downscale=family.downscale(vae),
     )
 
 
-def has_moments(vae: torch.nn.Module) -> bool:
-    """Whether a VAE returns the mean and std of latents, not the latents themselves."""
-    return isinstance(vae, AutoencoderKL)
-
-
-def describe_scale(vae: torch.nn.Module) -> dict[str, float]:
-    """How pipelines scale latents to about unit size: (latents - shift) * scaling_factor."""
-    return {
-        "scaling_factor": vae.config.scaling_factor,
-        "shift_factor": vae.config.get("shift_factor") or 0.0,
-    }
-
-
-def describe_latents(vae: torch.nn.Module, resolution: int, kind: str) -> dict[str, Any]:
-    """The description of a VAE's latents in a cache; `kind` is moments or sample."""
-    side, channels = resolution // vae_scale_factor(vae), vae.config.latent_channels
-    return {
-        "latents": kind,
-        "latents_shape": [channels * (2 if kind == "moments" else 1), side, side],
-    }
-
-
-def try_models(vae: torch.nn.Module, text_encoders: torch.nn.ModuleList) -> None:
-    """Encode a small image and two tokens, or end the program.
-
-    A config may describe a model that can't be computed.
-    """
+def try_encoders(encoders: Encoders) -> None:
+    """Encode a small image and two tokens. Ends in a sentence if a config is wrong."""
+    family, vae = encoders.family, encoders.vae
     with torch.no_grad():
         with explained("the VAE does not work"):
-            side = 2 * vae_scale_factor(vae)
-            latents = encode_images(
-                vae, torch.zeros(1, vae.config.in_channels, side, side, device=vae.device)
-            )
-            vae.decode(latents[:, : vae.config.latent_channels].to(vae.dtype))
+            side = 2 * family.downscale(vae)
+            image_channels, channels = family.count_channels(vae)
+            image = torch.zeros(1, image_channels, side, side, device=vae.device)
+            latents = encode_images(encoders, image)
+            vae.decode(latents[:, :channels].to(vae.dtype))
         with explained("the text encoder does not work"):
             ids = torch.zeros(1, 2, dtype=torch.long, device=vae.device)
             encode_prompts(
-                text_encoders, {"input_ids": ids, "input_ids_2": ids, "prompt_mask": ids == 0}
+                encoders, {"input_ids": ids, "input_ids_2": ids, "prompt_mask": ids == 0}
             )
 
 
-def encode_images(vae: torch.nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Images uint8 [N, C, H, W] -> mean and std of their latents, unscaled.
-
-    They are float32 [N, 2 * latent_channels, h, w]. AutoencoderTiny and AutoencoderDC have no std:
-    they give the latents themselves, [N, latent_channels, h, w].
-    """
-    images = (pixel_values / 127.5 - 1).to(vae.dtype)
-    if not has_moments(vae):
-        return vae.encode(images)[0].float()
-    posterior = vae.encode(images).latent_dist
-    return torch.cat([posterior.mean.float(), (0.5 * posterior.logvar.float()).exp()], dim=1)
+def encode_images(encoders: Encoders, pixel_values: torch.Tensor) -> torch.Tensor:
+    """Images uint8 [N, C, H, W] -> latents float32, as `Family.encode_images` gives them."""
+    images = (pixel_values / 127.5 - 1).to(encoders.vae.dtype)
+    return encoders.family.encode_images(encoders.vae, images)
 
 
 def hash_weights(model: torch.nn.Module) -> str:
-    """SHA-256 of the values and shapes of a model's weights.
-
-    It does not depend on the files or on the names that the library gives to the weights.
-    """
+    """SHA-256 of a model's weights: of values and shapes, whatever the library calls them."""
 
     def hash_weight(weight: torch.Tensor) -> str:
         digest = hashlib.sha256(str(tuple(weight.shape)).encode())
         digest.update(weight.detach().float().cpu().contiguous().numpy())
         return digest.hexdigest()
 
-    # in threads: all processes wait while gigabytes are hashed, which releases the GIL
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool:  # gigabytes, and all wait; hashing lets other threads run
         digests = pool.map(hash_weight, model.parameters())
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
-def describe_models(
-    vae: torch.nn.Module, text_encoders: torch.nn.ModuleList, tokenizers: Tokenizers
-) -> dict[str, Any]:
-    """The properties of models that decide whether caches fit together.
+def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """What identifies a tokenizer: its vocabulary, how it splits a text, and where it cuts."""
+    probe = tokenizer("The quick brown fox, 123 times!", truncation=True).input_ids
+    vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), probe])
+    digest = hashlib.sha256(vocabulary.encode()).hexdigest()
+    return {"sha256": digest, "model_max_length": tokenizer.model_max_length}
 
-    They must be the same in all caches of a run, and in its trainer.
-    """
-    described: dict[str, Any] = {}
-    described["vae"] = {
-        "class": type(vae).__name__,
-        "sha256": hash_weights(vae),
-        **describe_scale(vae),
+
+def describe_models(encoders: Encoders) -> dict[str, Any]:
+    """What must be the same in the models of two caches, or of a cache and a trainer."""
+    family, vae = encoders.family, encoders.vae
+    described: dict[str, Any] = {
+        "vae": {"class": type(vae).__name__, "sha256": hash_weights(vae)}
+        | family.describe_scale(vae)
     }
-    for suffix, text_encoder, tokenizer in zip(("", "_2"), text_encoders, tokenizers, strict=False):
-        probe = tokenizer("The quick brown fox, 123 times!", truncation=True).input_ids
-        vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), probe])
-        vocabulary = hashlib.sha256(vocabulary.encode()).hexdigest()
-        text = {"class": type(text_encoder).__name__, "sha256": hash_weights(text_encoder)}
-        text |= {"clip_skip": text_encoders.clip_skip} if text_encoders.clip_skip else {}
-        described[f"text_encoder{suffix}"] = text
-        described[f"tokenizer{suffix}"] = {
-            "sha256": vocabulary,
-            "model_max_length": tokenizer.model_max_length,
+    parts = zip(family.suffixes, encoders.text_encoders, encoders.tokenizers, strict=True)
+    for suffix, text_encoder, tokenizer in parts:
+        text: dict[str, Any] = {
+            "class": type(text_encoder).__name__,
+            "sha256": hash_weights(text_encoder),
         }
-    if FAMILIES[tokenizers.family].masked:
-        described["model_family"] = tokenizers.family
+        if encoders.clip_skip:
+            text["clip_skip"] = encoders.clip_skip
+        described[f"text_encoder{suffix}"] = text
+        described[f"tokenizer{suffix}"] = describe_tokenizer(tokenizer)
+    if family.named_in_cache:
+        described["model_family"] = family.name
     return described
 
 
-def place_encoders(exact_models: Encoders, device: torch.device, args: Namespace) -> Encoders:
-    """Put the VAE and the text encoders on the device, in the precision of --mixed_precision.
-
-    `exact_models` are the same models in float32.
-    """
-    dtype = getattr(torch, DTYPES[args.mixed_precision])
-    vae, text_encoders = models = (
-        exact_models if dtype == torch.float32 else load_models(args, dtype)[:2]
-    )
-    put_on_device(vae, device)
-    text_encoders.to(device)
-    if args.compile:  # only the parts that encoding calls
-        for model in (vae.encoder, *text_encoders):
-            compile_model(model, args.compile)
-    return models
+def place_encoders(
+    exact: Encoders, base: Base, dtype: torch.dtype, device: torch.device, compile: str | None
+) -> Encoders:
+    """The encoders on the device in the precision asked for; `exact`: the same in float32."""
+    encoders = exact if dtype == torch.float32 else load_encoders(base, dtype)
+    put_on_device(encoders.vae, device)
+    encoders.text_encoders.to(device)
+    if compile:  # the parts that the encoding calls
+        for model in (encoders.vae.encoder, *encoders.text_encoders):
+            compile_model(model, compile)
+    return encoders

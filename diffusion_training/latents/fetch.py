@@ -23,7 +23,7 @@ THREADS = 8  # per process, each with its own connection
 
 
 class Fetcher:
-    """Copies of shards on this machine: those of open windows, and later ones up to `most` bytes.
+    """Copies of shards on this machine: those of open windows, and later ones up to `max_bytes`.
 
     `describe(shard)` returns (address, SHA-256, approximate bytes); the address is "" for a shard
     on a disk. A shard that is requested but in no window is fetched too, and deleted at the next
@@ -31,11 +31,15 @@ class Fetcher:
     After that, the program ends with a sentence when the shard is requested.
     """
 
-    def __init__(self, describe: Describe, folder: Path | None, most: float) -> None:
-        self.describe, self.folder, self.most = describe, folder or Path(), most
-        # jobs to do; the Future of each shard's path; each shard's bytes
-        self.jobs, self.files, self.bytes = collections.deque(), {}, {}
-        self.windows, self.held = [], collections.Counter()
+    def __init__(self, describe: Describe, folder: Path | None, max_bytes: float) -> None:
+        self.describe = describe
+        self.folder = folder or Path()
+        self.max_bytes = max_bytes
+        self.jobs = collections.deque()
+        self.files = {}  # the Future of each shard's path
+        self.bytes = {}  # of each shard
+        self.held = collections.Counter()
+        self.windows = []
         self.plan: Iterator[Window] = iter(())
         self.next: Window | None = None
         self.changed = threading.Condition()
@@ -49,26 +53,26 @@ class Fetcher:
                 self.changed.wait_for(lambda: self.jobs)
                 shard, future = self.jobs.popleft()
             try:
-                path, error = self.fetch(shard), None
-            except BaseException as reason:
-                path, error = None, reason
+                path = self.fetch(shard)
+            except BaseException as error:
+                future.set_exception(error)
+                continue
             with self.changed:
-                kept = self.files.get(shard) is future
-                if path and kept:
+                if self.files.get(shard) is future:
                     self.bytes[shard] = path.stat().st_size
-                elif path and shard not in self.files:  # its window has passed meanwhile
+                elif shard not in self.files:  # its window has passed meanwhile
                     path.unlink()
-            future.set_exception(error) if error else future.set_result(path)
+            future.set_result(path)
 
     def fetch(self, shard: int) -> Path:
         """Copy a shard completely or not at all, unless another process of this machine did."""
         address, digest, _ = self.describe(shard)
         path = self.folder / f"{shard}-{digest[:16]}.arrow"
 
-        def copy(fs: AbstractFileSystem, there: str) -> None:
+        def copy(fs: AbstractFileSystem, location: str) -> None:
             unfinished = name_unfinished(path)
             try:
-                fs.get_file(there, str(unfinished))
+                fs.get_file(location, str(unfinished))
                 if digest_file(unfinished) != digest:
                     raise ValueError("it is not what cache.json says")
                 unfinished.replace(path)
@@ -87,7 +91,8 @@ class Fetcher:
         """
         with self.changed:
             if shard not in self.files:
-                self.files[shard], self.bytes[shard] = Future(), self.describe(shard)[2]
+                _, _, self.bytes[shard] = self.describe(shard)
+                self.files[shard] = Future()
                 self.jobs.append((shard, self.files[shard]))
                 self.changed.notify()
             job = shard, self.files[shard]
@@ -102,33 +107,38 @@ class Fetcher:
 
     def follow(self, plan: Iterator[Window]) -> None:
         """Replace the windows by those of a `Ranges.plan`."""
-        for window in self.windows:
-            self.held.subtract(window[2])
-        self.windows, self.plan, self.next = [], plan, None
+        for _, _, shards in self.windows:
+            self.held.subtract(shards)
+        self.windows = []
+        self.plan = plan
+        self.next = None
 
-    def reach(self, place: int) -> set[int]:
-        """Delete the copies that no window needs from `place` on, and fetch ahead.
+    def reach(self, position: int) -> set[int]:
+        """Delete the copies that no window needs from `position` on, and fetch ahead.
 
         Returns the shards that are no longer needed.
         """
-        passed = [shard for window in self.windows if window[1] <= place for shard in window[2]]
-        self.windows = [window for window in self.windows if window[1] > place]
-        self.held.subtract(passed)
-        gone = {shard for shard in {*passed, *self.files} if self.held[shard] <= 0}
+        passed = [window for window in self.windows if window[1] <= position]
+        candidates = set(self.files)
+        for window in passed:
+            self.windows.remove(window)
+            self.held.subtract(window[2])
+            candidates.update(window[2])
+        gone = {shard for shard in candidates if self.held[shard] <= 0}
         for shard in gone:
             self.forget(shard)
         while window := self.next or next(self.plan, None):
-            self.next, (begin, end, shards) = window, window
-            more = {shard: size for shard in shards if (size := self.measure(shard))}
-            if begin > place and (
-                not more or sum(self.bytes.values()) + sum(more.values()) > self.most
-            ):
+            self.next = window
+            begin, end, shards = window
+            sizes = {shard: size for shard in shards if (size := self.measure(shard))}
+            total = sum(self.bytes.values()) + sum(sizes.values())
+            if begin > position and (not sizes or total > self.max_bytes):
                 break
             self.next = None
-            if end > place:
+            if end > position:
                 self.windows.append(window)
                 self.held.update(shards)
-                for shard in more:
+                for shard in sizes:
                     self.want(shard)
         return gone
 
@@ -140,7 +150,8 @@ class Fetcher:
     def forget(self, shard: int) -> None:
         """Delete the copy of a shard, or drop it if it is not here yet."""
         with self.changed:
-            future, _ = self.files.pop(shard, None), self.bytes.pop(shard, None)
+            future = self.files.pop(shard, None)
+            self.bytes.pop(shard, None)
             self.held.pop(shard, None)
             if future and (shard, future) in self.jobs:
                 self.jobs.remove((shard, future))
@@ -148,7 +159,7 @@ class Fetcher:
                 future.result().unlink(missing_ok=True)
 
 
-def take_folder_of_run(folder: str | Path) -> Path:
+def make_fetch_folder(folder: str | Path) -> Path:
     """Make a new folder in `folder` for the copies of this process.
 
     The folders of processes that were killed are deleted.
@@ -158,16 +169,16 @@ def take_folder_of_run(folder: str | Path) -> Path:
     for old in folder.glob("run-*"):
         with contextlib.suppress(Timeout, OSError), FileLock(f"{old}.lock", timeout=0):
             shutil.rmtree(old)
-    mine = folder / f"run-{uuid.uuid4().hex[:12]}"
+    run_folder = folder / f"run-{uuid.uuid4().hex[:12]}"
     # locked before the folder exists, or another process would delete it as abandoned
-    lock = FileLock(f"{mine}.lock")
+    lock = FileLock(f"{run_folder}.lock")
     lock.acquire()
-    mine.mkdir()
+    run_folder.mkdir()
 
     def leave() -> None:
-        shutil.rmtree(mine, ignore_errors=True)
+        shutil.rmtree(run_folder, ignore_errors=True)
         lock.release()
-        Path(f"{mine}.lock").unlink(missing_ok=True)
+        Path(f"{run_folder}.lock").unlink(missing_ok=True)
 
     atexit.register(leave)
-    return mine
+    return run_folder

@@ -1,59 +1,171 @@
-"""The plan of a latent cache: the settings that decide its content, its shards, its size."""
+"""The plan of latent caches: what decides their content, their shards and their size."""
 
 import math
+import os
 from argparse import Namespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
+import fsspec
 
-from diffusion_training.latents.columns import describe_size
+from diffusion_training.arguments import list_values
+from diffusion_training.data.rows import ImageRows
+from diffusion_training.data.texts import weigh_captions
+from diffusion_training.data.transforms import Transform, make_transform
+from diffusion_training.errors import explained, fail
+from diffusion_training.families.base import Encoders
+from diffusion_training.latents.columns import (
+    EXTRA_COLUMNS,
+    Column,
+    describe_size,
+    list_columns,
+    name_feature,
+)
+from diffusion_training.latents.encoders import Latents, check_sides, describe_latents
+from diffusion_training.remote import is_address
 
 
-def name_shard(number: int, cache: dict) -> str:
+@dataclass(frozen=True)
+class PlannedCache:
+    """A cache that is to be made, and all that decides what is written into it."""
+
+    output_dir: str
+    transform: Transform
+    latents: Latents
+    text_cache: str  # "embeddings" or "ids"
+    batch_size: int
+    rows_per_shard: int
+    settings: dict[str, Any]  # of cache.json: two runs that finish a cache must agree on them
+    flags: dict[str, Any]  # for cache.json and run.args
+
+    @property
+    def columns(self) -> list[Column]:
+        return list_columns(self.settings)
+
+    @property
+    def rows_per_batch(self) -> int:
+        """How many rows of the source are encoded at once.
+
+        Of several sizes it is more than fit into a forward pass, so that there are some of each.
+        """
+        return self.batch_size * (4 if self.transform.bucket_step else 1)
+
+    def list_shards(self) -> list[str]:
+        """The names of all shards; none of a stream, whose number of rows is unknown."""
+        num_rows = self.settings["source"]["rows"] or 0
+        count = math.ceil(num_rows / self.rows_per_shard)
+        return [name_shard(number, self.settings) for number in range(count)]
+
+    def describe_size(self, tokens: float | None, compare: bool) -> str:
+        """A sentence on how big it will be; see `describe_size`."""
+        num_rows = self.settings["source"]["rows"]
+        num_shards = len(self.list_shards())
+        return describe_size(num_rows, num_shards, self.settings, tokens, compare)
+
+    def with_batch_size(self, size: int) -> "PlannedCache":
+        return replace(self, batch_size=size, flags=self.flags | {"batch_size": size})
+
+
+def plan_caches(
+    args: Namespace,
+    images: ImageRows,
+    encoders: Encoders,
+    kind: str,
+    described: dict[str, Any],
+    launch_flags: dict[str, Any],
+) -> list[PlannedCache]:
+    """The cache of each --resolution; of several, each has a subfolder named after its side.
+
+    Each is what it would be if it were made alone. kind: of latents. described: what the models
+    decide. launch_flags: {flag: value} of what the launch decides.
+    """
+    family = encoders.family
+    sides = list_values(args.resolution or family.resolution)
+    folders = [args.output_dir]
+    if len(sides) > 1:
+        refuse_cache_in(args.output_dir)
+        folders = [f"{args.output_dir.rstrip('/')}/{side}" for side in sides]
+    channels, _ = family.count_channels(encoders.vae)
+    caches = []
+    for side, folder in zip(sides, folders, strict=True):
+        check_sides(family.downscale(encoders.vae), side, args.bucket_step)
+        latents = describe_latents(family, encoders.vae, side, kind)
+        shape = {"latents": latents.kind, "latents_shape": list(latents.shape)}
+        weights = weigh_captions(args)
+        transform = make_transform(args, images.column, images.mask_column, weights, channels, side)
+        settings = describe_settings(
+            described | shape, transform, family.features, images.rows, args.rows_per_shard
+        )
+        flags = vars(args) | launch_flags
+        flags |= {"resolution": side, "output_dir": folder, "latents": kind}
+        flags |= {"mask_column": images.mask_column, "caption_weights": weights}
+        caches.append(
+            PlannedCache(
+                output_dir=folder,
+                transform=transform,
+                latents=latents,
+                text_cache=args.text_cache,
+                batch_size=args.batch_size,
+                rows_per_shard=args.rows_per_shard,
+                settings=settings,
+                flags=flags,
+            )
+        )
+    return caches
+
+
+def refuse_cache_in(output_dir: str) -> None:
+    """Stop with an error if the folder for several caches is a cache itself."""
+    folder, flag = output_dir.rstrip("/"), f"--output_dir {output_dir}"
+    with explained(f"{flag} can't be read"):
+        fs, root = fsspec.url_to_fs(folder) if is_address(folder) else (os.path, folder)
+        if fs.exists(f"{root}/cache.json"):
+            fail(
+                f"{flag} is a cache itself: of several --resolution each gets a folder there, "
+                "so choose another"
+            )
+
+
+def describe_settings(
+    described: dict[str, Any],
+    transform: Transform,
+    family_features: tuple[str, ...],
+    rows: Any,
+    rows_per_shard: int,
+) -> dict[str, Any]:
+    """What cache.json says of a cache before it is made. described: what the models decide."""
+    names = (
+        "resolution center_crop image_interpolation_mode random_flip seed min_size "
+        "skip_empty_captions"
+    ).split()
+    # stored only where they are used, so that other caches stay as older versions wrote them
+    if transform.bucket_step:
+        names += ["bucket_step", "bucket_max_ratio"]
+    names += [name for name in ("bucket_no_upscale", "caption_weights") if getattr(transform, name)]
+    settings = described | {"transform": {name: getattr(transform, name) for name in names}}
+    ragged = "ragged embeddings"
+    features: dict[str, Any] = {name: True for name in family_features if name != ragged}
+    features |= {
+        "ragged latents": transform.bucket_step,
+        "masks": transform.mask_column,
+        ragged: ragged in family_features,
+        "captions": transform.caption_weights,
+    }
+    features |= {name_feature(column): True for column in EXTRA_COLUMNS}
+    present = [name for name, is_present in features.items() if is_present]
+    if present:  # so that a reader of format 2 does not overlook them
+        settings |= {"format_version": 3, "features": present}
+    num_rows = None if isinstance(rows, datasets.IterableDataset) else len(rows)
+    settings["source"] = {"fingerprint": rows._fingerprint, "rows": num_rows}
+    settings["rows_per_shard"] = rows_per_shard
+    return settings
+
+
+def name_shard(number: int, cache: dict[str, Any]) -> str:
     """Return a shard's file name; it includes the number of shards, except for a stream."""
     if cache["source"]["rows"] is None:
         return f"data-{number:05d}.arrow"
     count = math.ceil(cache["source"]["rows"] / cache["rows_per_shard"])
     digits = max(5, len(str(count)))  # the same for all shards, since they are sorted by name
     return f"data-{number:0{digits}d}-of-{count:0{digits}d}.arrow"
-
-
-def plan_cache(
-    rows: Any, settings: dict, tokens: float | None, args: Namespace
-) -> tuple[list[str], str]:
-    """Complete `settings`, and describe how big the cache will be.
-
-    Returns (names of its shards, the description). A stream has no names, since its number of
-    shards is unknown.
-
-    tokens: average tokens of a caption where padding is left out; None if unknown, or if padding is
-    kept.
-    """
-    flags = (
-        "resolution center_crop image_interpolation_mode random_flip seed min_size "
-        "skip_empty_captions"
-    ).split()
-    # stored only where they are used, so that other caches stay as older versions wrote them
-    flags += ["bucket_step", "bucket_max_ratio"] if args.bucket_step else []
-    flags += ["bucket_no_upscale"] if getattr(args, "bucket_no_upscale", False) else []
-    flags += ["caption_weights"] if getattr(args, "caption_weights", None) else []
-    settings["transform"] = {name: getattr(args, name) for name in flags}
-    features = {
-        "sdxl": "text_encoder_2" in settings,
-        "ragged latents": args.bucket_step,
-        "masks": args.mask_column,
-    }
-    features |= {
-        "ragged embeddings": "model_family" in settings,
-        "captions": "caption_weights" in flags,
-    }
-    if features := [name for name, there in features.items() if there]:
-        # so that a reader of format 2 does not overlook them
-        settings |= {"format_version": 3, "features": features}
-    num_rows = None if isinstance(rows, datasets.IterableDataset) else len(rows)
-    settings["source"] = {"fingerprint": rows._fingerprint, "rows": num_rows}
-    settings["rows_per_shard"] = args.rows_per_shard
-    shards = [
-        name_shard(i, settings) for i in range(math.ceil((num_rows or 0) / args.rows_per_shard))
-    ]
-    return shards, describe_size(num_rows, len(shards), settings, tokens, args)

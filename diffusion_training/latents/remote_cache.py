@@ -58,14 +58,8 @@ def begin_cache(folder: str | Path, url: str) -> None:
 def upload_finished(folder: str | Path, url: str) -> None:
     """Upload what `finish_cache` has written, in the same order."""
     empty = sorted(path.name for path in Path(folder).glob("empty_*.npy"))
-    for name in (
-        "run.args",
-        "skipped.jsonl",
-        *empty,
-        "cache.json",
-        "dataset_info.json",
-        "state.json",
-    ):
+    names = ["run.args", "skipped.jsonl", *empty, "cache.json", "dataset_info.json", "state.json"]
+    for name in names:
         upload(f"{folder}/{name}", f"{url}/{name}")
     fs, root = fsspec.url_to_fs(url)
     fs.invalidate_cache()

@@ -27,53 +27,51 @@ class RemoteRows:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        url, schema, self.starts = args.train_data_dir.rstrip("/"), None, [0]
+        url = args.train_data_dir.rstrip("/")
+        schema = None
+        self.starts = [0]
         with explained(f"--train_data_dir {url} can't be read"):
             fs, root = fsspec.url_to_fs(url)
             fs.invalidate_cache()
-            found = {
-                path[len(root) + 1 :]: describe_object(info)
-                for path, info in fs.find(root, detail=True).items()
-            }
-            names = [name for name in sorted(found) if name.endswith(".parquet")]
-            # `datasets` ignores such files on a disk, for example the tables of download_images.py
-            names = [
-                name
-                for name in names
-                if not any(part.startswith((".", "__")) for part in name.split("/"))
-            ]
-            if not names:
+            objects = []
+            for path, info in sorted(fs.find(root, detail=True).items()):
+                name = path[len(root) + 1 :]
+                # `datasets` ignores such files on a disk, for example the tables of
+                # download_images.py
+                is_ignored = any(part.startswith((".", "__")) for part in name.split("/"))
+                if name.endswith(".parquet") and not is_ignored:
+                    objects.append((name, describe_object(info)))
+            if not objects:
                 raise FileNotFoundError("it holds no parquet files")
-            self.files = [(f"{url}/{name}", found[name]) for name in names]
+            names = [name for name, _ in objects]
+            self.files = [(f"{url}/{name}", described) for name, described in objects]
             with ThreadPoolExecutor(32) as pool:
-                for parquet, rows in pool.map(lambda file: open_parquet(*file), self.files):
-                    if (
-                        schema
-                        and parquet.schema_arrow.remove_metadata() != schema.remove_metadata()
-                    ):
-                        raise ValueError(
-                            f"{names[len(self.starts) - 1]} has other columns than {names[0]}"
-                        )
+                opened = pool.map(lambda file: open_parquet(*file), self.files)
+                for name, (parquet, starts) in zip(names, opened, strict=True):
                     schema = schema or parquet.schema_arrow
-                    self.starts.append(self.starts[-1] + rows[-1])
-        described = json.dumps([(name, found[name]) for name in names]).encode()
-        self._fingerprint = hashlib.sha256(described).hexdigest()[:16]
+                    if parquet.schema_arrow.remove_metadata() != schema.remove_metadata():
+                        raise ValueError(f"{name} has other columns than {names[0]}")
+                    self.starts.append(self.starts[-1] + starts[-1])
+        self._fingerprint = hashlib.sha256(json.dumps(objects).encode()).hexdigest()[:16]
         features = datasets.Features.from_arrow_schema(schema)
         images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-        column = args.image_column or (
-            "image" if "image" in features or len(images) != 1 else images[0]
-        )
+        column = args.image_column
+        if not column:
+            column = images[0] if "image" not in features and len(images) == 1 else "image"
         for name in ("instance_prompt", "folder_repeats"):
             if getattr(args, name, None):
                 fail(
                     f"--{name} is for images on a disk, and {url} is an address: write "
                     "captions into a column"
                 )
-        self.images = (column, *[args.mask_column] * (args.mask_column is not None))
+        self.images = (column,) if args.mask_column is None else (column, args.mask_column)
         self.columns = (*self.images, *list_values(args.caption_column))
-        if missing := [name for name in self.columns if name not in features]:
-            choose = "choose with --image_column, --caption_column and --mask_column"
-            fail(f"{url} has no column {missing[0]!r} but {', '.join(features)}: {choose}")
+        for name in self.columns:
+            if name not in features:
+                fail(
+                    f"{url} has no column {name!r} but {', '.join(features)}: "
+                    "choose with --image_column, --caption_column and --mask_column"
+                )
         if not len(self):
             fail(f"{url} holds no images")
 
@@ -86,11 +84,11 @@ class RemoteRows:
         for row in rows:
             number = bisect.bisect_right(self.starts, row) - 1
             row -= self.starts[number]
-            _, starts = open_parquet(*self.files[number])
+            file = self.files[number]
+            _, starts = open_parquet(*file)
             group = bisect.bisect_right(starts, row) - 1
-            for name, column in read_group(
-                *self.files[number], group, self.columns, self.images
-            ).items():
+            columns = read_group(*file, group, self.columns, self.images)
+            for name, column in columns.items():
                 values[name].append(column[row - starts[group]].as_py())
         return values
 
@@ -121,10 +119,8 @@ def open_parquet(url: str, described: tuple[str, ...]) -> tuple[pq.ParquetFile, 
             raise ValueError("it has changed")
         parquet = pq.ParquetFile(fs.open(path, cache_type="none"))
         groups = range(parquet.num_row_groups)
-        return parquet, [
-            0,
-            *itertools.accumulate(parquet.metadata.row_group(i).num_rows for i in groups),
-        ]
+        counts = [parquet.metadata.row_group(group).num_rows for group in groups]
+        return parquet, list(itertools.accumulate(counts, initial=0))
 
 
 @functools.lru_cache(2)  # consecutive parts need neighbouring rows
@@ -139,6 +135,6 @@ def read_group(
     with named(url):
         table = open_parquet(url, described)[0].read_row_group(group, columns).combine_chunks()
         arrays = {name: table[name].chunk(0) for name in columns}
-        return arrays | {
-            name: datasets.Image(decode=False).cast_storage(arrays[name]) for name in images
-        }
+        for name in images:
+            arrays[name] = datasets.Image(decode=False).cast_storage(arrays[name])
+        return arrays

@@ -1,7 +1,7 @@
 """The shards of a latent cache, which are opened and checked when they are first needed."""
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,17 @@ import pyarrow as pa
 import xxhash
 
 from diffusion_training.data.captions import tokenize
-from diffusion_training.data.families import Tokenizers
 from diffusion_training.data.texts import Text
 from diffusion_training.errors import fail
-from diffusion_training.latents.columns import BY_COLUMNS, checksum_row, describe_columns, view_rows
+from diffusion_training.families.base import Tokenizers
+from diffusion_training.latents.columns import (
+    BY_COLUMNS,
+    Column,
+    checksum_row,
+    group_by_checksum,
+    list_columns,
+    view_rows,
+)
 
 
 def list_shards(cache: dict) -> dict[str, np.ndarray]:
@@ -22,30 +29,29 @@ def list_shards(cache: dict) -> dict[str, np.ndarray]:
     Strings are bytes.
     """
     shards = cache["shards"]
-    if BY_COLUMNS not in cache.get("features", []):
-        fields = next(iter(shards.values()), ("rows", "sha256", "checksums"))
-        columns = {"name": list(shards)} | {
-            name: [record[name] for record in shards.values()] for name in fields
-        }
-        return {
-            name: np.array(x, "S" if x and isinstance(x[0], str) else int)
-            for name, x in columns.items()
-        }
-    count, columns = len(shards["rows"]), {}
-    for name, column in shards.items():  # strings of a column are stored as one
-        text = column.encode() if isinstance(column, str) else None
-        columns[name] = (
-            np.array(column) if text is None else np.frombuffer(text, f"S{len(text) // count}")
-        )
+    columns = {}
+    if BY_COLUMNS in cache.get("features", []):
+        for name, column in shards.items():
+            if isinstance(column, str):  # strings of a column are stored as one
+                text = column.encode()
+                columns[name] = np.frombuffer(text, f"S{len(text) // len(shards['rows'])}")
+            else:
+                columns[name] = np.array(column)
+        return columns
+    lists = {"name": list(shards)}
+    for name in next(iter(shards.values()), ("rows", "sha256", "checksums")):
+        lists[name] = [record[name] for record in shards.values()]
+    for name, column in lists.items():
+        columns[name] = np.array(column, "S" if column and isinstance(column[0], str) else int)
     return columns
 
 
 def list_by_columns(cache: dict) -> dict:
     """Return a finished cache.json with its records by column; strings of a column are joined."""
-    columns = list_shards(cache).items()
-    shards = {
-        name: x.tobytes().decode() if x.dtype.kind == "S" else x.tolist() for name, x in columns
-    }
+    shards = {}
+    for name, column in list_shards(cache).items():
+        is_text = column.dtype.kind == "S"
+        shards[name] = column.tobytes().decode() if is_text else column.tolist()
     return {
         **cache,
         "shards": shards,
@@ -56,17 +62,16 @@ def list_by_columns(cache: dict) -> dict:
 
 def list_by_names(cache: dict) -> dict:
     """Return a finished cache.json with {name: record} of the shards, as small caches have it."""
-    features = [name for name in cache.get("features", []) if name != BY_COLUMNS]
-    if features == cache.get("features", []):
+    if BY_COLUMNS not in cache.get("features", []):
         return cache
-    names, *columns = (
-        (x.astype(str) if x.dtype.kind == "S" else x).tolist() for x in list_shards(cache).values()
-    )
-    _, *fields = cache["shards"]
-    shards = {
-        name: dict(zip(fields, row, strict=True))
-        for name, *row in zip(names, *columns, strict=True)
-    }
+    features = [name for name in cache["features"] if name != BY_COLUMNS]
+    columns = list_shards(cache)
+    for name, column in columns.items():
+        columns[name] = (column.astype(str) if column.dtype.kind == "S" else column).tolist()
+    names = columns.pop("name")
+    shards = {}
+    for name, *row in zip(names, *columns.values(), strict=True):
+        shards[name] = dict(zip(columns, row, strict=True))
     cache = {**cache, "shards": shards, "features": features}
     if not features:
         del cache["features"]
@@ -81,12 +86,23 @@ class Shards:
     """
 
     def __init__(self, folder: str | Path, cache: dict) -> None:
-        columns = list_shards(cache)
-        self.folder, self.kinds = str(folder), describe_columns(cache)
-        self.names, self.rows = columns["name"], columns["rows"]
-        self.checksums, self.sha256 = columns["checksums"], columns["sha256"]
+        records = list_shards(cache)
+        self.folder = str(folder)
+        self.names, self.rows = records["name"], records["rows"]
+        self.checksums, self.sha256 = records["checksums"], records["sha256"]
         if b"/" in self.names.tobytes():
             raise ValueError("it names shards outside of the folder")
+        self.all_columns = list_columns(cache)
+        self.columns: list[Column] = []
+        self.choose_columns(())
+
+    def choose_columns(self, optional: Collection[str]) -> None:
+        """Read the usual columns, and the `optional` ones that are named."""
+        self.columns = [
+            column
+            for column in self.all_columns
+            if not column.is_optional or column.name in optional
+        ]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -111,24 +127,25 @@ class Shards:
             if path
             else "run the command that made the cache again, it mends it"
         )
-        path, digest = Path(path or self.locate(number)), xxhash.xxh3_128()
+        path = Path(path or self.locate(number))
+        digest = xxhash.xxh3_128()
         try:
             batches = [
                 batch for batch in pa.ipc.open_stream(pa.memory_map(str(path))) if len(batch)
             ]
-            if (rows := sum(map(len, batches))) != self.rows[number]:
+            rows = sum(map(len, batches))
+            if rows != self.rows[number]:
                 raise ValueError(f"{rows} rows instead of {self.rows[number]}")
             for batch in batches:
-                for column, kind in self.kinds.items():
-                    if batch[column].type != kind or batch[column].flatten().null_count:
-                        raise ValueError(
-                            f"{column} is not {getattr(kind, 'list_size', 'some')} numbers in "
-                            "each row"
-                        )
+                for column in self.columns:
+                    kind, array = column.arrow_type, batch[column.name]
+                    if array.type != kind or array.flatten().null_count:
+                        size = getattr(kind, "list_size", "some")
+                        raise ValueError(f"{column.name} is not {size} numbers in each row")
                 digest.update(batch["checksum"].to_numpy())
             if digest.hexdigest() != self.checksums[number].decode():
                 raise ValueError("it is not as it was written")
-            return OpenShard(path, batches, self.kinds, mend)
+            return OpenShard(path, batches, self.columns, mend)
         except FileNotFoundError:
             fail(f"{path} is missing: make the cache with precompute_latents.py", alone)
         except Exception as error:
@@ -145,54 +162,53 @@ class OpenShard:
     """A shard whose columns are views of the memory-mapped file; notes which rows are checked."""
 
     def __init__(
-        self, path: Path, batches: list[pa.RecordBatch], kinds: dict[str, pa.DataType], mend: str
+        self, path: Path, batches: list[pa.RecordBatch], columns: list[Column], mend: str
     ) -> None:
         self.path, self.batches, self.mend = path, batches, mend
+        self.groups = group_by_checksum(columns)
         self.ends = np.cumsum([len(batch) for batch in batches]).tolist()
         self.views = [
-            {
-                name: view_rows(batch[name])
-                for name in batch.schema.names
-                if name in kinds or name == "latents_flipped"
-            }
-            for batch in batches
+            {column.name: view_rows(batch[column.name]) for column in columns} for batch in batches
         ]
-        self.checksums = [batch["checksum"].to_numpy() for batch in batches]
+        self.checksums = {
+            name: [batch[name].to_numpy() for batch in batches] for name in self.groups
+        }
         self.unchecked = np.ones(sum(map(len, batches)), bool)
 
     def find(self, row: int) -> tuple[int, int]:
-        """Return (record batch, place in it counted from its end) for a row of the shard."""
+        """Return (record batch, index in it counted from its end) for a row of the shard."""
         chunk = bisect.bisect_right(self.ends, row)
         return chunk, row - self.ends[chunk]
 
     def view(self, row: int) -> tuple[dict[str, Any], int]:
-        """Return ({column: its view in the row's record batch}, the row's place in them).
+        """Return ({column: its view in the row's record batch}, the row's index in them).
 
         A row is checked when it is first read.
         """
-        chunk, place = self.find(row)
+        chunk, index = self.find(row)
         if self.unchecked[row]:
-            self.check(row, chunk, place)
-        return self.views[chunk], place
+            self.check(row, chunk, index)
+        return self.views[chunk], index
 
     def read_text(self, row: int, tokenizers: Tokenizers) -> Text:
         """Return the caption of a row, or the list of its captions; to be called before `view`.
 
         Raises OSError if the row is read for the first time and has other tokens than the caption.
         """
-        chunk, place = self.find(row)
-        text = self.batches[chunk]["text"][place + len(self.batches[chunk])].as_py()
+        chunk, index = self.find(row)
+        text = self.batches[chunk]["text"][index + len(self.batches[chunk])].as_py()
         if self.unchecked[row]:
             tokens = tokenize(tokenizers, [text])
             ids = tokens["input_ids"][tokens.get("prompt_mask", ...)].flatten()
-            if not np.array_equal(ids, self.views[chunk]["input_ids"][place]):
+            if not np.array_equal(ids, self.views[chunk]["input_ids"][index]):
                 raise OSError(f"{self.path} is damaged: {self.mend}")
         return text
 
-    def check(self, row: int, chunk: int, i: int) -> None:
+    def check(self, row: int, chunk: int, index: int) -> None:
         """Raise OSError if a row has changed: the disk failed, or something wrote to it."""
-        if self.checksums[chunk][i] != checksum_row(
-            {name: view[i] for name, view in self.views[chunk].items()}
-        ):
-            raise OSError(f"{self.path} is damaged: {self.mend}")
+        views = self.views[chunk]
+        for checksum, names in self.groups.items():
+            numbers = {name: views[name][index] for name in names}
+            if self.checksums[checksum][chunk][index] != checksum_row(numbers):
+                raise OSError(f"{self.path} is damaged: {self.mend}")
         self.unchecked[row] = False

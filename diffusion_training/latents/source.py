@@ -1,274 +1,480 @@
-"""Data of text-to-image trainers: latent caches, or images and captions encoded in each step."""
+"""The data of text-to-image trainers: rows of latent caches, or images that each step encodes."""
 
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-import datasets
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
+from diffusion_training.batches import Batch, Models, Predict, Prepared
 from diffusion_training.data.buckets import size_rows
 from diffusion_training.data.captions import (
     are_cut,
     look_at_captions,
-    say_cut,
-    say_emptied,
-    say_equal,
+    report_cut,
+    report_emptied,
+    report_equal,
     tokenize_batch,
-    transform,
+    transform_row,
 )
-from diffusion_training.data.families import FAMILIES, Tokenizers
-from diffusion_training.data.images import shrink_masks
-from diffusion_training.data.rows import RowDataset, load_rows, read_items
+from diffusion_training.data.images import make_time_ids, shrink_masks
+from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
+from diffusion_training.data.texts import CaptionChoice, weigh_captions
+from diffusion_training.data.transforms import Transform, make_transform
 from diffusion_training.errors import fail
+from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers
 from diffusion_training.files import find_differences
 from diffusion_training.latents.encoders import (
-    DTYPES,
+    Latents,
+    check_sides,
     describe_latents,
     describe_models,
-    describe_scale,
     encode_images,
-    has_moments,
-    load_models,
-    try_models,
+    load_encoders,
+    try_encoders,
 )
 from diffusion_training.latents.reader import Cache, load_cache
-from diffusion_training.latents.stream import open_latents
+from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
 from diffusion_training.latents.text_encoders import (
     describe_prompts,
+    encode_caption,
     encode_empty_prompt,
     encode_prompts,
-    find_family,
-    is_sdxl,
+    load_text_encoders,
 )
+from diffusion_training.launch import Launch
+from diffusion_training.models import check_shapes, put_on_device
 from diffusion_training.order import Key, draw_choices
-from diffusion_training.training.models import Prepared, put_on_device
+
+
+@dataclass(frozen=True)
+class ValidationPrompts:
+    """--validation_prompts, encoded once at the start, in float32 on the CPU."""
+
+    prompts: list[Prompts]  # [1, ...] of each
+    empty: Prompts  # [1, ...], for guidance
+
+    def choose(self, numbers: Sequence[int], device: torch.device) -> tuple[Prompts, Prompts]:
+        """Return (the prompts of some numbers, the empty prompt), on the device."""
+        prompts: list[dict[str, Any]] = [dict(self.prompts[number]) for number in numbers]
+        chosen = {}
+        empty = {}
+        for name, value in dict[str, Any](self.empty).items():
+            chosen[name] = torch.cat([prompt[name] for prompt in prompts]).to(device)
+            empty[name] = value.to(device)
+        return cast(Prompts, chosen), cast(Prompts, empty)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run found out about its data."""
+
+    dataset: Any  # `CaptionedImages` or `StoredLatents`
+    family: Family
+    latents: Latents
+    empty_prompt: dict[str, torch.Tensor]  # of one image, float32, on the device
+    empty_length: int  # tokens of it
+    encoders: (
+        Encoders | None
+    )  # on the device; None, or without a VAE, where a cache has what they give
+    validation: ValidationPrompts | None
+    resolution: int
+    bucket_step: int | None
+    clip_skip: int | None
+    caption_weights: list[float] | None
+    mask_column: str | None
+    num_workers: int  # processes that load the data
+
+    def modules(self) -> list[torch.nn.Module]:
+        """The encoders on the device."""
+        return self.encoders.modules() if self.encoders else []
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint records of it, under the names of the flags."""
+        settings = {
+            "resolution": self.resolution,
+            "clip_skip": self.clip_skip,
+            "caption_weights": self.caption_weights,
+            "mask_column": self.mask_column,
+            "dataloader_num_workers": self.num_workers,
+        }
+        if order := getattr(self.dataset, "order", None):
+            settings |= {"order": order, "shuffle_shards": order["shuffle_shards"]}
+        return settings
 
 
 class CaptionedImages(RowDataset):
-    """Turns keys (epoch, row, weight, ...) of `step_batches` into a batch of images and captions.
+    """Turns keys of `step_batches` into a `Batch` of images and tokens: `dataset[keys]`.
 
-    `dataset[keys]` is {"pixel_values": uint8 [N, C, H, W], "mask": uint8 [N, 1, H, W] where there
-    are masks, "input_ids" and with SDXL "input_ids_2": [N, model_max_length], "original_size",
-    "crop_top_left": [N, 2], "flipped": bool [N], "weight": [N], "skipped": [(name, reason)]}. A row
-    that can't be used has weight 0.
-
-    sizes: see `size_rows`.
+    A row that can't be used has weight 0. sizes: of `size_rows`.
     """
 
     def __init__(
         self,
-        rows: datasets.Dataset,
-        column: str,
-        channels: int,
+        images: ImageRows,
+        source: str,
+        transform: Transform,
         tokenizers: Tokenizers,
+        choice: CaptionChoice,
         sizes: np.ndarray | None,
-        args: Namespace,
+        shuffle_buffer: int,
     ) -> None:
-        super().__init__(rows, column, args)
-        self.channels, self.tokenizers, self.sizes = channels, tokenizers, sizes
+        super().__init__(images, source, shuffle_buffer)
+        self.transform, self.tokenizers, self.choice = transform, tokenizers, choice
+        self.sizes = sizes
 
-    def __getitem__(self, keys: list[Key]) -> dict[str, Any]:
-        targets = (
-            self.sizes[[key[1] for key in keys]].tolist()
-            if self.sizes is not None
-            else [None] * len(keys)
-        )
-        items = [
-            transform(row, epoch, item, self.column, self.channels, self.args, target)
-            for (epoch, row, *_), item, target in zip(
-                keys, read_items(self.rows, keys), targets, strict=True
-            )
-        ]
-        flips = [
-            self.args.random_flip and draw_choices(self.args.seed, *key[:2])[2] < 0.5
-            for key in keys
-        ]
-        for flip, item in zip(flips, items, strict=True):
-            item["pixel_values"] = item["pixel_values"].flip(-1) if flip else item["pixel_values"]
-        weights = [
-            0.0 if item["skipped"] else key[2] for key, item in zip(keys, items, strict=True)
-        ]
-        names = items[0].keys() & {"pixel_values", "mask"}
-        return {
-            **{name: torch.stack([item[name] for item in items]) for name in names},
-            **tokenize_batch(self.tokenizers, self.args, [item["text"] for item in items], keys),
-            **{
-                name: torch.tensor([item[name] for item in items])
-                for name in ("original_size", "crop_top_left")
-            },
-            "flipped": torch.tensor(flips),
-            "weight": torch.tensor(weights),
-            "skipped": [(item["key"], item["skipped"]) for item in items if item["skipped"]],
-        }
+    def __getitem__(self, keys: list[Key]) -> Batch:
+        targets: Sequence[Any] = [None] * len(keys)
+        if self.sizes is not None:
+            targets = self.sizes[[key[1] for key in keys]].tolist()
+        items = []
+        flips = []
+        weights = []
+        for key, row, target in zip(keys, read_items(self.rows, keys), targets, strict=True):
+            epoch, number, weight = key[:3]
+            item = transform_row(number, epoch, row, self.transform, target)
+            flip = draw_choices(self.transform.seed, epoch, number)[2] < 0.5
+            flips.append(bool(self.transform.random_flip and flip))
+            if flips[-1]:
+                item["pixel_values"] = item["pixel_values"].flip(-1)
+            weights.append(0.0 if item["skipped"] else weight)
+            items.append(item)
+        batch: dict[str, Any] = {}
+        for name in items[0].keys() & {"pixel_values", "mask"}:
+            batch[name] = torch.stack([item[name] for item in items])
+        texts = [item["text"] for item in items]
+        batch |= tokenize_batch(self.tokenizers, self.choice, texts, keys)
+        for name in ("original_size", "crop_top_left"):
+            batch[name] = torch.tensor([item[name] for item in items])
+        batch["flipped"] = torch.tensor(flips)
+        batch["weight"] = torch.tensor(weights)
+        batch["skipped"] = [(item["key"], item["skipped"]) for item in items if item["skipped"]]
+        return cast(Batch, batch)
 
 
-def load_data(
-    accelerator: Accelerator,
-    families: Collection[str],
+def open_data(
+    launch: Launch,
+    base: Base,
+    checkpoint: Path | None,
+    before: dict[str, Any],
     args: Namespace,
-    checkpoint: Path | None = None,
-) -> tuple[torch.utils.data.Dataset, SimpleNamespace]:
-    """Load caches, in the order of the checkpoint, or images with the models that encode them.
+    optional_columns: Collection[str] = (),
+) -> Data:
+    """The data of --latents_dir; else images, with the encoders that each step needs.
 
-    families: the model families that the trainer accepts.
-
-    Returns (dataset, frozen). `frozen` has what `encode_batch` needs:
-    vae, text_encoders: None where a cache holds their outputs.
-    empty_prompt: {name: embedding} for dropped captions.
-    cache: the cache.json, or what it would be.
-    pixels: side of the square of pixels that one latent covers.
-    lengths: number of tokens of the empty prompt, for a family whose models get lists; else None.
+    before: the settings of the checkpoint, whose order of the rows is kept. optional_columns: those
+    that the trainer wants of a cache's columns that are not read by default.
     """
-    if (family := find_family(args)) not in families:
-        other = "train_flow.py" if FAMILIES[family].masked else "train_text_to_image.py"
-        fail(
-            f"{args.pretrained_model_name_or_path} is a pipeline of the family {family}: "
-            f"{other} trains it"
-        )
-    dtype = getattr(torch, DTYPES[args.mixed_precision])
-    vae = text_encoders = None
     if args.latents_dir:
-        caches = {folder: load_cache(folder) for folder in args.latents_dir}
-        cache, empty_prompt, _ = caches[args.latents_dir[0]]
-        args.clip_skip = args.clip_skip or cache["text_encoder"].get("clip_skip")
-        args.caption_weights = args.caption_weights or cache["transform"].get("caption_weights")
-        if accelerator.is_main_process:
-            check_caches(caches, args)
-        accelerator.wait_for_everyone()
-        args.resolution = args.resolution or cache["transform"]["resolution"]
-        # a thread reads faster than processes, which would have to pass the data on
-        args.dataloader_num_workers = 0
-        dataset = open_latents(accelerator, caches, checkpoint, args)
-        dataset.caption_weights = args.caption_weights
-        empty_prompt = {
-            name: x if x.dtype == torch.bool else x.float() for name, x in empty_prompt.items()
-        }
-        empty_prompt = {name: x.to(accelerator.device) for name, x in empty_prompt.items()}
-        if cache["text_cache"] == "ids":
-            _, text_encoders, tokenizers = load_models(args, dtype)
-            text_encoders.requires_grad_(False).to(accelerator.device)
-            if vars(args).get("shuffle_caption"):
-                dataset.tokenizers, dataset.args = tokenizers, args
-    else:
-        args.resolution = args.resolution or (1024 if is_sdxl(args) else 512)
-        rows, column = load_rows(args, args.streaming, [args.caption_column])
-        vae, text_encoders, tokenizers = load_models(args, dtype)
-        put_on_device(vae.requires_grad_(False), accelerator.device)
-        text_encoders.requires_grad_(False).to(accelerator.device)
-        try_models(vae, text_encoders)
-        empty_prompt = encode_empty_prompt(text_encoders, tokenizers, args)
-        kind = "moments" if has_moments(vae) else "sample"
-        cache = {"vae": describe_scale(vae), **describe_latents(vae, args.resolution, kind)}
-        if accelerator.is_main_process:
-            texts = look_at_captions(rows, args.caption_column)
-            say_equal(texts, args)
-            say_emptied(tokenizers, texts)
-            cut = are_cut(tokenizers, texts or [""])
-            say_cut(sum(cut), len(cut), tokenizers[0].model_max_length)
-        sizes = size_rows(accelerator, rows, column, args)
-        dataset = CaptionedImages(rows, column, vae.config.in_channels, tokenizers, sizes, args)
-    frozen = SimpleNamespace(
-        vae=vae, text_encoders=text_encoders, empty_prompt=empty_prompt, cache=cache
+        return open_caches(launch, base, checkpoint, before, args, optional_columns)
+    return open_images(launch, base, args)
+
+
+def open_caches(
+    launch: Launch,
+    base: Base,
+    checkpoint: Path | None,
+    before: dict[str, Any],
+    args: Namespace,
+    optional_columns: Collection[str] = (),
+) -> Data:
+    """The data of latent caches. What they lack, such as encoders of tokens, is loaded."""
+    caches = {folder: load_cache(folder) for folder in args.latents_dir}
+    first = caches[args.latents_dir[0]]
+    text_cache, transform = first.settings["text_cache"], first.settings["transform"]
+    base = replace(
+        base, clip_skip=base.clip_skip or first.settings["text_encoder"].get("clip_skip")
     )
-    # Z-Image's model gets lists of prompts, so their lengths must be known
-    frozen.lengths = int(empty_prompt["prompt_mask"].sum()) if family == "z-image" else None
-    frozen.pixels = args.resolution // cache["latents_shape"][-1]
-    return dataset, frozen
+    caption_weights = args.caption_weights or transform.get("caption_weights")
+    resolution = args.resolution or transform["resolution"]
+    exact = None
+    if launch.is_main:
+        exact = check_caches(caches, base, caption_weights, args)
+    launch.accelerator.wait_for_everyone()
+    validation = encode_validation(launch, base, exact, args.validation_prompts)
+    del exact
+    encoders = reads = None
+    if text_cache == "ids":
+        text_encoders, tokenizers = load_text_encoders(base, launch.dtype)
+        text_encoders.requires_grad_(False).to(launch.device)
+        encoders = Encoders(base.family, None, text_encoders, tokenizers, base.clip_skip or 0)
+        choice = choose_captions(args, caption_weights)
+        reads = (tokenizers, choice) if choice.shuffle else None
+    empty_prompt = {
+        name: (embeds if embeds.dtype == torch.bool else embeds.float()).to(launch.device)
+        for name, embeds in first.empty_prompt.items()
+    }
+    shape = tuple(first.settings["latents_shape"])
+    latents = Latents(
+        kind=first.settings["latents"],
+        shape=shape,
+        shift=first.settings["vae"].get("shift_factor", 0.0),
+        factor=first.settings["vae"]["scaling_factor"],
+        downscale=resolution // shape[-1],
+    )
+    dataset = StoredLatents(
+        caches,
+        args.seed,
+        args.random_flip,
+        caption_weights,
+        reads,
+        optional_columns,
+        rank=launch.rank,
+        num_processes=launch.num_processes,
+    )
+    storage = Storage(args.shards_dir, args.shards_size, args.shuffle_shards)
+    order = before.get("order")
+    open_latents(launch, caches, dataset, storage, args.latents_weights, checkpoint, order)
+    return Data(
+        dataset=dataset,
+        family=base.family,
+        latents=latents,
+        empty_prompt=empty_prompt,
+        empty_length=count_length(empty_prompt),
+        encoders=encoders,
+        validation=validation,
+        resolution=resolution,
+        bucket_step=transform.get("bucket_step"),
+        clip_skip=base.clip_skip,
+        caption_weights=caption_weights,
+        mask_column=args.mask_column,
+        num_workers=0,  # a thread reads faster than processes, which would have to pass it on
+    )
 
 
-def check_caches(caches: dict[str, Cache], args: Namespace) -> None:
-    """Stop with an error if a cache was made with other models, or lacks what the flags ask for."""
-    first, _, _ = next(iter(caches.values()))
-    vae, text_encoders, tokenizers = load_models(args, torch.float32)  # only to compare them
-    try_models(vae, text_encoders)
-    if first["text_cache"] == "ids":
-        text_encoders.clip_skip = None  # not part of the cache: the captions are encoded here
-    description = describe_models(vae, text_encoders, tokenizers)
-    description |= describe_latents(vae, first["transform"]["resolution"], first["latents"])
-    description |= describe_prompts(encode_empty_prompt(text_encoders, tokenizers, args), args)
-    description |= {"text_cache": first["text_cache"], "features": first.get("features")}
-    for folder, (cache, _, _) in caches.items():
-        if differences := find_differences(
-            {name: cache.get(name) for name in description}, description
-        ):
-            fail(
-                f"{folder} does not fit these models or the first cache "
-                f"({', '.join(differences)}): choose others"
-            )
-        if vars(args).get("shuffle_caption") and cache["text_cache"] != "ids":
-            fail(
-                f"--shuffle_caption: {folder} has embeddings of captions as they are: make it "
-                "with --text_cache ids"
-            )
-        say_cut(
-            cache["captions_cut"], cache["rows"], cache["prompt_embeds_shape"][0], f"{folder}: "
-        )
-        found = (
-            len(args.caption_weights or []),
-            len(cache["transform"].get("caption_weights") or []),
-        )
-        if found[0] != found[1]:
-            fail(f"--caption_weights: {found[0]} of them, and {folder} was made with {found[1]}")
-        if args.random_flip and not cache["transform"]["random_flip"]:
-            fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
-        if args.resolution not in (None, cache["transform"]["resolution"]):
-            fail(
-                f"--resolution {args.resolution}: {folder} holds "
-                f"{cache['transform']['resolution']} px"
-            )
+def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
+    """The data of images and captions, with the encoders that each step needs, on the device."""
+    resolution = args.resolution or base.family.resolution
+    num_workers = launch.choose_workers(args.dataloader_num_workers)
+    caption_weights = weigh_captions(args)
+    images = load_rows(args, args.streaming, [args.caption_column])
+    encoders = load_encoders(base, launch.dtype)
+    check_sides(base.family.downscale(encoders.vae), resolution, args.bucket_step)
+    validation = encode_validation(launch, base, encoders, args.validation_prompts)
+    put_on_device(encoders.vae.requires_grad_(False), launch.device)
+    encoders.text_encoders.requires_grad_(False).to(launch.device)
+    try_encoders(encoders)
+    if launch.is_main:
+        texts = look_at_captions(images.rows, args.caption_column)
+        report_equal(texts, args)
+        report_emptied(encoders.tokenizers, texts)
+        cut = are_cut(encoders.tokenizers, texts or [""])
+        report_cut(sum(cut), len(cut), encoders.tokenizers[0].model_max_length)
+    channels, _ = base.family.count_channels(encoders.vae)
+    transform = make_transform(
+        args, images.column, images.mask_column, caption_weights, channels, resolution
+    )
+    sizes = size_rows(launch.accelerator, images.rows, transform, num_workers)
+    kind = "moments" if base.family.has_moments(encoders.vae) else "sample"
+    dataset = CaptionedImages(
+        images,
+        transform.source,
+        transform,
+        encoders.tokenizers,
+        choose_captions(args, caption_weights),
+        sizes,
+        args.shuffle_buffer,
+    )
+    empty_prompt = encode_empty_prompt(encoders, base)
+    return Data(
+        dataset=dataset,
+        family=base.family,
+        latents=describe_latents(base.family, encoders.vae, resolution, kind),
+        empty_prompt=empty_prompt,
+        empty_length=count_length(empty_prompt),
+        encoders=encoders,
+        validation=validation,
+        resolution=resolution,
+        bucket_step=args.bucket_step,
+        clip_skip=base.clip_skip,
+        caption_weights=caption_weights,
+        mask_column=images.mask_column,
+        num_workers=num_workers,
+    )
 
 
-def encode_batch(batch: dict, frozen: SimpleNamespace, caption_dropout: float) -> Prepared:
-    """Turn a loaded batch into (latents, prompts, loss_inputs).
+def count_length(empty_prompt: dict[str, torch.Tensor]) -> int:
+    """How many tokens the empty prompt has."""
+    embeds = empty_prompt["prompt_embeds"]
+    return int(empty_prompt.get("prompt_mask", torch.ones(len(embeds))).sum())
 
-    latents: float32 [N, C, h, w], of about unit variance; sampled anew each time from the VAE's
-    distribution.
-    prompts: {name: tensor [N, ...]} as from `encode_prompts`, a share `caption_dropout` of them
-    replaced by the empty prompt.
-    loss_inputs: {"mask": [N, 1, h, w], in [0, 1]} where there are masks, else {}.
+
+def choose_captions(args: Namespace, weights: list[float] | None) -> CaptionChoice:
+    return CaptionChoice(args.seed, weights, args.shuffle_caption, args.keep_tokens)
+
+
+def check_caches(
+    caches: dict[str, Cache], base: Base, caption_weights: list[float] | None, args: Namespace
+) -> Encoders:
+    """Refuse caches that other models have made, or that lack what the flags ask for.
+
+    Returns the encoders that they were compared with, in float32 on the CPU.
     """
-    cache, loss_inputs = frozen.cache, {}
+    first = next(iter(caches.values())).settings
+    encoders = load_encoders(base, torch.float32)
+    check_sides(base.family.downscale(encoders.vae), args.resolution, args.bucket_step)
+    try_encoders(encoders)
+    compared = encoders
+    if (
+        first["text_cache"] == "ids"
+    ):  # the trainer encodes them, so --clip_skip does not matter here
+        compared = replace(encoders, clip_skip=0)
+    described = describe_models(compared)
+    resolution = first["transform"]["resolution"]
+    latents = describe_latents(base.family, encoders.vae, resolution, first["latents"])
+    described |= {"latents": latents.kind, "latents_shape": list(latents.shape)}
+    described |= describe_prompts(encoders, encode_empty_prompt(encoders, base))
+    described |= {"text_cache": first["text_cache"], "features": first.get("features")}
+    for folder, cache in caches.items():
+        check_cache(folder, cache.settings, described, caption_weights, args)
+    return encoders
+
+
+def check_cache(
+    folder: str,
+    cache: dict[str, Any],
+    described: dict[str, Any],
+    caption_weights: Collection[float] | None,
+    args: Namespace,
+) -> None:
+    """Refuse a cache that is not as `described`, or that lacks what the flags ask for."""
+    known = {name: cache.get(name) for name in described}
+    if differences := find_differences(known, described):
+        fail(
+            f"{folder} does not fit these models or the first cache ({', '.join(differences)}): "
+            "choose others"
+        )
+    if args.shuffle_caption and cache["text_cache"] != "ids":
+        fail(
+            f"--shuffle_caption: {folder} has embeddings of captions as they are: make it with "
+            "--text_cache ids"
+        )
+    length = cache["tokenizer"]["model_max_length"]
+    report_cut(cache["captions_cut"], cache["rows"], length, f"{folder}: ")
+    num_weights = len(caption_weights or [])
+    num_captions = len(cache["transform"].get("caption_weights") or [])
+    if num_weights != num_captions:
+        fail(f"--caption_weights: {num_weights} of them, and {folder} was made with {num_captions}")
+    if args.random_flip and not cache["transform"]["random_flip"]:
+        fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
+    if args.resolution not in (None, cache["transform"]["resolution"]):
+        held = cache["transform"]["resolution"]
+        fail(f"--resolution {args.resolution}: {folder} holds {held} px")
+
+
+def encode_validation(
+    launch: Launch, base: Base, encoders: Encoders | None, prompts: list[str] | None
+) -> ValidationPrompts | None:
+    """Encode --validation_prompts in float32 on the first process, and send them to all.
+
+    encoders: those that are loaded, if any. Prompts are encoded one by one, so that the samples of
+    one do not depend on the others.
+    """
+    if not prompts:
+        return None
+    sent: list[ValidationPrompts | None] = [None]
+    if launch.is_main:
+        if encoders is None or launch.dtype != torch.float32 and encoders.vae is not None:
+            text_encoders, tokenizers = load_text_encoders(base, torch.float32)
+            encoders = Encoders(base.family, None, text_encoders, tokenizers, base.clip_skip or 0)
+        empty = {name: embeds[None] for name, embeds in encode_empty_prompt(encoders, base).items()}
+        encoded = [encode_caption(encoders, prompt) for prompt in prompts]
+        sent = [ValidationPrompts(encoded, cast(Prompts, empty))]
+    if launch.num_processes > 1:
+        broadcast_object_list(sent)
+    return sent[0]
+
+
+def check_denoiser(models: Models, predict: Predict, what: str, source: str, data: Data) -> None:
+    """Stop with an error if the model to be trained does not fit the data.
+
+    models: it alone, under its name. what: people's word for it. source: where it is from.
+    """
+    family = data.family
+    (model,) = models.values()
+    name = f"the {what} of {source}"
+    embeds_width = data.empty_prompt["prompt_embeds"].shape[-1]
+    own_width = model.config[family.embeds_width]
+    if (model.config.in_channels, own_width) != (data.latents.channels, embeds_width):
+        fail(
+            f"{name} takes {model.config.in_channels} channels and embeddings of {own_width}; the "
+            f"latents have {data.latents.channels}, the embeddings {embeds_width}"
+        )
+    if sentence := family.check_model(model.config):
+        fail(f"{name} {sentence}")
+    multiple = family.patch_size(model) * data.latents.downscale
+    side = data.bucket_step or data.resolution
+    if side % multiple:
+        fail(f"{name} wants sides of {multiple} pixels: {side} is no multiple of it")
+    condition = {key: embeds[None] for key, embeds in data.empty_prompt.items()}
+    if family.needs_lengths:
+        condition["prompt_lengths"] = torch.tensor([data.empty_length])
+    if family.needs_sizes:
+        condition["time_ids"] = torch.zeros(1, 6)
+    check_shapes(models, predict, name, [data.latents.channels, *data.latents.shape[1:]], condition)
+
+
+def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
+    """A batch as loaded -> latents [N, C, h, w], prompts, and the mask of the loss.
+
+    Latents are drawn anew each time from the VAE's distribution. The empty prompt replaces a share
+    `caption_dropout` of the captions. The mask is in [0, 1], [N, 1, h, w].
+    """
     if "latents" in batch:  # of a cache
         latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
     else:
-        latents = encode_images(frozen.vae, batch["pixel_values"])
+        latents = encode_images(cast(Encoders, data.encoders), batch["pixel_values"])
     if "prompt_embeds" in batch:
-        shapes = {
-            name: cache.get(f"{name}_shape", empty.shape)
-            for name, empty in frozen.empty_prompt.items()
+        embeds = dict[str, Any](batch)
+        prompts = {
+            name: embeds[name].to(empty.dtype).unflatten(1, empty.shape)
+            for name, empty in data.empty_prompt.items()
         }
-        prompts = {name: batch[name].to(frozen.empty_prompt[name].dtype) for name in shapes}
-        prompts = {name: numbers.unflatten(1, shapes[name]) for name, numbers in prompts.items()}
     else:
-        prompts = encode_prompts(frozen.text_encoders, batch)
-    if cache["latents"] == "moments":
+        prompts = dict(encode_prompts(cast(Encoders, data.encoders), cast(Any, batch)))
+    if data.latents.kind == "moments":
         mean, std = latents.chunk(2, dim=1)
         # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
         latents = mean + std * torch.randn(mean.shape, device=mean.device)
-    # Contiguous, as from a cache: a VAE's memory layout must not decide how the model computes, or
-    # which numbers its dropout hits.
-    shift, factor = cache["vae"].get("shift_factor", 0.0), cache["vae"]["scaling_factor"]
-    latents = ((latents - shift) * factor).contiguous()
-    # Guidance needs an unconditional model, which is trained with dropped captions
-    # (arXiv:2207.12598).
-    if frozen.lengths is None:
-        dropped = torch.rand(len(latents), device=latents.device) < caption_dropout
-    else:  # on the CPU, so that nothing waits for the device to know how long captions are
-        dropped = torch.rand(len(latents)) < caption_dropout
-        # a list of one where --train_batch_size auto repeats an image
-        lengths = torch.tensor(batch["prompt_lengths"]).expand(len(latents))
-        prompts["prompt_lengths"] = torch.where(dropped, frozen.lengths, lengths)
-        dropped = dropped.to(latents.device, non_blocking=True)
-    for name, empty in frozen.empty_prompt.items():
-        prompts[name] = torch.where(dropped.view(-1, *[1] * empty.dim()), empty, prompts[name])
+    # Contiguous, as a cache has them: a VAE's memory layout must not decide how the model computes.
+    latents = ((latents - data.latents.shift) * data.latents.factor).contiguous()
+    drop_captions(batch, prompts, data, caption_dropout, latents.device)
+    size = latents.shape[-2:]
+    if data.family.needs_sizes:
+        target = [data.latents.downscale * side for side in size]
+        prompts["time_ids"] = make_time_ids(
+            batch["original_size"], batch["crop_top_left"], target, batch["flipped"]
+        )
+    loss_inputs = {}
     if "mask" in batch:
-        mask, size = batch["mask"], (1, *latents.shape[-2:])
-        mask = mask.unflatten(1, size) if "latents" in batch else shrink_masks(mask, frozen.pixels)
-        mask = torch.where(batch["flipped"].view(-1, 1, 1, 1), mask.flip(-1), mask)
-        loss_inputs["mask"] = mask / 255
-    return latents, prompts, loss_inputs
+        if "latents" in batch:
+            mask = batch["mask"].unflatten(1, (1, *size))
+        else:
+            mask = shrink_masks(batch["mask"], data.latents.downscale)
+        flipped = batch["flipped"].view(-1, 1, 1, 1)
+        loss_inputs["mask"] = torch.where(flipped, mask.flip(-1), mask) / 255
+    return Prepared(latents, prompts, loss_inputs)
+
+
+def drop_captions(
+    batch: Batch, prompts: dict[str, torch.Tensor], data: Data, share: float, device: torch.device
+) -> None:
+    """Put the empty prompt in place of a share of the captions.
+
+    Without it guidance would have no unconditional model to lean on (arXiv:2207.12598).
+    """
+    count = len(prompts["prompt_embeds"])
+    if data.family.needs_lengths:  # drawn on the CPU: lengths are read there, and nothing waits
+        dropped = torch.rand(count) < share
+        lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # of one, in a search
+        prompts["prompt_lengths"] = torch.where(dropped, data.empty_length, lengths)
+        dropped = dropped.to(device, non_blocking=True)
+    else:
+        dropped = torch.rand(count, device=device) < share
+    for name, empty in data.empty_prompt.items():
+        shape = [-1] + [1] * empty.dim()
+        prompts[name] = torch.where(dropped.view(shape), empty, prompts[name])

@@ -3,8 +3,8 @@
 import hashlib
 import math
 import os
-from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,94 +15,83 @@ from tqdm.auto import tqdm
 
 from diffusion_training.data.ranges import Ranges
 from diffusion_training.errors import fail
-from diffusion_training.latents.fetch import Describe, Fetcher, take_folder_of_run
+from diffusion_training.latents.fetch import Fetcher, make_fetch_folder
 from diffusion_training.latents.reader import Cache, CachedLatents
 from diffusion_training.latents.shards import Shards
+from diffusion_training.launch import Launch
 from diffusion_training.remote import is_address, persist
-from diffusion_training.training.checkpoints import read_state
 
 MOST_PERMUTED = 16_000_000  # rows; each process holds a permutation of them, 128 MB
 LEAST_RANGES = 64  # so that neighbours come from shards far apart, even with one process
 
 
-def open_latents(
-    accelerator: Accelerator, caches: dict[str, Cache], checkpoint: Path | None, args: Namespace
-) -> "StoredLatents":
-    """Return the data set of some caches, {folder: what `load_cache` returns}.
+@dataclass(frozen=True)
+class Storage:
+    """Where shards of an address are kept on this machine, and how they are shuffled: the flags."""
 
-    The order is the permutation `full` if they have at most 16 M rows and are on a disk or fit into
-    --shards_size. Otherwise it is that of `Ranges`, which is stored in args.order. A checkpoint's
-    order is kept in any case.
+    folder: str | None  # --shards_dir
+    size: int  # --shards_size, bytes
+    shuffle_shards: int
+
+
+def open_latents(
+    launch: Launch,
+    caches: dict[str, Cache],
+    dataset: "StoredLatents",
+    storage: Storage,
+    latents_weights: list[float] | None,
+    checkpoint: Path | None,
+    kept_order: dict[str, Any] | None,
+) -> None:
+    """Choose the order of a data set, and fetch what is at an address.
+
+    The order is the permutation `full` if it has at most 16 M rows and is on a disk or fits into
+    --shards_size. Otherwise it is that of `Ranges`. A checkpoint's order is kept in any case:
+    kept_order, None if it was `full`.
     """
-    dataset = StoredLatents(caches, args.seed, args.random_flip)
-    for cache, _, _ in caches.values():
-        del cache["shards"]  # half a gigabyte for a million shards; `Shards` has what is needed
-    bytes_of = dataset.lengths * np.repeat(
-        [weigh_rows(shards) for shards in dataset.parts], np.diff(dataset.firsts)
-    )
-    total, fits = (
-        int(bytes_of.sum()),
-        len(dataset) <= MOST_PERMUTED and bytes_of.sum() <= args.shards_size,
-    )
-    kept = read_state(checkpoint, 0)["settings"].get("order") if checkpoint else None
-    dataset.process = accelerator.process_index, accelerator.num_processes
-    if not kept and (checkpoint or fits):
-        if total > args.shards_size:
+    for cache in caches.values():
+        del cache.settings["shards"]  # half a gigabyte for a million; `Shards` has what is needed
+    total = int(dataset.bytes_of.sum())
+    fits = len(dataset) <= MOST_PERMUTED and total <= storage.size
+    if not kept_order and (checkpoint or fits):
+        if total > storage.size:
             fail(
                 f"{checkpoint} was begun with all shards at hand: it goes on with "
                 f"--shards_size {show(total)}"
             )
         if total:
-            folder = Path(args.shards_dir, f"whole-{dataset.fingerprint}")
-            folder.mkdir(parents=True, exist_ok=True)
-            dataset.fetcher = Fetcher(dataset.describe(bytes_of), folder, math.inf)
-            remote = np.flatnonzero(bytes_of)
-            for shard in np.roll(
-                remote, -len(remote) * accelerator.local_process_index // count_local()
-            ).tolist():
-                dataset.fetcher.want(shard)  # each process of this machine begins at another shard
-        return dataset
-
-    for unfit, what in (
-        (args.latents_weights, "--latents_weights"),
-        (dataset.ragged, "images of several sizes"),
-    ):
-        if unfit:
+            dataset.fetch_all(storage, launch.accelerator.local_process_index)
+        return
+    reasons = {"--latents_weights": latents_weights, "images of several sizes": dataset.has_sizes}
+    for reason, is_given in reasons.items():
+        if is_given:
             fail(
-                f"{what} need all rows at hand: at most {MOST_PERMUTED:,}, and --shards_size "
+                f"{reason} need all rows at hand: at most {MOST_PERMUTED:,}, and --shards_size "
                 f"{show(total)}"
             )
-    args.order = dataset.order = choose_ranges(dataset, kept, checkpoint, args)
-    args.shuffle_shards = args.order["shuffle_shards"]
-    dataset.bytes_of, dataset.most = bytes_of, args.shards_size
-    dataset.check_size()
-    folder = take_folder_of_run(args.shards_dir) if total else None
-    dataset.fetcher = Fetcher(dataset.describe(bytes_of), folder, args.shards_size / count_local())
-    return dataset
+    order = choose_ranges(dataset, kept_order, checkpoint, storage.shuffle_shards)
+    dataset.fetch_by_ranges(storage, order)
 
 
 def choose_ranges(
-    dataset: "StoredLatents", kept: dict | None, checkpoint: Path | None, args: Namespace
+    dataset: "StoredLatents",
+    kept_order: dict[str, Any] | None,
+    checkpoint: Path | None,
+    shuffle_shards: int,
 ) -> dict[str, Any]:
-    """Return what a checkpoint stores of the order `ranges`, with the values of `kept` if any.
+    """Return what a checkpoint stores of the order `ranges`, with the values of `kept_order`.
 
     Stops with an error if the caches have as many rows as before but other shards.
     """
     shards = hashlib.sha256(dataset.lengths.tobytes()).hexdigest()[:16]
-    if kept and kept["rows"] == len(dataset) and kept["shards"] != shards:
+    if kept_order and kept_order["rows"] == len(dataset) and kept_order["shards"] != shards:
         fail(
             f"{checkpoint} is in the midst of other shards of as many rows: go on with the "
             "caches as they were"
         )
-    _, num_processes = dataset.process
-    num_ranges = num_processes * math.ceil(LEAST_RANGES / num_processes)
-    chosen = {
-        "kind": "ranges",
-        "num_ranges": num_ranges,
-        "shuffle_shards": args.shuffle_shards,
-        **(kept or {}),
-    }
-    return {**chosen, "rows": len(dataset), "shards": shards}
+    num_ranges = dataset.num_processes * math.ceil(LEAST_RANGES / dataset.num_processes)
+    order = {"kind": "ranges", "num_ranges": num_ranges, "shuffle_shards": shuffle_shards}
+    return order | (kept_order or {}) | {"rows": len(dataset), "shards": shards}
 
 
 def count_local() -> int:
@@ -135,32 +124,56 @@ class StoredLatents(CachedLatents):
     order: Any = None  # see `choose_ranges`; None: `full`
     following: Ranges | None = None
 
-    def describe(self, bytes_of: np.ndarray) -> Describe:
-        """Return a function that describes a shard to a `Fetcher`; bytes_of: estimated sizes."""
+    def __init__(
+        self, caches: dict[str, Cache], *options: Any, rank: int = 0, num_processes: int = 1
+    ) -> None:
+        """options: those of `CachedLatents`. rank, num_processes: of this process."""
+        super().__init__(caches, *options)
+        self.rank, self.num_processes = rank, num_processes
+        bytes_of_a_row = [weigh_rows(shards) for shards in self.parts]
+        # about how many bytes each shard takes on this machine; none if it is on a disk
+        self.bytes_of = self.lengths * np.repeat(bytes_of_a_row, np.diff(self.firsts))
 
-        def describe(shard: int) -> tuple[str, str, int]:
-            shards, number = self.find_shard(shard)
-            address = shards.locate(number) if is_address(shards.folder) else ""
-            return address, shards.sha256[number].decode(), int(bytes_of[shard])
+    def describe(self, shard: int) -> tuple[str, str, int]:
+        """Describe a shard to a `Fetcher`: its address, SHA-256, and about how many bytes."""
+        shards, number = self.find_shard(shard)
+        address = shards.locate(number) if is_address(shards.folder) else ""
+        return address, shards.sha256[number].decode(), int(self.bytes_of[shard])
 
-        return describe
+    def fetch_all(self, storage: Storage, local_rank: int) -> None:
+        """Fetch all shards into --shards_dir; each process of a machine begins with another one."""
+        folder = Path(storage.folder or "", f"whole-{self.fingerprint}")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.fetcher = Fetcher(self.describe, folder, math.inf)
+        remote = np.flatnonzero(self.bytes_of)
+        for shard in np.roll(remote, -len(remote) * local_rank // count_local()).tolist():
+            self.fetcher.want(shard)
 
-    def check_size(self, stay: Collection[int] = ()) -> None:
+    def fetch_by_ranges(self, storage: Storage, order: dict[str, Any]) -> None:
+        """Read in the order `ranges`, with as many shards here as --shards_size holds."""
+        self.order = order
+        self.most_bytes = storage.size
+        self.check_size()
+        folder = None
+        if storage.folder and self.bytes_of.any():
+            folder = make_fetch_folder(storage.folder)
+        self.fetcher = Fetcher(self.describe, folder, storage.size / count_local())
+
+    def check_size(self, kept_shards: Collection[int] = ()) -> None:
         """Stop with an error if --shards_size is too small.
 
-        It must hold the open window and the next one of each range, and the shards that `stay`.
+        It must hold the open window and the next one of each range, and the shards that stay here.
         """
         num_ranges, shuffle_shards = self.order["num_ranges"], self.order["shuffle_shards"]
-        mine = num_ranges // math.gcd(self.process[1], num_ranges)
-        need = 2 * shuffle_shards * mine * self.bytes_of.max() + sum(
-            self.bytes_of[shard] for shard in stay
-        )
+        own_ranges = num_ranges // math.gcd(self.num_processes, num_ranges)
+        need = 2 * shuffle_shards * own_ranges * self.bytes_of.max()
+        need += sum(self.bytes_of[shard] for shard in kept_shards)
         need = min(need, self.bytes_of.sum()) * count_local()
-        if need > self.most:
-            windows = f"{mine * count_local()} ranges with windows of {shuffle_shards} shards"
-            windows += f" and {len(stay)} of --holdout" if stay else ""
+        if need > self.most_bytes:
+            windows = f"{own_ranges * count_local()} ranges with windows of {shuffle_shards} shards"
+            windows += f" and {len(kept_shards)} of --holdout" if kept_shards else ""
             turn = f"give --shards_size {show(need)}, or fewer --shuffle_shards"
-            fail(f"--shards_size {self.most:,} is too small for {windows}: {turn}")
+            fail(f"--shards_size {self.most_bytes:,} is too small for {windows}: {turn}")
 
     def hold_out(
         self, accelerator: Accelerator, holdout: float, seed: int
@@ -171,43 +184,43 @@ class StoredLatents(CachedLatents):
         these, except that the last shard gives only those with the lowest hashes. These shards stay
         on this disk, so no others have to be read.
         """
-        count, held_out = int(holdout) if holdout >= 1 else round(holdout * len(self)), {}
+        count = int(holdout) if holdout >= 1 else round(holdout * len(self))
+        held_out: dict[int, int] = {}
         if holdout and not 0 < count < len(self):
             fail(
                 f"--holdout {holdout:g} sets {count} of {len(self)} images aside: choose "
                 "another share or number"
             )
-        names = (name.decode() for shards in self.parts for name in shards.names.tolist())
-        hashes = (
-            [xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in names] if count else []
-        )
+        hashes = []
+        if count:
+            names = (name.decode() for shards in self.parts for name in shards.names.tolist())
+            hashes = hash_names(names, seed)
         for shard in np.argsort(hashes, kind="stable").tolist():
             if len(held_out) == count:
                 break
-            found = [
-                xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in self.names([shard])
-            ]
+            of_rows = hash_names(self.names([shard]), seed)
             first = int(self.ends[shard] - self.lengths[shard])
-            lowest = np.argsort(np.array(found, np.uint64), kind="stable")[
-                : count - len(held_out)
-            ].tolist()
-            held_out |= {first + place: found[place] for place in lowest}
+            order = np.argsort(np.array(of_rows, np.uint64), kind="stable")
+            for index in order[: count - len(held_out)].tolist():
+                held_out[first + index] = of_rows[index]
             self.fetcher.held[shard] += 1
         if count:
             self.check_size(self.fetcher.held)
             accelerator.print(f"Held out: {count} of {len(self)} images")
         size = self.order["num_ranges"], self.order["shuffle_shards"]
-        ranges = Ranges(self.lengths, seed, *size, sorted(held_out))
-        ranges.reach = lambda epoch, place: self.reach(ranges, epoch, place)
-        return ranges, held_out
+        return Ranges(self.lengths, seed, *size, sorted(held_out), self.reach), held_out
 
-    def reach(self, ranges: Ranges, epoch: int, place: int) -> None:
+    def reach(self, ranges: Ranges, epoch: int, index: int) -> None:
         """Drop shards that are no longer needed, and fetch ahead.
 
         Called where the rows of a step are taken, before they are read.
         """
         if self.following is not ranges:
-            self.fetcher.follow(ranges.plan(epoch, place, *self.process))
+            self.fetcher.follow(ranges.plan(epoch, index, self.rank, self.num_processes))
             self.following = ranges
-        for shard in self.fetcher.reach(epoch * len(ranges) + place):
+        for shard in self.fetcher.reach(epoch * len(ranges) + index):
             self.opened.pop(shard, None)
+
+
+def hash_names(names: Iterable[str], seed: int) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in names]

@@ -11,23 +11,25 @@ import torch
 import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from safetensors.torch import load_file, save_file
 
 from diffusion_training import __version__
+from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import checksum_files, delete, saving
 from diffusion_training.order import KEYS
-from diffusion_training.training.lora import is_adapted, save_lora
-from diffusion_training.training.models import Models, read_weights, save_weights
+from diffusion_training.training.lora import is_adapted, load_adapter, save_adapter, save_lora
 from diffusion_training.training.optimizers import load_optimizer
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first."""
-    found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
-    steps = {path: path.name.removeprefix("checkpoint-") for path in found}
-    return sorted(
-        (path for path in found if steps[path].isdecimal()), key=lambda path: int(steps[path])
-    )
+    steps = {}
+    for state in Path(output_dir).glob("checkpoint-*/trainer_state.json"):
+        step = state.parent.name.removeprefix("checkpoint-")
+        if step.isdecimal():
+            steps[state.parent] = int(step)
+    return sorted(steps, key=lambda path: steps[path])
 
 
 def find_checkpoint(given: str | None, output_dir: str) -> Path | None:
@@ -35,27 +37,30 @@ def find_checkpoint(given: str | None, output_dir: str) -> Path | None:
 
     Stops with an error if the machines do not find the same one.
     """
-    found, path = find_checkpoints(output_dir), None
+    checkpoints = find_checkpoints(output_dir)
+    path = None
     if given == "latest":
-        path = found[-1] if found else None
-        if path is None and os.environ.get("RANK", "0") == "0":
+        if checkpoints:
+            path = checkpoints[-1]
+        elif os.environ.get("RANK", "0") == "0":
             print(f"No checkpoint in {output_dir} yet: starting afresh")
     elif given:
         # --output_dir first, so that a namesake in the working directory is not taken for it
         path = Path(output_dir, given)
-        path = path if path.is_dir() else Path(given)
+        if not path.is_dir():
+            path = Path(given)
         if not (path / "trainer_state.json").is_file():
             fail(
                 f"--resume_from_checkpoint {given} is no whole checkpoint, neither as a path "
                 f"nor in {output_dir}"
             )
         # pruning and `latest` go by the step number, so no newer checkpoint may remain
-        if found and path.resolve() != found[-1].resolve():
+        if checkpoints and path.resolve() != checkpoints[-1].resolve():
             turn = "delete what is newer, or choose another --output_dir"
-            fail(f"{found[-1]} is newer than {path}, or of another run: {turn}")
-    elif found:
+            fail(f"{checkpoints[-1]} is newer than {path}, or of another run: {turn}")
+    elif checkpoints:
         turn = "go on from it with --resume_from_checkpoint latest, or choose another --output_dir"
-        fail(f"{output_dir} holds {found[-1].name} of an earlier run: {turn}")
+        fail(f"{output_dir} holds {checkpoints[-1].name} of an earlier run: {turn}")
     if len(set(gather_object([path and path.name]))) > 1:
         fail(
             "the machines found different checkpoints: --output_dir must be a folder that "
@@ -68,42 +73,68 @@ def save_checkpoint(
     accelerator: Accelerator,
     models: Models,
     optimizer: torch.optim.Optimizer,
-    state: dict,
-    args: Namespace,
+    state: dict[str, Any],
+    output_dir: str | Path,
+    total_limit: int | None = None,
+    kohya_base: str | None = None,
 ) -> None:
     """Write checkpoint-N and then prune the oldest: call it on every process.
 
     It holds the weights of `models`, each in a folder named after it, the optimizer and `state`.
     This is all that a resumed run needs: data order and noise follow from the step.
+
+    kohya_base: see `save_lora`.
     """
-    path, scaler = Path(args.output_dir) / f"checkpoint-{state['global_step']}", accelerator.scaler
+    path = Path(output_dir) / f"checkpoint-{state['global_step']}"
+    scaler = accelerator.scaler
     if accelerator.is_main_process:
-        with saving(args.output_dir, path) as unfinished:
+        with saving(output_dir, path) as unfinished:
+            folder = unfinished / path.name
             for name, model in models.items():
-                save_weights(model, unfinished / path.name / name)
+                save_weights(model, folder / name)
             # a LoRA file for other programs, to compare the images of checkpoints
             if any(map(is_adapted, models.values())):
-                save_lora(models, unfinished / path.name, args)
-            torch.save(optimizer.state_dict(), unfinished / path.name / "optimizer.bin")
-            torch.save(scaler.state_dict() if scaler else {}, unfinished / path.name / "scaler.bin")
+                save_lora(models, folder, kohya_base)
+            torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+            torch.save(scaler.state_dict() if scaler else {}, folder / "scaler.bin")
             state = {**state, "version": __version__, "keys": KEYS}
-            state["checksums"] = checksum_files(unfinished / path.name)
+            state["checksums"] = checksum_files(folder)
             own = xxhash.xxh3_128(json.dumps(state).encode())  # covers the rest of the file
             state["checksums"]["trainer_state.json"] = own.hexdigest()
-            (unfinished / path.name / "trainer_state.json").write_text(json.dumps(state, indent=2))
-        prune_checkpoints(path, args)
+            (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))
+        prune_checkpoints(path, total_limit)
     accelerator.wait_for_everyone()
 
 
-def prune_checkpoints(saved: Path, args: Namespace) -> None:
+def prune_checkpoints(saved: Path, total_limit: int | None) -> None:
     """Delete the oldest checkpoints beyond --checkpoints_total_limit, but never `saved`."""
-    if args.checkpoints_total_limit is not None:
-        others = [
-            checkpoint for checkpoint in find_checkpoints(args.output_dir) if checkpoint != saved
-        ]
-        for checkpoint in others[: max(0, len(others) - args.checkpoints_total_limit + 1)]:
-            # Under another name first, so that no half of it is ever taken for a checkpoint.
-            delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
+    if total_limit is None:
+        return
+    others = [checkpoint for checkpoint in find_checkpoints(saved.parent) if checkpoint != saved]
+    for checkpoint in others[: max(0, len(others) - total_limit + 1)]:
+        # Under another name first, so that no half of it is ever taken for a checkpoint.
+        delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
+
+
+def save_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Save a model for `from_pretrained`, a LoRA as its adapter, other modules as their weights."""
+    if is_adapted(model):
+        save_adapter(model, folder)
+    elif hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+    else:
+        folder.mkdir(parents=True)
+        save_file(model.state_dict(), folder / "model.safetensors")
+
+
+def read_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Load what `save_weights` has written."""
+    if is_adapted(model) or (folder / "adapter_config.json").is_file():
+        load_adapter(model, folder)
+    elif hasattr(model, "save_pretrained"):
+        model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+    else:
+        model.load_state_dict(load_file(folder / "model.safetensors"))
 
 
 def read_state(checkpoint: Path | None, num_images: int | None) -> dict[str, Any]:
@@ -136,13 +167,15 @@ def load_models_from(path: Path, models: Models, state: dict) -> None:
 
     Raises ValueError if a file differs from its checksum in `state`.
     """
-    written, found = state["checksums"], checksum_files(path)
-    for name in {**written, **found}:
-        if written.get(name) != found.get(name):
+    written = state["checksums"]
+    present = checksum_files(path)
+    for name in {**written, **present}:
+        if written.get(name) != present.get(name):
             raise ValueError(f"{name} is not as it was written")
     for name, model in models.items():
-        # without an average in the checkpoint, --use_ema starts from the trained weights
-        folder = path / name if (path / name).is_dir() else path / name.removesuffix("_ema")
+        folder = path / name
+        if not folder.is_dir():  # without an average, --use_ema starts from the trained weights
+            folder = path / name.removesuffix("_ema")
         read_weights(model, folder)
 
 
@@ -150,11 +183,12 @@ def find_start(init_from: str | None) -> Path | None:
     """Return the checkpoint that --init_from means, which may name a run; None without it."""
     if init_from is None:
         return None
-    whole = (Path(init_from) / "trainer_state.json").is_file()
-    found = [Path(init_from)] if whole else find_checkpoints(init_from)
-    if not found:
+    if (Path(init_from) / "trainer_state.json").is_file():
+        return Path(init_from)
+    checkpoints = find_checkpoints(init_from)
+    if not checkpoints:
         fail(f"--init_from {init_from} holds no whole checkpoint, and is none")
-    return found[-1]
+    return checkpoints[-1]
 
 
 def read_start(start: Path, args: Namespace) -> dict[str, Any]:
@@ -165,14 +199,15 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
     """
     state = read_state(start, None)
     before = state.pop("settings")
-    held_out = {name: before.get(name) for name in ("holdout", "seed")}
-    if before.get("held_out") and held_out != {name: getattr(args, name) for name in held_out}:
-        flags = "--holdout {holdout:g} --seed {seed}".format(**held_out)
+    holds_same_out = before.get("holdout") == args.holdout and before.get("seed") == args.seed
+    if before.get("held_out") and not holds_same_out:
+        flags = f"--holdout {before['holdout']:g} --seed {before['seed']}"
         fail(
             f"{start} held images out, and these would be trained on: give {flags}, and images "
             "of the same names"
         )
-    if args.max_train_steps and args.max_train_steps <= (step := state["global_step"]):
+    step = state["global_step"]
+    if args.max_train_steps and args.max_train_steps <= step:
         fail(
             f"--max_train_steps {args.max_train_steps}: {start} is at step {step}, from which "
             "this run counts"
@@ -197,38 +232,31 @@ def load_checkpoint(
     settings: dict,
 ) -> None:
     """Load checkpoint-N into models, optimizer and fp16 scaler, and print changed settings."""
-    if settings["held_out"] and settings["held_out"] != state["settings"].get("held_out"):
+    before = state["settings"]
+    if settings["held_out"] and settings["held_out"] != before.get("held_out"):
         turn = "keep images, --holdout and --seed as they were, or leave --holdout out"
         fail(f"{path} was trained on images that would be held out, or held out others: {turn}")
-    kind, own = (kept.get("optimizer", "adamw") for kept in (state["settings"], settings))
-    if kind != own:
+    kind = before.get("optimizer", "adamw")
+    if kind != settings["optimizer"]:
         fail(
-            f"{path} was trained with --optimizer {kind}, not {own}: go on with it, or choose "
-            "a new --output_dir"
+            f"{path} was trained with --optimizer {kind}, not {settings['optimizer']}: go on with "
+            "it, or choose a new --output_dir"
         )
     try:
         load_models_from(path, models, state)
-        load_optimizer(
-            optimizer, torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
-        )
-        if accelerator.scaler is not None and (
-            saved := torch.load(path / "scaler.bin", weights_only=True)
-        ):
-            accelerator.scaler.load_state_dict(saved)
+        saved = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
+        load_optimizer(optimizer, saved)
+        scale = torch.load(path / "scaler.bin", weights_only=True)
+        if accelerator.scaler is not None and scale:
+            accelerator.scaler.load_state_dict(scale)
     except Exception as error:
         reason = str(error).strip().split("\n")[-1]
         fail(
             f"{path} is damaged or from another model ({reason}); resume from another or "
             "choose a new --output_dir"
         )
-    before = {
-        **settings,
-        **state["settings"],
-        "resume_from_checkpoint": settings["resume_from_checkpoint"],
-    }
-    changed = [
-        f", {key} {before[key]} -> {value}"
-        for key, value in settings.items()
-        if before[key] != value
-    ]
-    accelerator.print(f"Resuming from {path}{''.join(changed)}")
+    changes = ""
+    for key, value in settings.items():
+        if key != "resume_from_checkpoint" and before.get(key, value) != value:
+            changes += f", {key} {before[key]} -> {value}"
+    accelerator.print(f"Resuming from {path}{changes}")

@@ -1,26 +1,24 @@
 """The costs of a run: memory (estimated, then measured), FLOP/s and their share of the peak."""
 
-import contextlib
 import copy
 import math
-import multiprocessing
 import re
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, TypeVar
 
-import psutil
 import torch
-from accelerate import Accelerator
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion_training.batches import Models, Prepared
 from diffusion_training.errors import explain
-from diffusion_training.training.models import Models, is_block_matrix
+from diffusion_training.launch import Launch
+from diffusion_training.memory import measure_memory
+from diffusion_training.models import is_block_matrix
 
-# (model, images, timesteps, the model's other inputs) -> its prediction
-Call = Callable[
-    [torch.nn.Module, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor
-]
+Copied = TypeVar("Copied")
+# the script's `compute_loss`, with all bound but (models, prepared batch, weight)
+Loss = Callable[[Models, Prepared, torch.Tensor], torch.Tensor]
 # {beginning of a GPU's name: (TFLOP/s in 16 bits, TFLOP/s in TF32)}, for dense matrices, from
 # NVIDIA's data sheets, which state twice as much for sparse ones. None: the GPU has neither TF32
 # nor bfloat16.
@@ -49,9 +47,8 @@ class Costs:
 
     models: {name: model} of what is trained, before `prepare`.
     averaged: see `start_average`.
-    call(model, images, timesteps, condition): returns the prediction of one of `models`, like
-    `call_unet`.
-    frozen: other modules on the device, or None.
+    others: modules that are on the device and not trained: those of the loss, the encoders.
+    loss(models, prepared, weight): the script's `compute_loss`.
     """
 
     total_gb: float | None = None  # memory of the device; None for a CPU
@@ -60,57 +57,52 @@ class Costs:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        launch: Launch,
         models: Models,
         averaged: Models,
-        call: Call,
-        args: Namespace,
-        frozen: Iterable[torch.nn.Module | None] = (),
+        others: Sequence[torch.nn.Module],
+        loss: Loss,
+        optimizer: str,
+        allow_tf32: bool,
     ) -> None:
-        self.device, self.call, self.num_processes = (
-            accelerator.device,
-            call,
-            accelerator.num_processes,
-        )
-        held = count_memory(
-            models, averaged, filter(None, frozen), accelerator.num_processes, args.optimizer
-        )
-        self.held, self.most = sum(held.values()) / 1e9, 0.0
-        parts = " + ".join(f"{count / 1e9:.3g} {what}" for what, count in held.items() if count)
-        accelerator.print(
+        self.device = launch.device
+        self.num_processes = launch.num_processes
+        sizes = count_memory(models, averaged, others, launch.num_processes, optimizer)
+        self.held = sum(sizes.values()) / 1e9
+        self.most = 0.0
+        parts = " + ".join(f"{count / 1e9:.3g} {what}" for what, count in sizes.items() if count)
+        launch.accelerator.print(
             f"Memory: {self.held:.3g} GB = {parts}; what a forward pass keeps comes to it"
         )
-        self.copies = {name: copy_shapes(model) for name, model in models.items()}
+        self.copies: tuple[Models, Loss] | None = copy_shapes((models, loss), models, others)
         if self.device.type == "cuda":
             # so that trials before the run do not count
             torch.cuda.reset_peak_memory_stats(self.device)
             self.total_gb = torch.cuda.get_device_properties(self.device).total_memory / 1e9
-            self.peak = find_peak(
-                torch.cuda.get_device_name(self.device), args.mixed_precision, args.allow_tf32
-            )
+            name = torch.cuda.get_device_name(self.device)
+            self.peak = find_peak(name, launch.mixed_precision, allow_tf32)
 
-    def look(self, images: torch.Tensor, condition: dict[str, torch.Tensor]) -> None:
-        """Count the operations per image, once, from the first images [N, ...] that models get."""
-        if self.flops is None:
-            try:
-                self.flops = count_flops(self.copies, self.call, images, condition)
-            except Exception as error:  # nothing else needs the figure
-                print(
-                    f"\ntflops are not recorded, a model's can't be counted ({explain(error)})",
-                    file=sys.stderr,
-                )
-                self.flops = 0
-            self.copies = {}
+    def look(self, prepared: Prepared) -> None:
+        """Count the operations per image, once, with the shapes of the first batch."""
+        if self.copies is None:
+            return
+        try:
+            self.flops = count_flops(*self.copies, prepared)
+        except Exception as error:  # nothing else needs the figure
+            reason = f"a model's can't be counted ({explain(error)})"
+            print(f"\ntflops are not recorded, {reason}", file=sys.stderr)
+            self.flops = 0
+        self.copies = None
 
     def measure(self, images_per_second: float) -> dict[str, float]:
         """Return {"memory_gb": at its peak, "tflops": per device, "mfu": share of the peak}."""
         self.most = max(self.most, measure_memory(self.device)[0] / 1e9)
-        found, tflops = (
-            {"memory_gb": self.most},
-            images_per_second / self.num_processes * (self.flops or 0) / 1e12,
-        )
-        found |= {"tflops": tflops} if self.flops else {}
-        return found | ({"mfu": tflops / self.peak} if self.flops and self.peak else {})
+        measured = {"memory_gb": self.most}
+        if self.flops:
+            measured["tflops"] = images_per_second / self.num_processes * self.flops / 1e12
+            if self.peak:
+                measured["mfu"] = measured["tflops"] / self.peak
+        return measured
 
     def describe(self) -> str:
         """Return a sentence with the measured peak."""
@@ -140,96 +132,86 @@ def count_moments(parameter: torch.Tensor, optimizer: str, in_block: bool = Fals
 def count_memory(
     models: Models,
     averaged: Models,
-    frozen: Iterable[torch.nn.Module],
+    others: Iterable[torch.nn.Module],
     num_processes: int,
     optimizer: str,
 ) -> dict[str, int]:
     """Return {what: bytes} that a training step holds, without activations; see `Costs`."""
 
-    def count(modules: Iterable[torch.nn.Module], but: Container[int] = ()) -> int:
-        tensors = {
-            id(each): each
-            for module in modules
-            for each in (*module.parameters(), *module.buffers())
-        }
-        return sum(
-            each.numel() * each.element_size() for key, each in tensors.items() if key not in but
-        )
+    def count(modules: Iterable[torch.nn.Module], shared: Container[int] = ()) -> int:
+        tensors = {}
+        for module in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if id(tensor) not in shared:
+                    tensors[id(tensor)] = tensor.numel() * tensor.element_size()
+        return sum(tensors.values())
 
-    named = [pair for model in models.values() for pair in model.named_parameters()]
-    own, trained = (
-        {id(weight) for _, weight in named},
-        [pair for pair in named if pair[1].requires_grad],
-    )
-    gradients = sum(weight.numel() * weight.element_size() for _, weight in trained)
+    own = set()
+    gradients = moments = 0
+    for model in models.values():
+        for name, weight in model.named_parameters():
+            own.add(id(weight))
+            if weight.requires_grad:
+                gradients += weight.numel() * weight.element_size()
+                moments += count_moments(weight, optimizer, is_block_matrix(name, weight))
     return {
         "weights": count(models.values()),
-        "averaged": count(averaged.values(), but=own),
+        "averaged": count(averaged.values(), shared=own),
         "gradients": gradients,
-        "moments": sum(
-            count_moments(weight, optimizer, is_block_matrix(name, weight))
-            for name, weight in trained
-        ),
-        "encoders": count(frozen),
+        "moments": moments,
+        "encoders": count(others),
         "exchanged gradients": gradients * (num_processes > 1),
     }
 
 
-def measure_memory(device: torch.device) -> tuple[int, int]:
-    """Return bytes (in use, reserved by torch), each at its peak, of a CUDA device.
-
-    On other devices both are what this process and its workers hold now.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    held = 0
-    for process in (None, *(worker.pid for worker in multiprocessing.active_children())):
-        with contextlib.suppress(psutil.Error):  # one that has just ended
-            held += psutil.Process(process).memory_info().rss
-    return held, held
-
-
 def find_peak(name: str, mixed_precision: str, allow_tf32: bool) -> float | None:
     """Return the TFLOP/s of a GPU by its name, or None where no data sheet gives a number."""
-    found = [
-        PEAKS[kind] for kind in PEAKS if re.search(rf"\b{kind}(?!\w)", name) and "MIG" not in name
-    ]
-    sixteen, tf32 = found[0] if found else (None, None)
+    kinds = [kind for kind in PEAKS if re.search(rf"\b{kind}(?!\w)", name)]
+    if not kinds or "MIG" in name:
+        return None
+    sixteen, tf32 = PEAKS[kinds[0]]
     if mixed_precision == "no":
         return tf32 if allow_tf32 else None
     return None if mixed_precision == "bf16" and tf32 is None else sixteen
 
 
-def copy_shapes(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model without its numbers, and without gradient checkpointing."""
-    bare = {
-        id(x): torch.nn.Parameter(torch.empty(x.shape, device="meta"), x.requires_grad)
-        for x in model.parameters()
-    }
-    copied = copy.deepcopy(
-        model, bare | {id(x): torch.empty_like(x, device="meta") for x in model.buffers()}
-    )
-    # checkpointing repeats the forward pass, which is not counted as work of the model
-    if getattr(copied, "is_gradient_checkpointing", False):
-        copied.disable_gradient_checkpointing()
-    return copied
+def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module] = ()) -> Copied:
+    """Copy something that holds models, without their numbers and gradient checkpointing.
+
+    models, others: those whose weights become empty tensors on the meta device.
+    """
+    empty: dict[int, Any] = {}
+    for module in (*models.values(), *others):
+        for weight in module.parameters():
+            shape = torch.empty(weight.shape, device="meta")
+            empty[id(weight)] = torch.nn.Parameter(shape, weight.requires_grad)
+        for buffer in module.buffers():
+            empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+    copied = {name: copy.deepcopy(model, empty) for name, model in models.items()}
+    for model in copied.values():
+        # checkpointing repeats the forward pass, which is not counted as work of the model
+        if getattr(model, "is_gradient_checkpointing", False):
+            model.disable_gradient_checkpointing()
+    return copy.deepcopy(value, empty)  # it remembers the copies that were made above
 
 
-def count_flops(
-    copies: Models, call: Call, images: torch.Tensor, condition: dict[str, torch.Tensor]
-) -> int:
+def count_flops(copies: Models, loss: Loss, prepared: Prepared) -> int:
     """Count the floating point operations of a forward and a backward pass on one image.
 
     A multiplication and an addition count as two. Elementwise operations (activations, norms) are
     not counted, as is usual. Only shapes are used, and no device.
 
-    copies: models from `copy_shapes`.
-    images: [N, ...].
-    call, condition {name: tensor [N, ...]}: see `Costs`.
+    copies, loss: from `copy_shapes`. prepared: a batch, of which the shapes are used.
     """
+
+    def slice_first(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.empty(1, *value.shape[1:], dtype=value.dtype)
+            for name, value in tensors.items()
+        }
+
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        one = lambda value: torch.empty(1, *value.shape[1:], dtype=value.dtype)  # noqa: E731
-        given = {name: one(value) for name, value in condition.items()}
-        for model in copies.values():
-            call(model, one(images), torch.zeros(1), given).sum().backward()
+        image = slice_first({"images": prepared.images})["images"]
+        condition, loss_inputs = slice_first(prepared.condition), slice_first(prepared.loss_inputs)
+        loss(copies, Prepared(image, condition, loss_inputs), torch.ones(1)).backward()
     return counter.get_total_flops()

@@ -10,11 +10,12 @@ import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from diffusion_training.batches import Batch, Models, Prepared
 from diffusion_training.errors import fail
+from diffusion_training.launch import StopSignal
 from diffusion_training.loading import load_batches
 from diffusion_training.order import Stream, step_seed
-from diffusion_training.training.launch import StopSignal
-from diffusion_training.training.models import Models, Prepared
+from diffusion_training.training.objective import HeldOutMeasure
 
 
 def hold_out(
@@ -28,9 +29,9 @@ def hold_out(
     """
     if getattr(dataset, "order", None):
         return dataset.hold_out(accelerator, holdout, seed)
-    if isinstance(rows := getattr(dataset, "rows", None), datasets.IterableDataset):
+    if isinstance(getattr(dataset, "rows", None), datasets.IterableDataset):
         # a stream has no held-out images: its flags are checked for that
-        return Stream(rows, dataset.args.shuffle_buffer), {}
+        return Stream(dataset.rows, dataset.shuffle_buffer), {}
     if not holdout:
         return np.arange(len(dataset)), {}
     hashes = (xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in dataset.names())
@@ -67,9 +68,9 @@ def log_held_out_loss(
     records: Any,
     dataset: Any,
     held_out: dict[int, int],
-    models: Models,
-    objective: tuple[Callable, Callable],
-    prepare: Callable[[dict], Prepared],
+    models: dict[str, Models],
+    measure: HeldOutMeasure,
+    prepare: Callable[[Batch], Prepared],
     stop_signal: StopSignal,
     step: int,
 ) -> None:
@@ -80,56 +81,54 @@ def log_held_out_loss(
     timestep, and a batch is one image at all nine levels. So batch size, number of processes and
     interruptions do not change the result. A signal stops the measurement.
 
-    models: {"held_out_loss": the U-Net, "held_out_loss_ema": its average, if there is one}.
-    objective: (add_noise, measure), as from `measure_epsilon`; both get levels in tenths, int [9].
+    models: {"held_out_loss": the models, "held_out_loss_ema": their averages, if there are any}.
+    measure: of `measure_epsilon`, say.
     prepare: the script's prepare_batch, without parts that are only for training, such as dropping
     captions.
     """
     if not held_out or records.held_out.get("step") == step:
         return
-    device, training = accelerator.device, [model.training for model in models.values()]
-    for model in models.values():
-        model.eval()  # without dropout
-    (add_noise, measure), tenths = objective, torch.arange(1, 10, device=device)
+    device = accelerator.device
+    modules = [module for group in models.values() for module in group.values()]
+    training = [module.training for module in modules]
+    for module in modules:
+        module.eval()  # without dropout
+    tenths = torch.arange(1, 10, device=device)
     rows = sorted(held_out)[accelerator.process_index :: accelerator.num_processes]
     # nine losses for each model, number of decoded images, number of images
     sums = torch.zeros(9 * len(models) + 2, device=device)
-    for row, batch in zip(
-        rows, load_batches(dataset, [[(None, row, 1.0)] for row in rows], 0, device), strict=False
-    ):
+    batches = load_batches(dataset, [[(None, row, 1.0)] for row in rows], 0, device)
+    for row, batch in zip(rows, batches, strict=False):
         if stop_signal.received:
             break
         torch.manual_seed(held_out[row])  # for the draw from a VAE's distribution
         images, condition, _ = prepare(batch)
         condition = {name: value.repeat_interleave(9, dim=0) for name, value in condition.items()}
-        generators = [
-            torch.Generator().manual_seed(step_seed("held out", held_out[row], level))
-            for level in range(9)
-        ]
-        noise = torch.cat(
-            [torch.randn(images.shape, generator=generator) for generator in generators]
-        ).to(device)
+        draws = []
+        for level in range(9):
+            seed = step_seed("held out", held_out[row], level)
+            draws.append(torch.randn(images.shape, generator=torch.Generator().manual_seed(seed)))
+        noise = torch.cat(draws).to(device)
         images = images.expand_as(noise)
-        noisy_images = add_noise(images, noise, tenths)
+        noisy_images = measure.add_noise(images, noise, tenths)
         losses = [
-            measure(model, noisy_images, tenths, condition, images, noise)
-            for model in models.values()
+            measure.error(group, noisy_images, tenths, condition, images, noise)
+            for group in models.values()
         ]
         weight = batch["weight"]  # 0 for what can't be decoded
         sums += torch.cat([weight * torch.cat(losses), weight, torch.ones_like(weight)])
         records.new_skipped.update(batch["skipped"])
-    for model, was in zip(models.values(), training, strict=True):
-        model.train(was)
-    *sums, weight, tried = accelerator.reduce(sums).tolist()
+    for module, was_training in zip(modules, training, strict=True):
+        module.train(was_training)
+    *losses, weight, tried = accelerator.reduce(sums).tolist()
     if tried < len(held_out):
         return
     if weight == 0:
         fail(f"none of the {tried:.0f} images that --holdout sets aside could be decoded")
-    nines = [
-        [value / weight for value in sums[start : start + 9]] for start in range(0, len(sums), 9)
-    ]
-    record = {name: sum(nine) / 9 for name, nine in zip(models, nines, strict=True)}
+    record = {}
+    for index, name in enumerate(models):
+        of_levels = [loss / weight for loss in losses[9 * index : 9 * index + 9]]
+        record[name] = sum(of_levels) / 9
     # levels of the weights that the pipeline gets
-    record |= {f"held_out_loss_t0.{i}": value for i, value in enumerate(nines[-1], 1)}
-    records.held_out = {"step": step, **record}
-    records.write(records.held_out)
+    record |= {f"held_out_loss_t0.{i}": loss for i, loss in enumerate(of_levels, 1)}
+    records.add_held_out(step, record)

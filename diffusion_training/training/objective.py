@@ -2,15 +2,15 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
+from diffusion_training.batches import Models, Predict
 from diffusion_training.errors import fail
-from diffusion_training.training.models import call_unet
 
 
 def objective_flags(args: Namespace) -> dict[str, Any]:
@@ -71,22 +71,24 @@ def to_epsilon(
     return alpha.sqrt() * prediction + (1 - alpha).sqrt() * noisy_images
 
 
-def measure_epsilon(noise_scheduler: DDPMScheduler) -> tuple[Callable, Callable]:
-    """Return the functions with which `log_held_out_loss` measures a U-Net.
+class HeldOutMeasure(NamedTuple):
+    """What `log_held_out_loss` measures. `tenths` are levels of noise, int [N], from 1 to 9."""
 
-    They measure the mean squared error of epsilon, whatever the prediction type. Returns
-    (add_noise(images, noise, tenths) -> noisy images, measure(unet, noisy images, tenths,
-    condition, images, noise) -> the loss of each image [N]).
+    # (images, noise, tenths) -> noisy images
+    add_noise: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    # (models, noisy images, tenths, condition, images, noise) -> loss of each image [N]
+    error: Callable[..., torch.Tensor]
 
-    tenths: timesteps as tenths of all timesteps, int [N].
-    """
+
+def measure_epsilon(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOutMeasure:
+    """Measure the mean squared error of epsilon, whatever the models predict."""
     num_timesteps = noise_scheduler.config.num_train_timesteps
 
     def add_noise(images: torch.Tensor, noise: torch.Tensor, tenths: torch.Tensor) -> torch.Tensor:
         return noise_scheduler.add_noise(images, noise, tenths * num_timesteps // 10)
 
-    def measure(
-        unet: torch.nn.Module,
+    def measure_error(
+        models: Models,
         noisy_images: torch.Tensor,
         tenths: torch.Tensor,
         condition: dict[str, torch.Tensor],
@@ -94,8 +96,8 @@ def measure_epsilon(noise_scheduler: DDPMScheduler) -> tuple[Callable, Callable]
         noise: torch.Tensor,
     ) -> torch.Tensor:
         timesteps = tenths * num_timesteps // 10
-        prediction = call_unet(unet, noisy_images, timesteps, condition)
-        prediction = to_epsilon(prediction, noisy_images, noise_scheduler, timesteps)
-        return F.mse_loss(prediction, noise, reduction="none").mean(dim=(1, 2, 3))
+        prediction = predict(models, noisy_images, timesteps, condition)
+        epsilon = to_epsilon(prediction, noisy_images, noise_scheduler, timesteps)
+        return F.mse_loss(epsilon, noise, reduction="none").mean(dim=(1, 2, 3))
 
-    return add_noise, measure
+    return HeldOutMeasure(add_noise, measure_error)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from diffusers.optimization import get_scheduler
 
+from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail
-from diffusion_training.training.models import Models, is_block_matrix, list_parameters
+from diffusion_training.models import is_block_matrix, list_parameters
 
 # Options that a resumed run takes from its own flags, where its optimizer has them; all others are
 # restored. Without `fused`, a run saved in bf16 and resumed in fp16 would ignore the scaler.
@@ -32,15 +33,16 @@ def make_optimizer(
         return torch.optim.Adafactor(parameters, **shared)
     shared |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if args.optimizer == "muon":
-        kinds = {True: [], False: []}
-        for name, weight in (
-            pair for model in models.values() for pair in model.named_parameters()
-        ):
-            if weight.requires_grad:
-                kinds[is_block_matrix(name, weight)].append(weight)
-        if not kinds[True]:
+        matrices = []
+        others = []
+        for model in models.values():
+            for name, weight in model.named_parameters():
+                if weight.requires_grad:
+                    group = matrices if is_block_matrix(name, weight) else others
+                    group.append(weight)
+        if not matrices:
             fail("--optimizer muon is for the matrices in a transformer's `blocks`: choose another")
-        return MuonAdamW(kinds[True], kinds[False], fused=scaler is None, **shared)
+        return MuonAdamW(matrices, others, fused=scaler is None, **shared)
     if args.optimizer == "adamw":  # fused skips fp16 overflows by itself, unseen by Accelerate
         return torch.optim.AdamW(parameters, **shared, fused=scaler is None)
     with explained("--optimizer adamw8bit: bitsandbytes does not work"):
@@ -69,14 +71,15 @@ class MuonAdamW(torch.optim.Optimizer):
         **adamw: Any,
     ) -> None:
         shared = {"lr": lr, "weight_decay": weight_decay}
-        self.parts = [torch.optim.Muon(matrices, **shared, adjust_lr_fn="match_rms_adamw")]
-        self.parts += [torch.optim.AdamW(others, **shared, **adamw)]
+        muon = torch.optim.Muon(matrices, **shared, adjust_lr_fn="match_rms_adamw")
+        self.parts = [muon, torch.optim.AdamW(others, **shared, **adamw)]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.share()
 
     def share(self) -> None:
         for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.state, part.param_groups = self.state, [group]
+            part.state = self.state
+            part.param_groups = [group]
 
     def step(self, closure: Callable | None = None) -> None:
         for part in self.parts:
@@ -110,9 +113,8 @@ def make_lr_scheduler(
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Load a state of the same kind of optimizer, except for options set by this run's flags."""
-    for group, own in zip(
-        saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True
-    ):
+    groups = optimizer.state_dict()["param_groups"]
+    for group, own in zip(saved["param_groups"], groups, strict=True):
         group |= {name: own[name] for name in FLAGS if name in own}
     optimizer.load_state_dict(saved)
     # it was saved as channels_last on CUDA, which other devices do not use

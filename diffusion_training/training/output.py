@@ -3,10 +3,13 @@
 import json
 import math
 import os
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,77 +17,122 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 from filelock import BaseFileLock
-from huggingface_hub import create_repo, repo_info
+from huggingface_hub import create_repo, repo_info, upload_folder
 from PIL import Image, ImageDraw, ImageFont
 
-from diffusion_training.arguments import format_args
+from diffusion_training.arguments import Flags, format_args
 from diffusion_training.errors import UNDO, explained, fail
 from diffusion_training.files import (
     check_output_dir,
     clean,
     delete,
     leave_nothing,
+    lock_folder,
     saving,
-    take_folder,
 )
+from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.order import step_seed
 from diffusion_training.training.checkpoints import find_checkpoint, find_checkpoints, read_state
-from diffusion_training.training.launch import StopSignal
 from diffusion_training.training.signs import read_best
 
 
-def open_output_dir(
-    accelerator: Accelerator, script: str, args: Namespace
-) -> tuple[BaseFileLock | None, Path | None]:
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run, locked, and what it holds of an earlier one."""
+
+    lock: BaseFileLock | None  # None except on the first process
+    checkpoint: Path | None  # to resume from
+    before: dict[str, Any]  # the settings of that checkpoint
+    hub_model_id: str | None
+
+    def settings(self) -> dict[str, Any]:
+        return {"hub_model_id": self.hub_model_id}
+
+
+def settings_of(args: Namespace, *values: Any, **others: Any) -> Flags:
+    """Put the flags and what was found out together, under the names of the flags.
+
+    This is what checkpoints, trackers, the report and run.args record. values: `Launch`, `Run`,
+    `Data`, `Plan`. others: single values.
+    """
+    settings = dict(vars(args))
+    for value in values:
+        settings |= value.settings()
+    return Flags(**settings | others)
+
+
+def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     """Make, lock and clean --output_dir, make the hub repository, and write run.args.
 
-    run.args holds the flags of this command, to repeat it.
-
-    script: the file that is run.
-
-    Returns (the lock, or None except on the first process; the checkpoint to resume from, or None).
+    run.args holds the flags of this command, to repeat it. script: the file that is run.
     """
-    check_output_dir(args)
+    check_output_dir(vars(args))
     output_dir = Path(args.output_dir)
     lock = None
-    if accelerator.is_main_process:
+    if launch.is_main:
         # every run leaves one of these; a cache may too, but it also has cache.json
         own = {"run.args", "metrics.jsonl", "find_lr.json", "image_cache"}
         # perhaps only checkpoints were copied here
         own |= {path.name for path in find_checkpoints(output_dir)}
-        is_own = lambda names: own & names and "cache.json" not in names  # noqa: E731
         if not output_dir.exists():
             UNDO.append(partial(leave_nothing, output_dir))
-        lock = take_folder(output_dir, output_dir, is_own, "run of this script")
+        lock = lock_folder(
+            output_dir,
+            output_dir,
+            lambda names: own & names and "cache.json" not in names,
+            "run of this script",
+        )
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
-    accelerator.wait_for_everyone()
+    launch.accelerator.wait_for_everyone()
     # On all processes, so that all of them stop if there is an error
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    if accelerator.is_main_process and checkpoint is None and not args.find_lr:
-        # left by a run without a checkpoint: a folder holds only one run
-        for old in (output_dir / "samples").glob("step-*.png"):
-            old.unlink()
-    if accelerator.is_main_process and not args.find_lr:
-        restore_best(output_dir, checkpoint)
+    state = read_state(checkpoint, None)
+    hub_model_id = args.hub_model_id
+    if launch.is_main and not args.find_lr:
+        if checkpoint is None:
+            # left by a run without a checkpoint: a folder holds only one run
+            for old in (output_dir / "samples").glob("step-*.png"):
+                old.unlink()
+        restore_best(output_dir, state["global_step"] if checkpoint else -1)
+        text = format_args(vars(settings_of(args, launch)), Path(script).name)
         with saving(output_dir, "run.args") as unfinished:
-            (unfinished / "run.args").write_bytes(os.fsencode(format_args(args, Path(script).name)))
-    if accelerator.is_main_process and args.push_to_hub:
-        name, private = (
-            args.hub_model_id or output_dir.resolve().name,
-            args.hub_private_repo or None,
-        )
+            (unfinished / "run.args").write_bytes(os.fsencode(text))
+        if args.push_to_hub:
+            hub_model_id = make_repository(args)
+    return Run(lock, checkpoint, state["settings"], hub_model_id)
+
+
+def make_repository(args: Namespace) -> str:
+    """Make the repository of --push_to_hub, or use an existing one. Returns its id."""
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
+    private = args.hub_private_repo or None
+    with explained(f"--push_to_hub: no repository {name}; `hf auth login` first, or leave it out"):
+        name = create_repo(name, private=private, exist_ok=True).repo_id
+        is_public = private and not repo_info(name).private
+    if is_public:
+        fail(f"--hub_private_repo: {name} exists and is public; make it private, or choose another")
+    return name
+
+
+def end_run(launch: Launch, run: Run, done: str, files: list[str], args: Namespace) -> None:
+    """Upload if asked for, print `done`, and release everything. files: patterns to upload."""
+    accelerator = launch.accelerator
+    accelerator.wait_for_everyone()
+    # torch 2.11 can hang at exit if gloo's thread has not finished the last gather
+    time.sleep(0.1)
+    if launch.is_main and args.push_to_hub and not args.find_lr:
+        files = ["model_index.json", "README.md", "loss.png", "samples/*", *files]
         with explained(
-            f"--push_to_hub: no repository {name}; `hf auth login` first, or leave it out"
+            f"the upload to {run.hub_model_id} failed; all is whole in {args.output_dir}"
         ):
-            args.hub_model_id = create_repo(name, private=private, exist_ok=True).repo_id
-            public = private and not repo_info(args.hub_model_id).private
-        if public:
-            fail(
-                f"--hub_private_repo: {args.hub_model_id} exists and is public; make it "
-                "private, or choose another"
+            upload_folder(
+                repo_id=run.hub_model_id, folder_path=args.output_dir, allow_patterns=files
             )
-    return lock, checkpoint
+    accelerator.print(done)
+    if run.lock is not None:
+        run.lock.release(force=True)
+    accelerator.end_training()
 
 
 def samples_path(output_dir: str | Path, step: int) -> Path:
@@ -106,14 +154,14 @@ def save_samples(
             tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 
-def draw_prompts(
-    accelerator: Accelerator,
+def draw_samples(
+    launch: Launch,
     pipeline: DiffusionPipeline,
-    draw: Callable[[list[str], list[torch.Generator]], Sequence[np.ndarray]],
-    most: int,
+    draw: Callable[[list[int], list[torch.Generator]], Sequence[np.ndarray]],
+    per_call: int,
     step: int,
     stop_signal: StopSignal,
-    args: Namespace,
+    settings: Namespace,
 ) -> None:
     """Draw --num_validation_images of each prompt, and save them as the samples of a step.
 
@@ -121,41 +169,40 @@ def draw_prompts(
     A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
     what is missing.
 
-    draw: (up to `most` prompts, their generators) -> images float [N, H, W, C] in [0, 1].
+    draw: (numbers of up to `per_call` prompts, a generator of each) -> images float [N, H, W, C] in
+    [0, 1].
     """
-    if not args.validation_prompts:
+    if not settings.validation_prompts:
         return
-    device = accelerator.device
+    device = launch.device
     model = getattr(pipeline, "unet", None) or pipeline.transformer
     # decode one image at a time: a batch may need more memory than training
     pipeline.vae.to(device).enable_slicing()
-    for text_encoder in (pipeline.text_encoder, getattr(pipeline, "text_encoder_2", None)):
-        text_encoder and text_encoder.to(device)
     pipeline.set_progress_bar_config(disable=True)
     training = model.training
     model.eval()  # without dropout
-    prompts = [
-        prompt for prompt in args.validation_prompts for _ in range(args.num_validation_images)
-    ]
-    mine, images = range(accelerator.process_index, len(prompts), accelerator.num_processes), []
-    for start in range(0, len(mine), most):
-        batch = mine[start : start + most]
+    prompts = settings.validation_prompts
+    count = len(prompts) * settings.num_validation_images
+    own = range(launch.rank, count, launch.num_processes)
+    images: list[Any] = []
+    for start in range(0, len(own), per_call):
+        numbers = own[start : start + per_call]
         generators = [
-            torch.Generator(device).manual_seed(step_seed("sample", args.seed, i)) for i in batch
+            torch.Generator(device).manual_seed(step_seed("sample", settings.seed, number))
+            for number in numbers
         ]
-        images.extend(draw([prompts[i] for i in batch], generators))
+        images.extend(draw([i // settings.num_validation_images for i in numbers], generators))
         if stop_signal.received:
             break
     model.train(training)
-    images = gather_object([] if stop_signal.received else list(zip(mine, images, strict=True)))
-    if accelerator.is_main_process and len(images) == len(prompts):
-        images = np.stack([image for _, image in sorted(images, key=lambda pair: pair[0])])
-        images = (images * 255).round().astype(np.uint8)
-        grid = draw_grid(
-            images.reshape(len(args.validation_prompts), -1, *images.shape[1:]),
-            args.validation_prompts,
-        )
-        save_samples(accelerator, grid, args.output_dir, step)
+    drawn = [] if stop_signal.received else list(zip(own, images, strict=True))
+    drawn = gather_object(drawn)
+    if launch.is_main and len(drawn) == count:
+        drawn.sort(key=lambda pair: pair[0])
+        pixels = np.stack([image for _, image in drawn])
+        pixels = (pixels * 255).round().astype(np.uint8)
+        grid = draw_grid(pixels.reshape(len(prompts), -1, *pixels.shape[1:]), prompts)
+        save_samples(launch.accelerator, grid, settings.output_dir, step)
 
 
 def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
@@ -176,23 +223,23 @@ def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
                 path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def restore_best(output_dir: Path, checkpoint: Path | None) -> None:
-    """Restore best/ as it was at a checkpoint; for a run that begins (None), delete it."""
-    reached = read_state(checkpoint, None)["global_step"] if checkpoint else -1
-    for folder in (output_dir / "best", output_dir / "best-before"):
+def restore_best(output_dir: Path, reached: int) -> None:
+    """Restore best/ as it was at the step of a checkpoint; -1, for a run that begins: delete it."""
+    best, before = output_dir / "best", output_dir / "best-before"
+    for folder in (best, before):
         if read_best(folder).get("step", -1) > reached:
             delete(folder)
-    if (output_dir / "best-before").exists():
-        if (output_dir / "best").exists():
-            delete(output_dir / "best-before")
+    if before.exists():
+        if best.exists():
+            delete(before)
         else:
-            (output_dir / "best-before").rename(output_dir / "best")
+            before.rename(best)
 
 
 def keep_best(
-    accelerator: Accelerator, record: dict, step: int, save: Callable[[Path], None], args: Namespace
+    output_dir: Path, record: dict[str, Any], step: int, save: Callable[[Path], None]
 ) -> None:
-    """With --save_best, write best/ if the held-out loss at this step is the lowest so far.
+    """Write best/ if the held-out loss at this step is the lowest so far. On the first process.
 
     save(folder): writes the content of best/.
     record: the last held-out record. The loss of the averaged weights counts if there are any,
@@ -201,29 +248,24 @@ def keep_best(
     The previous best is kept as best-before until a checkpoint is as new as the best, so that a run
     resumed from an older checkpoint can restore it.
     """
-    output_dir, loss = (
-        Path(args.output_dir),
-        record.get("held_out_loss_ema", record.get("held_out_loss")),
-    )
-    if not args.save_best or not accelerator.is_main_process or record.get("step") != step:
+    if record.get("step") != step:
         return
-    best = output_dir / "best"
-    reached = max(
-        (int(path.name.split("-")[-1]) for path in find_checkpoints(output_dir)), default=-1
-    )
+    loss = record.get("held_out_loss_ema", record.get("held_out_loss"))
+    best, before = output_dir / "best", output_dir / "best-before"
+    steps = [int(path.name.split("-")[-1]) for path in find_checkpoints(output_dir)]
+    reached = max(steps, default=-1)
     known = read_best(best)
     if loss < known.get("held_out_loss", math.inf):
         if known and known["step"] <= reached:
-            delete(output_dir / "best-before")
-            best.rename(output_dir / "best-before")
+            delete(before)
+            best.rename(before)
         with saving(output_dir, best) as unfinished:
             (unfinished / "best").mkdir()
             save(unfinished / "best")
-            (unfinished / "best/held_out.json").write_text(
-                json.dumps({"step": step, "held_out_loss": loss})
-            )
+            content = json.dumps({"step": step, "held_out_loss": loss})
+            (unfinished / "best/held_out.json").write_text(content)
     if read_best(best)["step"] <= reached:
-        delete(output_dir / "best-before")
+        delete(before)
 
 
 def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:

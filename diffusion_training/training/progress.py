@@ -1,10 +1,26 @@
 """How far a run is, and what is due: arithmetic only."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusion_training.errors import fail
 from diffusion_training.order import Order
+
+
+class NextStep(NamedTuple):
+    """The size of a step, on all processes together."""
+
+    images: int
+    micro_batches: int
+
+
+class Due(NamedTuple):
+    """What comes after a step."""
+
+    log: bool
+    checkpoint: bool
+    samples: bool
+    last: bool  # was it the last step?
 
 
 class Progress:
@@ -31,7 +47,8 @@ class Progress:
         self.images_seen, self.num_images = state["images_seen"], num_images
         self.images_per_micro_batch = images_per_micro_batch
         self.images_per_step = images_per_micro_batch * accumulation_steps
-        self.stepped, self.order = True, order
+        self.stepped = True
+        self.order = order
         # (epoch, its rows in the order of their batches)
         self.arranged: tuple[Any, Any] = None, None
         # Batch sizes at the run's start: they cut an order of several image sizes, which other
@@ -43,28 +60,25 @@ class Progress:
         """The epoch of the next image, counted from 0."""
         return self.images_seen // self.num_images
 
-    def next_step(self) -> tuple[int, int]:
-        """Return (images, micro-batches) of the next step; an epoch's last step takes what is left.
+    def next_step(self) -> NextStep:
+        """Return the size of the next step; an epoch's last step takes what is left.
 
         This depends on `images_seen` alone, so a resumed run takes the same steps.
         """
         images = min(self.images_per_step, self.num_images - self.images_seen % self.num_images)
         if self.order is None or self.order.num_sizes == 1:
-            return images, math.ceil(images / self.images_per_micro_batch)
+            return NextStep(images, math.ceil(images / self.images_per_micro_batch))
         if self.arranged[0] != self.epoch:
             self.arranged = self.epoch, self.order.arrange(self.epoch, *self.cuts)
         start = self.images_seen % self.num_images
-        return images, len(
-            self.order.cut(self.arranged[1][start : start + images], self.images_per_micro_batch)
-        )
+        rows = self.arranged[1][start : start + images]
+        return NextStep(images, len(self.order.cut(rows, self.images_per_micro_batch)))
 
     def advance(self, images: int, stepped: bool) -> None:
         """Record a step; `stepped` is False if fp16 skipped it because of an overflow."""
-        self.data_step, self.images_seen, self.stepped = (
-            self.data_step + 1,
-            self.images_seen + images,
-            stepped,
-        )
+        self.data_step += 1
+        self.images_seen += images
+        self.stepped = stepped
         self.global_step += stepped
         overflows = self.data_step - self.global_step
         # a few at the start are normal: the scaler is looking for its scale
@@ -84,12 +98,26 @@ class Progress:
             return self.stepped and self.global_step > 0 and self.global_step % steps == 0
         return epochs is not None and self.images_seen % (epochs * self.num_images) == 0
 
+    def what_is_due(
+        self, settings: Any, samples_every: tuple[int | None, int | None], stop: int
+    ) -> Due:
+        """Return what is due after a step; stop: a signal that was received, or 0.
+
+        samples_every: (steps, epochs), as for `is_due`.
+        """
+        last = self.global_step == settings.max_train_steps
+        return Due(
+            log=self.is_due(settings.logging_steps) or (self.stepped and last),
+            checkpoint=bool(stop) or last or self.is_due(settings.checkpointing_steps),
+            samples=self.is_due(*samples_every) and not last and not stop,
+            last=last,
+        )
+
     def last_step(self, num_epochs: int) -> int:
         """Return the step at which `num_epochs` end: the steps so far and those still to do."""
         steps_per_epoch = math.ceil(self.num_images / self.images_per_step)
-        rest_of_epoch = math.ceil(
-            (self.num_images - self.images_seen % self.num_images) / self.images_per_step
-        )
+        images_left = self.num_images - self.images_seen % self.num_images
+        rest_of_epoch = math.ceil(images_left / self.images_per_step)
         return self.data_step + rest_of_epoch + (num_epochs - self.epoch - 1) * steps_per_epoch
 
     def state(self) -> dict[str, Any]:

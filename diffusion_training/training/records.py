@@ -7,21 +7,21 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
+from diffusion_training.batches import Batch, Prepared, StepSums
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.costs import Costs
-from diffusion_training.training.models import Prepared
 from diffusion_training.training.signs import find_signs, read_metrics
 
 
@@ -40,93 +40,91 @@ class Records:
         global_step: int,
         num_left_out: int,
         checkpoint: Path | None,
-        args: Namespace,
+        settings: Namespace,
         lora_b: Sequence[torch.Tensor] = (),
         costs: Costs | None = None,
     ) -> None:
-        self.accelerator, self.output_dir, self.args = accelerator, Path(args.output_dir), args
+        self.accelerator = accelerator
+        self.output_dir = Path(settings.output_dir)
+        self.settings = settings
         # records of the run that is resumed
         kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
         self.num_records = sum("loss" in record for record in kept)
         self.signs = {kind for record in kept for kind in record.get("signs", ())}
         if accelerator.is_main_process:  # what came after the checkpoint is recorded again
-            with saving(args.output_dir, "metrics.jsonl") as unfinished:
-                (unfinished / "metrics.jsonl").write_text(
-                    "".join(json.dumps(record) + "\n" for record in kept)
-                )
-        flags = {name: x for name, x in vars(args).items() if x is not None}
-        flags = {
-            name: " | ".join(map(str, x)) if isinstance(x, list) else x for name, x in flags.items()
-        }
-        advice = (
-            "`wandb login`, or set WANDB_MODE=offline, or "
-            if args.report_to in ("wandb", "all")
-            else ""
-        )
-        with explained(f"--report_to {args.report_to} does not work: {advice}--report_to none"):
-            accelerator.init_trackers(
-                args.tracker_project_name, flags, {"wandb": {"dir": args.output_dir}}
-            )
-        main = accelerator.is_main_process
+            lines = "".join(json.dumps(record) + "\n" for record in kept)
+            with saving(settings.output_dir, "metrics.jsonl") as unfinished:
+                (unfinished / "metrics.jsonl").write_text(lines)
+        init_trackers(accelerator, settings)
         self.bar = tqdm(
-            total=args.max_train_steps, initial=global_step, desc="Steps", disable=not main
+            total=settings.max_train_steps,
+            initial=global_step,
+            desc="Steps",
+            disable=not accelerator.is_main_process,
         )
-        # since the last record: sums of `train_step`, number of clipped steps, number of steps
-        self.sums = torch.zeros(5, device=accelerator.device)
-        # of the first batches: see `measure_images`
-        self.images = torch.zeros(6, device=accelerator.device)
-        self.waits, self.num_images, self.start, self.looked_at = [], 0, time.perf_counter(), 0
-        self.skipped = {
-            name: reason for record in kept for name, reason in record.get("skipped", {}).items()
-        }
-        self.num_told, self.new_skipped, self.num_left_out = len(self.skipped), {}, num_left_out
+        # since the last record; "clipped" and "steps" count steps
+        names = ("loss", "weight", "grad_norm", "clipped", "steps")
+        self.sums = {name: torch.zeros((), device=accelerator.device) for name in names}
+        self.first_images = ImageSums(*torch.zeros(6, device=accelerator.device))
+        self.num_looked_at = 0
+        self.waits: list[Any] = []
+        self.num_images = 0
+        self.start = time.perf_counter()
+        self.skipped: dict[str, str] = {}
+        for record in kept:
+            self.skipped |= record.get("skipped", {})
+        self.num_recorded = len(self.skipped)
+        self.new_skipped: dict[str, str] = {}
+        self.num_left_out = num_left_out
         self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
         self.sampled: tuple[int, float] | None = None  # see `judge`
-        self.any_decoded, self.lora_b, self.costs, self.told = (
-            checkpoint is not None,
-            lora_b,
-            costs,
-            False,
-        )
+        self.any_decoded = checkpoint is not None
+        self.lora_b = lora_b
+        self.costs = costs
+        self.has_printed_memory = False
 
-    def watch(self, batches: Iterable[dict]) -> Iterator[dict]:
+    def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches on; note images that could not be decoded, and how long each batch took."""
         for batch in batches:
             self.new_skipped.update(batch["skipped"])
             self.waits.append(batch["waited"])
             yield batch
 
-    def look(self, prepare_batch: Callable[[dict], Prepared]) -> Callable[[dict], Prepared]:
-        """Return `prepare_batch` with a look at the first images that it returns."""
-
-        def prepare(batch: dict) -> Prepared:
-            images, condition, loss_inputs = prepare_batch(batch)
-            # per process; enough to tell whether the model gets proper images
-            if self.looked_at < 100:
-                self.looked_at += len(images)
-                self.images += measure_images(images, batch["weight"])
-                if self.costs and self.accelerator.is_main_process:
-                    with self.paused():
-                        self.costs.look(images, condition)
-            return images, condition, loss_inputs
-
-        return prepare
+    def look(self, prepared: Prepared, weight: torch.Tensor) -> None:
+        """Look at the first images that the models get, and count the operations on one."""
+        if self.num_looked_at >= 100:  # of this process: enough to tell whether they are proper
+            return
+        self.num_looked_at += len(prepared.images)
+        measured = measure_images(prepared.images, weight)
+        self.first_images = ImageSums(*map(sum, zip(self.first_images, measured, strict=True)))
+        if self.costs and self.accelerator.is_main_process:
+            with self.paused():
+                self.costs.look(prepared)
 
     def judge(self, samples: torch.Tensor | None, step: int) -> None:
         """Note how rough samples [N, C, H, W] are, for `find_signs`; None if there are none."""
         if samples is not None:
-            self.sampled = (
-                step,
-                measure_images(samples, torch.ones(len(samples)) / len(samples))[4].item(),
-            )
+            measured = measure_images(samples, torch.ones(len(samples)) / len(samples))
+            self.sampled = step, measured.roughness.item()
 
-    def add(self, sums: torch.Tensor, num_images: int, epoch: int, lr: float) -> None:
+    def add(self, sums: StepSums, num_images: int, epoch: int, lr: float) -> None:
         """Add the result of `train_step` for a step with `num_images` on all processes together."""
-        one, clipped = torch.ones_like(sums[:1]), sums[2:3] > (self.args.max_grad_norm or math.inf)
-        self.sums += torch.cat([sums, clipped, one])
-        self.num_images, self.epoch, self.lr = self.num_images + num_images, epoch, lr
+        norm = sums["grad_norm"]
+        added = {"loss": sums["loss"], "weight": sums["weight"], "grad_norm": norm}
+        added["clipped"] = norm > (self.settings.max_grad_norm or math.inf)
+        added["steps"] = torch.ones_like(norm)
+        for name, value in added.items():
+            self.sums[name] += value
+        self.num_images += num_images
+        self.epoch = epoch
+        self.lr = lr
         self.bar.update(1)  # only counts: showing the loss would wait for the device
+
+    def add_held_out(self, step: int, losses: dict[str, float]) -> None:
+        """Record a held-out loss."""
+        self.held_out = {"step": step, **losses}
+        self.write(self.held_out)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,82 +137,112 @@ class Records:
             self.bar.start_t += pause
             self.bar.last_print_t += pause
 
+    def gather(self) -> dict[str, float]:
+        """Wait for the device. Returns the sums over all processes, by their names."""
+        norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones(())]
+        learned = torch.stack([norm.to(self.accelerator.device) for norm in norms]).sum()
+        sums = {"learned": learned, **self.sums, **self.first_images._asdict()}
+        values = self.accelerator.reduce(torch.stack(list(sums.values()))).tolist()
+        return dict(zip(sums, values, strict=True))
+
     def update(self, step: int, log: bool, last: bool) -> None:
         """Wait for the device, check the steps since the last record, and write one if `log`."""
-        norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones_like(self.sums[0])]
-        learned = torch.stack(norms).sum()[None]
-        sums = self.accelerator.reduce(torch.cat([learned, self.sums, self.images])).tolist()
-        learned, total_loss, total_weight, total_norm, clipped, steps, *images = sums
+        sums = self.gather()
         for name, reason in gather_object(sorted(self.new_skipped.items())):
             if name not in self.skipped and self.accelerator.is_main_process:
                 self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
             self.skipped[name] = reason
         self.new_skipped = {}
-        self.any_decoded = self.any_decoded or total_weight > 0
-        if self.costs and self.accelerator.is_main_process and not self.told:
-            self.told = self.bar.write(self.costs.describe()) is None
-        if total_weight == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
-            fail(f"none of the last {self.num_images} images could be decoded")
-        if not math.isfinite(total_loss + total_norm):  # before anything is saved
-            kept = find_checkpoints(self.output_dir)
-            where = f"at step {step} (last checkpoint: {kept[-1] if kept else 'none'})"
-            fail(
-                f"the loss is not finite {where}; try a lower --learning_rate or more "
-                "--lr_warmup_steps"
-            )
-        if not log or total_weight == 0:
+        self.any_decoded = self.any_decoded or sums["weight"] > 0
+        if self.costs and self.accelerator.is_main_process and not self.has_printed_memory:
+            self.bar.write(self.costs.describe())
+            self.has_printed_memory = True
+        self.check(step, sums, last)
+        if not log or sums["weight"] == 0:
             return
+        record = self.make_record(step, sums, last)
+        self.num_records += 1
+        signs = self.find_new_signs(record, sums, last)
+        for text in signs.values():
+            self.bar.write(f"Worth a look: {text}", file=sys.stderr)
+        new = dict(itertools.islice(self.skipped.items(), self.num_recorded, None))
+        self.num_recorded = len(self.skipped)
+        more = {"signs": signs, "skipped": new}
+        self.write(record | {name: value for name, value in more.items() if value})
+        for total in self.sums.values():  # each record covers what came since the last one
+            total.zero_()
+        self.waits = []
+        self.num_images = 0
+
+    def check(self, step: int, sums: dict[str, float], last: bool) -> None:
+        """Stop with an error, before anything is saved, if a run makes no sense."""
+        if sums["weight"] == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
+            fail(f"none of the last {self.num_images} images could be decoded")
+        if not math.isfinite(sums["loss"] + sums["grad_norm"]):
+            checkpoints = find_checkpoints(self.output_dir)
+            newest = checkpoints[-1] if checkpoints else "none"
+            fail(
+                f"the loss is not finite at step {step} (last checkpoint: {newest}); try a lower "
+                "--learning_rate or more --lr_warmup_steps"
+            )
+
+    def make_record(self, step: int, sums: dict[str, float], last: bool) -> dict[str, Any]:
+        """The record of the steps since the last one, which the bar shows as well."""
         now = time.perf_counter()
         duration = now - self.start
+        self.start = now
+        waited = sum(seconds_between(*wait) for wait in self.waits)
         record = {
             "step": step,
             "epoch": self.epoch,
-            "loss": total_loss / total_weight,
+            "loss": sums["loss"] / sums["weight"],
             "lr": self.lr,
-            "grad_norm": total_norm / steps,
-            "clipped": clipped / steps,  # share of the steps
+            "grad_norm": sums["grad_norm"] / sums["steps"],
+            "clipped": sums["clipped"] / sums["steps"],  # share of the steps
             "images_per_second": self.num_images / duration,
-            # share of the time
-            "data_wait": sum(seconds_between(*wait) for wait in self.waits) / duration,
+            "data_wait": waited / duration,  # share of the time
             "skipped_images": len(self.skipped) + self.num_left_out,
         }
         self.losses.append((self.epoch, record["loss"]))
         # the epoch of this record, or of the one before it
-        ended = self.losses[-1 if last else -2 :][0][0]
+        ended, _ = self.losses[-1] if last else self.losses[-2:][0]
         if last or ended != self.epoch:
-            found = [loss for epoch, loss in self.losses if epoch == ended]
-            record["epoch_loss"] = sum(found) / len(found)
+            losses = [loss for epoch, loss in self.losses if epoch == ended]
+            record["epoch_loss"] = sum(losses) / len(losses)
         if self.costs and self.accelerator.is_main_process:
             record |= self.costs.measure(record["images_per_second"])
-        self.bar.set_postfix_str(
+        shown = (
             f"loss={record['loss']:.4f}, lr={self.lr:.1e}, "
             f"{record['images_per_second']:.1f} img/s, "
             f"{record['data_wait']:.1%} waiting for data"
-            + (f", {record['mfu']:.0%} of the peak" if "mfu" in record else "")
-            + (f", held out {self.held_out['held_out_loss']:.4f}" if self.held_out else "")
         )
-        signs, self.num_records = {}, self.num_records + 1
-        if self.accelerator.is_main_process and (last or self.num_records.bit_count() == 1):
-            # At records 1, 2, 4, 8 ...: early but seldom, because all records are read.
-            images = [total / images[-1] for total in images[:-1]] if images[-1] else None
-            signs = find_signs(
-                [*read_metrics(self.output_dir), record],
-                images,
-                self.args,
-                learned,
-                self.costs,
-                self.sampled,
-            )
-            signs = {kind: text for kind, text in signs.items() if kind not in self.signs}
-            self.signs |= signs.keys()
-        for text in signs.values():
-            self.bar.write(f"Worth a look: {text}", file=sys.stderr)
-        skipped = dict(itertools.islice(self.skipped.items(), self.num_told, None))
-        self.num_told, more = len(self.skipped), {"signs": signs, "skipped": skipped}
-        self.write(record | {name: value for name, value in more.items() if value})
-        self.sums.zero_()
-        # each record covers what came since the last one
-        self.waits, self.num_images, self.start = [], 0, now
+        if "mfu" in record:
+            shown += f", {record['mfu']:.0%} of the peak"
+        if self.held_out:
+            shown += f", held out {self.held_out['held_out_loss']:.4f}"
+        self.bar.set_postfix_str(shown)
+        return record
+
+    def find_new_signs(
+        self, record: dict[str, Any], sums: dict[str, float], last: bool
+    ) -> dict[str, str]:
+        """The signs of trouble that were not reported yet, on the first process.
+
+        At records 1, 2, 4, 8 ...: early but seldom, because all records are read.
+        """
+        if not self.accelerator.is_main_process:
+            return {}
+        if not last and self.num_records.bit_count() != 1:
+            return {}
+        count = sums["count"]
+        images = [sums[name] / count for name in ImageSums._fields[:-1]] if count else None
+        records = [*read_metrics(self.output_dir), record]
+        signs = find_signs(
+            records, images, self.settings, sums["learned"], self.costs, self.sampled
+        )
+        new = {kind: text for kind, text in signs.items() if kind not in self.signs}
+        self.signs |= new.keys()
+        return new
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a record to metrics.jsonl and the trackers."""
@@ -227,20 +255,50 @@ class Records:
         self.accelerator.log(numbers, step=record["step"])
 
 
-@torch.no_grad()
-def measure_images(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return sums over images [N, C, H, W] of `weight` [N] times six measures.
+def init_trackers(accelerator: Accelerator, settings: Namespace) -> None:
+    """Start the trackers of --report_to, with the settings as they take them."""
+    values = {}
+    for name, value in vars(settings).items():
+        if value is not None:
+            values[name] = " | ".join(map(str, value)) if isinstance(value, list) else value
+    advice = ""
+    if settings.report_to in ("wandb", "all"):
+        advice = "`wandb login`, or set WANDB_MODE=offline, or "
+    with explained(f"--report_to {settings.report_to} does not work: {advice}--report_to none"):
+        accelerator.init_trackers(
+            settings.tracker_project_name, values, {"wandb": {"dir": settings.output_dir}}
+        )
 
-    They are: lowest value, highest value, mean square, 1 if flat (of one colour), roughness, 1.
+
+class ImageSums(NamedTuple):
+    """Sums over images, weighted; see `measure_images`."""
+
+    lowest: torch.Tensor  # value
+    highest: torch.Tensor
+    mean_square: torch.Tensor
+    flat: torch.Tensor  # 1 of an image of one colour
+    roughness: torch.Tensor
+    count: torch.Tensor
+
+
+@torch.no_grad()
+def measure_images(images: torch.Tensor, weight: torch.Tensor) -> ImageSums:
+    """Return sums over images [N, C, H, W], weighted by `weight` [N].
+
     Roughness is the mean squared difference of neighbours over twice the variance: 1 for white
     noise, near 0 for smooth images. By the Wiener-Khinchin theorem it is the power at high
     frequencies.
     """
     values = images.flatten(1)
     low, high = values.aminmax(dim=1)
-    found = [low, high, values.square().mean(dim=1), (low == high).float()]
-    rough = images.diff(dim=-1).square().mean(dim=(1, 2, 3)) / (
-        2 * values.var(dim=1, unbiased=False)
-    )
-    found += [rough.nan_to_num(0, 0, 0), torch.ones_like(low)]
-    return weight @ torch.stack(found, dim=1)
+    differences = images.diff(dim=-1).square().mean(dim=(1, 2, 3))
+    roughness = differences / (2 * values.var(dim=1, unbiased=False))
+    measures = [
+        low,
+        high,
+        values.square().mean(dim=1),
+        (low == high).float(),
+        roughness.nan_to_num(0, 0, 0),
+        torch.ones_like(low),
+    ]
+    return ImageSums(*(weight @ torch.stack(measures, dim=1)))

@@ -25,22 +25,27 @@ TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # fields of a tra
 HELD_OUT = {"step": int, "held_out_loss": float}
 
 
+def is_valid_field(name: str, value: Any) -> bool:
+    """Whether a field of a record is a finite number, or a dict if it is one of texts."""
+    if name in ("signs", "skipped"):
+        return fits(value, dict)
+    return fits(value, int | float) and math.isfinite(value)
+
+
 def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[dict]:
     """Return the records of metrics.jsonl up to a step.
 
     Lines damaged by a kill, a power cut or editing are left out.
     """
-    path, records = Path(output_dir) / "metrics.jsonl", []
+    path = Path(output_dir) / "metrics.jsonl"
+    records = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):
             record = json.loads(line)
-            if (fits(record, TRAINED) or fits(record, HELD_OUT)) and record["step"] <= last_step:
-                numbers = (record[name] for name in record.keys() - {"signs", "skipped"})
-                words = all(fits(record.get(name, {}), dict) for name in ("signs", "skipped"))
-                if words and all(
-                    fits(number, int | float) and math.isfinite(number) for number in numbers
-                ):
-                    records.append(record)
+            is_record = fits(record, TRAINED) or fits(record, HELD_OUT)
+            is_valid = is_record and all(map(is_valid_field, record.keys(), record.values()))
+            if is_valid and record["step"] <= last_step:
+                records.append(record)
     return records
 
 
@@ -71,65 +76,89 @@ def find_signs(
     """
     # the others are of the held-out loss
     records = [record for record in records if "loss" in record]
-    (low, high, mean_square, flat, rough), last = images or (-1, 1, 1, 0, 1), records[-1]
-    latents, (sampled_at, sampled_rough) = "latents_dir" in args, sampled or (0, 0)
+    last = records[-1]
+    low, high, mean_square, flat, rough = images or (-1, 1, 1, 0, 1)
+    sampled_at, sampled_rough = sampled or (0, 0)
+    latents = "latents_dir" in args
     # without the first one, which is slow from a cold start
     judged = [record for record in records[1:] if record["step"] > args.lr_warmup_steps] or records
-    enough, ended = last["step"] >= args.lr_warmup_steps + 100, last["step"] >= args.max_train_steps
+    enough = last["step"] >= args.lr_warmup_steps + 100
+    ended = last["step"] >= args.max_train_steps
     soon = len(records) > 1 and last["step"] >= 30  # enough for obvious signs
     clipped = sum(record.get("clipped", 0) for record in judged) / len(judged)
     waiting = sum(record["data_wait"] for record in judged) / len(judged)
-    rest = 1 - min(
-        args.ema_max_decay, 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power
-    )
+    final_decay = 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power
+    rest = 1 - min(args.ema_max_decay, final_decay)
     of_peak = last["lr"] / max([record["lr"] for record in records if record["lr"]], default=1)
-    turn = "precompute_latents.py" if latents else "--cache_images"
-    turn = f"{turn}, or more --dataloader_num_workers than {args.dataloader_num_workers}"
-    if getattr(args, "latents_dir", None) or getattr(args, "cache_images", False):
-        turn = "a faster disk, or more memory, which the system keeps files in"
-        if any(map(is_address, getattr(args, "latents_dir", None) or [])):
-            turn = "a larger --shards_size, of which more is fetched ahead, or a faster network"
-    # 0: unknown, as for a CPU
-    total, held = (costs.total_gb or 0, costs.held) if costs else (0, 0)
-    most = last.get("memory_gb", 0)
-    would_fit = int((0.9 * total - held) / max(most - held, 1e-9) * args.train_batch_size)
+    caches = getattr(args, "latents_dir", None) or []
+    if any(map(is_address, caches)):
+        remedy = "a larger --shards_size, of which more is fetched ahead, or a faster network"
+    elif caches or getattr(args, "cache_images", False):
+        remedy = "a faster disk, or more memory, which the system keeps files in"
+    else:
+        remedy = "precompute_latents.py" if latents else "--cache_images"
+        remedy += f", or more --dataloader_num_workers than {args.dataloader_num_workers}"
+    total = held = 0  # 0: unknown, as for a CPU
+    if costs:
+        total = costs.total_gb or 0
+        held = costs.held
+    used = last.get("memory_gb", 0)
+    would_fit = int((0.9 * total - held) / max(used - held, 1e-9) * args.train_batch_size)
+    noisy = rough < 0.8 and sampled_rough > (1 + rough) / 2
     signs = {
-        "idle": soon and 0 < most < 2 / 3 * total and would_fit > args.train_batch_size,
-        "full": total and soon and most > 0.92 * total,
-        "latents": latents and not 0.25 < mean_square < 4,
-        "range": not latents and (low < -1.01 or high > 1.01 or low > -0.01),
-        "colour": not latents and flat > 0.1,
-        "noise": 2 * sampled_at >= args.max_train_steps
-        and rough < 0.8
-        and sampled_rough > (1 + rough) / 2,
-        "clipped": (enough or ended and soon) and clipped > 0.5,
-        "waiting": enough and waiting > 0.05 or soon and waiting > 0.25,
-        "ema": enough and args.use_ema and rest * args.max_train_steps < 2.5,
-        "lora": last["step"] >= 100 and learned == 0,
-        "lr": enough and ended and not args.use_ema and of_peak > 0.1,
+        "idle": (
+            soon and 0 < used < 2 / 3 * total and would_fit > args.train_batch_size,
+            f"at most {used:.3g} of {total:.3g} GB are in use: "
+            f"--train_batch_size {would_fit} would fit, or no --gradient_checkpointing",
+        ),
+        "full": (
+            total and soon and used > 0.92 * total,
+            f"up to {used:.3g} of {total:.3g} GB are in use: "
+            "try a lower --train_batch_size, or --gradient_checkpointing",
+        ),
+        "latents": (
+            latents and not 0.25 < mean_square < 4,
+            f"the latents have a root mean square of {mean_square**0.5:.2g}, "
+            "not of about 1: does the VAE's scaling_factor fit?",
+        ),
+        "range": (
+            not latents and (low < -1.01 or high > 1.01 or low > -0.01),
+            f"images go from {low:.2g} to {high:.2g}, where black is -1 and white 1: "
+            "see prepare_batch",
+        ),
+        "colour": (
+            not latents and flat > 0.1,
+            f"{flat:.0%} of the images are of one colour: look at the data, and at --image_column",
+        ),
+        "noise": (
+            noisy and 2 * sampled_at >= args.max_train_steps,
+            f"the samples of step {sampled_at} are nearly as rough as noise "
+            f"({sampled_rough:.2f}; the images {rough:.2f}, noise 1): try a lower --learning_rate",
+        ),
+        "clipped": (
+            (enough or (ended and soon)) and clipped > 0.5,
+            f"gradients are clipped in {clipped:.0%} of steps: "
+            "try a lower --learning_rate or larger batches",
+        ),
+        "waiting": (
+            (enough and waiting > 0.05) or (soon and waiting > 0.25),
+            f"the device waits for data {waiting:.0%} of the time: try {remedy}",
+        ),
+        "ema": (
+            enough and args.use_ema and rest * args.max_train_steps < 2.5,
+            f"the averaged weights lag behind {args.max_train_steps} steps: "
+            "lower --ema_max_decay or --ema_power",
+        ),
+        "lora": (
+            last["step"] >= 100 and learned == 0,
+            "the LoRA still changes nothing, all its B are 0: "
+            "is --learning_rate 0, or a gradient cut off?",
+        ),
+        "lr": (
+            enough and ended and not args.use_ema and of_peak > 0.1,
+            f"the learning rate ends at {of_peak:.0%} of its peak, "
+            "so the weights keep the noise of the last steps: "
+            "try --lr_scheduler cosine, or --use_ema",
+        ),
     }
-    sentences = {
-        "idle": f"at most {most:.3g} of {total:.3g} GB are in use: "
-        f"--train_batch_size {would_fit} would fit, or no --gradient_checkpointing",
-        "full": f"up to {most:.3g} of {total:.3g} GB are in use: "
-        "try a lower --train_batch_size, or --gradient_checkpointing",
-        "latents": f"the latents have a root mean square of {mean_square**0.5:.2g}, "
-        "not of about 1: does the VAE's scaling_factor fit?",
-        "range": f"images go from {low:.2g} to {high:.2g}, where black is -1 and white 1: "
-        "see prepare_batch",
-        "colour": f"{flat:.0%} of the images are of one colour: "
-        "look at the data, and at --image_column",
-        "noise": f"the samples of step {sampled_at} are nearly as rough as noise "
-        f"({sampled_rough:.2f}; the images {rough:.2f}, noise 1): try a lower --learning_rate",
-        "clipped": f"gradients are clipped in {clipped:.0%} of steps: "
-        "try a lower --learning_rate or larger batches",
-        "waiting": f"the device waits for data {waiting:.0%} of the time: try {turn}",
-        "ema": f"the averaged weights lag behind {args.max_train_steps} steps: "
-        "lower --ema_max_decay or --ema_power",
-        "lora": "the LoRA still changes nothing, all its B are 0: "
-        "is --learning_rate 0, or a gradient cut off?",
-        "lr": f"the learning rate ends at {of_peak:.0%} of its peak, "
-        "so the weights keep the noise of the last steps: "
-        "try --lr_scheduler cosine, or --use_ema",
-    }
-    return {kind: sentences[kind] for kind, wrong in signs.items() if wrong}
+    return {kind: sentence for kind, (is_wrong, sentence) in signs.items() if is_wrong}

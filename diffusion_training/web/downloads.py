@@ -47,6 +47,8 @@ ERRORS = {
 MAX_REDIRECTS = 5
 # Errors that mean that this machine has run out of something, not that the server failed.
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+# X-Robots-Tag directives that have a value after a colon
+WITH_VALUE = ("unavailable_after", "max-snippet", "max-image-preview", "max-video-preview")
 COMPRESSED = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 
 
@@ -65,16 +67,14 @@ def check_address(address: str, allowed: list[str] | None) -> None:
     """
     ip = ipaddress.ip_address(address.split("%")[0])
     if ip.version == 6:
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
-        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in NAT64 else inner or ip
-    public = ip.is_global and not (
-        ip.is_multicast or ip.is_reserved or any(ip in network for network in NOT_PUBLIC)
-    )
-    if (
-        not public
-        and allowed != []
-        and not any(ip in ipaddress.ip_network(network) for network in allowed or ())
-    ):
+        if ip in NAT64:
+            ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        else:
+            ip = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1]) or ip
+    reserved = ip.is_multicast or ip.is_reserved or any(ip in network for network in NOT_PUBLIC)
+    if allowed == [] or (ip.is_global and not reserved):
+        return
+    if not any(ip in ipaddress.ip_network(network) for network in allowed or ()):
         # The text is the same for all addresses of a host, so aiohttp need not merge several texts.
         raise PrivateAddress("private address")
 
@@ -95,31 +95,26 @@ def read_retry_after(headers: Mapping[str, str]) -> float | None:
     if value.isdecimal():
         return float(value)
     try:
-        return max(
-            0.0, (email.utils.parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
-        )
+        date = email.utils.parsedate_to_datetime(value)
+        return max(0.0, (date - datetime.now(UTC)).total_seconds())
     except (TypeError, ValueError):  # not a date, or a date without a time zone
         return None
 
 
 def find_opt_out(headers: Any, user_agent: str, directives: Collection[str]) -> str | None:
     """The first of `directives` in an X-Robots-Tag header for all agents or for ours, or None."""
-    me = user_agent.split("/")[0].strip().lower()
+    own_name = user_agent.split("/")[0].strip().lower()
     for value in headers.getall("X-Robots-Tag", []):
         agent = None  # an agent's name applies to all directives after it in the same header
         for part in value.lower().split(","):
             name, colon, directive = (text.strip() for text in part.partition(":"))
             if not colon:
                 directive = name
-            elif (
-                name
-                in ("unavailable_after", "max-snippet", "max-image-preview", "max-video-preview")
-                or " " in name
-            ):
+            elif name in WITH_VALUE or " " in name:
                 continue  # a directive with a value, or the rest of a date
             else:
                 agent = name
-            if agent in (None, me) and directive in directives:
+            if agent in (None, own_name) and directive in directives:
                 return directive
     return None
 
@@ -134,13 +129,16 @@ class Downloads:
         checker: ThreadPoolExecutor,
         args: Namespace,
     ) -> None:
-        self.session, self.spool, self.checker, self.args = session, spool, checker, args
+        self.session = session
+        self.spool = spool
+        self.checker = checker
+        self.args = args
         self.hosts = collections.defaultdict(lambda: asyncio.Semaphore(args.per_host))
         self.connections = asyncio.Semaphore(args.connections)
-        # Has any server answered? Which hosts could not be connected to?
-        self.answered, self.unreached = False, set()
-        # Received bytes, including those of failed downloads; the locks of `store_image`.
-        self.received, self.locks = 0, (threading.Lock(), threading.Lock())
+        self.locks = (threading.Lock(), threading.Lock())  # those of `store_image`
+        self.answered = False  # whether any server has answered
+        self.unreached = set()  # hosts that could not be connected to
+        self.received = 0  # bytes, including those of failed downloads
 
     async def download(self, url: str) -> dict:
         """Download with retries; returns the result of `store_image` or {"reason", "tries"}."""
@@ -150,21 +148,20 @@ class Downloads:
             try:
                 return await self.fetch(url)
             except Failure as failure:
-                if (
-                    failure.wait is None
-                    or failure.wait > self.args.timeout
-                    or tries > self.args.retries
-                ):
+                wait = failure.wait
+                if wait is None or wait > self.args.timeout or tries > self.args.retries:
                     return {"reason": str(failure), "tries": tries}
-                wait = max(failure.wait, min(60, 2 ** (tries - 2)) * random.uniform(0.5, 1.5))
-            await asyncio.sleep(wait)  # outside of `fetch`, so it does not occupy a connection
+            backoff = min(60, 2 ** (tries - 2)) * random.uniform(0.5, 1.5)
+            # outside of `fetch`, so it does not occupy a connection
+            await asyncio.sleep(max(wait, backoff))
 
     async def fetch(self, url: Any) -> dict:
         """Try once: follow redirects to the image and store it.
 
         Raises Failure, or OSError if the machine is at fault.
         """
-        left, location = self.args.timeout, url
+        seconds = self.args.timeout
+        location = url
         for hop in range(MAX_REDIRECTS + 1):
             try:
                 url = url.join(URL(location)) if hop else URL(location)
@@ -177,8 +174,8 @@ class Downloads:
             # connection is held until the image is stored, which limits the memory.
             async with self.hosts[host], self.connections:
                 start = time.monotonic()
-                location, body = await self.request(url, left)
-                left -= time.monotonic() - start
+                location, body = await self.request(url, seconds)
+                seconds -= time.monotonic() - start
                 if body is not None:
                     work = functools.partial(store_image, body, self.spool, self.args, *self.locks)
                     return await asyncio.get_running_loop().run_in_executor(self.checker, work)
@@ -192,19 +189,19 @@ class Downloads:
                 self.session.get(url, allow_redirects=False) as response,
             ):
                 self.answered = True
-                if directive := find_opt_out(
-                    response.headers, self.args.user_agent, self.args.opt_out
-                ):
+                headers = response.headers
+                status = response.status
+                directive = find_opt_out(headers, self.args.user_agent, self.args.opt_out)
+                if directive:
                     raise Failure(f"opted out: {directive}")
-                if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
-                    return response.headers["Location"], None
-                if response.status != 200:
-                    passes = response.status == 429 or response.status >= 500
-                    wait = (read_retry_after(response.headers) or 0.0) if passes else None
-                    raise Failure(f"HTTP {response.status}", wait)
-                if COMPRESSED & set(
-                    response.headers.get("Content-Encoding", "").lower().replace(",", " ").split()
-                ):
+                if status in (301, 302, 303, 307, 308) and "Location" in headers:
+                    return headers["Location"], None
+                if status == 429 or status >= 500:
+                    raise Failure(f"HTTP {status}", read_retry_after(headers) or 0.0)
+                if status != 200:
+                    raise Failure(f"HTTP {status}")
+                encodings = headers.get("Content-Encoding", "").lower().replace(",", " ")
+                if COMPRESSED.intersection(encodings.split()):
                     # We asked for identity, and a few kilobytes could expand to gigabytes.
                     raise Failure("compressed body")
                 if (response.content_length or 0) > self.args.max_bytes:
@@ -274,6 +271,11 @@ async def fetch_rows(
             f"none of {len(downloads.unreached)} hosts could be reached: "
             "is this machine on the network?"
         )
-    results = dict(zip(urls, results, strict=True))
-    images = {row: result for row, result in results.items() if "reason" not in result}
-    return images, {row: results[row] for row in urls if row not in images}, downloads.received
+    images = {}
+    failures = {}
+    for row, result in zip(urls, results, strict=True):
+        if "reason" in result:
+            failures[row] = result
+        else:
+            images[row] = result
+    return images, failures, downloads.received

@@ -26,9 +26,8 @@ def find_columns(where: str | None) -> list[str]:
     if where is None:
         return []
     make_filter(where, None)
-    return sorted(
-        {node.id for node in ast.walk(ast.parse(where, mode="eval")) if isinstance(node, ast.Name)}
-    )
+    nodes = ast.walk(ast.parse(where, mode="eval"))
+    return sorted({node.id for node in nodes if isinstance(node, ast.Name)})
 
 
 def make_filter(where: str, schema: pa.Schema | None) -> pc.Expression:
@@ -60,13 +59,13 @@ def build(node: ast.AST, schema: pa.Schema | None) -> pc.Expression:
         case ast.Compare(
             left, [ast.In() | ast.NotIn() as kind], [ast.List(items) | ast.Tuple(items)]
         ):
-            found = functools.reduce(
-                operator.or_, [compare(ast.Eq(), left, item, schema) for item in items]
-            )
-            return found if isinstance(kind, ast.In) else ~found
+            matches = [compare(ast.Eq(), left, item, schema) for item in items]
+            is_member = functools.reduce(operator.or_, matches)
+            return is_member if isinstance(kind, ast.In) else ~is_member
         case ast.Compare(left, kinds, rights) if all(type(kind) in COMPARE for kind in kinds):
             pairs = zip(kinds, [left, *rights], rights, strict=False)
-            return functools.reduce(operator.and_, [compare(*pair, schema) for pair in pairs])
+            comparisons = [compare(*pair, schema) for pair in pairs]
+            return functools.reduce(operator.and_, comparisons)
     raise ValueError(
         f"{ast.unparse(node)!r} is no comparison of columns, numbers and texts, "
         "such as width >= 512"
@@ -81,17 +80,13 @@ def compare(
     A text column that is compared with a number is cast to a number, since all columns of a CSV
     file are text.
     """
-    sides = [build(side, schema) for side in (left, right)]
-    others = (right, left)
-    for i, side in enumerate((left, right)):
-        number = isinstance(others[i], ast.UnaryOp) or isinstance(
-            getattr(others[i], "value", None), int | float
-        )
-        if (
-            schema
-            and number
-            and isinstance(side, ast.Name)
-            and pa.types.is_string(schema.field(side.id).type)
-        ):
-            sides[i] = sides[i].cast(pa.float64())
+    sides = []
+    for node, compared in ((left, right), (right, left)):
+        side = build(node, schema)
+        value = getattr(compared, "value", None)
+        is_number = isinstance(compared, ast.UnaryOp) or isinstance(value, int | float)
+        if schema and is_number and isinstance(node, ast.Name):
+            if pa.types.is_string(schema.field(node.id).type):
+                side = side.cast(pa.float64())
+        sides.append(side)
     return COMPARE[type(kind)](*sides)

@@ -83,17 +83,19 @@ def check_image(
         width, height = image.size
         # Deep grey images count four times: they are decoded to float32, and once more for their
         # values.
-        if width * height * (4 if is_deep_grey(image) else 1) > Image.MAX_IMAGE_PIXELS:
+        weight = 4 if is_deep_grey(image) else 1
+        if width * height * weight > Image.MAX_IMAGE_PIXELS:
             raise Failure(f"too many pixels: {width} x {height}")
         check_scans(image, data)
         if read_orientation(image) >= 5:  # EXIF: rotated by 90 degrees
             width, height = height, width
-        if min(width, height) < args.min_size:
+        short_side, long_side = sorted(image.size)
+        if short_side < args.min_size:
             raise Failure(f"too small: {width} x {height}")
-        if max(width, height) > (args.max_aspect_ratio or float("inf")) * min(width, height):
+        if long_side > (args.max_aspect_ratio or float("inf")) * short_side:
             raise Failure(f"aspect ratio: {width} x {height}")
         with alone if width * height > LARGE else ANY:
-            if args.resize_to is not None and min(width, height) > args.resize_to:
+            if args.resize_to is not None and short_side > args.resize_to:
                 return shrink_file(image, width, height, args)
             image.draft(image.mode, (max(1, width // 8), max(1, height // 8)))
             image.load()
@@ -119,14 +121,12 @@ def shrink_file(
     long.
     """
     side = args.resize_to
-    size = (
-        (side, int(side * height / width))
-        if width <= height
-        else (int(side * width / height), side)
-    )
-    image.draft(
-        image.mode, [2 * x for x in (size if image.size == (width, height) else size[::-1])]
-    )
+    if width <= height:
+        size = (side, int(side * height / width))
+    else:
+        size = (int(side * width / height), side)
+    stored_size = size if image.size == (width, height) else size[::-1]
+    image.draft(image.mode, [2 * length for length in stored_size])
     if read_orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
     if is_deep_grey(image):

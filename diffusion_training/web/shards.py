@@ -2,6 +2,7 @@
 
 import base64
 import collections
+import functools
 import itertools
 import json
 import os
@@ -36,13 +37,13 @@ def read_shard(path: str | Path, item: Item, spool: IO[bytes]) -> Images | None:
 
     Returns {row: image}, or None if the shard is damaged or missing.
     """
-    first, count = item["first"], item["last"] - item["first"]
+    count = item["last"] - item["first"]
     try:
         parquet = pq.ParquetFile(path, page_checksum_verification=True)
-        bits = np.frombuffer(
-            zlib.decompress(base64.b64decode(parquet.metadata.metadata[b"held"])), np.uint8
-        )
-        rows, images = (np.flatnonzero(np.unpackbits(bits, count=count)) + first).tolist(), {}
+        held = zlib.decompress(base64.b64decode(parquet.metadata.metadata[b"held"]))
+        bits = np.frombuffer(held, np.uint8)
+        rows = (np.flatnonzero(np.unpackbits(bits, count=count)) + item["first"]).tolist()
+        images = {}
         if len(bits) != (count + 7) // 8 or len(rows) != parquet.metadata.num_rows:
             return None
         for batch in parquet.iter_batches(64, columns=["image", "width", "height", "sha256"]):
@@ -64,19 +65,24 @@ def choose_urls(
     Rows that have an image or a recorded failure are not downloaded again, except for temporary
     failures with --retry_failed. A row without a caption fails as well.
     """
-    urls, invalid = {}, find_invalid(table, first)
+    urls = {}
+    invalid = find_invalid(table, first)
     for row, url, text in zip(itertools.count(first), table["url"], table["text"], strict=False):
-        known = failures.get(row)
-        if row in images or (
-            known and not (args.retry_failed and known["reason"].startswith(PASSING))
-        ):
+        failure = failures.get(row)
+        retried = failure and args.retry_failed and failure["reason"].startswith(PASSING)
+        if row in images or (failure and not retried):
             continue
-        url, text = (None, None) if row in invalid else (url.as_py(), text.as_py())
-        if not url or text is None:
-            reason = "not UTF-8" if row in invalid else "no caption" if url else "no URL"
-            failures[row] = {"row": row, "url": url, "reason": reason, "tries": 0}
+        url = None if row in invalid else url.as_py()
+        if row in invalid:
+            reason = "not UTF-8"
+        elif not url:
+            reason = "no URL"
+        elif text.as_py() is None:
+            reason = "no caption"
         else:
             urls[row] = url
+            continue
+        failures[row] = {"row": row, "url": url, "reason": reason, "tries": 0}
     return urls
 
 
@@ -98,14 +104,18 @@ def write_images(
     `first` is the number of the first row of `table`. The footer has a bit for each row of `table`
     that tells whether the shard holds it, so the shard can be read without its record.
     """
-    bits, groups, size = np.zeros(len(table), bool), [], 0
+    bits = np.zeros(len(table), bool)
+    groups = []
+    size = 0
     # A row group has at most 100 images or 32 MB, whichever comes first, but at least one image.
     for row in sorted(images):
         length = images[row]["last"] - images[row]["first"]
         if not groups or len(groups[-1]) == 100 or size + length > 32_000_000:
-            groups, size = [*groups, []], 0
+            groups.append([])
+            size = 0
         groups[-1].append(row)
-        size, bits[row - first] = size + length, True
+        size += length
+        bits[row - first] = True
     with pq.ParquetWriter(
         path,
         schema,
@@ -116,21 +126,17 @@ def write_images(
     ) as writer:
         for rows in groups:
             part = table.take(pa.array([row - first for row in rows], pa.int64()))
-            columns = {
-                f.name: part[f.name].cast(f.type) for f in schema if f.name in part.column_names
-            }
-            columns |= {
-                key: [images[row][key] for row in rows] for key in ("width", "height", "sha256")
-            }
+            columns = {name: part[name] for name in part.column_names}
+            for name in ("width", "height", "sha256"):
+                columns[name] = [images[row][name] for row in rows]
             columns["image"] = []
             for row in rows:
                 spool.seek(images[row]["first"])
                 file = spool.read(images[row]["last"] - images[row]["first"])
                 columns["image"].append({"bytes": file, "path": None})
-            writer.write_table(pa.table({f.name: columns[f.name] for f in schema}, schema=schema))
-        writer.add_key_value_metadata(
-            {"held": base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()}
-        )
+            writer.write_table(pa.table(columns, schema=schema))
+        held = base64.b64encode(zlib.compress(np.packbits(bits).tobytes()))
+        writer.add_key_value_metadata({"held": held.decode()})
 
 
 def name_record(folder: str, name: str) -> str:
@@ -142,11 +148,10 @@ def list_sizes(fs: AbstractFileSystem, folder: str) -> dict[str, int]:
     """{name: bytes} of the files in a folder."""
     fs.invalidate_cache()
     try:
-        return {
-            PurePosixPath(entry["name"]).name: entry["size"] for entry in fs.ls(folder, detail=True)
-        }
+        entries = fs.ls(folder, detail=True)
     except FileNotFoundError:  # object storage has no empty folders
         return {}
+    return {PurePosixPath(entry["name"]).name: entry["size"] for entry in entries}
 
 
 def read_json(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
@@ -173,12 +178,10 @@ def read_records(
     """
     with ThreadPoolExecutor(32) as pool:
         for first in range(0, len(items), 1000):
-            some = items[first : first + 1000]
-            yield from zip(
-                some,
-                pool.map(lambda x: read_record(fs, name_record(folder, x["name"])), some),
-                strict=True,
-            )
+            batch = items[first : first + 1000]
+            paths = [name_record(folder, item["name"]) for item in batch]
+            records = pool.map(functools.partial(read_record, fs), paths)
+            yield from zip(batch, records, strict=True)
 
 
 def find_repeated(fs: AbstractFileSystem, folder: str, items: list[Item]) -> list[Item]:
@@ -202,10 +205,14 @@ def find_repeated(fs: AbstractFileSystem, folder: str, items: list[Item]) -> lis
     with ThreadPoolExecutor(16) as pool:
         digests = list(pool.map(read, items))
     _, first = np.unique(np.concatenate(digests), return_index=True)
-    again, ends = np.ones(sum(map(len, digests)), bool), np.cumsum([len(part) for part in digests])
-    again[first] = False
-    places = (np.flatnonzero(part).tolist() for part in np.split(again, ends[:-1]))
-    return [{**item, "repeated": some} for item, some in zip(items, places, strict=True) if some]
+    is_repeated = np.ones(sum(map(len, digests)), bool)
+    is_repeated[first] = False
+    ends = np.cumsum([len(part) for part in digests])
+    return [
+        {**item, "repeated": np.flatnonzero(part).tolist()}
+        for item, part in zip(items, np.split(is_repeated, ends[:-1]), strict=True)
+        if part.any()
+    ]
 
 
 def choose_items(
@@ -215,18 +222,17 @@ def choose_items(
 
     With `retry_failed`, also those with temporary failures.
     """
-    records, shards = list_sizes(fs, f"{folder}/__download__/records"), list_sizes(fs, folder)
-    done = [item for item in items if item["name"] in shards]
-    done = [item for item in done if item["name"].replace(".parquet", ".json") in records]
+    records = list_sizes(fs, f"{folder}/__download__/records")
+    shards = list_sizes(fs, folder)
+    complete = [item for item in items if item["name"] in shards]
+    complete = [item for item in complete if item["name"].replace(".parquet", ".json") in records]
+    names = {item["name"] for item in complete}
     if retry_failed:
-        records = read_records(fs, folder, done)
-        done = [
-            item
-            for item, r in records
-            if r and not any(f["reason"].startswith(PASSING) for f in r["failures"])
-        ]
-    done = {item["name"] for item in done}
-    return [item for item in items if item["name"] not in done]
+        for item, record in read_records(fs, folder, complete):
+            reasons = [failure["reason"] for failure in record.get("failures", ())]
+            if not record or any(reason.startswith(PASSING) for reason in reasons):
+                names.remove(item["name"])
+    return [item for item in items if item["name"] not in names]
 
 
 def gather(fs: AbstractFileSystem, folder: str, items: list[Item]) -> dict[str, Any]:
@@ -236,16 +242,21 @@ def gather(fs: AbstractFileSystem, folder: str, items: list[Item]) -> dict[str, 
     "failures": {reason: count}}. The program ends with an error if a shard is missing or its size
     differs from its record. `folder` is a path or an address, as for `writing`.
     """
-    summary_path, sizes = f"{folder}/__download__/summary.json", list_sizes(fs, folder)
-    if missing := sum(item["name"] not in sizes for item in items):
+    summary_path = f"{folder}/__download__/summary.json"
+    sizes = list_sizes(fs, folder)
+    missing = sum(item["name"] not in sizes for item in items)
+    if missing:
         fail(
             f"{missing} of {len(items)} shards are not in {folder}: "
             "on several machines all must share it"
         )
     size = sum(sizes[item["name"]] for item in items)
-    if (summary := read_json(fs, summary_path)).get("bytes") == size:
+    summary = read_json(fs, summary_path)
+    if summary.get("bytes") == size:
         return summary
-    reasons, images, damaged = collections.Counter(), 0, []
+    reasons = collections.Counter()
+    images = 0
+    damaged = []
     with writing(f"{folder}/__download__/failures.jsonl") as path, open(path, "w") as file:
         for item, record in read_records(fs, folder, items):
             if sizes[item["name"]] != record.get("bytes"):

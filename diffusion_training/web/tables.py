@@ -35,22 +35,23 @@ def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
         return list_split(args, suffixes)
     try:
         fs, path = fsspec.url_to_fs(args.input)
-        visible = [p for p in fs.find(path) if "/." not in p[len(path) :]] if fs.isdir(path) else []
-        paths = visible or ([path] if fs.exists(path) else fs.glob(path))
-        own = f"{open_folder(args.output_dir)[2]}/"
-        paths = [
-            p
-            for p in sorted(paths)
-            if p.endswith(suffixes) and not PurePosixPath(p).name.startswith((".", "_"))
-        ]
-        paths = [
-            p for p in paths if not fs.unstrip_protocol(p).removeprefix("file://").startswith(own)
-        ]
-        if not paths:
+        files = []
+        if fs.isdir(path):
+            files = [file for file in fs.find(path) if "/." not in file[len(path) :]]
+        if not files:
+            files = [path] if fs.exists(path) else fs.glob(path)
+        output_dir = f"{open_folder(args.output_dir)[2]}/"
+        tables = []
+        for file in sorted(files):
+            is_hidden = PurePosixPath(file).name.startswith((".", "_"))
+            is_output = fs.unstrip_protocol(file).removeprefix("file://").startswith(output_dir)
+            if file.endswith(suffixes) and not is_hidden and not is_output:
+                tables.append(file)
+        if not tables:
             raise FileNotFoundError(f"there is no file that ends in {', '.join(suffixes)}")
     except Exception as error:  # file systems have errors of their own, as for credentials
         fail(f"--input {args.input} can't be read: {error}")
-    return fs, paths
+    return fs, tables
 
 
 def list_split(args: Namespace, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem, list[str]]:
@@ -59,21 +60,16 @@ def list_split(args: Namespace, suffixes: tuple[str, ...]) -> tuple[AbstractFile
     Nothing is loaded.
     """
     with explained(f"--dataset_name {args.dataset_name} can't be read"):
-        files = (
-            datasets.load_dataset_builder(
-                args.dataset_name, args.dataset_config_name
-            ).config.data_files
-            or {}
-        )
+        builder = datasets.load_dataset_builder(args.dataset_name, args.dataset_config_name)
+        files = builder.config.data_files or {}
         if args.dataset_split not in files:
-            raise ValueError(
-                f"it has no split {args.dataset_split!r}, "
-                f"but {', '.join(map(str, files)) or 'none'}"
-            )
+            splits = ", ".join(map(str, files)) or "none"
+            raise ValueError(f"it has no split {args.dataset_split!r}, but {splits}")
         urls = list(map(str, files[args.dataset_split]))
-        if others := [url for url in urls if not url.endswith(suffixes)]:
-            raise ValueError(f"{others[0]} is no table of URLs: that ends in {', '.join(suffixes)}")
-        fs = fsspec.url_to_fs(urls[0])[0]
+        for url in urls:
+            if not url.endswith(suffixes):
+                raise ValueError(f"{url} is no table of URLs: that ends in {', '.join(suffixes)}")
+        fs, _ = fsspec.url_to_fs(urls[0])
         return fs, [fs._strip_protocol(url) for url in urls]
 
 
@@ -104,7 +100,8 @@ def copy_tables(
         return
     for table in tables:
         if rows > 0:
-            yield (copied := copy_table(*table, **options, most=rows))
+            copied = copy_table(*table, **options, max_rows=rows)
+            yield copied
             rows -= copied["rows"]
 
 
@@ -115,25 +112,27 @@ def copy_table(
     rows_per_group: int,
     folder: str,
     where: str | None = None,
-    most: int | None = None,
+    max_rows: int | None = None,
 ) -> dict[str, Any]:
     """Copy `columns` of a table to parquet, with a row group for each work item.
 
     An existing copy is kept. Only rows that match the expression `where` are copied, and only the
-    first `most` of them. Returns {"source", "copy", "rows", "schema"}. Ends the program if the
+    first `max_rows` of them. Returns {"source", "copy", "rows", "schema"}. Ends the program if the
     table can't be used.
     """
-    described = (source, digest, columns, rows_per_group, *((where, most) if where or most else ()))
+    limits = (where, max_rows) if where or max_rows else ()
+    described = (source, digest, columns, rows_per_group, *limits)
     name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
     fs, _, copy = open_folder(f"{folder}/__download__/tables/{name}.parquet")
     with explained(f"{source} can't be used"):
         if not fs.exists(copy):
-            more = [name for name in find_columns(where) if name not in columns]
-            with open_table(source, [*columns, *more]) as (schema, batches), writing(copy) as file:
-                chosen = choose(batches, where and make_filter(where, schema), columns, most)
+            needed = [*columns, *(name for name in find_columns(where) if name not in columns)]
+            with open_table(source, needed) as (schema, batches), writing(copy) as file:
+                expression = where and make_filter(where, schema)
+                batches = filter_rows(batches, expression, columns, max_rows)
                 schema = pa.schema([schema.field(name) for name in columns])
                 with pq.ParquetWriter(file, schema, write_statistics=False) as writer:
-                    for group in cut_groups(chosen, rows_per_group):
+                    for group in cut_groups(batches, rows_per_group):
                         writer.write_table(group, len(group))
         with fs.open(copy) as file:
             parquet = pq.ParquetFile(file)
@@ -160,7 +159,8 @@ def open_table(
         if suffix == ".parquet":
             # With pre_buffer, the whole file would be read into memory.
             parquet = pq.ParquetFile(file, pre_buffer=False)
-            schema, batches = parquet.schema_arrow, parquet.iter_batches(10_000, columns=columns)
+            schema = parquet.schema_arrow
+            batches = parquet.iter_batches(10_000, columns=columns)
         elif suffix in (".csv", ".tsv"):
             parse = pa_csv.ParseOptions(
                 delimiter="," if suffix == ".csv" else "\t", newlines_in_values=True
@@ -174,47 +174,56 @@ def open_table(
                 check_utf8=False,
             )
             batches = pa_csv.open_csv(file, parse_options=parse, convert_options=convert)
+            schema = batches.schema
         else:
             batches = pa_json.open_json(file)
-        schema = batches.schema if suffix != ".parquet" else schema
+            schema = batches.schema
         for name in columns:
             if schema.names.count(name) != 1:
-                many = "two columns" if name in schema.names else "no column"
-                turn = "see --url_column, --caption_column, --keep_columns and --where"
-                raise ValueError(f"{many} {name!r} but {', '.join(schema.names)}: {turn}")
+                count = "two columns" if name in schema.names else "no column"
+                flags = "--url_column, --caption_column, --keep_columns and --where"
+                raise ValueError(f"{count} {name!r} but {', '.join(schema.names)}: see {flags}")
         schema = pa.schema([schema.field(name).remove_metadata() for name in columns])
         yield schema, (batch.select(columns) for batch in batches)
 
 
-def choose(
+def filter_rows(
     batches: Iterator[pa.RecordBatch],
     expression: pc.Expression | None,
     columns: list[str],
-    most: int | None,
+    max_rows: int | None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield `columns` of the rows that match `expression`, at most `most` rows; None: no limit."""
-    if expression is None and most is None:
+    """Yield `columns` of the rows that match `expression`, at most `max_rows`; None: no limit."""
+    if expression is None and max_rows is None:
         yield from batches
         return
     for batch in batches:
         table = pa.Table.from_batches([batch])
-        table = (table if expression is None else table.filter(expression)).select(columns)
-        yield from table.to_batches() if most is None else table[:most].to_batches()
-        if most is not None and (most := most - len(table)) <= 0:
+        if expression is not None:
+            table = table.filter(expression)
+        table = table.select(columns)
+        if max_rows is not None:
+            table = table[:max_rows]
+            max_rows -= len(table)
+        yield from table.to_batches()
+        if max_rows == 0:
             return
 
 
 def cut_groups(batches: Iterable[pa.RecordBatch], size: int) -> Iterator[pa.Table]:
     """Cut record batches into tables of `size` rows; the last one has the rest."""
-    parts, count = [], 0
+    parts = []
+    count = 0
     for batch in batches:
         while len(batch):
-            parts.append(batch.slice(0, size - count))
-            batch = batch.slice(len(parts[-1]))
-            count += len(parts[-1])
+            part = batch.slice(0, size - count)
+            parts.append(part)
+            batch = batch.slice(len(part))
+            count += len(part)
             if count == size:
                 yield pa.Table.from_batches(parts)
-                parts, count = [], 0
+                parts = []
+                count = 0
     if parts:
         yield pa.Table.from_batches(parts)
 
@@ -241,21 +250,22 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
             f"--caption_column {args.caption_column} holds {text.type}, "
             "neither text nor lists of text"
         )
-    own = {
+    columns = {
         "text": text.type,
         "url": pa.string(),
         "width": pa.int32(),
         "height": pa.int32(),
         "sha256": pa.string(),
     }
-    columns = pa.schema([*own.items(), *((field.name, field.type) for field in kept)])
+    for field in kept:
+        columns[field.name] = field.type
     try:
-        kinds = datasets.Features.from_arrow_schema(columns)
+        features = datasets.Features.from_arrow_schema(pa.schema(columns))
     except ValueError as error:
         fail(
             f"--keep_columns {' '.join(args.keep_columns)}: `datasets` has no such column ({error})"
         )
-    return datasets.Features({"image": datasets.Image(), **kinds}).arrow_schema
+    return datasets.Features({"image": datasets.Image(), **features}).arrow_schema
 
 
 def list_items(tables: list[dict], rows_per_shard: int) -> list[dict]:
@@ -264,17 +274,13 @@ def list_items(tables: list[dict], rows_per_shard: int) -> list[dict]:
     An item is {"name": file of the shard, "table": source, "copy": its parquet copy, "group": row
     group, "first": first row, "last": row after the last}. Rows are counted within the table.
     """
-    items = [
-        {
-            "table": table["source"],
-            "copy": table["copy"],
-            "group": group,
-            "first": group * rows_per_shard,
-            "last": min(table["rows"], (group + 1) * rows_per_shard),
-        }
-        for table in tables
-        for group in range(-(-table["rows"] // rows_per_shard))
-    ]
+    items = []
+    for table in tables:
+        for group, first in enumerate(range(0, table["rows"], rows_per_shard)):
+            item = {"table": table["source"], "copy": table["copy"], "group": group}
+            item["first"] = first
+            item["last"] = min(table["rows"], first + rows_per_shard)
+            items.append(item)
     # All names have equally many digits, because `datasets` sorts by name.
     digits = max(5, len(str(len(items))))
     for number, item in enumerate(items):
@@ -297,9 +303,8 @@ def find_invalid(table: pa.Table, first: int = 0) -> set[int]:
         table.validate(full=True)
     except pa.ArrowInvalid:
         half = len(table) // 2
-        if not half:
+        if half == 0:
             return {first}
-        return find_invalid(table.slice(0, half), first) | find_invalid(
-            table.slice(half), first + half
-        )
+        invalid = find_invalid(table.slice(0, half), first)
+        return invalid | find_invalid(table.slice(half), first + half)
     return set()

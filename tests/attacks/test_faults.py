@@ -527,14 +527,14 @@ def test_stopped_at_any_event_it_goes_on(targets, name, count):
 
     attack(
         target,
-        target.moments(count, after="make_accelerator"),
+        target.moments(count, after="make_launch"),
         stop,
         judge,
         left_out="checkpoint-(?!8/)",
     )
 
 
-@cases(25, {NAMES[1]: 2}, names=[*NAMES[:2], *OTHERS])
+@cases(25, {NAMES[1]: 3}, names=[*NAMES[:2], *OTHERS])
 def test_a_killed_loader_process_at_any_event(targets, name, count):
     target = targets(name)
 

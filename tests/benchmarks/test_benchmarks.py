@@ -168,7 +168,7 @@ def test_a_synthetic_cache_is_one_that_trains(tmp_path):
             bench.make_cache(tmp_path / kind, models, 70, 64, kind, rows_per_shard=32)
         )
         dataset = CachedLatents({kind: cache}, seed=0, random_flip=False)
-        assert len(dataset) == cache[0]["rows"] == 70
+        assert len(dataset) == cache.settings["rows"] == 70
         assert len(dataset[[(0, row, 1.0) for row in range(70)]]["weight"]) == 70
         assert not any(shard.unchecked.any() for shard in dataset.opened.values())
 

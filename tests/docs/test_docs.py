@@ -189,13 +189,22 @@ def test_every_test_that_a_page_names_is_there():
     assert all("`test_" in promise for promise in promises.split("\n- ")[1:])
 
 
+def list_strings(tree):
+    """The strings of a file, also those in which {UNet2DModel.__name__} is the name of a class."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            name = lambda part: re.fullmatch(r"\{(\w+)\.__name__\}", part)
+            parts = [ast.unparse(ast.JoinedStr([part]))[2:-1] for part in node.values]
+            yield "".join(match[1] if (match := name(part)) else part for part in parts)
+
+
 def test_every_sentence_of_troubleshooting_is_one_that_is_said():
     """The parts between dots occur in the strings of the scripts and the package."""
     said = ""
     for path in [*ROOT.glob("*.py"), *(ROOT / "diffusion_training").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                said += node.value + "\n"
+        said += "\n".join(list_strings(ast.parse(path.read_text()))) + "\n"
     text = (ROOT / "docs/troubleshooting.md").read_text()
     # the quoted sentences at the start of each item
     items = re.findall(r"^- ((?:`[^`]+`(?:, | or | \(or |$)?)+)", text, re.M)
@@ -211,9 +220,9 @@ def test_every_sign_stands_in_troubleshooting():
     (found,) = (
         x
         for x in ast.walk(tree)
-        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "sentences"
+        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "signs"
     )
-    signs = [ast.unparse(sign) for sign in found.value.values]
+    signs = [ast.unparse(pair.elts[1]) for pair in found.value.values]  # (is it wrong?, sentence)
     table = (
         (ROOT / "docs/troubleshooting.md")
         .read_text()

@@ -6,7 +6,15 @@ import shlex
 
 import pytest
 
-from diffusion_training.arguments import PATH, SWITCH, format_args, make_parser, number, parse_demo
+from diffusion_training.arguments import (
+    PATH,
+    SWITCH,
+    Flags,
+    format_args,
+    make_parser,
+    number,
+    parse_demo,
+)
 
 
 @pytest.fixture
@@ -46,13 +54,23 @@ def test_what_is_written_is_read_again_to_the_bit(parser, tmp_path):
         ],
     ):
         args = parser.parse_args(argv)
-        (tmp_path / "run.args").write_text(format_args(args, "paint.py"))
+        (tmp_path / "run.args").write_text(format_args(vars(args), "paint.py"))
         assert vars(parser.parse_args([f"@{tmp_path}/run.args"])) == vars(args)
         # later flags win
         assert parser.parse_args([f"@{tmp_path}/run.args", "--flip", "--size=3"]).flip
     written = (tmp_path / "run.args").read_text().splitlines()
     assert written[0] == "# accelerate launch paint.py @run.args"
-    assert "out" not in format_args(args, "paint.py", leave_out=["out"])
+    assert "out" not in format_args(vars(args), "paint.py", leave_out=["out"])
+
+
+def test_flags_are_what_the_user_said_and_nothing_writes_to_them(parser):
+    flags = Flags(**vars(parser.parse_args(["--size=7"])))
+    assert flags.size == 7 and "size" in flags and flags.prompts is None
+    with pytest.raises(AttributeError, match="args.size is read-only"):
+        flags.size = 8
+    with pytest.raises(AttributeError, match="args.found is read-only"):
+        flags.found = 8
+    assert vars(flags) == vars(parser.parse_args(["--size=7"]))
 
 
 def test_a_file_of_ones_own_may_have_comments_and_several_flags_a_line(parser, tmp_path, capsys):

@@ -11,13 +11,15 @@ from accelerate import Accelerator
 from PIL import Image
 
 from diffusion_training.data import buckets as module
+from diffusion_training.data.transforms import make_transform
 from diffusion_training.order import Order
 from diffusion_training.training.progress import Progress
 
 
-def settings(resolution=512, step=64, ratio=2.0):
-    options = {"resolution": resolution, "bucket_step": step, "bucket_max_ratio": ratio}
-    return argparse.Namespace(**options, dataloader_num_workers=0)
+def settings(resolution=512, step=64, ratio=2.0, **more):
+    options = {"bucket_step": step, "bucket_max_ratio": ratio}
+    flags = {"dataset_name": None, "train_data_dir": ".", **options, **more}
+    return make_transform(argparse.Namespace(**flags), "photo", None, None, 3, resolution)
 
 
 def test_buckets_are_the_widest_that_fit():
@@ -51,11 +53,9 @@ def test_an_image_gets_the_nearest_ratio(size, bucket):
     ((300, 4000), (256, 640)), ((40, 30), (64, 64)),
 ])  # fmt: skip
 def test_no_side_is_longer_than_the_images_if_that_is_wanted(size, bucket):
-    args = settings()
-    args.bucket_no_upscale = True
-    assert module.choose_size(*size, args) == bucket
-    args.bucket_step = None
-    assert module.choose_size(*size, args) == (512, 512)
+    assert module.choose_size(*size, settings(bucket_no_upscale=True)) == bucket
+    whole = settings(step=None, bucket_no_upscale=True)
+    assert module.choose_size(*size, whole) == (512, 512)
 
 
 def test_of_two_that_are_as_near_it_is_the_larger(monkeypatch):
@@ -90,7 +90,7 @@ def test_sizes_are_read_from_headers_as_images_are_shown(tmp_path):
     rows = datasets.Dataset.from_dict({"photo": sources}).cast_column(
         "photo", datasets.Image(decode=False)
     )
-    found = module.size_rows(Accelerator(cpu=True), rows, "photo", settings(48, 16))
+    found = module.size_rows(Accelerator(cpu=True), rows, settings(48, 16), 0)
     assert module.list_buckets(48, 16, 2.0) == [(32, 64), (48, 48), (64, 32)]
     assert found.tolist() == [[32, 64], [64, 32], [64, 32], [64, 32], [48, 48], [48, 48]]
     assert module.read_sizes({"photo": sources}, "photo")["size"][:4] == [
@@ -99,7 +99,7 @@ def test_sizes_are_read_from_headers_as_images_are_shown(tmp_path):
         (30, 20),
         (40, 20),
     ]
-    assert module.size_rows(None, rows, "photo", settings(48, None)) is None
+    assert module.size_rows(None, rows, settings(48, None), 0) is None
 
 
 def test_a_fault_of_the_machine_is_no_size(monkeypatch):

@@ -5,6 +5,7 @@ No model is needed: the numbers are random.
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import shutil
@@ -15,16 +16,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
+from diffusers.configuration_utils import FrozenDict
 from filelock import FileLock
 
 import precompute_latents
 from diffusion_training import __version__
+from diffusion_training.data.rows import ImageRows
+from diffusion_training.families.base import Encoders
+from diffusion_training.families.known import FAMILIES
 from diffusion_training.latents import cache as module
 from diffusion_training.latents import reader, shards
 from diffusion_training.latents.columns import checksum_row
-from diffusion_training.latents.plan import name_shard, plan_cache
+from diffusion_training.latents.passes import EncodedRows
+from diffusion_training.latents.plan import name_shard, plan_caches
 
-LATENTS, PROMPT = [2, 3, 4], [5, 6]  # shapes
+LATENTS, PROMPT = [2, 8, 8], [5, 6]  # shapes
 NUM_ROWS, ROWS_PER_SHARD = 7, 3
 SKIPPED = {4: "cannot identify image file"}
 
@@ -62,7 +68,7 @@ def make_settings(text_cache="embeddings"):
 def write_shard(path, encoded):
     with module.writing_shard(path) as (record, add):
         for item in encoded:
-            add(*item)
+            add(item)
     return record
 
 
@@ -107,12 +113,8 @@ def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):
             for row in rows
             if row in skipped
         ]
-        yield (
-            start,
-            pa.RecordBatch.from_pydict(arrays),
-            bad,
-            {"encoded_again": 0, "captions_cut": 1},
-        )
+        counts = {"encoded_again": 0, "captions_cut": 1}
+        yield EncodedRows(0, start, pa.RecordBatch.from_pydict(arrays), bad, counts)
 
 
 ACCELERATOR = argparse.Namespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
@@ -120,14 +122,31 @@ EMPTY = {"prompt_embeds": np.zeros(PROMPT, np.float16)}
 ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_ROWS})()
 
 
-def open_cache(args, settings=None):
+# 64 pixels a side of a latent
+VAE = argparse.Namespace(
+    config=FrozenDict(
+        in_channels=3, latent_channels=1, block_out_channels=[8] * 7, scaling_factor=0.2
+    )
+)
+
+
+def plan(args, family="sd", **described):
+    """Plan a cache as the scripts do."""
+    encoders = Encoders(FAMILIES[family], VAE, None, None)
+    images = ImageRows(ROWS, "image", args.mask_column)
+    found = {"mixed_precision": "no", "compile": None}
+    described = make_settings(args.text_cache) | described
+    (planned,) = plan_caches(args, images, encoders, "moments", described, found)
+    return planned
+
+
+def open_cache(args):
     """Plan and open a cache as the scripts do.
 
     Returns (names of its shards, its lock, cache.json, records).
     """
-    settings = settings or make_settings(args.text_cache)
-    shards, _ = plan_cache(ROWS, settings, None, args)
-    return shards, *module.open_cache(ACCELERATOR, settings, args)
+    planned = plan(args)
+    return planned.list_shards(), *module.open_cache(ACCELERATOR, planned)
 
 
 def make_cache(folder, *argv, seed=0):
@@ -155,9 +174,9 @@ def contents(folder):
     }
 
 
-def refused(match, *args, **options):
+def refused(match, args):
     with pytest.raises(SystemExit, match=match):
-        open_cache(*args, **options)
+        open_cache(args)
 
 
 # ------------------------------------------------------------------- a shard and its record
@@ -168,7 +187,7 @@ def test_a_shard_holds_the_good_rows_and_its_record_says_the_rest(tmp_path):
     record = write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
     rows = pa.ipc.open_stream((tmp_path / "data.arrow").read_bytes()).read_all()
     assert rows["key"].to_pylist() == [f"{row}.png" for row in (0, 1, 2, 3, 5, 6)]
-    assert rows == pa.Table.from_batches([batch for _, batch, _, _ in encode_rows(0, 7)])
+    assert rows == pa.Table.from_batches([encoded.rows for encoded in encode_rows(0, 7)])
     assert record == json.loads((tmp_path / "unfinished/data.arrow.json").read_text())
     assert record.pop("sha256") == module.digest_file(tmp_path / "data.arrow")
     assert record.pop("checksums") == xxhash.xxh3_128_hexdigest(
@@ -194,7 +213,8 @@ def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
     rows, counts = pa.RecordBatch.from_pydict(arrays), {"encoded_again": 0, "captions_cut": 0}
     (tmp_path / "unfinished").mkdir()
     batches = [rows.slice(start, 0 if start == 32 else 16) for start in range(0, 640, 16)]
-    record = write_shard(tmp_path / "shard.arrow", [(0, batch, [], counts) for batch in batches])
+    encoded = [EncodedRows(0, 0, batch, [], counts) for batch in batches]
+    record = write_shard(tmp_path / "shard.arrow", encoded)
     written = list(pa.ipc.open_stream(tmp_path / "shard.arrow"))
     assert [len(batch) for batch in written] == [256, 256, 112]
     assert pa.Table.from_batches(written) == pa.Table.from_batches(
@@ -287,19 +307,39 @@ def test_too_many_skipped_rows_end_it():
 
 
 def test_a_cache_is_planned_in_shards_that_hold_every_row_once(tmp_path):
-    settings, args = make_settings(), make_args(tmp_path)
-    shards, sentence = plan_cache(ROWS, settings, None, args)
+    planned = plan(make_args(tmp_path))
+    shards = planned.list_shards()
     assert shards == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
-    assert [name_shard(i, settings) for i in range(3)] == shards
-    # latents of 24 numbers twice, embeddings of 30, two bytes each
-    assert sentence.startswith(
-        "7 rows of 156B (60.0B of it the caption's) and the text: 1.09kB in 3 shards"
-    )
-    args, settings = (
-        make_args(tmp_path, "--text_cache=ids", "--no-random_flip"),
-        settings | {"text_cache": "ids"},
-    )
-    assert "7 rows of 68.0B (20.0B of" in plan_cache(ROWS, settings, None, args)[1]
+    assert [name_shard(i, planned.settings) for i in range(3)] == shards
+    # latents of 128 numbers twice, embeddings of 30, two bytes each
+    size = "7 rows of 572B (60.0B of it the caption's) and the text: 4.00kB in 3 shards"
+    assert planned.describe_size(None, compare=False) == size
+    choices = "; captions take 140B as ids, 420B as embeddings"
+    assert planned.describe_size(None, compare=True) == size + choices
+    planned = plan(make_args(tmp_path, "--text_cache=ids", "--no-random_flip"))
+    assert "7 rows of 276B (20.0B of" in planned.describe_size(None, compare=False)
+
+
+def test_of_several_sides_each_has_a_cache_as_if_it_were_made_alone(tmp_path):
+    args = make_args(tmp_path / "out", "--resolution", 512, 256)
+    encoders, images = Encoders(FAMILIES["sd"], VAE, None, None), ImageRows(ROWS, "image", "where")
+    found = {"mixed_precision": "bf16", "compile": None}
+    caches = plan_caches(args, images, encoders, "sample", make_settings(), found)
+    for side, planned in zip((512, 256), caches, strict=True):
+        folder = str(tmp_path / f"out/{side}")
+        alone = make_args(folder, f"--resolution={side}")
+        (expected,) = plan_caches(alone, images, encoders, "sample", make_settings(), found)
+        assert planned == expected and planned.output_dir == folder
+        assert planned.settings["latents_shape"] == [1, side // 64, side // 64]
+        said = {"resolution": side, "output_dir": folder, "latents": "sample", **found}
+        said |= {"mask_column": "where", "caption_weights": None}
+        assert planned.flags == vars(alone) | said
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/cache.json").write_text("{}")
+    with pytest.raises(SystemExit, match="is a cache itself: of several --resolution each gets"):
+        plan_caches(args, images, encoders, "sample", make_settings(), found)
+    with pytest.raises(SystemExit, match="--resolution 100 is not a multiple of 64"):
+        plan(make_args(tmp_path, "--resolution=100"))
 
 
 def leaves(tree, path=()):
@@ -310,12 +350,8 @@ def leaves(tree, path=()):
 def test_whatever_decides_the_content_is_compared(tmp_path):
     """A cache that was made with one other setting is refused, and the sentence says which."""
     make_cache(tmp_path / "out")
-    before, args, settings = (
-        contents(tmp_path / "out"),
-        make_args(tmp_path / "out"),
-        make_settings(),
-    )
-    plan_cache(ROWS, settings, None, args)
+    before, planned = contents(tmp_path / "out"), plan(make_args(tmp_path / "out"))
+    settings = planned.settings
     paths = list(leaves(settings))
     assert len(paths) == 24 and ("transform", "image_interpolation_mode") in paths
     for path in paths:
@@ -325,7 +361,7 @@ def test_whatever_decides_the_content_is_compared(tmp_path):
             parent = parent[key]
         old, parent[path[-1]] = parent[path[-1]], "another"
         with pytest.raises(SystemExit) as stop:
-            module.open_cache(ACCELERATOR, changed, args)
+            module.open_cache(ACCELERATOR, dataclasses.replace(planned, settings=changed))
         said = (
             f"{tmp_path / 'out'} holds another cache ({'.'.join(path)} {old} -> another): "
             "choose another --output_dir"
@@ -337,7 +373,9 @@ def test_whatever_decides_the_content_is_compared(tmp_path):
 def test_flags_decide_the_transform_and_the_shards(tmp_path):
     make_cache(tmp_path / "out")
     for argv, name in {
-        "--resolution=64": "transform.resolution 512 -> 64",
+        "--resolution=64": (
+            r"latents_shape \[2, 8, 8\] -> \[2, 1, 1\], transform.resolution 512 -> 64"
+        ),
         "--center_crop": "transform.center_crop False -> True",
         "--no-random_flip": "transform.random_flip True -> False",
         "--seed=3": "transform.seed 0 -> 3",
@@ -367,14 +405,14 @@ def test_records_of_many_shards_are_written_by_columns_and_say_the_same(tmp_path
     )
     make_cache(tmp_path / "many")  # with nothing missing
     assert contents(tmp_path / "many") == whole
-    opened = [reader.load_cache(tmp_path / name)[2] for name in ("few", "many")]
+    opened = [reader.load_cache(tmp_path / name).shards for name in ("few", "many")]
     assert [batch for _, batch in opened[0]] == [batch for _, batch in opened[1]]
     # converting back gives the same bytes
     for cache in few, {"features": ["masks"], **few, "format_version": 3}:
         packed = shards.list_by_columns(cache)
         assert json.dumps(shards.list_by_names(packed)) == json.dumps(cache)
         assert shards.list_by_names(cache) is cache
-    monkeypatch.setattr(reader, "FEATURES", set())
+    monkeypatch.setattr(reader, "list_features", set)
     with pytest.raises(
         SystemExit, match="holds records by columns, which this version does not know"
     ):
@@ -417,10 +455,9 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
 
 
 def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
-    settings, args = make_settings(), make_args(tmp_path / "out")
-    plan_cache(ROWS, settings, None, args)
     (tmp_path / "copy").mkdir()
-    lock, _, _ = module.open_cache(ACCELERATOR, settings, args, tmp_path / "copy")
+    planned = plan(make_args(tmp_path / "out"))
+    lock, _, _ = module.open_cache(ACCELERATOR, planned, tmp_path / "copy")
     lock.release(force=True)
     assert {".lock", "cache.json", "run.args"} == {*contents(tmp_path / "copy")} and not (
         tmp_path / "out"
@@ -429,14 +466,16 @@ def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
 
 def test_a_reader_of_plain_caches_is_kept_from_those_with_more(tmp_path):
     pooled = {"pooled_prompt_embeds_shape": [7], "text_encoder_2": {}}
-    for more, flags, features in (
-        ({}, [], None),
-        (pooled, [], ["sdxl"]),
-        (pooled, ["--bucket_step=64", "--mask_column=where"], ["sdxl", "ragged latents", "masks"]),
-        ({"model_family": "prx"}, [], ["ragged embeddings"]),
+    sizes = ["--bucket_step=64", "--mask_column=where"]
+    several = ["--caption_weights", 1, 2]
+    for family, more, flags, features in (
+        ("sd", {}, [], None),
+        ("sdxl", pooled, [], ["sdxl"]),
+        ("sdxl", pooled, sizes, ["sdxl", "ragged latents", "masks"]),
+        ("prx", {"model_family": "prx"}, [], ["ragged embeddings"]),
+        ("prx", {"model_family": "prx"}, several, ["ragged embeddings", "captions"]),
     ):
-        settings = make_settings() | more
-        plan_cache(ROWS, settings, None, make_args(tmp_path, *flags))
+        settings = plan(make_args(tmp_path, *flags), family, **more).settings
         assert (settings["format_version"], settings.get("features")) == (
             3 if features else 2,
             features,
@@ -447,9 +486,9 @@ def test_run_args_are_the_flags_again(tmp_path):
     make_cache(tmp_path / "out", "--caption_column=a b", "--seed=5")
     again = precompute_latents.parse_args([f"@{tmp_path / 'out/run.args'}"])
     made = make_args(tmp_path / "out", "--caption_column=a b", "--seed=5")
-    assert {name for name in vars(made) if getattr(made, name) != getattr(again, name)} == {
-        "output_dir"
-    }
+    changed = {name for name in vars(made) if getattr(made, name) != getattr(again, name)}
+    assert changed == {"output_dir", "latents", "mixed_precision"}  # what was found out
+    assert (again.latents, again.mixed_precision) == ("moments", "no")
     assert (
         (tmp_path / "out/run.args")
         .read_text()
@@ -554,7 +593,7 @@ def test_datasets_opens_what_is_finished_and_finds_the_bits(tmp_path):
     cache = make_cache(tmp_path / "out")
     rows = datasets.load_from_disk(str(tmp_path / "out"))
     expected = pa.Table.from_batches(
-        [batch for i in (0, 3, 6) for _, batch, _, _ in encode_rows(i, min(i + 3, 7))]
+        [encoded.rows for i in (0, 3, 6) for encoded in encode_rows(i, min(i + 3, 7))]
     )
     assert rows.data.table.combine_chunks() == expected.combine_chunks()
     assert json.loads((tmp_path / "out/state.json").read_text())[

@@ -14,12 +14,15 @@ from transformers import CLIPTokenizer
 
 import precompute_latents
 from diffusion_training.data import captions as module
-from diffusion_training.data.families import Tokenizers
 from diffusion_training.data.images import decode_image, shrink
-from diffusion_training.data.texts import choose_caption
+from diffusion_training.data.texts import CaptionChoice, choose_caption
+from diffusion_training.data.transforms import make_transform
+from diffusion_training.families.base import Tokenizers
+from diffusion_training.families.known import FAMILIES
 from diffusion_training.order import draw_choices
 
 TOKENIZER = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+TOKENIZERS = Tokenizers([TOKENIZER], FAMILIES["sd"])
 
 
 @pytest.fixture
@@ -35,9 +38,11 @@ def row(tmp_path):
             *flags,
         ]
         item = {"image": {"bytes": None, "path": f"{folder}/3.png"}, "text": "a digit", **changes}
-        return module.transform(
-            number, epoch, item, "image", 3, precompute_latents.parse_args(flags), target
+        args = precompute_latents.parse_args(flags)
+        how = make_transform(
+            args, "image", args.mask_column, args.caption_weights, 3, args.resolution
         )
+        return module.transform_row(number, epoch, item, how, target)
 
     transform.folder = folder
     return transform
@@ -181,20 +186,20 @@ def test_keys_are_the_same_wherever_the_data_lies(row, tmp_path):
 
 def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
     texts = ["", "a digit", "a " * 50]
-    tokens = module.tokenize(Tokenizers([TOKENIZER]), texts)["input_ids"]
+    tokens = module.tokenize(TOKENIZERS, texts)["input_ids"]
     assert tokens.shape == (3, 8) and (tokens[:, 0] == TOKENIZER.bos_token_id).all()
     assert (tokens[0, 2:] == TOKENIZER.pad_token_id).all() and tokens[
         2, -1
     ] == TOKENIZER.eos_token_id
-    assert module.are_cut(Tokenizers([TOKENIZER]), texts) == [False, False, True]
+    assert module.are_cut(TOKENIZERS, texts) == [False, False, True]
     limit = "a " * 6  # a token each, and what stands before and after them
-    assert module.are_cut(Tokenizers([TOKENIZER]), [limit, limit + "a"]) == [False, True]
+    assert module.are_cut(TOKENIZERS, [limit, limit + "a"]) == [False, True]
 
 
 def test_what_is_said_of_captions(capsys):
     def look(captions, prompt=None, repeats=False):
         args = argparse.Namespace(instance_prompt=prompt, folder_repeats=repeats)
-        module.say_equal(
+        module.report_equal(
             module.look_at_captions(datasets.Dataset.from_dict({"c": captions}), "c"), args
         )
         return capsys.readouterr().out
@@ -213,24 +218,22 @@ def test_what_is_said_of_captions(capsys):
     assert f"say '{'x' * 60}'" in look(["x" * 99] * 2)
     rows = datasets.Dataset.from_dict({"c": [str(i) for i in range(25_000)]})
     assert module.look_at_captions(rows, "c") == [str(i) for i in range(0, 25_000, 2)]
-    module.say_cut(0, 10, 8)
-    module.say_cut(3, 1200, 8, "there: ")
+    module.report_cut(0, 10, 8)
+    module.report_cut(3, 1200, 8, "there: ")
     said = "there: 3 of 1,200 captions have more than 8 tokens, and lose what is beyond\n"
     assert capsys.readouterr().out == said
 
 
 def test_a_caption_of_megabytes_is_cut_before_the_tokenizer_sees_it():
     tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
+    tokenizers = Tokenizers([tokenizer], FAMILIES["sd"])
     texts = ["a digit " * 10**6, "a digit " * 9, "a digit"]
     begin = time.process_time()
-    tokens = module.tokenize(Tokenizers([tokenizer]), texts)["input_ids"]
+    tokens = module.tokenize(tokenizers, texts)["input_ids"]
     assert (
-        module.are_cut(Tokenizers([tokenizer]), texts)[::2] == [True, False]
-        and time.process_time() - begin < 2
+        module.are_cut(tokenizers, texts)[::2] == [True, False] and time.process_time() - begin < 2
     )
-    assert torch.equal(
-        tokens[0], module.tokenize(Tokenizers([tokenizer]), ["a digit " * 100])["input_ids"][0]
-    )
+    assert torch.equal(tokens[0], module.tokenize(tokenizers, ["a digit " * 100])["input_ids"][0])
 
 
 def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):
@@ -248,6 +251,6 @@ def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):
 
 def test_the_order_of_tags_stays_what_it_is():
     """Who goes on with another version must go on with the same captions."""
-    args = argparse.Namespace(seed=4, shuffle_caption=True, keep_tokens=1)
-    found = [choose_caption("a,b,c,d,e,f,g", epoch, 7, args) for epoch in (0, 1)]
+    choice = CaptionChoice(seed=4, weights=None, shuffle=True, num_kept=1)
+    found = [choose_caption("a,b,c,d,e,f,g", epoch, 7, choice) for epoch in (0, 1)]
     assert found == ["a, g, b, c, f, d, e", "a, e, c, g, b, f, d"]

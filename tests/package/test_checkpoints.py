@@ -14,6 +14,7 @@ from conftest import make_unet_config, patch
 from diffusers import UNet2DModel
 
 from diffusion_training import __version__
+from diffusion_training.models import list_parameters
 from diffusion_training.training import checkpoints
 from diffusion_training.training.checkpoints import (
     find_checkpoint,
@@ -26,12 +27,12 @@ from diffusion_training.training.checkpoints import (
     read_state,
     save_checkpoint,
 )
-from diffusion_training.training.models import list_parameters
 
 SETTINGS = {
     "num_images": 6,
     "seed": 0,
     "use_ema": True,
+    "optimizer": "adamw",
     "resume_from_checkpoint": None,
     "held_out": None,
 }
@@ -77,7 +78,6 @@ def save(tmp_path, accelerator, make):
     def save(*steps, limit=None, ema=True, settings=SETTINGS, **more):
         models, optimizer = make(1, ema)
         (tmp_path / "out").mkdir(exist_ok=True)
-        args = argparse.Namespace(output_dir=str(tmp_path / "out"), checkpoints_total_limit=limit)
         for step in steps:
             state = {
                 "global_step": step,
@@ -86,7 +86,7 @@ def save(tmp_path, accelerator, make):
                 "settings": settings,
                 **more,
             }
-            save_checkpoint(accelerator, models, optimizer, state, args)
+            save_checkpoint(accelerator, models, optimizer, state, tmp_path / "out", limit)
         return models, optimizer
 
     return save
@@ -289,8 +289,9 @@ def test_the_oldest_go_and_never_the_one_just_saved(tmp_path, save):
     assert [path.name for path in find_checkpoints(out)] == ["checkpoint-5"]
     save(6)
     assert len(find_checkpoints(out)) == 2 and not list(out.glob(".tmp*"))
-    args = argparse.Namespace(output_dir=str(out), checkpoints_total_limit=1)
-    prune_checkpoints(out / "checkpoint-6", args)
+    prune_checkpoints(out / "checkpoint-6", None)
+    assert len(find_checkpoints(out)) == 2
+    prune_checkpoints(out / "checkpoint-6", 1)
     assert [path.name for path in find_checkpoints(out)] == ["checkpoint-6"]
 
 
@@ -466,8 +467,9 @@ def test_of_a_checkpoint_that_somebody_made_up_nothing_is_run(
 
 
 def test_an_optimizer_of_another_kind_is_refused(tmp_path, save, load):
-    save(2)  # of before there was a choice
-    load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "optimizer": "adamw"})
+    # of before there was a choice
+    save(2, settings={name: value for name, value in SETTINGS.items() if name != "optimizer"})
+    load(tmp_path / "out/checkpoint-2")
     with pytest.raises(
         SystemExit, match="checkpoint-2 was trained with --optimizer adamw, not prodigy: go on with"
     ):

@@ -6,11 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from diffusion_training.data.transforms import make_transform
 from diffusion_training.latents import columns as module
+from diffusion_training.latents.plan import PlannedCache
 
 HALF = pa.float16()
 CACHE = {
-    "prompt_embeds_shape": [5, 6], "pooled_prompt_embeds_shape": [7], "latents_shape": [4, 3, 2],
+    "prompt_embeds_shape": [5, 6], "tokenizer": {"model_max_length": 5}, "latents_shape": [4, 3, 2],
     "text_cache": "embeddings", "transform": {"random_flip": True},
 }  # fmt: skip
 PLAIN = {
@@ -38,25 +40,43 @@ PLAIN = {
       "crop_top_left": pa.list_(pa.int32(), 2)}),
 ])  # fmt: skip
 def test_a_cache_says_which_columns_it_has(change, kinds):
-    assert module.describe_columns({**CACHE, **change}) == kinds
+    cache = {**CACHE, **change}
+    if "sdxl" in cache.get("features", []):
+        cache |= {"text_encoder_2": {}, "pooled_prompt_embeds_shape": [7]}
+    columns = module.list_columns(cache)
+    assert {column.name: column.arrow_type for column in columns} == kinds
+    assert len(columns) == len(kinds)
+    # what is found by its own name in a batch, and what a mirrored image is found by
+    assert {column.name for column in columns if not column.is_in_batch} == kinds.keys() & {
+        "latents_flipped",
+        "size",
+    }
+    mirrored = {column.name: column.mirrored for column in columns if column.mirrored}
+    assert mirrored == ({"latents": "latents_flipped"} if "latents_flipped" in kinds else {})
 
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_good_rows_are_found_again(ragged):
     """Also in a part of a record batch, and counted from the end, as the reader counts."""
     numbers = [np.full(2 + i if ragged else 3, i, np.float16) for i in range(5)]
-    column = module.make_column(numbers, [0, 2, 3, 4], ragged)
+    kind = module.Column("it", "float16", (3,), is_ragged=ragged)
+    column = kind.make_array([numbers[row] for row in (0, 2, 3, 4)])
     assert column.type == (pa.list_(HALF) if ragged else pa.list_(HALF, 3))
     for part, rows in ((column, [0, 2, 3, 4]), (column[1:3], [2, 3])):
         views = module.view_rows(part)
         for place, row in enumerate(rows):
             assert np.array_equal(views[place], numbers[row])
             assert np.array_equal(views[place - len(rows)], numbers[row])
-    assert module.make_column(numbers[:1], [0], ragged).to_pylist() == [numbers[0].tolist()]
-    nothing = module.make_column(numbers[:1], [], ragged)
-    assert len(nothing) == 0 and nothing.type == module.make_column(numbers[:1], [0], ragged).type
+    assert kind.make_array(numbers[:1]).to_pylist() == [numbers[0].tolist()]
+    nothing = kind.make_array([])
+    assert len(nothing) == 0 and nothing.type == column.type == kind.arrow_type
 
 
 def test_of_several_sizes_more_rows_are_read_at_a_time():
-    assert module.count_rows(argparse.Namespace(batch_size=3, bucket_step=None)) == 3
-    assert module.count_rows(argparse.Namespace(batch_size=3, bucket_step=64)) == 12
+    for step, count in (None, 3), (64, 12):
+        flags = {"dataset_name": None, "train_data_dir": ".", "bucket_step": step}
+        transform = make_transform(argparse.Namespace(**flags), "image", None, None, 3, 512)
+        planned = PlannedCache("out", transform, None, "ids", 3, 9, {}, {"batch_size": 3})
+        assert planned.rows_per_batch == count
+        larger = planned.with_batch_size(5)
+        assert larger.rows_per_batch == count // 3 * 5 and larger.flags == {"batch_size": 5}

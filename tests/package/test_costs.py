@@ -2,17 +2,22 @@
 
 import argparse
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from conftest import make_captioned, make_models, metrics, patch
-from diffusers import UNet2DConditionModel
+from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from test_lora import adapted
 
 import train_text_to_image as script
+from diffusion_training.batches import Prepared
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.launch import Launch
+from diffusion_training.models import call_unet, list_parameters, start_average
 from diffusion_training.training import costs
 from diffusion_training.training.costs import (
     Costs,
@@ -21,7 +26,6 @@ from diffusion_training.training.costs import (
     count_memory,
     find_peak,
 )
-from diffusion_training.training.models import call_unet, list_parameters, start_average
 from diffusion_training.training.optimizers import make_optimizer
 
 CONDITION = {"encoder_hidden_states": torch.zeros(3, 8, 32)}
@@ -40,9 +44,32 @@ def args(**flags):
         "adam_epsilon": 1e-8,
         **flags,
     }
-    return argparse.Namespace(
-        adam_beta1=0.9, adam_beta2=0.999, mixed_precision="no", allow_tf32=False, **flags
-    )
+    return argparse.Namespace(adam_beta1=0.9, adam_beta2=0.999, **flags)
+
+
+def loss_of(call):
+    """A `compute_loss` with the operations of `call(model, images, timesteps, condition)` alone."""
+
+    def loss(models, prepared, weight):
+        images, condition, _ = prepared
+        timesteps = torch.zeros(len(images))
+        called = [call(model, images, timesteps, condition) for model in models.values()]
+        return sum(prediction.sum() for prediction in called)
+
+    return loss
+
+
+def count(models, loss, images, condition=CONDITION):
+    """The operations on one image."""
+    return count_flops(*copy_shapes((models, loss), models), Prepared(images, condition, {}))
+
+
+def make_costs(models, loss, accelerator=None, mixed_precision="no"):
+    launch = Launch(accelerator or Accelerator(cpu=True), 1, mixed_precision, None, 1)
+    return Costs(launch, models, {}, [], loss, "adamw", False)
+
+
+PREPARED = Prepared(torch.zeros(3, 4, 8, 8), CONDITION, {})
 
 
 def unet_of(base):
@@ -54,9 +81,9 @@ def unet_of(base):
 def test_memory_is_what_torch_holds_after_a_step(base, lora, optimizer):
     """Counted by storage, so that what the average shares counts once."""
     model = adapted(base, lora, lora_layers="all") if lora else unet_of(base)
-    models, frozen = {"unet": model}, [torch.nn.Linear(3, 5), None]
+    models, frozen = {"unet": model}, [torch.nn.Linear(3, 5)]
     averaged, made = start_average(models), make_optimizer(models, None, args(optimizer=optimizer))
-    said = count_memory(models, averaged, [frozen[0]], 1, optimizer)
+    said = count_memory(models, averaged, frozen, 1, optimizer)
     sum(weight.sum() for weight in list_parameters(models)).backward()
     made.step()
 
@@ -85,24 +112,22 @@ def test_a_convolution_is_its_closed_form():
     """
     layer = torch.nn.Conv2d(6, 10, 3, stride=2, padding=1)
     forward = 2 * (8 * 12) * 9 * 6 * 10
-    call = lambda model, images, timesteps, condition: model(images)
-    first = count_flops({"one": copy_shapes(layer)}, call, torch.zeros(5, 6, 16, 24), {})
+    loss = loss_of(lambda model, images, timesteps, condition: model(images))
+    first = count({"one": layer}, loss, torch.zeros(5, 6, 16, 24), {})
     assert first == 2 * forward  # nobody asks for the gradient of the images
     twice = torch.nn.Sequential(torch.nn.Conv2d(6, 6, 1), layer)
     own = 2 * (16 * 24) * 36
-    assert (
-        count_flops({"one": copy_shapes(twice)}, call, torch.zeros(5, 6, 16, 24), {})
-        == 3 * forward + 2 * own
-    )
+    both = count({"one": twice}, loss, torch.zeros(5, 6, 16, 24), {})
+    assert both == 3 * forward + 2 * own
 
 
 def test_an_attention_block_is_its_closed_form():
     """Four projections and the products with keys and values; backward takes twice as many."""
     tokens, words, width, others = 40, 7, 16, 24
     block = Attention(width, cross_attention_dim=others, heads=2, dim_head=8)
-    call = lambda model, images, timesteps, condition: model(images, **condition)
+    loss = loss_of(lambda model, images, timesteps, condition: model(images, **condition))
     condition = {"encoder_hidden_states": torch.zeros(2, words, others)}
-    found = count_flops({"a": copy_shapes(block)}, call, torch.zeros(2, tokens, width), condition)
+    found = count({"a": block}, loss, torch.zeros(2, tokens, width), condition)
     products = 3 * 2 * (2 * tokens * words * width)
     # keys and values of the given text: the text gets no gradient
     weights = 2 * (tokens * width * width + 2 * words * others * width)
@@ -114,26 +139,47 @@ def test_operations_are_of_a_whole_image_and_checkpointing_compiling_and_precisi
 ):
     model = unet_of(base).train()
     images = torch.zeros(3, 4, 8, 8)
-    count = lambda model: count_flops({"unet": copy_shapes(model)}, call_unet, images, CONDITION)
-    once = count(model)
-    assert (
-        count_flops(
-            {"a": copy_shapes(model), "b": copy_shapes(model)}, call_unet, images, CONDITION
-        )
-        == 2 * once
-    )
+    loss = loss_of(call_unet)
+    of_one = lambda model: count({"unet": model}, loss, images)
+    once = of_one(model)
+    assert count({"a": model, "b": unet_of(base)}, loss, images) == 2 * once
     model.enable_gradient_checkpointing()
-    assert count(model) == once and model.is_gradient_checkpointing  # of the copy it is taken
+    assert of_one(model) == once and model.is_gradient_checkpointing  # of the copy it is taken
     model.compile(backend="aot_eager")
-    assert count(Accelerator(cpu=True, mixed_precision="bf16").prepare(model)) == once
-    exact, half = (count(adapted(base, dtype)) for dtype in (torch.float32, torch.bfloat16))
+    assert of_one(Accelerator(cpu=True, mixed_precision="bf16").prepare(model)) == once
+    exact, half = (of_one(adapted(base, dtype)) for dtype in (torch.float32, torch.bfloat16))
     assert exact == half and 0.6 * once < exact < 0.9 * once  # no gradient of what is frozen
+
+
+def test_the_loss_of_the_script_is_counted_with_the_networks_that_it_alone_uses(base):
+    unet, images = unet_of(base).train(), torch.zeros(3, 4, 8, 8)
+    flags = argparse.Namespace(noise_offset=0.1, input_perturbation=0.1, snr_gamma=5.0)
+    predict = partial(script.predict_noise, FAMILIES["sd"])
+    real = partial(script.compute_loss, flags, DDPMScheduler(), predict, {})
+    prompts = {"prompt_embeds": CONDITION["encoder_hidden_states"]}
+    once = count({"unet": unet}, loss_of(call_unet), images)
+    assert count({"unet": unet}, real, images, prompts) == once
+
+    teacher = unet_of(base).requires_grad_(False)
+
+    def compare(frozen, models, prepared, weight):
+        images, condition, _ = prepared
+        seen = predict({"unet": frozen["teacher"]}, images, torch.zeros(len(images)), condition)
+        return seen.sum() + real(models, prepared, weight)
+
+    loss = partial(compare, {"teacher": teacher})
+    copies = copy_shapes(({"unet": unet}, loss), {"unet": unet}, [teacher])
+    found = count_flops(*copies, Prepared(images, prompts, {}))
+    assert 1.3 * once < found < 1.4 * once  # without gradients, so it is a third of one
+    copied = copies[1].args[0]["teacher"]
+    assert all(weight.is_meta for weight in copied.parameters())
+    assert not any(weight.is_meta for weight in (*teacher.parameters(), *unet.parameters()))
 
 
 def test_counting_draws_nothing_and_leaves_the_model_alone(base):
     model, draw = unet_of(base).train(), torch.get_rng_state()
     before = [weight.clone() for weight in model.parameters()]
-    count_flops({"unet": copy_shapes(model)}, call_unet, torch.zeros(1, 4, 8, 8), CONDITION)
+    count({"unet": model}, loss_of(call_unet), torch.zeros(1, 4, 8, 8))
     assert torch.equal(draw, torch.get_rng_state()) and all(
         x.grad is None for x in model.parameters()
     )
@@ -143,8 +189,7 @@ def test_counting_draws_nothing_and_leaves_the_model_alone(base):
 
 
 def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, capsys):
-    accelerator = Accelerator(cpu=True)
-    made = Costs(accelerator, {"unet": unet_of(base)}, {}, call_unet, args(), [None])
+    made = make_costs({"unet": unet_of(base)}, loss_of(call_unet))
     line = re.fullmatch(
         r"Memory: (\S+) GB = (\S+) weights \+ (\S+) gradients \+ (\S+) moments; what .*\n",
         capsys.readouterr().out,
@@ -157,7 +202,7 @@ def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, ca
     assert (
         made.measure(10.0).keys() == {"memory_gb"} and 0.1 < made.measure(10.0)["memory_gb"] < 100
     )
-    made.look(torch.zeros(3, 4, 8, 8), CONDITION)
+    made.look(PREPARED)
     made.num_processes, made.peak = 2, 1e-3
     found = made.measure(10.0)
     assert found["tflops"] == pytest.approx(5 * made.flops / 1e12) and found[
@@ -169,10 +214,10 @@ def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, ca
 
 
 def test_a_model_that_can_not_be_counted_ends_nothing(base, capsys):
-    call = lambda model, images, timesteps, condition: F.relu(images.sum().item())
-    made = Costs(Accelerator(cpu=True), {"unet": unet_of(base)}, {}, call, args())
+    loss = lambda models, prepared, weight: F.relu(prepared.images.sum().item())
+    made = make_costs({"unet": unet_of(base)}, loss)
     for _ in range(2):
-        made.look(torch.zeros(3, 4, 8, 8), CONDITION)
+        made.look(PREPARED)
     assert made.measure(10.0).keys() == {"memory_gb"}
     assert (
         capsys.readouterr().err.count("tflops are not recorded, a model's can't be counted (") == 1
@@ -205,8 +250,7 @@ def test_a_gpu_is_asked_for_its_peaks(base, monkeypatch, capsys):
     }.items():  # fmt: skip
         monkeypatch.setattr(costs.torch.cuda, name, lambda *_, value=value: value)
     accelerator = argparse.Namespace(device=torch.device("cuda"), num_processes=1, print=print)
-    flags = argparse.Namespace(**{**vars(args()), "mixed_precision": "bf16"})
-    made = Costs(accelerator, {"unet": unet_of(base)}, {}, call_unet, flags)
+    made = make_costs({"unet": unet_of(base)}, loss_of(call_unet), accelerator, "bf16")
     assert made.describe() == "Memory: 30 GB at the peak, 40 reserved, of 80"
     made.flops = 1e12
     assert made.measure(156.0) == {"memory_gb": 30.0, "tflops": 156.0, "mfu": 0.5}

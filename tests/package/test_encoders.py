@@ -11,7 +11,9 @@ from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DModel
 from safetensors.torch import load_file, save_file
 
 import precompute_latents
+from diffusion_training.families.opening import open_base
 from diffusion_training.latents import encoders as module
+from diffusion_training.latents.text_encoders import encode_prompts
 
 
 def load(*argv, resolution=16, dtype=torch.float32):
@@ -19,7 +21,10 @@ def load(*argv, resolution=16, dtype=torch.float32):
     args = precompute_latents.parse_args(
         ["--train_data_dir=.", f"--resolution={resolution}", *argv]
     )
-    return module.load_models(args, dtype)
+    encoders = module.load_encoders(open_base(args), dtype)
+    scale = encoders.family.downscale(encoders.vae)
+    module.check_sides(scale, args.resolution, args.bucket_step)
+    return encoders
 
 
 def refused(*said, **options):
@@ -35,25 +40,24 @@ def models(tmp_path):
 
 
 def test_images_become_moments_and_prompts_the_last_hidden_state():
-    vae, text_encoders, tokenizers = load()
+    encoders = load()
+    vae, text_encoders = encoders.vae, encoders.text_encoders
     ids = {"input_ids": torch.tensor([[1, 2, 3]])}
     pixels = torch.randint(
         256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     with torch.no_grad():
-        moments = module.encode_images(vae, pixels)
+        moments = module.encode_images(encoders, pixels)
         posterior = vae.encode(pixels / 127.5 - 1).latent_dist
-        embeds = module.encode_prompts(text_encoders, ids)["prompt_embeds"]
+        embeds = encode_prompts(encoders, ids)["prompt_embeds"]
         expected = text_encoders[0](ids["input_ids"]).last_hidden_state
     torch.testing.assert_close(moments, torch.cat([posterior.mean, posterior.std], dim=1))
     assert torch.equal(embeds, expected) and embeds.shape == (1, 3, 32)
-    assert module.vae_scale_factor(vae) == 2 and moments.shape == (3, 8, 8, 8)
+    assert encoders.family.downscale(vae) == 2 and moments.shape == (3, 8, 8, 8)
     low = load(dtype=torch.bfloat16)
     with torch.no_grad():
-        close, text = (
-            module.encode_images(low[0], pixels),
-            module.encode_prompts(low[1], ids)["prompt_embeds"],
-        )
+        close = module.encode_images(low, pixels)
+        text = encode_prompts(low, ids)["prompt_embeds"]
     assert close.dtype == text.dtype == torch.float32 and 0 < (close - moments).abs().max() < 0.1
 
 
@@ -71,22 +75,17 @@ def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
         f"--vae_name_or_path={tmp_path / 'tiny'}",
         f"--text_encoder_name_or_path={MODELS / 'text_encoder'}",
     ]
-    vae, text_encoders, tokenizers = load(
-        *apart, f"--tokenizer_name_or_path={MODELS / 'tokenizer'}"
-    )
-    assert (
-        isinstance(vae, AutoencoderTiny) and module.vae_scale_factor(vae) == 2 and not vae.training
-    )
-    module.try_models(vae, text_encoders)
+    encoders = load(*apart, f"--tokenizer_name_or_path={MODELS / 'tokenizer'}")
+    vae, family = encoders.vae, encoders.family
+    assert isinstance(vae, AutoencoderTiny) and family.downscale(vae) == 2 and not vae.training
+    assert not family.has_moments(vae) and family.has_moments(load().vae)
+    module.try_encoders(encoders)
     pixels = torch.randint(256, (2, 1, 16, 16), dtype=torch.uint8)
     with torch.no_grad():
         torch.testing.assert_close(
-            module.encode_images(vae, pixels), made.eval().encode(pixels / 127.5 - 1).latents
+            module.encode_images(encoders, pixels), made.eval().encode(pixels / 127.5 - 1).latents
         )
-    described, whole = (
-        module.describe_models(vae, text_encoders, tokenizers),
-        module.describe_models(*load()),
-    )
+    described, whole = module.describe_models(encoders), module.describe_models(load())
     assert described["vae"]["class"] == "AutoencoderTiny"
     assert described["vae"]["scaling_factor"] == made.config.scaling_factor
     assert {k: v for k, v in described.items() if k != "vae"} == {
@@ -99,7 +98,8 @@ def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
         argv=[f"--text_encoder_name_or_path={tmp_path / 'both'}"],
     )
     shutil.copytree(MODELS / "tokenizer", tmp_path / "both", dirs_exist_ok=True)
-    assert len(load(f"--text_encoder_name_or_path={tmp_path / 'both'}")[2][0]) == len(tokenizers[0])
+    both = load(f"--text_encoder_name_or_path={tmp_path / 'both'}")
+    assert len(both.tokenizers[0]) == len(encoders.tokenizers[0])
 
 
 def test_models_that_lack_weights_are_refused(models):
@@ -142,7 +142,7 @@ def test_configs_that_can_not_be_computed_are_refused(models, file, change, said
     content = json.loads((models / file).read_text())
     (models / file).write_text(json.dumps({**content, **change}))
     with pytest.raises(SystemExit) as stop:
-        module.try_models(*load(f"--pretrained_model_name_or_path={models}")[:2])
+        module.try_encoders(load(f"--pretrained_model_name_or_path={models}"))
     assert said in str(stop.value) and "\n" not in str(stop.value)
 
 
@@ -172,20 +172,21 @@ def test_an_old_tokenizer_cuts_where_the_text_encoder_ends(models):
     """One without tokenizer_config.json knows no end of its own."""
     path = models / "tokenizer/tokenizer_config.json"
     content = json.loads(path.read_text())
-    assert load()[2][0].model_max_length == 8
+    assert load().tokenizers[0].model_max_length == 8
     path.write_text(json.dumps({**content, "model_max_length": 10**30}))
-    assert load(f"--pretrained_model_name_or_path={models}")[2][0].model_max_length == 8
+    own = f"--pretrained_model_name_or_path={models}"
+    assert load(own).tokenizers[0].model_max_length == 8
     path.write_text(json.dumps({**content, "model_max_length": 5}))
-    assert load(f"--pretrained_model_name_or_path={models}")[2][0].model_max_length == 5
+    assert load(own).tokenizers[0].model_max_length == 5
 
 
 def test_the_hash_sees_values_not_names(tmp_path):
-    vae = load()[0]
+    vae = load().vae
     digest = module.hash_weights(vae)
     vae.half().save_pretrained(tmp_path / "half")
     # rounding changes the weights
     assert module.hash_weights(AutoencoderKL.from_pretrained(tmp_path / "half")) != digest
-    again = load()[0]
+    again = load().vae
     again.renamed, again.quant_conv = again.quant_conv, None
     assert module.hash_weights(again) == digest
     with torch.no_grad():
@@ -200,7 +201,9 @@ def test_the_hash_sees_values_not_names(tmp_path):
 def test_every_difference_of_models_is_described():
     seen = []
     for change in ("nothing", "scaling_factor", "weight", "bias", "tokens", "limit", "nothing"):
-        vae, text_encoders, tokenizers = load()
+        encoders = load()
+        vae, text_encoders = encoders.vae, encoders.text_encoders
+        tokenizers = encoders.tokenizers
         with torch.no_grad():
             if change == "scaling_factor":
                 vae.register_to_config(scaling_factor=0.18215)
@@ -212,7 +215,7 @@ def test_every_difference_of_models_is_described():
                 tokenizers[0].add_tokens(["<another>"])
             elif change == "limit":
                 tokenizers[0].model_max_length = 7
-        seen.append(module.describe_models(vae, text_encoders, tokenizers))
+        seen.append(module.describe_models(encoders))
     assert seen[0] == seen[-1] and len({json.dumps(described) for described in seen}) == 6
     where = [
         [name for name in seen[0] if described[name] != seen[0][name]] for described in seen[1:-1]

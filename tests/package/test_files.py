@@ -14,8 +14,8 @@ from diffusion_training.files import (
     delete,
     digest_file,
     find_differences,
+    lock_folder,
     saving,
-    take_folder,
     write_file,
 )
 
@@ -215,7 +215,7 @@ def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
 
 
 def check(output_dir, **flags):
-    check_output_dir(argparse.Namespace(output_dir=str(output_dir), **flags))
+    check_output_dir({"output_dir": str(output_dir), **flags})
 
 
 def test_what_is_written_can_not_become_what_is_read(tmp_path):
@@ -292,11 +292,11 @@ def test_a_name_on_the_hub_is_no_folder_that_is_read(tmp_path, monkeypatch):
 
 def test_a_folder_is_made_with_its_parents_and_hidden_files_are_nobodys(tmp_path):
     folder = tmp_path / "a/b"
-    take_folder(folder, folder, lambda names: False, "run of this script").release()
+    lock_folder(folder, folder, lambda names: False, "run of this script").release()
     (folder / ".DS_Store").touch()
-    take_folder(folder, folder, lambda names: False, "run of this script").release()
+    lock_folder(folder, folder, lambda names: False, "run of this script").release()
     (folder / "photo.png").touch()
     with pytest.raises(
         SystemExit, match="holds photo.png and no run of this script: choose another folder"
     ):
-        take_folder(folder, folder, lambda names: False, "run of this script")
+        lock_folder(folder, folder, lambda names: False, "run of this script")

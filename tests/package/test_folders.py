@@ -32,7 +32,7 @@ def read(folder, **flags):
 
 def load(folder, **flags):
     """(names and captions of the rows, their fingerprint)."""
-    rows, column = read(folder, **flags)
+    rows, column, _ = read(folder, **flags)
     assert rows[column][:] == [rows[i][column] for i in range(len(rows))]
     names = [image["path"].removeprefix(f"{folder}/") for image in rows[column][:]]
     return list(zip(names, rows["text"][:], strict=True)), rows._fingerprint
@@ -117,7 +117,9 @@ def test_a_folder_behind_a_link_has_the_same_rows_captions_and_masks(tmp_path):
     for name in ("2_cat/a.png", "2_cat/a.mask.png", "2_cat/b.png"):
         picture(tmp_path / "disk/images" / name)
     (tmp_path / "data").symlink_to("disk")
-    rows = [read(tmp_path / place / "images", folder_repeats=True)[0] for place in ("disk", "data")]
+    rows = [
+        read(tmp_path / place / "images", folder_repeats=True).rows for place in ("disk", "data")
+    ]
     assert rows[0]["text"][:] == rows[1]["text"][:] == ["cat"] * 4
     assert [Path(mask["path"]).name for mask in rows[1]["mask"][:] if mask] == ["a.mask.png"] * 2
     assert rows[0]._fingerprint == rows[1]._fingerprint

@@ -3,7 +3,6 @@
 One that is busy, has left, or was stopped together with all others does not.
 """
 
-import argparse
 import hashlib
 import os
 import signal
@@ -14,7 +13,8 @@ import pytest
 import torch
 from conftest import finish, kill, patch, reset, start, wait_until
 
-from diffusion_training.training.launch import make_accelerator
+from diffusion_training.arguments import Flags
+from diffusion_training.launch import make_launch
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def start_machines(folder, seconds, after=lambda rank: None):
     def work():
         reset()
         os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
-        accelerator, _ = make_accelerator(argparse.Namespace(mixed_precision=None, compile=None))
+        rank = make_launch(Flags(mixed_precision=None, compile=None)).rank
         for _ in range(int(seconds / 0.05)):
             time.sleep(0.05)
             torch.distributed.all_reduce(torch.ones(1))
-            Path(folder, f"met-{accelerator.process_index}").touch()
-        after(accelerator.process_index)
+            Path(folder, f"met-{rank}").touch()
+        after(rank)
         print("the end", flush=True)
 
     return start(work, 2, folder / "log")

@@ -9,9 +9,12 @@ from accelerate import Accelerator
 from conftest import make_unet_config
 from diffusers import DDPMScheduler, UNet2DModel
 
+from diffusion_training.batches import Prepared
+from diffusion_training.models import call_unet
 from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
 from diffusion_training.training.objective import measure_epsilon
+from diffusion_training.training.records import Records
 
 
 class Named:
@@ -107,6 +110,8 @@ class Told(argparse.Namespace):
     def __init__(self):
         super().__init__(held_out={}, new_skipped={}, records=[])
 
+    add_held_out = Records.add_held_out
+
     def write(self, record):
         self.records.append(record)
 
@@ -122,14 +127,14 @@ def unets(tmp_path_factory):
 def measure(
     unets, dataset, held, told=None, prediction_type="epsilon", received=0, prepare=None, step=4
 ):
-    told, models = (
-        told or Told(),
-        dict(zip(["held_out_loss", "held_out_loss_ema"], unets, strict=False)),
-    )
+    told = told or Told()
+    names = ["held_out_loss", "held_out_loss_ema"]
+    models = {name: {"unet": unet} for name, unet in zip(names, unets, strict=False)}
+    predict = lambda models, *inputs: call_unet(models["unet"], *inputs)
     log_held_out_loss(
         Accelerator(cpu=True), told, dataset, held, models,
-        measure_epsilon(DDPMScheduler(prediction_type=prediction_type)),
-        prepare or (lambda batch: (batch["pixel_values"], {}, {})),
+        measure_epsilon(DDPMScheduler(prediction_type=prediction_type), predict),
+        prepare or (lambda batch: Prepared(batch["pixel_values"], {}, {})),
         argparse.Namespace(received=received), step,
     )  # fmt: skip
     return told
@@ -193,11 +198,8 @@ def test_a_condition_is_given_at_all_nine_timesteps_and_what_is_drawn_has_a_key(
 
     def prepare(batch):
         drawn.append(torch.rand(1).item())
-        return (
-            batch["pixel_values"],
-            {"label": torch.tensor([[len(drawn), 0]])},
-            {"mask": torch.zeros(1)},
-        )
+        label = {"label": torch.tensor([[len(drawn), 0]])}
+        return Prepared(batch["pixel_values"], label, {"mask": torch.zeros(1)})
 
     class Model(torch.nn.Module):
         def forward(self, noisy, timesteps, label):

@@ -24,13 +24,13 @@ def args(tmp_path):
 
 
 def make(args, channels=3, num_workers=1):
-    rows, column = load_rows(args)
+    rows, column, _ = load_rows(args)
     cached, left_out = cache_images(rows, column, channels, num_workers, args)
     return [decode_image(row[column], channels) for row in cached], left_out
 
 
 def test_it_holds_what_decoding_gives(args, tmp_path):
-    rows, column = load_rows(args)
+    rows, column, _ = load_rows(args)
     expected = [shrink(decode_image(row[column], 3), 16, (0.5, 0.5)) for row in rows]
     pixels, left_out = make(args)
     assert left_out == 0 and all(

@@ -12,14 +12,11 @@ from accelerate import Accelerator
 from conftest import finish, reset, start
 from filelock import FileLock
 
-from diffusion_training.training import launch
-from diffusion_training.training.launch import (
-    StopSignal,
-    end_run,
-    end_stopped,
-    keep_memory,
-    make_accelerator,
-)
+import train_unconditional
+from diffusion_training.arguments import Flags
+from diffusion_training.launch import Launch, StopSignal, end_stopped, keep_memory, make_launch
+from diffusion_training.training import output
+from diffusion_training.training.output import Run, end_run, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +27,7 @@ def threads():
 
 
 def make(**flags):
-    return make_accelerator(
-        argparse.Namespace(**{"mixed_precision": None, "compile": None, **flags})
-    )
+    return make_launch(Flags(**{"mixed_precision": None, "compile": None, **flags}))
 
 
 def test_what_can_not_be_done_is_refused(monkeypatch):
@@ -68,14 +63,29 @@ def test_what_can_not_be_done_is_refused(monkeypatch):
 def test_what_the_launch_says_is_used(monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
-    args = argparse.Namespace(mixed_precision=None, compile=None, gradient_accumulation_steps=1)
-    accelerator, cores = make_accelerator(args)
-    assert (args.mixed_precision, args.gradient_accumulation_steps) == ("bf16", 3)
-    assert accelerator.gradient_accumulation_steps == 1  # or Accelerate would divide once more
-    assert (
-        cores == len(os.sched_getaffinity(0))
-        and "mixed precision: bf16\n" in capsys.readouterr().out
-    )
+    launch = make(gradient_accumulation_steps=1)
+    found = {"mixed_precision": "bf16", "compile": None, "gradient_accumulation_steps": 3}
+    assert launch.settings() == found and launch.dtype == torch.bfloat16
+    # or Accelerate would divide once more
+    assert launch.accelerator.gradient_accumulation_steps == 1
+    assert launch.cores == len(os.sched_getaffinity(0))
+    assert (launch.rank, launch.num_processes, launch.is_main) == (0, 1, True)
+    assert "mixed precision: bf16\n" in capsys.readouterr().out
+    reset()
+    assert make(mixed_precision="no", compile="inductor").settings() == {
+        "mixed_precision": "no",
+        "compile": "inductor",
+        "gradient_accumulation_steps": 3,
+    }
+    reset()
+    with pytest.raises(SystemExit, match="--gradient_accumulation_steps 2, but the launch says 3"):
+        make(gradient_accumulation_steps=2)
+
+
+def test_all_cores_but_one_load_data_unless_it_is_said():
+    for cores, wanted, expected in ((1, None, 0), (5, None, 4), (99, None, 8), (2, 7, 7)):
+        launch = Launch(Accelerator(cpu=True), cores, "no", None, 1)
+        assert launch.choose_workers(wanted) == expected
 
 
 @pytest.mark.skipif(
@@ -133,13 +143,20 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
     tmp_path, monkeypatch, capsys
 ):
     calls = []
-    monkeypatch.setattr(launch, "upload_folder", lambda **options: calls.append(options))
-    args = argparse.Namespace(push_to_hub=False, output_dir=str(tmp_path), hub_model_id="me/it")
-    for args.push_to_hub in (False, True):
+    monkeypatch.setattr(output, "upload_folder", lambda **options: calls.append(options))
+    launch = make()
+    # a range test has nothing to upload
+    for flags in (
+        {"push_to_hub": False, "find_lr": False},
+        {"push_to_hub": True, "find_lr": True},
+        {"push_to_hub": True, "find_lr": False},
+    ):
+        args = Flags(output_dir=str(tmp_path), hub_model_id="it", **flags)
         lock = FileLock(tmp_path / ".lock", is_singleton=True)
         lock.acquire()
         lock.acquire()  # as by a run before it that failed in a notebook
-        end_run(Accelerator(cpu=True), lock, "Done: it is there", ["unet/*"], args)
+        run = Run(lock, None, {}, "me/it")  # the repository's whole name, which the hub said
+        end_run(launch, run, "Done: it is there", ["unet/*"], args)
         with FileLock(tmp_path / ".lock", timeout=0):
             assert "Done: it is there" in capsys.readouterr().out
     (call,) = calls
@@ -155,8 +172,24 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
     def offline(**options):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(launch, "upload_folder", offline)
+    monkeypatch.setattr(output, "upload_folder", offline)
     with pytest.raises(
         SystemExit, match=r"upload to me/it failed; all is whole in .* \(no network\)"
     ):
-        end_run(Accelerator(cpu=True), lock, "Done", [], args)
+        end_run(launch, run, "Done", [], args)
+    assert Run(None, None, {}, "me/it").settings() == {"hub_model_id": "me/it"}
+
+
+def test_a_range_test_makes_no_repository(tmp_path, monkeypatch):
+    made = []
+    repository = lambda name, **options: made.append(name) or argparse.Namespace(repo_id="me/it")
+    monkeypatch.setattr(output, "create_repo", repository)
+    (tmp_path / "images").mkdir()
+    argv = [f"--train_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/out", "--push_to_hub"]
+    for more, expected in (["--find_lr"], None), ([], "me/it"):
+        reset()
+        args = train_unconditional.parse_args([*argv, *more])
+        run = open_run(make_launch(args), "train_unconditional.py", args)
+        run.lock.release(force=True)
+        assert run.hub_model_id == expected
+    assert made == ["out"]

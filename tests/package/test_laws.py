@@ -180,10 +180,10 @@ def test_what_a_run_writes_is_what_it_reads(parser, flags):
         not any(text.startswith(("-", "@")) for text in flags.get("prompts", ()))
         and flags.get("name") != "--"
     )
-    args = argparse.Namespace(**{**dict.fromkeys(FLAGS), "flip": False, **flags})
+    values = {**dict.fromkeys(FLAGS), "flip": False, **flags}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "run.args").write_bytes(format_args(args, "paint.py").encode())
-        assert vars(parser.parse_args([f"@{folder}/run.args"])) == vars(args)
+        Path(folder, "run.args").write_bytes(format_args(values, "paint.py").encode())
+        assert vars(parser.parse_args([f"@{folder}/run.args"])) == values
 
 
 @law(300)
@@ -216,7 +216,7 @@ def test_a_number_is_within_its_bounds_or_refused(low, high, text, kind):
 def test_what_is_no_text_is_refused_in_any_flag(before, odd, after):
     for flags in ({"name": before + odd + after}, {"prompts": ["a", before + odd + after]}):
         with pytest.raises(SystemExit, match="can't be read as text"):
-            check_output_dir(argparse.Namespace(output_dir="out", **flags))
+            check_output_dir({"output_dir": "out", **flags})
 
 
 JSON = st.recursive(

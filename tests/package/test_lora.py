@@ -11,6 +11,8 @@ from diffusers.training_utils import _collate_lora_metadata
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.models import copy_trained, list_parameters, start_average, update_ema
 from diffusion_training.training.lora import (
     add_lora,
     list_adapter,
@@ -20,12 +22,8 @@ from diffusion_training.training.lora import (
     save_adapter,
     save_lora,
 )
-from diffusion_training.training.models import (
-    copy_trained,
-    list_parameters,
-    start_average,
-    update_ema,
-)
+
+FAMILY = FAMILIES["sd"]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +42,16 @@ def adapted(base, dtype=torch.float32, sha256="base", seed=0, **flags):
     } | flags
     unet = UNet2DConditionModel.from_pretrained(base, subfolder="unet").eval()
     torch.manual_seed(seed)
-    add_lora(unet, sha256, dtype, argparse.Namespace(**flags))
+    layers = FAMILY.choose_layers(unet, flags["lora_layers"])
+    add_lora(unet, layers, sha256, dtype, argparse.Namespace(**flags))
     with torch.no_grad():
         for weight in list_lora_b({"unet": unet}):
             weight.normal_(std=0.3)
     return unet
+
+
+def load_file_into(unet, path):
+    load_network_weights(unet, path, "unet", FAMILY.read_lora)
 
 
 def predict(unet):
@@ -128,7 +131,7 @@ def test_every_reader_gets_the_trained_model_at_strength_1(
     """Whatever alpha was, through diffusers' own reader; rounding to float16 is left out."""
     unet = adapted(base, **flags)
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
-    save_lora({"unet": unet}, tmp_path, argparse.Namespace(output_kohya_format=kohya))
+    save_lora({"unet": unet}, tmp_path, FAMILY.name_for_sd_scripts(unet) if kohya else None)
     name = "pytorch_lora_weights_kohya.safetensors" if kohya else "pytorch_lora_weights.safetensors"
     pipeline = open_pipeline(base)
     without = predict(pipeline.unet.eval())
@@ -156,11 +159,10 @@ def test_every_reader_gets_the_trained_model_at_strength_1(
 
 def test_the_averaged_adapter_is_what_is_given_away(tmp_path, base):
     models = {"unet": adapted(base), "unet_ema": adapted(base, seed=1)}
-    args = argparse.Namespace(output_kohya_format=False)
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
-    save_lora(models, tmp_path / "one", args)
-    save_lora({"unet": models["unet_ema"]}, tmp_path / "other", args)
+    save_lora(models, tmp_path / "one", None)
+    save_lora({"unet": models["unet_ema"]}, tmp_path / "other", None)
     one, other = (
         load_file(tmp_path / name / "pytorch_lora_weights.safetensors") for name in ("one", "other")
     )
@@ -168,7 +170,7 @@ def test_the_averaged_adapter_is_what_is_given_away(tmp_path, base):
     with torch.no_grad():
         list_lora_b(models)[-1].fill_(70000.0)  # the average's; beyond float16
     with pytest.raises(ValueError, match="the weights of the adapter are not finite in float16"):
-        save_lora(models, tmp_path, args)
+        save_lora(models, tmp_path, None)
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
@@ -200,21 +202,21 @@ def test_an_adapters_file_goes_on_with_the_same_effect_whatever_alpha(
             tmp_path, unet_lora_layers=list_adapter(one), **about
         )
     else:
-        save_lora({"unet": one}, tmp_path, argparse.Namespace(output_kohya_format=form == "kohya"))
+        save_lora({"unet": one}, tmp_path, "sd_v1" if form == "kohya" else None)
     for more in ({}, {"lora_alpha": 2}):
         other = adapted(base, seed=1, **{**flags, **more})
         assert (predict(other) - predict(one)).abs().max() > 0.01
-        load_network_weights(other, path)
+        load_file_into(other, path)
         assert (predict(other) - predict(one)).abs().max() < 1e-6
         assert {weight.dtype for weight in list_parameters({"unet": other})} == {torch.float32}
     half = adapted(base, torch.bfloat16, seed=1, **flags)
-    load_network_weights(half, path)  # beside a base of another precision
+    load_file_into(half, path)  # beside a base of another precision
     pairs = zip(list_lora_b({"unet": half}), list_lora_b({"unet": one}), strict=True)
     assert all(torch.allclose(*pair, rtol=1e-6) for pair in pairs)
 
 
 def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
-    save_lora({"unet": adapted(base)}, tmp_path, argparse.Namespace(output_kohya_format=False))
+    save_lora({"unet": adapted(base)}, tmp_path, None)
     path = tmp_path / "pytorch_lora_weights.safetensors"
     for flags, said in [
         ({"rank": 2}, "its rank is 4"),
@@ -224,15 +226,15 @@ def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
         with pytest.raises(
             SystemExit, match=rf"does not fit; choose --rank and --lora_layers .* \({said}"
         ):
-            load_network_weights(adapted(base, **flags), path)
+            load_file_into(adapted(base, **flags), path)
     narrow = UNet2DConditionModel.load_config(base / "unet") | {"cross_attention_dim": 16}
     UNet2DConditionModel.from_config(narrow).save_pretrained(tmp_path / "narrow/unet")
     with pytest.raises(SystemExit, match=r"\(.*attn2.to_[kv] has another width\)"):
-        load_network_weights(adapted(tmp_path / "narrow"), path)
+        load_file_into(adapted(tmp_path / "narrow"), path)
     for name in ("nothing.safetensors", "test.safetensors"):
         (tmp_path / "test.safetensors").write_bytes(b"no weights")
         with pytest.raises(SystemExit, match="--network_weights .* does not fit"):
-            load_network_weights(adapted(base), tmp_path / name)
+            load_file_into(adapted(base), tmp_path / name)
 
 
 def test_another_base_or_form_is_refused_and_dropout_may_change(tmp_path, base):

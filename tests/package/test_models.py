@@ -9,14 +9,8 @@ from diffusers import UNet2DModel
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 
-from diffusion_training.training.models import (
-    compile_model,
-    list_parameters,
-    load_weights,
-    read_weights,
-    save_weights,
-    update_ema,
-)
+from diffusion_training.models import compile_model, list_parameters, load_weights, update_ema
+from diffusion_training.training.checkpoints import read_weights, save_weights
 
 
 def test_averages_are_those_of_diffusers():

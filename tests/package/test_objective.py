@@ -1,6 +1,7 @@
 """The objective: both trainers' loss and its weight match the papers for every prediction type."""
 
 import argparse
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from diffusers.training_utils import compute_snr
 
 import train_text_to_image
 import train_unconditional
+from diffusion_training.batches import Prepared
+from diffusion_training.families.known import FAMILIES
 from diffusion_training.training.objective import (
     check_objective,
     min_snr_weight,
@@ -17,6 +20,13 @@ from diffusion_training.training.objective import (
 )
 
 TYPES = ["epsilon", "sample", "v_prediction"]
+PREDICT = {  # with the name that each script has for embeddings
+    train_unconditional: (train_unconditional.predict_noise, "encoder_hidden_states"),
+    train_text_to_image: (
+        partial(train_text_to_image.predict_noise, FAMILIES["sd"]),
+        "prompt_embeds",
+    ),
+}
 TRAINERS = pytest.mark.parametrize("script", [train_unconditional, train_text_to_image])
 
 
@@ -31,14 +41,14 @@ class Model:
         return argparse.Namespace(sample=torch.full_like(noisy, self.prediction))
 
 
-def loss_of(script, model, scheduler, images, weight, condition=None, **flags):
+def loss_of(script, model, scheduler, images, weight, **flags):
     torch.manual_seed(3)
     args = argparse.Namespace(
         **{"snr_gamma": None, "noise_offset": 0.0, "input_perturbation": 0.0, **flags}
     )
-    return script.compute_loss(
-        {"unet": model}, scheduler, images, condition or {}, {}, weight, args
-    )
+    predict, name = PREDICT[script]
+    prepared = Prepared(images, {name: "it"}, {})
+    return script.compute_loss(args, scheduler, predict, {}, {"unet": model}, prepared, weight)
 
 
 @TRAINERS
@@ -48,15 +58,7 @@ def test_loss_matches_the_formulas(script, prediction_type, snr_gamma):
     scheduler = DDPMScheduler(prediction_type=prediction_type)
     images, weight = torch.rand(4, 3, 8, 8) * 2 - 1, torch.tensor([0.5, 0.25, 0.25, 0.0])
     model = Model(0.1)
-    loss = loss_of(
-        script,
-        model,
-        scheduler,
-        images,
-        weight,
-        {"encoder_hidden_states": "it"},
-        snr_gamma=snr_gamma,
-    )
+    loss = loss_of(script, model, scheduler, images, weight, snr_gamma=snr_gamma)
     assert model.condition == {"encoder_hidden_states": "it"}
     torch.manual_seed(3)
     noise = torch.randn_like(images)

@@ -15,10 +15,11 @@ from filelock import FileLock
 from PIL import Image
 
 import train_unconditional
+from diffusion_training.launch import Launch
 from diffusion_training.training import output
 from diffusion_training.training.output import (
     draw_grid,
-    open_output_dir,
+    open_run,
     samples_path,
     save_pipeline,
     save_samples,
@@ -36,13 +37,16 @@ def args(tmp_path):
     return lambda *more: train_unconditional.parse_args([*argv, *map(str, more)])
 
 
+def open_folder(args):
+    launch = Launch(Accelerator(cpu=True), 1, "no", None, 1)
+    return open_run(launch, "somewhere/train_unconditional.py", args)
+
+
 def take(args):
     """Open the folder and let go of it; returns the checkpoint to go on from."""
-    lock, checkpoint = open_output_dir(
-        Accelerator(cpu=True), "somewhere/train_unconditional.py", args
-    )
-    lock.release(force=True)
-    return checkpoint
+    run = open_folder(args)
+    run.lock.release(force=True)
+    return run.checkpoint
 
 
 def test_a_run_leaves_its_command(tmp_path, args):
@@ -100,7 +104,7 @@ def test_folders_of_others_are_left_alone(tmp_path, args):
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path, args):
     def hold():
-        held = open_output_dir(Accelerator(cpu=True), "train.py", args())
+        held = open_folder(args())
         (tmp_path / "held").write_text(str(held))
         time.sleep(60)
 
@@ -119,8 +123,8 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, args):
 
 def test_a_failure_that_is_looked_at_in_a_notebook_does_not_lock_the_folder(tmp_path, args):
     # a traceback would keep a reference to the lock
-    lock, _ = open_output_dir(Accelerator(cpu=True), "train.py", args())
-    assert lock.is_locked and take(args()) is None
+    run = open_folder(args())
+    assert run.lock.is_locked and take(args()) is None
     with FileLock(tmp_path / "out/.lock", timeout=0):
         pass
 
@@ -142,10 +146,10 @@ def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeyp
 
     monkeypatch.setattr(output, "create_repo", create_repo)
     monkeypatch.setattr(output, "repo_info", lambda name: info)
-    pushed = args("--push_to_hub", "--hub_private_repo")
-    take(pushed)
+    run = open_folder(args("--push_to_hub", "--hub_private_repo"))
+    run.lock.release(force=True)
     take(args("--push_to_hub", "--hub_model_id=it"))
-    assert made == [("out", True), ("it", None)] and pushed.hub_model_id == "me/out"
+    assert made == [("out", True), ("it", None)] and run.hub_model_id == "me/out"
     info.private = False
     with pytest.raises(
         SystemExit, match="--hub_private_repo: me/public exists and is public; make it private, or"

@@ -25,23 +25,31 @@ SCRIPTS = [
 ]  # fmt: skip
 # A module imports only from layers above its own line.
 LAYERS = """
-__init__ arguments errors pillow standalone
-files order loading web.pictures web.filters
-remote data.ranges data.texts
-data.folders data.streams
-training.signs training.heartbeat training.flags training.lora training.progress
-cluster data.images data.families web.downloads
-data.rows data.buckets data.image_cache latents.single_file training.models training.launch report
-training.optimizers training.objective training.costs data.captions latents.columns latents.remote_rows
-training.held_out web.tables
-latents.text_encoders training.checkpoints training.tuning web.shards
-latents.encoders training.output training.records
-latents.shards latents.fetch latents.passes latents.plan
+__init__ arguments batches errors pillow standalone
+files order loading heartbeat cluster memory models web.pictures web.filters
+remote launch web.downloads families.base
+web.tables families.prx families.stable_diffusion
+web.shards families.z_image
+families.known
+families.opening
+data.folders data.images data.ranges data.streams
+data.transforms data.image_cache data.rows
+data.texts data.buckets
+data.captions flags
+latents.columns latents.fetch latents.passes latents.remote_rows
+latents.shards latents.text_encoders
+latents.encoders
+latents.plan
 latents.cache
 latents.reader latents.remote_cache
 latents.stream
 latents.source
-"""  # noqa: E501
+training.signs training.lora training.progress training.optimizers training.objective
+training.checkpoints training.costs training.held_out
+training.trained training.output training.records report
+training.tuning
+training.loop
+"""
 # Modules that the workers of a download import. torch would take 0.8 GB in each worker.
 LIGHT = (
     "errors pillow arguments files remote cluster "
@@ -83,18 +91,27 @@ def test_modules_import_from_layers_above_only():
             assert layer[other] < layer[name], f"{name} imports {other}"
 
 
+def test_caches_are_made_without_what_trains():
+    """`latents/` reaches nothing in `training/`, nor does what it stands on."""
+    reached, waiting = set(), [name for name in MODULES if name.startswith("latents.")]
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        waiting += find_imports(MODULES[name]).keys() - reached
+    assert "latents.source" in reached and "families.known" in reached
+    assert not [name for name in reached if name.startswith("training.")]
+
+
 def test_scripts_import_no_script_but_the_one_on_ray():
     for script in SCRIPTS:
         others = find_imports(ROOT / f"{script}.py").keys() & set(SCRIPTS)
         assert others == ({"precompute_latents"} if script.endswith("_ray") else set())
 
 
-def test_every_module_says_what_it_is_for_and_fits_on_some_screens():
+def test_every_module_says_what_it_is_for():
     for name, path in MODULES.items():
-        text = path.read_text()
-        first = ast.get_docstring(ast.parse(text)).splitlines()[0]
+        first = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
         assert len(first) > 20 and first.endswith("."), name
-        assert len(text.splitlines()) <= 225, name  # some of which say types
 
 
 def definitions(path):
@@ -102,17 +119,9 @@ def definitions(path):
 
 
 def test_no_name_means_two_things():
-    own = {
-        "main",
-        "parse_args",
-        "compute_loss",
-        "train_step",
-        "prepare_batch",
-        "make_unet",
-        "log_validation",
-    }
-    own |= {"describe_model", "make_pipeline"}  # what a script is about
-    where = collections.defaultdict(list)
+    own = {"main", "parse_args", "predict_noise", "prepare_batch", "compute_loss", "train_step"}
+    own |= {"make_unet", "make_pipeline", "log_validation", "describe_model"}
+    where = collections.defaultdict(list)  # `own`: what a script is about
     for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
         for node in definitions(path):
             where[node.name].append(path.name)
@@ -121,8 +130,16 @@ def test_no_name_means_two_things():
     } == {}
 
 
+def list_statements(node):
+    """The lines of a definition without its text, however long calls and signatures are broken."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(part):
+            part.body = part.body[1:] or [ast.Pass()]
+    return [line.strip() for line in ast.unparse(node).splitlines() if len(line.strip()) > 3]
+
+
 def test_nothing_but_the_loss_the_step_and_phases_of_main_is_written_twice():
-    """No six lines in a row stand in two places, but for import lines and text."""
+    """No five statements in a row stand in two places, but for import lines and text."""
     meant, where = (
         {"compute_loss", "train_step", "main", "parse_args"},
         collections.defaultdict(set),
@@ -131,38 +148,16 @@ def test_nothing_but_the_loss_the_step_and_phases_of_main_is_written_twice():
         for node in definitions(path):
             if node.name in meant:
                 continue
-            lines = [
-                line.strip() for line in ast.get_source_segment(path.read_text(), node).splitlines()
-            ]
-            lines = [line for line in lines if len(line) > 3 and not line.startswith("#")]
-            for i in range(len(lines) - 5):
-                where["\n".join(lines[i : i + 6])].add(f"{path.name}: {node.name}")
+            lines = list_statements(node)
+            for i in range(len(lines) - 4):
+                where["\n".join(lines[i : i + 5])].add(f"{path.name}: {node.name}")
     assert [(text, places) for text, places in where.items() if len(places) > 1] == []
-    loss = [
-        ast.get_source_segment((ROOT / name).read_text(), node)
-        for name in ("train_unconditional.py", "train_text_to_image.py")
-        for node in definitions(ROOT / name)
-        if node.name in ("compute_loss", "train_step")
-    ]
-    # so far the scripts share them; each may get its own
-    assert len(loss) == 4 and loss[0] == loss[2] and loss[1] == loss[3]
 
 
-def test_scripts_are_read_in_one_sitting():
-    most = {"train_unconditional": 525, "train_text_to_image": 710, "precompute_latents": 485}
-    most |= {"precompute_latents_ray": 545, "download_images": 320, "train_flow": 597}
-    for script, count in most.items():
-        path = ROOT / f"{script}.py"
-        assert len(path.read_text().splitlines()) <= count, script
-        (main,) = (node for node in definitions(path) if node.name == "main")
-        assert main.end_lineno - main.lineno < 140, script
-    assert (
-        sum(
-            len(path.read_text().splitlines())
-            for path in [*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")]
-        )
-        <= 10340
-    )
+def test_a_run_is_read_in_one_sitting():
+    for script in SCRIPTS:
+        (main,) = (node for node in definitions(ROOT / f"{script}.py") if node.name == "main")
+        assert main.end_lineno - main.lineno < 100, script
 
 
 def test_downloads_import_no_torch():
@@ -341,9 +336,11 @@ def test_one_file_has_the_script_what_it_reaches_and_no_more(script):
     assert mine - used <= {"parse_args", "main"}  # each function is there for somebody
     everything = set().union(*(names_defined(path.read_text()) for path in MODULES.values()))
     assert mine & everything < everything  # not all of the package
+    before = ""
     for line in (ROOT / f"{script}.py").read_text().splitlines():  # the comments too
-        if line.strip().startswith("# ") and "----" not in line:
+        if line.strip().startswith("# ") and "----" not in line + before:  # but for headings
             assert line in text
+        before = line
 
 
 def test_one_file_is_refused_where_a_name_would_be_two_things(tmp_path):
@@ -353,13 +350,11 @@ def test_one_file_is_refused_where_a_name_would_be_two_things(tmp_path):
         SystemExit, match="shrink is one thing in .* and another in .*: rename one of them"
     ):
         make_standalone(tmp_path / "twice.py")
-    renamed = source.replace("import Progress\n", "import Progress as Place\n").replace(
-        " Progress(", " Place("
+    renamed = source.replace("import Trained\n", "import Trained as Kept\n").replace(
+        " Trained(", " Kept("
     )
     (tmp_path / "renamed.py").write_text(renamed)
-    with pytest.raises(
-        SystemExit, match="imports Progress of .* as a module or under another name"
-    ):
+    with pytest.raises(SystemExit, match="imports Trained of .* as a module or under another name"):
         make_standalone(tmp_path / "renamed.py")
 
 

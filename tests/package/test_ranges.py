@@ -136,7 +136,7 @@ def test_what_a_process_meets_is_what_its_plan_says(
         state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
         progress = Progress(state, len(ranges), batch_size * num_processes, accumulation, rows)
         reached, batches = [], step_batches(rows, progress, rank, num_processes)
-        ranges.reach = lambda epoch, place, reached=reached: reached.append((epoch, place))
+        ranges.reach = lambda _, epoch, place, reached=reached: reached.append((epoch, place))
         end = images_seen + 2 * len(ranges)
         windows = plan_until(end + len(ranges), ranges, *at, rank, num_processes)
         assert [window[0] for window in windows] == sorted(window[0] for window in windows)

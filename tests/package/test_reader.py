@@ -9,12 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from conftest import MODELS
+from conftest import MODELS, replace
 from test_cache import LATENTS, NUM_ROWS, make_args, make_cache
 
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.opening import open_base
 from diffusion_training.latents import reader as module
 from diffusion_training.latents import shards
-from diffusion_training.latents.encoders import describe_latents, describe_models, load_models
+from diffusion_training.latents.encoders import describe_latents, describe_models, load_encoders
 from diffusion_training.latents.source import check_caches
 
 KEYS = [4, 0, 5, 2, 2, 1]  # rows in no order, one of them twice
@@ -229,11 +231,8 @@ def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
 
 
 def test_an_epoch_is_filled_up_by_the_largest_remainder():
-    assert module.deal([1.2, 5.8, 3.0], 1) == [1, 6, 3] and module.deal([1.2, 5.8, 3.0], 3) == [
-        4,
-        17,
-        9,
-    ]
+    assert module.apportion([1.2, 5.8, 3.0], 1) == [1, 6, 3]
+    assert module.apportion([1.2, 5.8, 3.0], 3) == [4, 17, 9]
 
 
 # ------------------------------------------------------------------- what is refused
@@ -312,7 +311,7 @@ def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_c
     # Each bit of the numbers themselves, of one row
     path = cache / "data-00001-of-00003.arrow"
     for column in ("latents", "latents_flipped", text):
-        numbers = list(module.load_cache(cache)[2])[1][1][column][0].values.to_numpy().tobytes()
+        numbers = list(module.load_cache(cache).shards)[1][1][column][0].values.to_numpy().tobytes()
         place = whole[path].index(numbers)
         for bit in range(0, 8 * len(numbers), 11):
             changed = bytearray(whole[path])
@@ -345,7 +344,7 @@ def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_p
     one.write_bytes(first)
     table = pa.ipc.open_stream(second).read_all()
     for column, values in {
-        "latents": [[1] * 24] * 2,  # integers
+        "latents": [[1] * 128] * 2,  # integers
         "prompt_embeds": [[1.0] * 29, [1.0] * 31],  # ragged
         "latents_flipped": None,
     }.items():
@@ -357,9 +356,9 @@ def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_p
         write_rows(two, changed.to_batches(), changed.schema)
         refused(cache, f"{two} is damaged", column)
     holes = table["latents"].combine_chunks().flatten().to_pylist()
-    holes = pa.FixedSizeListArray.from_arrays(pa.array([None, *holes[1:]], pa.float16()), 24)
+    holes = pa.FixedSizeListArray.from_arrays(pa.array([None, *holes[1:]], pa.float16()), 128)
     write_rows(two, table.set_column(0, "latents", holes).to_batches(), table.schema)
-    refused(cache, f"{two} is damaged (latents is not 24 numbers in each row)")
+    refused(cache, f"{two} is damaged (latents is not 128 numbers in each row)")
     two.write_bytes(second)
     # A name that leads out of the folder
     shutil.copytree(cache, tmp_path / "equal")
@@ -397,38 +396,44 @@ def test_a_cache_of_another_format_is_refused_and_not_misread(cache):
 # ------------------------------------------------------------------- models and caches that fit
 
 
+def read_args(*argv):
+    """Flags of a trainer, as far as caches are compared with them."""
+    args = make_args("out", f"--pretrained_model_name_or_path={MODELS}", "--no-random_flip", *argv)
+    resolution = args.resolution if argv else None
+    return replace(args, resolution=resolution, shuffle_caption=False)
+
+
 def load():
-    args = make_args("out", "--resolution=16", f"--pretrained_model_name_or_path={MODELS}")
-    return load_models(args, torch.float32)
+    return load_encoders(open_base(read_args()), torch.float32)
 
 
-def describe(vae, text_encoders, tokenizers, **more):
+def describe(encoders, **more):
     """A cache of these models, as far as it is compared."""
-    content = describe_models(vae, text_encoders, tokenizers) | describe_latents(vae, 16, "moments")
+    content = describe_models(encoders)
     content |= {
+        "latents": "moments",
+        "latents_shape": [8, 8, 8],
         "prompt_embeds_shape": [8, 32],
         "text_cache": "embeddings",
         "captions_cut": 0,
         "rows": 10,
     }
-    return {**content, "transform": {"resolution": 16, "random_flip": False}, **more}, None, None
+    content["transform"] = {"resolution": 16, "random_flip": False}
+    return module.Cache({**content, **more}, {}, None)
 
 
 def test_a_cache_of_other_models_or_settings_is_refused(capsys):
     def check(*found, argv=()):
-        args = make_args(
-            "out", f"--pretrained_model_name_or_path={MODELS}", "--no-random_flip", *argv
-        )
-        args.resolution = args.resolution if argv else None
-        check_caches(dict(zip("ab", found, strict=False)), args)
+        args = read_args(*argv)
+        check_caches(dict(zip("ab", found, strict=False)), open_base(args), None, args)
 
     models = load()
-    good = describe(*models)
-    assert good[0]["latents_shape"] == [8, 8, 8]
-    assert describe_latents(models[0], 32, "sample")["latents_shape"] == [4, 16, 16]
+    good = describe(models)
+    assert describe_latents(FAMILIES["sd"], models.vae, 16, "moments").shape == (8, 8, 8)
+    assert describe_latents(FAMILIES["sd"], models.vae, 32, "sample").shape == (4, 16, 16)
     check(good, good)
     assert capsys.readouterr().out == ""
-    check(describe(*models, captions_cut=3))
+    check(describe(models, captions_cut=3))
     assert (
         capsys.readouterr().out
         == "a: 3 of 10 captions have more than 8 tokens, and lose what is beyond\n"
@@ -440,18 +445,18 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
         "text": "text_encoder.sha256 ",
         "tokens": "tokenizer.sha256 ",
     }.items():
-        vae, text_encoders, tokenizers = load()
+        encoders = load()
         with torch.no_grad():
             if change == "scaling_factor":
-                vae.register_to_config(scaling_factor=0.18215)
+                encoders.vae.register_to_config(scaling_factor=0.18215)
             elif change == "weight":
-                vae.encoder.conv_in.bias[0] += 1e-3
+                encoders.vae.encoder.conv_in.bias[0] += 1e-3
             elif change == "text":
-                text_encoders[0].final_layer_norm.bias[0] += 1e-3
+                encoders.text_encoders[0].final_layer_norm.bias[0] += 1e-3
             else:
-                tokenizers[0].add_tokens(["<another>"])
+                encoders.tokenizers[0].add_tokens(["<another>"])
         with pytest.raises(SystemExit) as stop:
-            check(describe(vae, text_encoders, tokenizers))
+            check(describe(encoders))
         assert str(stop.value).startswith(
             f"a does not fit these models or the first cache ({said}"
         ), stop.value
@@ -463,7 +468,7 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
         "prompt_embeds_shape": ([8, 48], "prompt_embeds_shape [8, 48] -> [8, 32]"),
     }.items():
         with pytest.raises(SystemExit) as stop:
-            check(good, describe(*models, **{second: said[0]}))
+            check(good, describe(models, **{second: said[0]}))
         assert str(stop.value).startswith(
             f"b does not fit these models or the first cache ({said[1]})"
         )

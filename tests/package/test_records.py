@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import replace
 
+import train_flow
 import train_text_to_image
 import train_unconditional
+from diffusion_training.batches import Prepared
 from diffusion_training.training.records import Records, measure_images
 from diffusion_training.training.signs import NUMBERS, find_signs, read_metrics
 
@@ -45,7 +48,7 @@ def run(tmp_path):
 
 
 def prepare(batch):
-    return batch["pixel_values"], {}, {}
+    return Prepared(batch["pixel_values"], {}, {})
 
 
 def batch_of(images, skipped=(), weight=None):
@@ -65,9 +68,10 @@ NOISE = np.random.default_rng(0).uniform(-1, 1, (2, 3, 4, 4))
 def step(records, number, batch=None, loss=0.5, norm=0.1, log=True, last=False, epoch=0):
     batch = batch_of(NOISE) if batch is None else batch
     for watched in records.watch([batch]):
-        records.look(prepare)(watched)
-    weight = batch["weight"].sum().item()
-    records.add(torch.tensor([loss * weight, weight, norm]), len(batch["weight"]), epoch, 1e-3)
+        records.look(prepare(watched), watched["weight"])
+    weight = batch["weight"].sum()
+    sums = {"loss": loss * weight, "weight": weight, "grad_norm": torch.tensor(norm)}
+    records.add(sums, len(batch["weight"]), epoch, 1e-3)
     records.update(number, log, last)
 
 
@@ -203,21 +207,27 @@ def test_the_first_images_are_measured_and_a_sign_is_told_once(tmp_path, run, ca
     assert "Worth a look" not in capfd.readouterr().err
 
 
-def test_only_the_first_hundred_images_are_looked_at_and_each_is_prepared_once(run):
-    records, prepared = run(), []
+@pytest.mark.parametrize("script", [train_unconditional, train_text_to_image, train_flow])
+def test_only_the_first_hundred_images_are_looked_at_and_each_is_prepared_once(run, script):
+    records, prepared, given = run(), [], []
+    models = {"unet": torch.nn.Linear(1, 1)}
 
     def counting(batch):
         prepared.append(len(batch["weight"]))
         return prepare(batch)
 
-    look = records.look(counting)
-    given = [look(batch) for batch in records.watch([batch_of(np.ones((30, 3, 1, 1)))] * 9)]
-    assert (
-        prepared == [30] * 9
-        and records.looked_at == 120
-        and records.images[-1].item() == pytest.approx(4)
+    def loss(models, prepared, weight):
+        given.append(prepared)
+        return (weight * models["unet"].weight).sum()
+
+    batches = records.watch([batch_of(np.ones((30, 3, 1, 1)))] * 9)
+    optimizer = torch.optim.SGD(models["unet"].parameters())
+    script.train_step(
+        records.accelerator, counting, loss, 0, 1.0, models, optimizer, batches, 9, 0, records.look
     )
-    assert all(
+    assert prepared == [30] * 9 and records.num_looked_at == 120
+    assert records.first_images.count.item() == pytest.approx(4)
+    assert len(given) == 9 and all(
         images.shape == (30, 3, 1, 1) and (condition, more) == ({}, {})
         for images, condition, more in given
     )
@@ -226,7 +236,7 @@ def test_only_the_first_hundred_images_are_looked_at_and_each_is_prepared_once(r
 def test_images_are_measured_by_their_weight():
     images = torch.tensor([[-1.0, 1.0], [0.5, 0.5], [9.0, -9.0]]).view(3, 1, 1, 2)
     found = measure_images(images, torch.tensor([0.5, 0.25, 0.0]))
-    assert found.tolist() == pytest.approx(
+    assert torch.stack(found).tolist() == pytest.approx(
         [-0.5 + 0.125, 0.5 + 0.125, 0.5 + 0.0625, 0.25, 0.5 * 2, 0.75]
     )
 
@@ -236,10 +246,10 @@ def test_roughness_is_1_of_noise_and_little_of_what_is_smooth():
     x, one = torch.arange(32) / 32, torch.ones(1)
     for cycles in (1, 4, 8):
         wave = (7 * torch.sin(2 * torch.pi * cycles * x)).expand(1, 3, 32, 32)
-        assert measure_images(wave, one)[4] == pytest.approx(
+        assert measure_images(wave, one).roughness == pytest.approx(
             1 - math.cos(2 * math.pi * cycles / 32), abs=0.04
         )
-    assert measure_images(torch.randn(1, 3, 64, 64), one)[4] == pytest.approx(1, abs=0.05)
+    assert measure_images(torch.randn(1, 3, 64, 64), one).roughness == pytest.approx(1, abs=0.05)
 
 
 def test_samples_that_are_still_noise_late_in_a_run_are_told(tmp_path, run, monkeypatch):
@@ -353,7 +363,7 @@ def test_of_latents_the_size_is_looked_at_and_no_range_or_colour(tmp_path):
         )
     turn = find_signs([{**record, "step": 1000, "data_wait": 0.5}], None, args)["waiting"]
     assert "a faster disk, or more memory" in turn
-    args.latents_dir += ["s3://bucket/latents"]
+    args = replace(args, latents_dir=[*args.latents_dir, "s3://bucket/latents"])
     turn = find_signs([{**record, "step": 1000, "data_wait": 0.5}], None, args)["waiting"]
     assert "try a larger --shards_size, of which more is fetched ahead" in turn
 

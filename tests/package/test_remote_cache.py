@@ -26,7 +26,7 @@ def objects(url):
 
 
 def write_shard(path, encoded):
-    return write_each(module.writing_shard_to, {0: str(path)}, ((0, *item) for item in encoded))[0]
+    return write_each(module.writing_shard_to, {0: str(path)}, encoded)[0]
 
 
 def test_a_shard_is_the_same_wherever_its_folder_lies(folder, tmp_path):

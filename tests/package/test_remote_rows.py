@@ -7,7 +7,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import make_captioned
+from conftest import make_captioned, replace
 
 import precompute_latents
 from diffusion_training.data.rows import load_rows
@@ -45,9 +45,8 @@ def open_rows(folder, *argv):
     args = precompute_latents.parse_args(
         ["--train_data_dir=.", "--pretrained_model_name_or_path=sd", *argv]
     )
-    args.train_data_dir = f"file://{folder}/"
     module.open_parquet.cache_clear(), module.read_group.cache_clear()
-    return module.RemoteRows(args)
+    return module.RemoteRows(replace(args, train_data_dir=f"file://{folder}/"))
 
 
 def test_the_rows_are_those_of_a_copy_on_a_disk(folder, tmp_path):
@@ -59,7 +58,7 @@ def test_the_rows_are_those_of_a_copy_on_a_disk(folder, tmp_path):
         "--pretrained_model_name_or_path=sd",
         f"--cache_dir={tmp_path / 'hub'}",
     ]
-    local, column = load_rows(precompute_latents.parse_args(argv), others=["text"])
+    local, column, _ = load_rows(precompute_latents.parse_args(argv), others=["text"])
     assert len(rows) == len(local) == COUNT and rows.columns == (column, "text") == (
         "image",
         "text",

@@ -15,6 +15,7 @@ import torch
 from conftest import finish, make_captioned, make_images, start
 from fsspec.implementations.local import LocalFileSystem
 
+from diffusion_training.data.folders import find_source
 from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.errors import in_one_sentence
@@ -77,24 +78,24 @@ def test_every_kind_of_folder_gives_its_images(tmp_path, load):
         decode_image({"bytes": data, "path": None}, 3).float().mean().item() for data in png
     )
     for name in ("images", "classes", "captions", "parquet", "plain", "tars"):
-        rows, column = load(tmp_path / name)
+        rows, column, _ = load(tmp_path / name)
         assert len(rows) == 6 and rows.column_names == [column], name
         assert (
             sorted(decode_image(row[column], 3).float().mean().item() for row in rows) == reference
         ), name
-    assert load(None, dataset_name=str(tmp_path / "parquet"), image_column="img")[1] == "img"
-    assert load(tmp_path / "parquet", others=["label"])[0].column_names == ["img", "label"]
+    assert load(None, dataset_name=str(tmp_path / "parquet"), image_column="img").column == "img"
+    assert load(tmp_path / "parquet", others=["label"]).rows.column_names == ["img", "label"]
 
 
 def test_so_many_images_are_drawn_by_seed_or_the_first_of_a_stream(tmp_path, load):
     make_images(tmp_path / "images", 6)
     drawn = [
-        load(tmp_path / "images", max_train_samples=4, seed=seed)[0]["image"][:]
+        load(tmp_path / "images", max_train_samples=4, seed=seed).rows["image"][:]
         for seed in (0, 0, 1)
     ]
     assert len(drawn[0]) == 4 and drawn[0] == drawn[1] != drawn[2]
-    assert len(load(tmp_path / "images", max_train_samples=99)[0]) == 6
-    rows, column = load(tmp_path / "images", streaming=True, max_train_samples=3)
+    assert len(load(tmp_path / "images", max_train_samples=99).rows) == 6
+    rows, column, _ = load(tmp_path / "images", streaming=True, max_train_samples=3)
     assert [Path(row[column]["path"]).name for row in rows] == ["0.png", "1.png", "2.png"]
 
 
@@ -133,12 +134,12 @@ def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load):
             f"\ufeff{row['text']}\n"
         )
     flags = {"others": ["text"], "caption_column": "text", "caption_extension": "cap"}
-    one, other = (load(tmp_path / name, **flags)[0] for name in ("images", "beside"))
+    one, other = (load(tmp_path / name, **flags).rows for name in ("images", "beside"))
     assert one["text"][:] == other["text"][:] and one["text"][3] == "a digit zero"
     before = other._fingerprint
     (tmp_path / "beside/2.cap").write_text("another")
     (tmp_path / "beside/4.cap").unlink()
-    changed, _ = load(tmp_path / "beside", **flags)
+    changed = load(tmp_path / "beside", **flags).rows
     assert (
         changed["text"][2:5] == ["another", "a digit zero", None] and changed._fingerprint != before
     )
@@ -150,10 +151,10 @@ def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, l
     monkeypatch.setattr(
         LocalFileSystem, "ls", lambda fs, path, **k: listed.append(path) or listing(fs, path, **k)
     )
-    rows, _ = load(tmp_path / "images")
+    rows = load(tmp_path / "images").rows
     assert len(rows) == 2 and 0 < sum(Path(path).name == "deep" for path in listed) < 4
     shutil.copy(tmp_path / "images/deep/0.png", tmp_path / "images/new.png")
-    assert len(load(tmp_path / "images")[0]) == 3  # and anew by the next who asks
+    assert len(load(tmp_path / "images").rows) == 3  # and anew by the next who asks
 
 
 def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, capsys, monkeypatch):
@@ -181,39 +182,37 @@ def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, ca
     assert capsys.readouterr().out == ""
 
 
-def known(rows, column, folder):
-    return RowDataset(
-        rows, column, argparse.Namespace(train_data_dir=str(folder), dataset_name=None)
-    )
+def known(images, folder):
+    args = argparse.Namespace(train_data_dir=str(folder), dataset_name=None)
+    return RowDataset(images, find_source(args))
 
 
 def test_rows_are_known_by_their_file_in_the_folder_or_their_number(tmp_path, load):
     make_images(tmp_path / "images/a", 3)
-    assert known(*load(tmp_path / "images"), tmp_path / "images").names() == [
+    assert known(load(tmp_path / "images"), tmp_path / "images").names() == [
         "a/0.png",
         "a/1.png",
         "a/2.png",
     ]
     (tmp_path / "link").symlink_to("images")
-    assert known(*load(tmp_path / "link"), tmp_path / "link").names() == [
+    assert known(load(tmp_path / "link"), tmp_path / "link").names() == [
         "a/0.png",
         "a/1.png",
         "a/2.png",
     ]
-    drawn, column = load(tmp_path / "images", max_train_samples=2, seed=1)
-    expected = [Path(row[column]["path"]).name for row in drawn]
-    assert [
-        Path(name).name for name in known(drawn, column, tmp_path / "images").names()
-    ] == expected
+    drawn = load(tmp_path / "images", max_train_samples=2, seed=1)
+    expected = [Path(row[drawn.column]["path"]).name for row in drawn.rows]
+    found = known(drawn, tmp_path / "images").names()
+    assert [Path(name).name for name in found] == expected
     (tmp_path / "table").mkdir()
     png = (tmp_path / "images/a/0.png").read_bytes()
     datasets.Dataset.from_dict({"image": [png, png]}).to_parquet(tmp_path / "table/train.parquet")
-    assert known(*load(tmp_path / "table"), tmp_path / "table").names() == ["row 0", "row 1"]
+    assert known(load(tmp_path / "table"), tmp_path / "table").names() == ["row 0", "row 1"]
 
 
 def test_a_row_is_digested_by_its_content_and_not_by_name_or_number(tmp_path, load):
     make_captioned(tmp_path / "images", 3, ["a", "b", "c"])
-    rows = known(*load(tmp_path / "images", others=["text"]), tmp_path / "images")
+    rows = known(load(tmp_path / "images", others=["text"]), tmp_path / "images")
     digests = [rows.digest(row) for row in range(3)]
     assert len(set(digests)) == 3
     pictures = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(3)]
@@ -221,7 +220,7 @@ def test_a_row_is_digested_by_its_content_and_not_by_name_or_number(tmp_path, lo
     for texts, same in (("cba", True), ("cbx", False)):
         table = datasets.Dataset.from_dict({"image": pictures[::-1], "text": list(texts)})
         table.to_parquet(tmp_path / "table/train.parquet")
-        of_table = known(*load(tmp_path / "table", others=["text"]), tmp_path / "table")
+        of_table = known(load(tmp_path / "table", others=["text"]), tmp_path / "table")
         assert (sorted(map(of_table.digest, range(3))) == sorted(digests)) is same
     (tmp_path / "images/1.png").unlink()
     assert rows.digest(1) not in digests and rows.digest(0) == digests[0]
@@ -237,7 +236,7 @@ def test_a_row_is_digested_by_its_content_and_not_by_name_or_number(tmp_path, lo
 
 def test_items_come_in_the_order_of_their_keys(tmp_path, load):
     make_captioned(tmp_path / "images", 4, list("abcd"))
-    rows, _ = load(tmp_path / "images", others=["text"])
+    rows = load(tmp_path / "images", others=["text"]).rows
     items = read_items(rows, [(0, row, 1.0) for row in (2, 0, 2)])
     assert [item["text"] for item in items] == ["c", "a", "c"] and items[0] == rows[2]
     # in a stream, the key contains the item
@@ -253,7 +252,7 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
             tar.add(tmp_path / f"images/{i}.png", f"{i}.png")
     data = (tmp_path / "tars/train.tar").read_bytes()
     (tmp_path / "tars/train.tar").write_bytes(data[: data.index(b"9.png") + 700])
-    rows, column = load(tmp_path / "tars", streaming=True, image_column="png")
+    rows = load(tmp_path / "tars", streaming=True, image_column="png").rows
 
     class Items(torch.utils.data.Dataset):
         def __getitem__(self, key):
@@ -281,4 +280,4 @@ def test_a_column_of_images_is_no_caption_and_a_row_without_a_file_no_fault(tmp_
     (tmp_path / "images/metadata.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines)
     )
-    assert len(load(tmp_path / "images")[0]) == 2  # the second is skipped when it is read
+    assert len(load(tmp_path / "images").rows) == 2  # the second is skipped when it is read

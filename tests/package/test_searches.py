@@ -12,16 +12,22 @@ from conftest import finish, start
 from PIL import Image
 
 import train_unconditional
+from diffusion_training.launch import Launch
+from diffusion_training.order import Order
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.tuning import (
     choose_batch_size,
     find_learning_rate,
     largest_batch,
-    plan_steps,
+    plan_run,
     scale_learning_rate,
 )
 
 START = {"global_step": 0, "data_step": 0, "images_seen": 0}
+
+
+def make_launch(accelerator=None, accumulation=1):
+    return Launch(accelerator or Accelerator(cpu=True), 1, "no", None, accumulation)
 
 
 @pytest.mark.parametrize("scale_lr, base, images, factor", [
@@ -31,8 +37,8 @@ START = {"global_step": 0, "data_step": 0, "images_seen": 0}
 ])  # fmt: skip
 def test_learning_rates_are_scaled_by_rule(scale_lr, base, images, factor, capsys):
     args = argparse.Namespace(scale_lr=scale_lr, base_batch_size=base, learning_rate=1e-4)
-    scale_learning_rate(Accelerator(cpu=True), images, args)
-    assert args.learning_rate == pytest.approx(1e-4 * factor)
+    rate = scale_learning_rate(Accelerator(cpu=True), images, args)
+    assert rate == pytest.approx(1e-4 * factor)
     said = f"Learning rate ({scale_lr}, {images} images a step): 1e-4 x {factor:g} = "
     assert (said in capsys.readouterr().out) == bool(scale_lr)
 
@@ -50,15 +56,15 @@ def find(tmp_path, loss_at, steps=200, low=1e-7, high=1.0):
         assert models == {"unet": model} and given is optimizer and of is batches
         seen.append((optimizer.param_groups[0]["lr"], micro_batches, data_step))
         loss, weight = loss_at(seen[-1][0]) if callable(loss_at) else loss_at[len(seen) - 1]
-        return torch.tensor([loss * weight, weight, 0.0])
+        sums = {"loss": loss * weight, "weight": weight, "grad_norm": 0.0}
+        return {name: torch.tensor(float(value)) for name, value in sums.items()}
 
     args = argparse.Namespace(
         find_lr_min=low, find_lr_max=high, find_lr_steps=steps, output_dir=str(tmp_path)
     )
     progress = Progress(START, 7, 2, 2)  # steps of 2 and 2, of 2 and 1
-    said = find_learning_rate(
-        Accelerator(cpu=True), {"unet": model}, optimizer, take_step, batches, progress, args
-    )
+    trained = argparse.Namespace(called={"unet": model}, optimizer=optimizer)
+    said = find_learning_rate(Accelerator(cpu=True), trained, take_step, batches, progress, args)
     with pytest.raises(StopIteration):
         next(batches)  # closed, and with it the loader's processes
     return json.loads((tmp_path / "find_lr.json").read_text()), seen, said
@@ -137,9 +143,8 @@ class Device:
     def search(self, limit, **flags):
         batch = {"pixel_values": torch.ones(1, 3), "weight": torch.ones(1), "skipped": []}
         args = argparse.Namespace(gradient_checkpointing=False, use_ema=True, **(ADAMW | flags))
-        return largest_batch(
-            Accelerator(cpu=True), {"unet": self.model}, self.take_step, batch, limit, args
-        )
+        models = {"unet": self.model}
+        return largest_batch(make_launch(), models, self.take_step, batch, limit, args)
 
 
 @pytest.mark.parametrize("most, limit, tried", [
@@ -201,12 +206,11 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
         accelerator = argparse.Namespace(num_processes=num_processes, print=accelerator.print)
     args = argparse.Namespace(
         train_batch_size=train_batch_size, total_batch_size=total,
-        gradient_accumulation_steps=accumulation,
         gradient_checkpointing=False, use_ema=True, **ADAMW,
     )  # fmt: skip
     models, rows = {"unet": device.model}, np.arange(4, 16)
-    choose_batch_size(accelerator, models, device.take_step, Rows(), rows, before or {}, args)
-    return (args.train_batch_size, args.gradient_accumulation_steps), device
+    launch, step = make_launch(accelerator, accumulation), device.take_step
+    return choose_batch_size(launch, models, step, Rows(), rows, before or {}, args), device
 
 
 def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
@@ -234,11 +238,16 @@ def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
 
 
 def plan(*argv, steps=100, seen=0):
+    """Whether a run of a million images, one a step, has anything left to train."""
     args = train_unconditional.parse_args(
-        ["--train_data_dir=.", f"--max_train_steps={steps}", *argv]
+        ["--train_data_dir=.", "--train_batch_size=1", f"--max_train_steps={steps}", *argv]
     )
-    progress = Progress({"global_step": seen, "data_step": seen, "images_seen": seen}, 10**6, 1, 1)
-    return plan_steps(Accelerator(cpu=True), progress, args)
+    state = {"global_step": seen, "data_step": seen, "images_seen": seen, "settings": {}}
+    rows = range(10**6)
+    planned, progress = plan_run(make_launch(), {}, None, None, rows, Order(rows, 0), state, args)
+    assert planned.max_train_steps == steps and planned.learning_rate == args.learning_rate
+    assert progress.global_step == seen and progress.num_images == 10**6
+    return not planned.is_done
 
 
 def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_told(capsys):
@@ -247,10 +256,9 @@ def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_t
         and "--lr_warmup_steps 5 would suit it" in capsys.readouterr().out
     )
     assert plan("--lr_warmup_steps=10") and plan("--lr_scheduler=constant")
-    assert (
-        capsys.readouterr().out
-        == 2 * "Epoch: 1000000 images, 1000000 steps; 100 steps are 0.0001 epochs\n"
-    )
+    said = "Batch size: 1 x 1 accumulated x 1 processes, 1 images a step\n"
+    said += "Epoch: 1000000 images, 1000000 steps; 100 steps are 0.0001 epochs\n"
+    assert capsys.readouterr().out == 2 * said
     with pytest.raises(
         SystemExit, match="polynomial ends at a rate of 1e-7: begin above it, not at 1e-08"
     ):

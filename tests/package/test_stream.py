@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from diffusion_training import remote
 from diffusion_training.arguments import size
 from diffusion_training.latents import fetch, reader, stream
 from diffusion_training.latents.reader import CachedLatents, load_cache
+from diffusion_training.latents.source import Data
 from diffusion_training.order import Order, step_batches
 from diffusion_training.training.progress import Progress
 
@@ -55,24 +57,24 @@ def accelerator(rank=0, num_processes=1):
     )
 
 
-def open_caches(*folders, state=None, monkeypatch=None, processes=(0, 1), **flags):
-    """(the data set, args) of `open_latents`; `state`: a checkpoint's settings."""
-    args = {
-        "seed": 0,
-        "random_flip": False,
-        "shards_dir": None,
-        "shards_size": 10**11,
-        "shuffle_shards": 1,
-    }
-    args = SimpleNamespace(**{**args, "latents_weights": None, **flags})
-    if state is not None:
-        monkeypatch.setattr(
-            stream, "read_state", lambda checkpoint, num_images: {"settings": state}
-        )
+def open_caches(*folders, state=None, processes=(0, 1), **flags):
+    """The data set that `open_latents` has opened; `state`: a checkpoint's settings."""
+    flags = {"shards_dir": None, "shards_size": 10**11, "shuffle_shards": 1} | flags
+    storage = stream.Storage(flags["shards_dir"], flags["shards_size"], flags["shuffle_shards"])
+    rank, num_processes = processes
+    launch = SimpleNamespace(accelerator=accelerator(rank, num_processes))
     caches = {folder: load_cache(folder) for folder in folders}
-    return stream.open_latents(
-        accelerator(*processes), caches, None if state is None else "checkpoint-2", args
-    ), args
+    dataset = stream.StoredLatents(caches, 0, False, rank=rank, num_processes=num_processes)
+    checkpoint, order = (None, None) if state is None else ("checkpoint-2", state.get("order"))
+    stream.open_latents(launch, caches, dataset, storage, None, checkpoint, order)
+    return dataset
+
+
+def list_settings(dataset):
+    """What a checkpoint records of a data set."""
+    return Data(
+        **dict.fromkeys(field.name for field in fields(Data)) | {"dataset": dataset}
+    ).settings()
 
 
 def in_ranges(monkeypatch, ranges=2):
@@ -97,10 +99,10 @@ def take_epochs(dataset, rows, epochs=2):
 
 
 def test_few_rows_on_a_disk_are_permuted_and_many_come_in_ranges(cache, monkeypatch):
-    dataset, args = open_caches(cache)
-    assert dataset.order is None and not hasattr(args, "order")
+    dataset = open_caches(cache)
+    assert dataset.order is None and "order" not in list_settings(dataset)
     monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS - 1)
-    dataset, args = open_caches(cache, processes=(0, 3))
+    dataset = open_caches(cache, processes=(0, 3))
     kept = {
         "kind": "ranges",
         "num_ranges": 66,
@@ -108,34 +110,32 @@ def test_few_rows_on_a_disk_are_permuted_and_many_come_in_ranges(cache, monkeypa
         "rows": 6,
         "shards": dataset.order["shards"],
     }
-    assert dataset.order == args.order == kept
-    dataset, args = open_caches(
-        cache, state={"order": kept}, monkeypatch=monkeypatch, shuffle_shards=7
-    )
+    assert dataset.order == list_settings(dataset)["order"] == kept
+    settings = list_settings(open_caches(cache, state={"order": kept}, shuffle_shards=7))
     # the checkpoint's order wins over flags and processes
-    assert args.order == kept and args.shuffle_shards == 1
+    assert settings["order"] == kept and settings["shuffle_shards"] == 1
     monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS)
-    assert open_caches(cache, state={"order": kept}, monkeypatch=monkeypatch)[0].order == kept
+    assert open_caches(cache, state={"order": kept}).order == kept
     monkeypatch.setattr(stream, "MOST_PERMUTED", 0)
     # a checkpoint older than the second kind of order
-    assert open_caches(cache, state={}, monkeypatch=monkeypatch)[0].order is None
+    assert open_caches(cache, state={}).order is None
 
 
 def test_other_shards_of_as_many_rows_are_refused_in_an_epoch(cache, monkeypatch):
     in_ranges(monkeypatch)
-    kept = open_caches(cache)[1].order
+    kept = open_caches(cache).order
     changed = {"order": {**kept, "shards": "0" * 16}}
     with pytest.raises(
         SystemExit, match="is in the midst of other shards of as many rows: go on with the caches"
     ):
-        open_caches(cache, state=changed, monkeypatch=monkeypatch)
+        open_caches(cache, state=changed)
     changed["order"]["rows"] += 1  # then `read_state` begins the epoch again
-    assert open_caches(cache, state=changed, monkeypatch=monkeypatch)[1].order == kept
+    assert open_caches(cache, state=changed).order == kept
 
 
-def test_a_folder_that_is_too_small_is_refused_with_what_it_takes(tmp_path, address, monkeypatch):
+def test_a_folder_that_is_too_small_is_refused_with_what_it_takes(tmp_path, address):
     flags = {"shards_dir": tmp_path / "shards"}
-    assert open_caches(address, **flags)[0].order is None  # all of it fits
+    assert open_caches(address, **flags).order is None  # all of it fits
     total = sum(
         MemoryFileSystem().size(path) for path in MemoryFileSystem().glob("/bucket/cache/*.arrow")
     )
@@ -144,11 +144,11 @@ def test_a_folder_that_is_too_small_is_refused_with_what_it_takes(tmp_path, addr
     said = str(stop.value)
     assert "is too small for 64 ranges with windows of 1 shards: give --shards_size" in said
     needed = size(1, 10**18)(said.split("give --shards_size ")[1].split(",")[0])
-    assert open_caches(address, **flags, shards_size=needed)[0].order is None
+    assert open_caches(address, **flags, shards_size=needed).order is None
     with pytest.raises(
         SystemExit, match="was begun with all shards at hand: it goes on with --shards_size"
     ):
-        open_caches(address, **flags, shards_size=total // 2, state={}, monkeypatch=monkeypatch)
+        open_caches(address, **flags, shards_size=total // 2, state={})
 
 
 # ------------------------------------------------------------------- what is opened
@@ -168,18 +168,18 @@ def test_shards_are_opened_when_they_are_needed_and_a_damaged_one_is_found_then(
 def test_a_copy_that_was_damaged_on_this_machine_is_named_and_deleted_is_fetched_again(
     tmp_path, address
 ):
-    expected = read(open_caches(address, shards_dir=tmp_path)[0], range(6))
+    expected = read(open_caches(address, shards_dir=tmp_path), range(6))
     (copy,) = tmp_path.glob("whole-*/0-*.arrow")
     whole = copy.read_bytes()
     numbers = expected[0].numpy().tobytes()
     copy.write_bytes(whole.replace(numbers, bytes(len(numbers))))
     with pytest.raises(OSError, match=f"{copy} is damaged: delete it, and it is fetched again"):
-        read(open_caches(address, shards_dir=tmp_path)[0], range(6))
+        read(open_caches(address, shards_dir=tmp_path), range(6))
     copy.write_bytes(whole[:-500])
     with pytest.raises(SystemExit, match="is damaged .*: delete it, and it is fetched again"):
-        read(open_caches(address, shards_dir=tmp_path)[0], range(6))
+        read(open_caches(address, shards_dir=tmp_path), range(6))
     copy.unlink()
-    assert torch.equal(read(open_caches(address, shards_dir=tmp_path)[0], range(6)), expected)
+    assert torch.equal(read(open_caches(address, shards_dir=tmp_path), range(6)), expected)
 
 
 def test_no_more_shards_are_open_than_the_system_maps(cache, monkeypatch):
@@ -197,7 +197,7 @@ def test_in_ranges_a_shard_is_open_while_its_window_is(
     in_ranges(monkeypatch)
     expected = read(CachedLatents({cache: load_cache(cache)}, 0, False), range(6))
     folder = cache if where == "disk" else address
-    dataset, _ = open_caches(folder, shards_dir=tmp_path / "shards")
+    dataset = open_caches(folder, shards_dir=tmp_path / "shards")
     rows, held_out = dataset.hold_out(accelerator(), 0, 0)
     assert len(rows) == 6 and not held_out
     for row, batch in take_epochs(dataset, rows):
@@ -215,7 +215,7 @@ def test_held_out_rows_are_of_the_shards_of_lowest_hash_and_no_other_is_opened(
     in_ranges(monkeypatch)
     found = {}
     for folder in (cache, address):
-        dataset, _ = open_caches(folder, shards_dir=tmp_path / "shards", shards_size=10**9)
+        dataset = open_caches(folder, shards_dir=tmp_path / "shards", shards_size=10**9)
         told = accelerator()
         rows, found[folder] = dataset.hold_out(told, 2, 7)
         assert told.told == ["Held out: 2 of 6 images"] and len(rows) == 4
@@ -228,7 +228,7 @@ def test_held_out_rows_are_of_the_shards_of_lowest_hash_and_no_other_is_opened(
         ]
         assert opened <= {*np.argsort(hashes)[:2].tolist()}
     assert found[cache] == found[address]
-    monkeypatch.setattr(dataset, "most", 10)
+    monkeypatch.setattr(dataset, "most_bytes", 10)
     with pytest.raises(
         SystemExit, match=r"2 ranges with windows of 1 shards and \d of --holdout: give"
     ):
@@ -298,8 +298,8 @@ def test_folders_of_killed_runs_are_deleted_and_those_of_others_are_not(tmp_path
     (tmp_path / "run-dead").mkdir()
     (tmp_path / "run-dead/0.arrow").write_bytes(b"0")
     (tmp_path / "photos").mkdir()
-    mine = fetch.take_folder_of_run(tmp_path)
-    other = fetch.take_folder_of_run(tmp_path)
+    mine = fetch.make_fetch_folder(tmp_path)
+    other = fetch.make_fetch_folder(tmp_path)
     assert (
         mine.is_dir()
         and other.is_dir()
@@ -311,7 +311,7 @@ def test_folders_of_killed_runs_are_deleted_and_those_of_others_are_not(tmp_path
 def test_a_folder_of_a_run_is_locked_while_it_lives_and_gone_when_it_ends(tmp_path, monkeypatch):
     leave = []
     monkeypatch.setattr(fetch.atexit, "register", leave.append)
-    mine = fetch.take_folder_of_run(tmp_path / "not/yet")
+    mine = fetch.make_fetch_folder(tmp_path / "not/yet")
     (mine / "0.arrow").write_bytes(b"0")
     with pytest.raises(fetch.Timeout), fetch.FileLock(f"{mine}.lock", timeout=0):
         pass
@@ -369,11 +369,12 @@ def test_processes_of_a_machine_share_its_folder(tmp_path, address, monkeypatch)
     alone = needs(1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert needs(2) == pytest.approx(2 * alone, rel=0.02)
-    assert open_caches(address, shards_dir=tmp_path, processes=(0, 2))[0].fetcher.most == 10**11 / 2
+    dataset = open_caches(address, shards_dir=tmp_path, processes=(0, 2))
+    assert dataset.fetcher.max_bytes == 10**11 / 2
 
 
 def test_a_cache_that_fits_comes_whole_before_it_is_asked_for(tmp_path, address):
-    dataset, _ = open_caches(address, shards_dir=tmp_path)
+    dataset = open_caches(address, shards_dir=tmp_path)
     wait_until(lambda: len(list(tmp_path.glob("whole-*/*.arrow"))) == 3)
     assert not dataset.opened
     largest = MemoryFileSystem().size("/bucket/cache/data-00000-of-00003.arrow")
@@ -389,25 +390,22 @@ def test_of_a_shard_that_stays_wrong_no_half_is_left(tmp_path):
 
 
 def test_a_server_that_says_no_sizes_is_asked_for_a_shard(address, monkeypatch, tmp_path):
-    known, info = open_caches(address, shards_dir=tmp_path / "a")[0], MemoryFileSystem.info
+    known, info = open_caches(address, shards_dir=tmp_path / "a"), MemoryFileSystem.info
     monkeypatch.setattr(
         MemoryFileSystem, "info", lambda *args, **options: {**info(*args, **options), "size": None}
     )
     assert stream.weigh_rows(known.parts[0]) > 0
-    assert len(open_caches(address, shards_dir=tmp_path / "b")[0]) == NUM_ROWS
+    assert len(open_caches(address, shards_dir=tmp_path / "b")) == NUM_ROWS
 
 
 def test_a_folder_holds_two_windows_of_each_range_that_a_process_has_and_what_stays(monkeypatch):
     dataset = stream.StoredLatents.__new__(stream.StoredLatents)
-    dataset.order, dataset.process, dataset.bytes_of = (
-        {"num_ranges": 4, "shuffle_shards": 3},
-        (0, 2),
-        np.full(99, 1000),
-    )
+    dataset.order = {"num_ranges": 4, "shuffle_shards": 3}
+    dataset.num_processes, dataset.bytes_of = 2, np.full(99, 1000)
     for most, stay in ((12_000, ()), (14_000, (0, 1))):  # 2 ranges, 2 windows of 3 shards each
-        dataset.most = most
+        dataset.most_bytes = most
         dataset.check_size(stay)
-        dataset.most -= 1
+        dataset.most_bytes -= 1
         with pytest.raises(
             SystemExit,
             match=f"for 2 ranges with windows of 3 shards.*: give --shards_size {most / 990:.1f}",
@@ -417,4 +415,4 @@ def test_a_folder_holds_two_windows_of_each_range_that_a_process_has_and_what_st
 
 def test_a_share_of_the_rows_is_held_out(cache, monkeypatch):
     in_ranges(monkeypatch)
-    assert len(open_caches(cache)[0].hold_out(accelerator(), 0.3, 7)[1]) == 2
+    assert len(open_caches(cache).hold_out(accelerator(), 0.3, 7)[1]) == 2

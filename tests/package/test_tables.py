@@ -416,7 +416,7 @@ def test_so_many_rows_are_taken_however_they_come():
     ):
         for most in (None, *range(1, 9)):
             groups = list(
-                module.cut_groups(module.choose(iter(batches), expression, ["id"], most), 3)
+                module.cut_groups(module.filter_rows(iter(batches), expression, ["id"], most), 3)
             )
             assert [row for group in groups for row in group["id"].to_pylist()] == whole[:most]
             assert all(len(group) == 3 for group in groups[:-1]) and len(groups[-1]) in (1, 2, 3)

@@ -25,6 +25,7 @@ from PIL import Image
 
 import precompute_latents
 import train_text_to_image as script
+from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import encode_images
 from diffusion_training.latents.reader import CachedLatents
 
@@ -140,21 +141,18 @@ def test_a_cache_holds_each_size_and_its_mask(tmp_path, data, monkeypatch):
     mask = np.array(datasets.load_from_disk(str(again))["mask"][3]).reshape(8, 8)
     assert mask[:, :3].min() > 250 and mask[:, 5:].max() < 5
     flags = [*train_flags(tmp_path, models), f"--latents_dir={again}", "--random_flip"]
-    dataset, frozen = load(flags)
+    found = load(flags)
     for epoch in range(4):
-        batch = dataset[[(epoch, 3, 1.0)]]
-        mask = script.prepare_batch(batch, frozen, 0.0)[2]["mask"]
+        batch = found.dataset[[(epoch, 3, 1.0)]]
+        mask = script.prepare_batch(found, 0.0, batch).loss_inputs["mask"]
         white = mask[..., 5:] if batch["flipped"] else mask[..., :3]
         assert mask.shape == (1, 1, 8, 8) and white.min() > 0.98 and mask.mean() < 0.52
 
 
 def load(flags):
-    from accelerate import Accelerator
-
     reset()
     args = script.parse_args(flags)
-    args.mixed_precision = "no"
-    return script.load_data(Accelerator(cpu=True), ("sd", "sdxl"), args)
+    return script.open_data(script.make_launch(args), open_base(args), None, {}, args)
 
 
 def test_what_a_mask_hides_does_not_move_the_weights(tmp_path, data):
@@ -220,15 +218,11 @@ def test_resuming_with_another_batch_repeats_and_skips_no_image(tmp_path, data, 
         batch = load(dataset, keys)
         return {**batch, "keys": keys}
 
-    def step(
-        accelerator, scheduler, args, prepare, models, optimizer, batches, micro_batches, data_step
-    ):
+    def step(*args):
+        *before, batches, micro_batches, data_step, look = args
         taken = [next(batches) for _ in range(micro_batches)]
         seen.extend(key for batch in taken for key in batch["keys"] if key[2])
-        return real(
-            accelerator, scheduler, args, prepare, models, optimizer, iter(taken), micro_batches,
-            data_step,
-        )  # fmt: skip
+        return real(*before, iter(taken), micro_batches, data_step, look)
 
     monkeypatch.setattr(CachedLatents, "__getitem__", note)
     monkeypatch.setattr(script, "train_step", step)
@@ -255,12 +249,12 @@ def test_searches_compile_and_samples_work_with_buckets(tmp_path, data):
     given = [*train_flags(tmp_path, models), f"--latents_dir={cache}"]
 
     def step(*args):
-        batches = list(args[6]) if not hasattr(args[6], "gi_frame") else args[6]
+        batches = list(args[7]) if not hasattr(args[7], "gi_frame") else args[7]
         # batches of the search for a batch size, which have the most pixels
         if isinstance(batches, list):
             tried.append(batches[0]["latents_shape"][1:])
             batches = iter(batches)
-        return real(*args[:6], batches, *args[7:])
+        return real(*args[:7], batches, *args[8:])
 
     with pytest.MonkeyPatch.context() as m:
         m.setattr(script, "train_step", step)
@@ -380,9 +374,9 @@ def test_batches_are_grouped_whatever_they_hold_and_bytes_do_not_depend_on_proce
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
     sizes = []
 
-    def encode(vae, pixel_values, real=encode_images):
+    def encode(encoders, pixel_values, real=encode_images):
         sizes.append(tuple(pixel_values.shape))
-        return real(vae, pixel_values)
+        return real(encoders, pixel_values)
 
     with pytest.MonkeyPatch.context() as m:
         patch(m, "encode_images", encode)

@@ -1,4 +1,4 @@
-"""The five changes of docs/changing.md: applied and trained with, on one and two processes."""
+"""The changes of docs/changing.md: applied and trained with, on one and two processes."""
 
 import importlib.util
 import json
@@ -22,9 +22,12 @@ from diffusers import DDPMScheduler, UNet2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
+import train_text_to_image
+from diffusion_training.training.costs import count_flops, count_memory
+
 pytestmark = pytest.mark.usefixtures("without_figures")
 CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/changing.md").read_text(), re.S)
-NAMES = ["huber", "labels", "second", "masked", "module"]
+NAMES = ["huber", "labels", "second", "masked", "module", "loss_model"]
 
 
 def apply(change, folder):
@@ -65,7 +68,7 @@ def prepare(tmp_path, name):
         "--holdout=2", "--lr_warmup_steps=0", "--checkpointing_steps=2", "--resolution=16",
         "--lr_scheduler=constant",
     ]  # fmt: skip
-    if name == "module":
+    if name in ("module", "loss_model"):
         make_captioned(tmp_path / "images", 8)
         models = make_models(tmp_path)
         return [
@@ -114,8 +117,10 @@ def train(script, *argv):
     script.main(script.parse_args([str(arg) for arg in argv]))
 
 
-def test_there_are_five_changes_of_less_than_ten_lines(tmp_path):
-    assert [len(apply(change, tmp_path)[1]) < 10 for change in CHANGES] == [True] * 5
+def test_there_are_six_changes_of_less_than_ten_lines(tmp_path):
+    changes = [apply(change, tmp_path)[1] for change in CHANGES]
+    assert len(changes) == len(NAMES) == 6 and max(map(len, changes)) < 10
+    assert max(len(line) for lines in changes for line in lines) <= 101  # with the + before it
 
 
 @pytest.mark.ci
@@ -206,28 +211,22 @@ def test_a_masked_loss_counts_where_the_mask_is_white(tmp_path):
     mask[..., :4] = 1
     args = script.parse_args(prepare(tmp_path, "masked"))
 
-    class Unet(torch.nn.Module):
-        def forward(self, images, timesteps):
-            torch.manual_seed(0)
-            prediction = torch.randn(images.shape)  # what compute_loss draws first
-            prediction[..., 4:] += self.error
-            return type("Output", (), {"sample": prediction})
-
+    batch = torch.cat([torch.full((2, 3, 8, 8), 127), 255 * mask.byte()], dim=1)
+    prepared = script.prepare_batch({"pixel_values": batch})
+    assert prepared.images.shape == (2, 3, 8, 8) and torch.equal(prepared.loss_inputs["mask"], mask)
     losses = []
     for error in (0.0, 100.0):
-        unet = Unet()
-        unet.error = error
+
+        def predict(models, noisy_images, timesteps, condition):
+            torch.manual_seed(0)
+            prediction = torch.randn(noisy_images.shape)  # what compute_loss draws first
+            prediction[..., 4:] += error
+            return prediction
+
         torch.manual_seed(0)
-        inputs = (
-            {"unet": unet},
-            noise_scheduler,
-            torch.zeros(2, 3, 8, 8),
-            {},
-            {"mask": mask},
-            torch.ones(2) / 2,
-            args,
-        )
-        losses.append(script.compute_loss(*inputs).item())
+        weight = torch.ones(2) / 2
+        loss = script.compute_loss(args, noise_scheduler, predict, {}, {}, prepared, weight)
+        losses.append(loss.item())
     assert losses == [0.0, 0.0]
 
 
@@ -242,3 +241,35 @@ def test_a_further_module_is_trained_and_averaged(tmp_path):
         average["weight"], last["weight"]
     )
     assert weights(tmp_path / "out/unet")  # and the pipeline opens as before
+
+
+def test_a_model_of_the_loss_is_counted_and_not_trained(tmp_path, monkeypatch):
+    """The test above shows that no checkpoint has it."""
+    seen = {}
+
+    def spy_on_loss(copies, loss, prepared):
+        seen["operations"] = count_flops(copies, loss, prepared)
+        return seen["operations"]
+
+    def spy_on_memory(models, averaged, frozen, num_processes, optimizer):
+        seen["memory"] = count_memory(models, averaged, frozen, num_processes, optimizer)
+        seen["frozen"] = [module for module in frozen if isinstance(module, torch.nn.Conv2d)]
+        seen["before"] = [weight.clone() for x in seen["frozen"] for weight in x.parameters()]
+        return seen["memory"]
+
+    monkeypatch.setattr("diffusion_training.training.costs.count_flops", spy_on_loss)
+    monkeypatch.setattr("diffusion_training.training.costs.count_memory", spy_on_memory)
+    script, _ = apply(CHANGES[5], tmp_path)
+    flags = prepare(tmp_path, "loss_model")
+    found = []
+    for name, module in {"plain": train_text_to_image, "changed": script}.items():
+        train(module, *flags, f"--output_dir={tmp_path / name}")
+        found.append({**seen, "loss": metrics(tmp_path / name)[0]["loss"]})
+    plain, changed = found
+    (network,) = changed["frozen"]
+    assert changed["memory"]["encoders"] - plain["memory"]["encoders"] == 4 * (4 * 8 * 9 + 8)
+    # two of 6 x 6 latents forward, and one of them backward to what was predicted
+    assert changed["operations"] - plain["operations"] == 3 * 2 * (4 * 9) * 8 * 6**2
+    assert changed["loss"] > plain["loss"]
+    assert not any(weight.requires_grad for weight in network.parameters())
+    assert all(map(torch.equal, changed["before"], network.parameters()))

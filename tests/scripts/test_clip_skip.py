@@ -4,7 +4,17 @@ import json
 
 import pytest
 import torch
-from conftest import MODELS, make_captioned, make_models, make_prx, make_sdxl, metrics, reset
+from conftest import (
+    MODELS,
+    make_captioned,
+    make_models,
+    make_prx,
+    make_sdxl,
+    metrics,
+    open_pipeline,
+    replace,
+    reset,
+)
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -12,7 +22,8 @@ import precompute_latents
 import train_flow
 import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
-from diffusion_training.latents.encoders import load_models
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import load_encoders
 from diffusion_training.latents.text_encoders import encode_empty_prompt, encode_prompts
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -43,6 +54,11 @@ def train(tmp_path, models, *argv, kind=script):
     ]))  # fmt: skip
 
 
+def show_layers(pipeline):
+    """Let diffusers' --clip_skip find the layers, as the model card does."""
+    vars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder
+
+
 @pytest.mark.parametrize("kind", ["sd", "sdxl"])
 def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
     folder = make_sdxl(tmp_path) if kind == "sdxl" else make_models(tmp_path)
@@ -56,14 +72,14 @@ def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
     args = precompute_latents.parse_args(
         [f"--pretrained_model_name_or_path={folder}", "--train_data_dir=."]
     )
-    args.resolution, found = 16, {}
-    for args.clip_skip in (None, 1):
-        vae, text_encoders, tokenizers = load_models(args, torch.float32)
+    found = {}
+    for clip_skip in (None, 1):
+        base = open_base(replace(args, clip_skip=clip_skip))
+        encoders = load_encoders(base, torch.float32)
+        vae, text_encoders, tokenizers = encoders.vae, encoders.text_encoders, encoders.tokenizers
         captions = ["a digit one", "", "two " * 50]
         with torch.no_grad():
-            ours = found[args.clip_skip] = encode_prompts(
-                text_encoders, tokenize(tokenizers, captions)
-            )
+            ours = found[clip_skip] = encode_prompts(encoders, tokenize(tokenizers, captions))
             if kind == "sdxl":
                 pipeline = StableDiffusionXLPipeline(
                     vae, *text_encoders, *tokenizers, None, None, force_zeros_for_empty_prompt=False
@@ -71,16 +87,17 @@ def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
             else:
                 parts = vae, *text_encoders, *tokenizers, None, None, None, None
                 pipeline = StableDiffusionPipeline(*parts, requires_safety_checker=False)
+                show_layers(pipeline)
             options = {
                 "num_images_per_prompt": 1,
                 "do_classifier_free_guidance": True,
                 "device": "cpu",
             }
             embeds, negative, *pooled = pipeline.encode_prompt(
-                captions, clip_skip=args.clip_skip, **options
+                captions, clip_skip=clip_skip, **options
             )
         assert torch.equal(ours["prompt_embeds"], embeds)
-        empty = encode_empty_prompt(text_encoders, tokenizers, args)
+        empty = encode_empty_prompt(encoders, base)
         if kind == "sdxl":  # of which zeros are the rule
             assert torch.equal(ours["pooled_prompt_embeds"], pooled[0])
         else:  # what the pipeline has for no prompt is of the last layer
@@ -88,9 +105,8 @@ def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
         saved = text_encoders[0].state_dict().keys()
         assert not any(name.startswith("text_model.text_model") for name in saved)
     assert not torch.allclose(found[None]["prompt_embeds"], found[1]["prompt_embeds"])
-    args.clip_skip = 3
     with pytest.raises(SystemExit, match="--clip_skip 3 leaves nothing of 3 layers"):
-        load_models(args, torch.float32)
+        load_encoders(open_base(replace(args, clip_skip=3)), torch.float32)
 
 
 def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
@@ -102,10 +118,10 @@ def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
     precompute(tmp_path, models, "--center_crop", name="none")
     assert json.loads((tmp_path / "cache/cache.json").read_text())["text_encoder"]["clip_skip"] == 1
     assert "clip_skip" not in (tmp_path / "none/cache.json").read_text()
-    drawn, call = [], StableDiffusionPipeline.encode_prompt
+    drawn, call = [], StableDiffusionPipeline.__call__
     monkeypatch.setattr(
-        StableDiffusionPipeline, "encode_prompt",
-        lambda self, *given, **more: drawn.append(more["clip_skip"]) or call(self, *given, **more),
+        StableDiffusionPipeline, "__call__",
+        lambda self, **given: drawn.append(given) or call(self, **given),
     )  # fmt: skip
     images = f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--center_crop"
     runs = {
@@ -128,7 +144,17 @@ def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
         ]
     assert losses["cache"] == pytest.approx(losses["images"], rel=2e-4)
     assert losses["ids"] == pytest.approx(losses["images"], rel=2e-4) != losses["last"]
-    assert drawn == [1, 1, 1, None]
+    pipeline = open_pipeline(models)
+    pipeline.tokenizer.model_max_length = 8
+    show_layers(pipeline)
+    layers = []
+    for given, clip_skip in zip(drawn, [1, 1, 1, None], strict=True):
+        with torch.no_grad():
+            expected = pipeline.encode_prompt("a digit", "cpu", 1, True, clip_skip=clip_skip)
+        for name, embeds in zip(("prompt_embeds", "negative_prompt_embeds"), expected, strict=True):
+            torch.testing.assert_close(given[name], embeds, rtol=0, atol=1e-6)
+        layers.append(expected[0])
+    assert not torch.allclose(layers[0], layers[-1])
     card = (tmp_path / "runs/cache/README.md").read_text()
     assert "clip_skip=1).images[0]" in card and 'vars(pipeline.text_encoder)["text_model"]' in card
     for folder, flag, said in (

@@ -35,8 +35,9 @@ from ray.cluster_utils import Cluster  # noqa: E402
 import download_images as script  # noqa: E402
 import precompute_latents  # noqa: E402
 from diffusion_training.cluster import find_modules  # noqa: E402
-from diffusion_training.data.captions import transform  # noqa: E402
+from diffusion_training.data.captions import transform_row  # noqa: E402
 from diffusion_training.data.rows import load_rows  # noqa: E402
+from diffusion_training.data.transforms import make_transform  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -256,8 +257,9 @@ def test_datasets_and_the_other_scripts_open_the_shards(here, server, tmp_path):
             "--text_encoder_name_or_path=b",
         ]
     )
-    rows, column = load_rows(args, others=["text"])
-    items = [transform(i, 0, rows[i], column, 3, args) for i in range(7)]
+    images = load_rows(args, others=["text"])
+    transform = make_transform(args, images.column, None, None, 3, args.resolution)
+    items = [transform_row(i, 0, images.rows[i], transform) for i in range(7)]
     assert not any(item["skipped"] for item in items) and items[6]["text"].startswith("caption 6,")
     assert [failure["reason"] for failure in read_failures(tmp_path / "out")] == [
         "no URL",

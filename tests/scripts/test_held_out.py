@@ -69,15 +69,16 @@ def held_out(folder):
 def test_what_is_held_out_is_not_trained_on(tmp_path, flags, monkeypatch):
     seen, compute_loss = [], script.compute_loss
 
-    def recording(models, noise_scheduler, images, *rest):
+    def recording(*given):
+        images = given[-2].images
         seen.extend(((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().int().tolist())
-        return compute_loss(models, noise_scheduler, images, *rest)
+        return compute_loss(*given)
 
     monkeypatch.setattr(script, "compute_loss", recording)
     train(*flags, "--max_train_steps=8", "--validation_steps=8")
     reset()
     args = script.parse_args(flags)
-    dataset = script.ImageDataset(*load_rows(args), 3, args)
+    dataset = script.ImageDataset(load_rows(args), 3, args)
     rows, held = hold_out(Accelerator(cpu=True), dataset, args.holdout, args.seed)
     names = dataset.names()
     # Rows are identified by their file names

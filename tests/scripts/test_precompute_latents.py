@@ -269,11 +269,11 @@ def test_bf16_is_close_and_fp16_that_overflows_is_encoded_again(tmp_path, flags,
     exact, low = np.array(exact["latents"][:]), np.array(low["latents"][:])
     assert 0 < np.abs(exact - low).max() < 0.1
 
-    def overflow(vae, pixel_values):
-        latents = encode_images(vae, pixel_values)
+    def overflow(encoders, pixel_values):
+        latents = encode_images(encoders, pixel_values)
         return (
             latents * float("inf")
-            if vae.dtype == torch.bfloat16 and pixel_values.max() > 175
+            if encoders.vae.dtype == torch.bfloat16 and pixel_values.max() > 175
             else latents
         )
 
@@ -288,11 +288,9 @@ def test_bf16_is_close_and_fp16_that_overflows_is_encoded_again(tmp_path, flags,
 
 
 def test_a_text_encoder_that_overflows_is_not_cached(tmp_path, flags, monkeypatch):
-    def overflow(text_encoders, batch):
-        factor = 1 if text_encoders[0].dtype == torch.float32 else float("inf")
-        return {
-            name: embeds * factor for name, embeds in encode_prompts(text_encoders, batch).items()
-        }
+    def overflow(encoders, tokens):
+        factor = 1 if encoders.text_encoders[0].dtype == torch.float32 else float("inf")
+        return {name: embeds * factor for name, embeds in encode_prompts(encoders, tokens).items()}
 
     monkeypatch.setattr(script, "encode_prompts", overflow)
     precompute(*flags, "--mixed_precision=bf16")
@@ -301,8 +299,8 @@ def test_a_text_encoder_that_overflows_is_not_cached(tmp_path, flags, monkeypatc
 
 
 def test_a_row_that_stays_infinite_is_skipped(tmp_path, flags, monkeypatch):
-    def overflow(vae, pixel_values):
-        latents = encode_images(vae, pixel_values)
+    def overflow(encoders, pixel_values):
+        latents = encode_images(encoders, pixel_values)
         return torch.where(pixel_values.amax((1, 2, 3), keepdim=True) > 175, latents * 1e6, latents)
 
     monkeypatch.setattr(script, "encode_images", overflow)
@@ -490,8 +488,10 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
 
         def run(folder=folder):
             # Quick latents of 16 kB a row: whoever keeps those of 9,000 rows takes 150 MB more.
-            latents = lambda vae, images: images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1) / 255
-            script.encode_images = latents
+            def shrink_images(encoders, images):
+                return images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1) / 255
+
+            script.encode_images = shrink_images
             precompute(
                 f"--train_data_dir={folder}",
                 f"--pretrained_model_name_or_path={MODELS}",

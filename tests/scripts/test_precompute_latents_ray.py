@@ -402,11 +402,10 @@ def test_the_demo_is_the_one_of_the_other_script(capsys):
         "this is the demo, short for\n"
         "python precompute_latents_ray.py --pretrained_model_name_or_path" in said
     )
-    theirs = single.parse_args([])
-    assert (
-        all(getattr(args, name, None) == value for name, value in vars(theirs).items())
-        and args.num_encoders == 3
-    )
+    theirs = dict(vars(single.parse_args([])))
+    assert theirs.pop("streaming") is False and "streaming" not in vars(args)
+    assert args.num_encoders == 3
+    assert all(getattr(args, name, None) == value for name, value in theirs.items())
 
 
 def test_moments_and_tokens_of_whole_shards_in_other_precision(tmp_path, flags, here):
@@ -450,7 +449,7 @@ def dying_decoder(part, pickled):
     """A task that is killed once when it has decoded row 4."""
     done, mark = (
         script.decode_part(part, pickled),
-        marker(pickle.loads(pickled)[0][0], f"decoded-{part[0]}"),
+        marker(pickle.loads(pickled).args, f"decoded-{part[0]}"),
     )
     if part[0] == 4 and not mark.exists():
         mark.touch()
@@ -466,7 +465,7 @@ class Dies(script.Encoder):
         self.decode = script.ray.remote(max_retries=0)(dying_decoder)
 
     def make(self, shard):
-        begun, done = (marker(self.args, name) for name in ("begun", "done"))
+        begun, done = (marker(self.job.args, name) for name in ("begun", "done"))
         if shard[0] == 1 and not begun.exists():
             begun.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -491,7 +490,7 @@ def kill_both():
                 yield number, made
             else:
                 late.append((number, made))
-        wait_until(marker(job.caches[0], "go").exists, 600)
+        wait_until(marker(job.args, "go").exists, 600)
         yield from late
 
     script.make_shards, script.Encoder = make_shards, Dies
@@ -544,7 +543,7 @@ def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flag
 class DiesAlways(script.Encoder):
     def make(self, shard):
         if shard[0] == 1:
-            with marker(self.args, "tries").open("a") as file:
+            with marker(self.job.args, "tries").open("a") as file:
                 file.write("x")
             os.kill(os.getpid(), signal.SIGKILL)
         return super().make(shard)
@@ -564,7 +563,7 @@ class Gone(script.Encoder):
 
     def begin(self, shard):
         self.gone |= shard[0] == 1
-        with marker(self.args, "tries").open("a") as file:
+        with marker(self.job.args, "tries").open("a") as file:
             file.write(str(shard[0]))
 
     def make(self, shard):
@@ -656,7 +655,7 @@ class Raises(script.Encoder):
     def load(self, parts, spent):
         for batch in super().load(parts, spent):
             if batch["row"][0] == 12:
-                with marker(self.args, "tries").open("a") as file:
+                with marker(self.job.args, "tries").open("a") as file:
                     file.write("x")
                 raise RuntimeError("CUDA error: too hot")
             yield batch
@@ -750,7 +749,7 @@ def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypat
     vars(encoder).update(
         job=job, queue=[], decoding={}, turn=threading.Condition(), reason=None, decode=task
     )
-    vars(encoder).update(models=(), exact_models=(), device=None)
+    vars(encoder).update(encoders=None, exact=None, device=None)
 
     def encode_all(batches, *models):
         for batch in batches:
@@ -776,7 +775,7 @@ def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypat
 
 def other_models():
     real = script.describe_models
-    script.describe_models = lambda *models: real(*models) | {"vae": {"sha256": "another"}}
+    script.describe_models = lambda encoders: real(encoders) | {"vae": {"sha256": "another"}}
 
 
 def test_an_encoder_whose_node_has_other_models_is_refused(tmp_path, flags, here):
@@ -790,9 +789,9 @@ def test_an_encoder_whose_node_has_other_models_is_refused(tmp_path, flags, here
 
 def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp_path, flags):
     args = single.parse_args(flags)
-    rows, column = load_rows(args, others=["text"])
+    rows = load_rows(args, others=["text"]).rows
     pickled = lambda fingerprint: pickle.dumps(
-        ([args], column, 3, None, fingerprint, pickle.dumps(rows))
+        script.PickledRows(args, [], None, fingerprint, pickle.dumps(rows))
     )
     assert len(pickle.dumps(rows)) < 20_000
     assert len(script.open_rows(pickled(rows._fingerprint)).rows) == NUM_ROWS
@@ -835,7 +834,7 @@ def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flag
         args = script.parse_args([*flags, *argv])
         return script.plan_engine(args, weights)
 
-    count, (task, encoder), num_tasks, sentence = plan()
+    count, task, encoder, num_tasks, sentence = plan()
     assert (count, num_tasks) == (1, 8 - 1) and sentence.startswith(
         "Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU"
     )
@@ -845,18 +844,20 @@ def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flag
     ) == (0, 0)
     # The weights twice: in float32, and in the precision in which they are used
     assert encoder["memory"] - task["memory"] == 2 * 10**9
-    count, (_, encoder), num_tasks, sentence = plan(nodes=((8, 4), (8, 4), (8, 0)))
+    count, _, encoder, num_tasks, sentence = plan(nodes=((8, 4), (8, 4), (8, 0)))
     assert (count, encoder["num_gpus"], num_tasks) == (
         8,
         1,
         24 - 8,
     ) and "8 encoders of 1 GPUs" in sentence
-    assert plan("--gpus_per_encoder=0.5", nodes=((8, 4),))[0] == 8
-    assert plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))[::2] == (3, 5)
-    assert plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))[1][1]["num_gpus"] == 0
-    assert "accelerator_type" not in plan(nodes=((8, 4),))[1][1]
+    assert plan("--gpus_per_encoder=0.5", nodes=((8, 4),)).num_encoders == 8
+    engine = plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))
+    assert (engine.num_encoders, engine.num_tasks) == (3, 5)
+    engine = plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))
+    assert engine.encoder["num_gpus"] == 0
+    assert "accelerator_type" not in plan(nodes=((8, 4),)).encoder
     types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
-    count, (task, encoder), num_tasks, _ = plan("--accelerator_type=T4", **types)
+    count, task, encoder, num_tasks, _ = plan("--accelerator_type=T4", **types)
     assert (count, encoder["accelerator_type"], num_tasks) == (
         2,
         "T4",
@@ -1191,13 +1192,13 @@ class Slower(script.Encoder):
     def load(self, parts, spent):
         from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-        single.encode_images = lambda vae, images: (
+        single.encode_images = lambda encoders, images: (
             images[:, :1, ::8, ::8].float().repeat(1, 8, 1, 1)
         )
         state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
         for batch in super().load(parts, spent):
             store = get_memory_info_reply(state).store_stats
-            with marker(self.args, "memory").open("a") as file:
+            with marker(self.job.args, "memory").open("a") as file:
                 file.write(f"{store.object_store_bytes_used} {store.spilled_bytes_total}\n")
             time.sleep(0.05)
             yield batch

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from html import escape, unescape
 
 import pytest
@@ -17,6 +18,7 @@ from PIL import Image
 
 import train_text_to_image
 import train_unconditional as script
+from diffusion_training.families.known import FAMILIES
 from diffusion_training.report import draw_curves, save_report
 
 HOSTILE = "<img src=x onerror=document.title=1>&amp;"
@@ -136,7 +138,8 @@ def write_run(tmp_path, count):
 
 
 def save(args, step=90):
-    save_report(step, train_text_to_image.__file__, train_text_to_image.describe_model, args)
+    describe_model = partial(train_text_to_image.describe_model, FAMILIES["sd"])
+    save_report(step, train_text_to_image.__file__, describe_model, args)
 
 
 def test_a_long_run_costs_little_and_a_cache_tells_what_it_lacks(tmp_path, capfd):

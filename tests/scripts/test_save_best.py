@@ -21,7 +21,7 @@ from conftest import (
 
 import train_text_to_image
 import train_unconditional as script
-from diffusion_training.training.output import save_pipeline
+from diffusion_training.training import output
 from diffusion_training.training.signs import read_best
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -79,7 +79,8 @@ def train(*argv, script=script):
 
 def killed(flags, monkeypatch, name, at):
     """Run the flags with a kill in the function `name` at step `at`."""
-    real = getattr(script, name, None) or save_pipeline
+    holder = script if hasattr(script, name) else output
+    real = getattr(holder, name)
 
     def die(*args):
         values = [arg for arg in args if isinstance(arg, int)]

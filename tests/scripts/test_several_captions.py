@@ -4,6 +4,7 @@ The same ones are drawn from a cache as from images.
 """
 
 import collections
+import dataclasses
 import json
 
 import datasets
@@ -11,7 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from conftest import MODELS, make_images, make_models, make_sdxl, metrics, reset
+from conftest import MODELS, make_images, make_models, make_sdxl, metrics, replace, reset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +20,13 @@ import precompute_latents
 import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.texts import list_captions
-from diffusion_training.latents.encoders import load_models
-from diffusion_training.latents.source import encode_batch, load_data
+from diffusion_training.data.transforms import make_transform
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import load_encoders
+from diffusion_training.latents.source import encode_batch, open_data
 from diffusion_training.latents.text_encoders import encode_prompts
+from diffusion_training.launch import make_launch
 from diffusion_training.order import Order, draw_caption, step_batches
-from diffusion_training.training.launch import make_accelerator
 from diffusion_training.training.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -85,17 +88,18 @@ def train(*argv):
 def read_prompts(family, *argv):
     """What a trainer makes of the captions of KEYS: {name: tensor}, a key after the other."""
     reset()
-    args = script.parse_args([str(arg) for arg in argv])
-    args.model_family = family
-    dataset, frozen = load_data(make_accelerator(args)[0], [family], args)
+    args = replace(script.parse_args([str(arg) for arg in argv]), model_family=family)
+    data = open_data(make_launch(args), open_base(args), None, {}, args)
     found = []
     for key in KEYS:
-        batch = dataset[[key]]
+        batch = data.dataset[[key]]
         if "prompt_lengths" in batch:
             assert batch["prompt_lengths"] == batch["prompt_mask"].sum(dim=1).tolist()
         with torch.no_grad():
-            found.append(encode_batch(batch, frozen, 0.0)[1])
-    return {name: torch.cat([prompts[name] for prompts in found]) for name in found[0]}
+            found.append(encode_batch(batch, data, 0.0).condition)
+    # without SDXL's sizes: the crops of a cache are those of epoch 0
+    names = found[0].keys() - {"time_ids"}
+    return {name: torch.cat([prompts[name] for prompts in found]) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -135,15 +139,15 @@ def test_a_cache_gives_the_captions_that_the_images_give(
 
     # and these are the captions that are drawn
     args = precompute_latents.parse_args([*flags, *flow])
-    text_encoders, tokenizers = load_models(args, torch.float32)[1:]
+    encoders = load_encoders(open_base(args), torch.float32)
     there = [[text is not None for text in pair] for pair in zip(SHORT, LONG, strict=True)]
     drawn = [draw_caption(3, epoch, row, [0.3, 0.7], there[row]) for epoch, row, _ in KEYS]
     texts = [(SHORT, LONG)[which][row] for which, (_, row, _) in zip(drawn, KEYS, strict=True)]
     assert {*drawn} == {0, 1} and texts[-7:] == [*SHORT[:2], LONG[2], *SHORT[3:]]
-    tokens = tokenize(tokenizers, texts)
+    tokens = tokenize(encoders.tokenizers, texts)
     with torch.no_grad():
         torch.testing.assert_close(
-            images["prompt_embeds"], encode_prompts(text_encoders, tokens)["prompt_embeds"]
+            images["prompt_embeds"], encode_prompts(encoders, tokens)["prompt_embeds"]
         )
 
     rows = datasets.load_from_disk(str(tmp_path / "cache"))
@@ -165,11 +169,10 @@ def test_a_cache_gives_the_captions_that_the_images_give(
         torch.testing.assert_close(
             cache["prompt_embeds"], images["prompt_embeds"], rtol=2e-3, atol=2e-4
         )
-        shorts = tokenize(tokenizers, [LONG[2] if text is None else text for text in SHORT])
+        texts = [LONG[2] if text is None else text for text in SHORT]
+        shorts = tokenize(encoders.tokenizers, texts)
         with torch.no_grad():
-            shorts = encode_prompts(text_encoders, shorts)["prompt_embeds"].repeat(
-                len(KEYS) // 7, 1, 1
-            )
+            shorts = encode_prompts(encoders, shorts)["prompt_embeds"].repeat(len(KEYS) // 7, 1, 1)
         torch.testing.assert_close(images["prompt_embeds"], shorts)
 
 
@@ -284,9 +287,10 @@ def test_a_list_in_one_column_has_weights_too(tmp_path):
         "2",
     ]
     args, found = precompute_latents.parse_args(flags), []
+    transform = make_transform(args, "image", None, args.caption_weights, 3, 16)
     for text in pairs:
         try:
-            found.append(list_captions({"text": text}, args))
+            found.append(list_captions({"text": text}, transform))
         except ValueError as error:
             found.append(str(error))
     assert found == [
@@ -300,10 +304,10 @@ def test_a_list_in_one_column_has_weights_too(tmp_path):
         "the caption is 7",
         ["", "b"],
     ]
-    args.skip_empty_captions = True
-    assert list_captions({"text": ["", "b"]}, args) == [None, "b"]
+    transform = dataclasses.replace(transform, skip_empty_captions=True)
+    assert list_captions({"text": ["", "b"]}, transform) == [None, "b"]
     with pytest.raises(ValueError, match="no caption"):
-        list_captions({"text": ["", " \n"]}, args)
+        list_captions({"text": ["", " \n"]}, transform)
 
 
 def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):

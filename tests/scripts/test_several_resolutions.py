@@ -110,9 +110,9 @@ def test_embeddings_without_padding_of_what_is_encoded_again(tmp_path, flags, mo
     """
     encode = script.encode_images
 
-    def overflow(vae, pixel_values):
-        latents = encode(vae, pixel_values)
-        odd = vae.dtype != script.torch.float32 and pixel_values.shape[-1] == 16
+    def overflow(encoders, pixel_values):
+        latents = encode(encoders, pixel_values)
+        odd = encoders.vae.dtype != script.torch.float32 and pixel_values.shape[-1] == 16
         return latents * (float("inf") if odd else 1)
 
     monkeypatch.setattr(script, "encode_images", overflow)
@@ -211,11 +211,11 @@ def test_the_largest_batch_that_fits_is_found_at_the_largest_size_and_kept(
     """
     encode, tried = script.encode_images, []
 
-    def full(vae, pixel_values):
+    def full(encoders, pixel_values):
         tried.append(tuple(pixel_values.shape[::3]))
         if pixel_values.shape[-1] == 16 and len(pixel_values) > 5:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return encode(vae, pixel_values)
+        return encode(encoders, pixel_values)
 
     monkeypatch.setattr(script, "encode_images", full)
     flags += ["--rows_per_shard=8", "--batch_size=auto"]

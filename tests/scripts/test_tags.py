@@ -7,16 +7,18 @@ import collections
 
 import pytest
 import torch
-from conftest import MODELS, make_captioned, metrics
+from conftest import MODELS, make_captioned, metrics, replace
 from test_several_captions import KEYS, make_data, models, precompute, read_prompts, train  # noqa: F401
 
 import precompute_latents
 import train_flow
 import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
-from diffusion_training.data.texts import choose_caption
-from diffusion_training.latents.encoders import load_models
+from diffusion_training.data.texts import choose_caption, weigh_captions
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
+from diffusion_training.latents.source import choose_captions
 from diffusion_training.latents.text_encoders import encode_prompts
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -39,22 +41,29 @@ def make_args(*argv):
     )
 
 
+def make_choice(args):
+    """The choice of captions that the flags ask for."""
+    return choose_captions(args, weigh_captions(args))
+
+
 def test_tags_behind_those_that_stay_come_in_every_order_as_often():
     args = make_args("--shuffle_caption", "--keep_tokens=2", "--seed=4")
+    choice = make_choice(args)
     found = collections.Counter(
-        choose_caption(" a ,b,c, d,  e", epoch, 7, args) for epoch in range(3000)
+        choose_caption(" a ,b,c, d,  e", epoch, 7, choice) for epoch in range(3000)
     )
     assert len(found) == 6 and all(text.startswith("a, b, ") for text in found)
     assert {*found.values()} <= {*range(420, 580)}
-    assert choose_caption("a,b", 0, 7, args) == "a, b" and choose_caption("a", 0, 7, args) == "a"
-    assert choose_caption(" a ,b,c", None, 7, args) == " a ,b,c"  # held out: as it is written
+    assert choose_caption("a,b", 0, 7, choice) == "a, b"
+    assert choose_caption("a", 0, 7, choice) == "a"
+    assert choose_caption(" a ,b,c", None, 7, choice) == " a ,b,c"  # held out: as it is written
     orders = [
-        [choose_caption("a,b,c,d,e,f,g", epoch, row, args) for epoch in range(9)]
+        [choose_caption("a,b,c,d,e,f,g", epoch, row, choice) for epoch in range(9)]
         for row in (1, 1, 2)
     ]
     assert orders[0] == orders[1] != orders[2]
-    args.shuffle_caption = False
-    assert choose_caption(" a ,b,c", 0, 7, args) == " a ,b,c"
+    choice = make_choice(replace(args, shuffle_caption=False))
+    assert choose_caption(" a ,b,c", 0, 7, choice) == " a ,b,c"
 
 
 @pytest.mark.parametrize(
@@ -81,16 +90,15 @@ def test_a_cache_of_tokens_gives_the_tags_that_the_images_give(tmp_path, models,
     # The held-out rows are not shuffled
     assert torch.allclose(cache["prompt_embeds"][-7:], plain["prompt_embeds"][-7:], atol=1e-5)
     args = make_args(*weights, *SHUFFLE)
-    args.model_family, args.pretrained_model_name_or_path, args.resolution = (
-        family,
-        models[family],
-        16,
+    base = open_base(
+        replace(args, model_family=family, pretrained_model_name_or_path=str(models[family]))
     )
-    text_encoders, tokenizers = load_models(args, torch.float32)[1:]
+    encoders, choice = load_encoders(base, torch.float32), make_choice(args)
     rows = [[*pair] for pair in zip(TAGS, LONG, strict=True)] if several else TAGS
-    texts = [choose_caption(rows[row], epoch, row, args) for epoch, row, _ in KEYS]
+    texts = [choose_caption(rows[row], epoch, row, choice) for epoch, row, _ in KEYS]
     with torch.no_grad():
-        expected = encode_prompts(text_encoders, tokenize(tokenizers, texts))["prompt_embeds"]
+        tokens = tokenize(encoders.tokenizers, texts)
+        expected = encode_prompts(encoders, tokens)["prompt_embeds"]
     torch.testing.assert_close(images["prompt_embeds"], expected)
 
 
@@ -147,9 +155,11 @@ def test_a_caption_that_has_changed_on_the_disk_is_seen(tmp_path, models, severa
     path = tmp_path / "cache/data-00001-of-00002.arrow"
     path.write_bytes(path.read_bytes().replace(b"seven, eight", b"eight, seven"))
     args = make_args(*SHUFFLE, "--resolution=16", *flags[2:])
-    args.caption_weights = [1.0, 1.0] if several else None
-    dataset = CachedLatents({tmp_path / "cache": load_cache(tmp_path / "cache")}, 0, False)
-    dataset.tokenizers, dataset.args = load_models(args, torch.float32)[2], args
+    choice = make_choice(args)
+    assert choice.weights == ([1.0, 1.0] if several else None)
+    reads = load_encoders(open_base(args), torch.float32).tokenizers, choice
+    cache = load_cache(tmp_path / "cache")
+    dataset = CachedLatents({tmp_path / "cache": cache}, 0, False, choice.weights, reads)
     for row in (0, 5, 6):
         dataset[[(0, row, 1.0)]]
     with pytest.raises(OSError, match="data-00001-of-00002.arrow is damaged: run the command"):

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import time
+from functools import partial
 
 import fsspec
 import numpy as np
@@ -28,6 +29,7 @@ from conftest import (
     make_captioned,
     make_masked,
     make_prx,
+    make_z_image,
     metrics,
     patch,
     reset,
@@ -42,20 +44,23 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     PRXPipeline,
     PRXTransformer2DModel,
-    ZImagePipeline,
-    ZImageTransformer2DModel,
 )
 from PIL import Image
 from safetensors.torch import load_file
 
 import precompute_latents
 import train_flow as script
+from diffusion_training.batches import Prepared
 from diffusion_training.data.captions import tokenize
-from diffusion_training.latents.encoders import encode_images, load_models
+from diffusion_training.families.base import Encoders
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import encode_images, load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.latents.text_encoders import encode_prompts
 from diffusion_training.order import step_seed
 from diffusion_training.training.costs import count_memory
+from diffusion_training.training.optimizers import make_optimizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import evaluate_samples
@@ -132,6 +137,13 @@ def train(*argv):
     script.main(script.parse_args([str(arg) for arg in argv]))
 
 
+def open_data(argv):
+    """The data of a run."""
+    reset()
+    args = script.parse_args([str(arg) for arg in argv])
+    return script.open_data(script.make_launch(args), open_base(args), None, {}, args)
+
+
 def refused(capfd, *argv):
     """What a run that ends with status 1 says."""
     with pytest.raises(SystemExit) as stop:
@@ -153,21 +165,21 @@ def test_embeddings_are_those_of_the_pipeline_without_padding(tmp_path, cached):
     captions = ["A Digit ONE!", "@someone a digit", "", *CAPTIONS]
     pipeline = PRXPipeline(None, None, *load_text(), None)
     embeds, mask, _, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False)
-    args = script.parse_args(cached)
-    _, text_encoders, tokenizers = load_models(args, torch.float32)
+    encoders = load_encoders(open_base(script.parse_args(cached)), torch.float32)
     with torch.no_grad():
-        ours = encode_prompts(text_encoders, tokenize(tokenizers, captions))
+        ours = encode_prompts(encoders, tokenize(encoders.tokenizers, captions))
     assert torch.equal(ours["prompt_mask"], mask) and mask.sum(dim=1).unique().numel() > 3
     assert torch.equal(ours["prompt_embeds"], embeds.masked_fill(~mask[..., None], 0))
 
-    cache, empty_prompt, batches = load_cache(tmp_path / "cache")
-    rows = [row for _, batch in batches for row in batch["prompt_embeds"].to_pylist()]
+    cache = load_cache(tmp_path / "cache")
+    empty_prompt = cache.empty_prompt
+    rows = [row for _, batch in cache.shards for row in batch["prompt_embeds"].to_pylist()]
     assert [len(row) for row in rows] == (32 * mask[3:].sum(dim=1)).tolist()
     assert (
         torch.equal(empty_prompt["prompt_mask"], mask[2])
         and not empty_prompt["prompt_embeds"][~mask[2]].any()
     )
-    dataset = CachedLatents({"cache": (cache, empty_prompt, batches)}, 0, False)
+    dataset = CachedLatents({"cache": cache}, 0, False)
     batch = dataset[[(0, row, 1.0) for row in (5, 0, 3)]]
     assert torch.equal(batch["prompt_mask"], mask[[8, 3, 6]])
     assert torch.equal(
@@ -182,8 +194,8 @@ def load_text():
 
 
 def test_a_tokenizer_that_fills_up_on_the_left_gives_the_same_tokens(cached):
-    args = script.parse_args(cached)
-    _, text_encoders, tokenizers = load_models(args, torch.float32)
+    encoders = load_encoders(open_base(script.parse_args(cached)), torch.float32)
+    tokenizers = encoders.tokenizers
     right = tokenize(tokenizers, CAPTIONS)
     tokenizers[0].padding_side = "left"
     left = tokenize(tokenizers, CAPTIONS)
@@ -194,7 +206,7 @@ def test_a_tokenizer_that_fills_up_on_the_left_gives_the_same_tokens(cached):
     ]
     assert sequence(left) == sequence(right)
     with torch.no_grad():
-        found = encode_prompts(text_encoders, left)
+        found = encode_prompts(encoders, left)
     assert torch.equal(found["prompt_mask"], right["prompt_mask"])  # moved to the front
     assert (
         not found["prompt_embeds"][~found["prompt_mask"]].any()
@@ -359,8 +371,12 @@ def test_what_a_mask_leaves_out_changes_nothing(cached):
     for weight in model.parameters():  # which begin where text changes nothing
         torch.nn.init.normal_(weight, std=0.2)
     embeds, mask = torch.randn(2, 5, 32), torch.tensor([[1, 1, 1, 0, 0], [0] * 5]).bool()
-    call = lambda embeds, mask: script.call_transformer(
-        model, latents, sigmas, {"prompt_embeds": embeds, "prompt_mask": mask}
+    call = lambda embeds, mask: script.predict_velocity(
+        FAMILIES["prx"],
+        {"transformer": model},
+        latents,
+        sigmas,
+        {"prompt_embeds": embeds, "prompt_mask": mask},
     )
     with torch.no_grad():
         found = call(embeds, mask)
@@ -432,9 +448,9 @@ def loss_of(argv, model, latents, shift=1.0, weight=None, **inputs):
         "prompt_mask": torch.ones(len(latents), 1).bool(),
     }
     weight = torch.full((len(latents),), 1 / len(latents)) if weight is None else weight
-    return script.compute_loss(
-        {"transformer": model}, shift, latents, condition, inputs, weight, args
-    )
+    predict = partial(script.predict_velocity, FAMILIES["prx"])
+    prepared = Prepared(latents, condition, inputs)
+    return script.compute_loss(args, shift, predict, {}, {"transformer": model}, prepared, weight)
 
 
 class Output:
@@ -489,17 +505,15 @@ def test_weights_and_masks_count():
 
 
 def test_a_dropped_caption_is_the_empty_one(tmp_path, cached):
-    accelerator_args = script.parse_args(cached)
-    accelerator, _ = script.make_accelerator(accelerator_args)
-    dataset, frozen = script.load_data(accelerator, script.CLASSES, accelerator_args)
-    batch = dataset[[(0, row, 1.0) for row in range(6)]]
+    data = open_data(cached)
+    batch = data.dataset[[(0, row, 1.0) for row in range(6)]]
     torch.manual_seed(0)
-    latents, condition, _ = script.prepare_batch(batch, frozen, 1.0)
-    assert torch.equal(condition["prompt_mask"], frozen.empty_prompt["prompt_mask"].expand(6, 8))
+    latents, condition, _ = script.prepare_batch(data, 1.0, batch)
+    assert torch.equal(condition["prompt_mask"], data.empty_prompt["prompt_mask"].expand(6, 8))
     assert torch.equal(
-        condition["prompt_embeds"], frozen.empty_prompt["prompt_embeds"].expand(6, 8, 32)
+        condition["prompt_embeds"], data.empty_prompt["prompt_embeds"].expand(6, 8, 32)
     )
-    _, kept, _ = script.prepare_batch(batch, frozen, 0.0)
+    _, kept, _ = script.prepare_batch(data, 0.0, batch)
     assert torch.equal(kept["prompt_mask"], batch["prompt_mask"]) and latents.shape == (6, 4, 8, 8)
 
 
@@ -567,13 +581,10 @@ def test_from_scratch_with_t5_and_a_vae_that_shifts(tmp_path, flags):
     assert image.size == (16, 16)
 
     # What is trained on is what the pipeline undoes: (latents - shift) * factor.
-    args = script.parse_args([*flags, *parts, f"--latents_dir={tmp_path / 'cache'}"])
-    reset()
-    accelerator, _ = script.make_accelerator(args)
-    dataset, frozen = script.load_data(accelerator, script.CLASSES, args)
-    batch = dataset[[(0, 0, 1.0)]]
+    data = open_data([*flags, *parts, f"--latents_dir={tmp_path / 'cache'}"])
+    batch = data.dataset[[(0, 0, 1.0)]]
     batch["latents"][:, batch["latents"].shape[1] // 2 :] = 0  # no spread
-    latents, _, _ = script.prepare_batch(batch, frozen, 0.0)
+    latents, _, _ = script.prepare_batch(data, 0.0, batch)
     mean = batch["latents"].float().view(1, 32, 8, 8)[:, :16]
     assert torch.allclose(latents / 0.5 + 0.25, mean, atol=1e-6)
 
@@ -599,11 +610,12 @@ def test_an_autoencoder_dc_gives_latents_without_moments(tmp_path, flags, capfd)
     vae = AutoencoderDC(**blocks, **kinds, **layers, **qkv)
     vae.save_pretrained(tmp_path / "dc")
     make_cache(tmp_path, f"--vae_name_or_path={tmp_path / 'dc'}")
-    cache, _, batches = load_cache(tmp_path / "cache")
+    cache = load_cache(tmp_path / "cache").settings
     assert cache["latents"] == "sample" and cache["latents_shape"] == [4, 8, 8]
     assert cache["vae"]["class"] == "AutoencoderDC" and cache["vae"]["scaling_factor"] == 0.4
     pixels = torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8)
-    assert torch.equal(encode_images(vae, pixels), vae.encode(pixels / 127.5 - 1).latent)
+    encoders = Encoders(FAMILIES["prx"], vae, None, [])
+    assert torch.equal(encode_images(encoders, pixels), vae.encode(pixels / 127.5 - 1).latent)
     train(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--vae_name_or_path={tmp_path / 'dc'}")
     assert type(DiffusionPipeline.from_pretrained(tmp_path / "out").vae) is AutoencoderDC
     with pytest.raises(SystemExit):
@@ -680,7 +692,7 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
 def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached):
     args = script.parse_args([*cached, "--optimizer=muon", "--adam_weight_decay=0.1"])
     model = PRXTransformer2DModel(**PRX)
-    optimizer = script.make_optimizer({"transformer": model}, None, args)
+    optimizer = make_optimizer({"transformer": model}, None, args)
     muon, adamw = [{id(weight) for weight in group["params"]} for group in optimizer.param_groups]
     for name, weight in model.named_parameters():
         assert id(weight) in (
@@ -717,57 +729,6 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
 # ------------------------------------------------------------------- Z-Image
 
 
-def make_z_image(folder):
-    """A Z-Image pipeline of 40,000 weights: Qwen3 with a chat template, a VAE that shifts."""
-    tokenizer = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer,
-        pad_token=tokenizer.pad_token,
-        eos_token=tokenizer.eos_token,
-        model_max_length=64,
-    )
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
-        "{% if add_generation_prompt %}answer{% endif %}"
-    )
-    torch.manual_seed(0)
-    config = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": len(tokenizer),
-    }
-    text_encoder = transformers.Qwen3Model(transformers.Qwen3Config(**config))
-    vae = AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        norm_num_groups=4,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        scaling_factor=0.5,
-        shift_factor=0.25,
-    )
-    transformer = ZImageTransformer2DModel(
-        in_channels=4,
-        dim=32,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=32,
-        axes_dims=[4, 6, 6],
-        axes_lens=[256, 32, 32],
-    )
-    for weight in transformer.parameters():
-        torch.nn.init.normal_(weight, std=0.1) if weight.dim() > 1 else None
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=6.0)
-    ZImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer).save_pretrained(folder)
-    return folder
-
-
 def test_a_lora_of_z_image_is_trained_as_its_pipeline_samples(tmp_path, flags, capfd):
     base = make_z_image(tmp_path / "z")
     argv = [flag for flag in flags if "transformer_config" not in flag and "pretrained" not in flag]
@@ -786,12 +747,9 @@ def test_a_lora_of_z_image_is_trained_as_its_pipeline_samples(tmp_path, flags, c
     # The embeddings are the pipeline's, and the loss is that of its own prediction.
     pipeline = DiffusionPipeline.from_pretrained(base)
     theirs, _ = pipeline.encode_prompt(list(CAPTIONS), do_classifier_free_guidance=False)
-    args = script.parse_args([*argv, f"--latents_dir={tmp_path / 'cache'}"])
-    reset()
-    accelerator, _ = script.make_accelerator(args)
-    dataset, frozen = script.load_data(accelerator, script.CLASSES, args)
-    batch = dataset[[(0, row, 1.0) for row in range(6)]]
-    latents, condition, _ = script.prepare_batch(batch, frozen, 0.0)
+    data = open_data([*argv, f"--latents_dir={tmp_path / 'cache'}"])
+    batch = data.dataset[[(0, row, 1.0) for row in range(6)]]
+    latents, condition, _ = script.prepare_batch(data, 0.0, batch)
     assert condition["prompt_lengths"].tolist() == [len(embeds) for embeds in theirs]
     for ours, length, embeds in zip(
         condition["prompt_embeds"], condition["prompt_lengths"], theirs, strict=True
@@ -800,7 +758,8 @@ def test_a_lora_of_z_image_is_trained_as_its_pipeline_samples(tmp_path, flags, c
     noise, sigmas = torch.randn(latents.shape), torch.rand(6)
     noisy = script.add_noise(latents, noise, sigmas)
     with torch.no_grad():
-        ours = script.call_transformer(pipeline.transformer, noisy, sigmas, condition)
+        models = {"transformer": pipeline.transformer}
+        ours = script.predict_velocity(data.family, models, noisy, sigmas, condition)
         given = [
             embeds[:n]
             for embeds, n in zip(
@@ -858,9 +817,12 @@ def test_a_lora_of_z_image_is_trained_as_its_pipeline_samples(tmp_path, flags, c
     )
     with pytest.raises(SystemExit):
         script.parse_args([*lora, "--latents_dir=x", "--model_family=prx"])
-    assert (
-        "--rank trains a LoRA for a transformer of --model_family z-image" in capfd.readouterr().err
-    )
+    sentence = "--rank needs --model_family z-image (PRX has no LoRA)"
+    assert sentence in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        script.parse_args([*lora, "--latents_dir=x", "--transformer_config_name_or_path=x"])
+    sentence = "--rank needs a pretrained transformer: leave --transformer_config_name_or_path out"
+    assert sentence in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------- refusals

@@ -25,6 +25,7 @@ from conftest import (
     metrics,
     open_pipeline,
     patch,
+    replace,
     reset,
     start,
 )
@@ -34,6 +35,7 @@ from safetensors.torch import load_file
 
 import precompute_latents
 import train_text_to_image as script
+from diffusion_training.families.opening import open_base
 from diffusion_training.order import step_seed
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -298,8 +300,8 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
 
 def test_another_objective_than_the_bases_is_told_in_the_card(tmp_path, flags):
     args = script.parse_args([*flags, "--prediction_type=v_prediction", "--rescale_betas_zero_snr"])
-    args.resolution = 16
-    usage = script.describe_model(1, None, args)[2]
+    family = open_base(args).family
+    usage = script.describe_model(family, 1, None, replace(args, resolution=16))[2]
     scheduler = SimpleNamespace(config={"num_train_timesteps": 1000, "prediction_type": "epsilon"})
     pipeline = SimpleNamespace(scheduler=scheduler)
     line = next(line for line in usage.splitlines() if line.startswith("pipeline.scheduler"))

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,6 +30,7 @@ from conftest import (
     make_models,
     metrics,
     patch,
+    replace,
     reset,
     start,
     wait_until,
@@ -46,11 +48,17 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 import precompute_latents
 import train_text_to_image as script
+from diffusion_training.batches import Prepared
 from diffusion_training.data.rows import load_rows
-from diffusion_training.latents.encoders import load_models
-from diffusion_training.latents.source import CaptionedImages
+from diffusion_training.data.transforms import make_transform
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import Latents
+from diffusion_training.latents.source import CaptionedImages, choose_captions
+from diffusion_training.latents.text_encoders import load_text_encoders
 from diffusion_training.order import step_seed
 from diffusion_training.report import draw_curves
+from diffusion_training.training.checkpoints import save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -501,14 +509,14 @@ def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached,
     """The loss records the rows of each process: 6 rows in steps of 2 x 2, for two epochs."""
     compute_loss, prepare_batch, rows = script.compute_loss, script.prepare_batch, []
 
-    def preparing(batch, **options):
+    def preparing(data, caption_dropout, batch):
         rows[:] = batch["latents"].double().mean(1).tolist()
-        return prepare_batch(batch, **options)
+        return prepare_batch(data, caption_dropout, batch)
 
-    def recording(models, noise_scheduler, images, condition, loss_inputs, weight, args):
+    def recording(*given):
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
-            file.write(json.dumps([rows, weight.tolist(), torch.initial_seed()]) + "\n")
-        return compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight, args)
+            file.write(json.dumps([rows, given[-1].tolist(), torch.initial_seed()]) + "\n")
+        return compute_loss(*given)
 
     monkeypatch.setattr(script, "prepare_batch", preparing)
     monkeypatch.setattr(script, "compute_loss", recording)
@@ -636,7 +644,7 @@ def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models
     config |= {"_class_name": "PNDMScheduler", "prediction_type": "epsilon", "skip_prk_steps": True}
     (models / "scheduler/scheduler_config.json").write_text(json.dumps(config))
     args = script.parse_args([*cached, "--prediction_type=v_prediction"])
-    noise_scheduler, sampler = script.make_schedulers(args)
+    noise_scheduler, sampler = script.make_schedulers(open_base(args), args)
     assert (
         type(sampler).__name__ == "PNDMScheduler"
         and sampler.config.prediction_type == "v_prediction"
@@ -658,33 +666,49 @@ def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models
 # ------------------------------------------------------------------- data
 
 
+def make_data(latents, embeds_shape=(8, 32)):
+    """What `open_data` finds out, of `Latents`, with an empty prompt of zeros."""
+    return script.Data(
+        dataset=None,
+        family=FAMILIES["sd"],
+        latents=latents,
+        empty_prompt={"prompt_embeds": torch.zeros(embeds_shape)},
+        empty_length=embeds_shape[0],
+        encoders=None,
+        validation=None,
+        resolution=latents.shape[1] * latents.downscale,
+        bucket_step=None,
+        clip_skip=None,
+        caption_weights=None,
+        mask_column=None,
+        num_workers=0,
+    )
+
+
 def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     torch.manual_seed(0)
     mean, std = torch.randn(1000, 4, 2, 2), torch.rand(1000, 4, 2, 2) + 0.5
-    cache = {"latents": "moments", "latents_shape": [8, 2, 2], "prompt_embeds_shape": [3, 5]}
-    cache["vae"] = {"scaling_factor": 0.5}
+    moments = Latents("moments", (8, 2, 2), shift=0.0, factor=0.5, downscale=2)
     batch = {
         "latents": torch.cat([mean, std], 1).flatten(1).half(),
         "prompt_embeds": torch.ones(1000, 15).half(),
     }
     batch["latents_shape"] = [8, 2, 2]
 
-    def prepare(cache, caption_dropout):
-        frozen = SimpleNamespace(
-            vae=None, empty_prompt={"prompt_embeds": torch.zeros(3, 5)}, cache=cache, lengths=None
-        )
-        latents, condition, loss_inputs = script.prepare_batch(batch, frozen, caption_dropout)
-        assert loss_inputs == {}
-        return latents, condition["encoder_hidden_states"]
+    def prepare(latents, caption_dropout):
+        data = make_data(latents, (3, 5))
+        prepared = script.prepare_batch(data, caption_dropout, batch)
+        assert isinstance(prepared, Prepared) and prepared.loss_inputs == {}
+        return prepared.images, prepared.condition["prompt_embeds"]
 
-    latents, embeds = prepare(cache, 0.25)
+    latents, embeds = prepare(moments, 0.25)
     z = (latents / 0.5 - mean) / std
     assert latents.dtype == torch.float32 and abs(z.mean()) < 0.05 and abs(z.std() - 1) < 0.05
-    again, _ = prepare(cache, 0.0)
+    again, _ = prepare(moments, 0.0)
     assert not torch.equal(latents, again)  # another draw
     assert embeds.shape == (1000, 3, 5) and set(embeds.mean((1, 2)).tolist()) == {0.0, 1.0}
     assert 0.2 < 1 - embeds.mean() < 0.3
-    sample = {**cache, "latents": "sample"}
+    sample = Latents("sample", (4, 2, 2), shift=0.0, factor=0.5, downscale=2)
     batch |= {"latents": mean.flatten(1).half(), "latents_shape": [4, 2, 2]}
     fixed, embeds = prepare(sample, 0.0)
     torch.testing.assert_close(fixed, mean.half().float() * 0.5)
@@ -693,14 +717,7 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
 
 def test_latents_are_the_same_whatever_the_layout_of_a_vaes_output(monkeypatch):
     moments = torch.cat([torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)], 1)
-    cache = {"latents": "moments", "vae": {"scaling_factor": 1.0}}
-    frozen = SimpleNamespace(
-        lengths=None,
-        vae=None,
-        text_encoders=None,
-        empty_prompt={"prompt_embeds": torch.zeros(8, 32)},
-        cache=cache,
-    )
+    data = make_data(Latents("moments", (8, 8, 8), shift=0.0, factor=1.0, downscale=2))
     patch(monkeypatch, "encode_prompts", lambda *given: {"prompt_embeds": torch.ones(2, 8, 32)})
     drawn, layouts = [], []
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -708,23 +725,30 @@ def test_latents_are_the_same_whatever_the_layout_of_a_vaes_output(monkeypatch):
         patch(
             monkeypatch,
             "encode_images",
-            lambda vae, images, layout=layout: moments.to(memory_format=layout),
+            lambda encoders, images, layout=layout: moments.to(memory_format=layout),
         )
-        drawn.append(
-            script.prepare_batch({"pixel_values": None, "input_ids": None}, frozen, 0.0)[0]
-        )
+        batch = {"pixel_values": None, "input_ids": None}
+        drawn.append(script.prepare_batch(data, 0.0, batch).images)
         layouts.append(moments.to(memory_format=layout).stride())
     assert (
         layouts[0] != layouts[1] and drawn[0].stride() == drawn[1].stride() and torch.equal(*drawn)
     )
 
 
+def open_images(*argv):
+    """The images and captions of a run's flags."""
+    args = script.parse_args([*argv])
+    images = load_rows(args, others=["text"])
+    _, tokenizers = load_text_encoders(open_base(args), torch.float32)
+    transform = make_transform(args, images.column, images.mask_column, None, 3, args.resolution)
+    choice = choose_captions(args, None)
+    return CaptionedImages(images, transform.source, transform, tokenizers, choice, None, 0)
+
+
 def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
     make_captioned(tmp_path / "images", 6, ["one", "", "two " * 50, "four", "five", "six"])
     (tmp_path / "images/4.png").write_bytes(b"no image")
-    args = script.parse_args([*images, "--random_flip", "--skip_empty_captions"])
-    tokenizers = load_models(args, torch.float32)[2]
-    data = CaptionedImages(*load_rows(args, others=["text"]), 3, tokenizers, None, args)
+    data = open_images(*images, "--random_flip", "--skip_empty_captions")
     keys = [(1, row, row / 10) for row in (4, 0, 5, 2, 2, 1)]
     batch, alone = data[keys], [data[[key]] for key in keys]
     for name in ("pixel_values", "input_ids", "weight"):
@@ -735,7 +759,7 @@ def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
         ("1.png", "the caption is empty"),
     ]
     left = [data[[(epoch, 0, 1.0)]]["pixel_values"] for epoch in range(20)]
-    plain = CaptionedImages(data.rows, data.column, 3, tokenizers, None, script.parse_args(images))
+    plain = open_images(*images)
     flipped = [
         not torch.equal(one, plain[[(i, 0, 1.0)]]["pixel_values"]) for i, one in enumerate(left)
     ]
@@ -774,11 +798,9 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
 
 
 def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
-    cache = {"latents": "moments", "latents_shape": [*latents_shape]}
-    return script.make_unet(
-        SimpleNamespace(cache=cache, empty_prompt={"prompt_embeds": torch.zeros(8, embed_dim)}),
-        args,
-    )
+    latents = Latents("moments", latents_shape, shift=0.0, factor=1.0, downscale=2)
+    base, predict = open_base(args), partial(script.predict_noise, FAMILIES["sd"])
+    return script.make_unet(base, make_data(latents, (8, embed_dim)), predict, torch.float32, args)
 
 
 @pytest.mark.parametrize("new", [True, False])
@@ -794,7 +816,9 @@ def test_the_pipeline_draws_the_size_that_was_trained(tmp_path, flags, models, n
         (models / "unet").rename(tmp_path / "unet")
         flags = [*flags, f"--unet_config_name_or_path={tmp_path / 'unet/config.json'}"]
     args = script.parse_args([*flags, "--latents_dir=cache"])
-    pipeline = script.make_pipeline(unet_for(args), script.make_schedulers(args)[1], args)
+    base = open_base(args)
+    sampler = script.make_schedulers(base, args)[1]
+    pipeline = script.make_pipeline(base, unet_for(args), sampler, with_text=True)
     pipeline.save_pretrained(tmp_path / "pipeline")
     assert (
         StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline").unet.config.sample_size == 8
@@ -812,6 +836,7 @@ def test_configs_of_real_models_are_those_models():
 
 def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd):
     args = script.parse_args([*flags, "--latents_dir=cache"])
+    base = open_base(args)
     assert unet_for(args).config.in_channels == 4
     with pytest.raises(
         SystemExit, match="takes 4 channels and embeddings of 32; the latents have 8, the"
@@ -824,12 +849,11 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         {"encoder_hid_dim_type": "text_image_proj"},
     ):
         (tmp_path / "unet.json").write_text(json.dumps({**config, **change}))
-        args.unet_config_name_or_path = str(tmp_path / "unet.json")
+        wrong = replace(args, unet_config_name_or_path=str(tmp_path / "unet.json"))
         with pytest.raises(
             SystemExit, match="unet.json can't be trained here|unet.json holds no UNet2D"
         ):
-            unet_for(args)
-    args.unet_config_name_or_path = None
+            unet_for(wrong)
     path = models / "scheduler/scheduler_config.json"
     scheduler = path.read_text()
     for change in (
@@ -840,16 +864,15 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
     ):
         path.write_text(json.dumps({**json.loads(scheduler), **change}))
         with pytest.raises(SystemExit, match="scheduler"):
-            script.make_schedulers(args)
+            script.make_schedulers(base, args)
     path.write_text(scheduler)
-    args.num_inference_steps = 1001
     with pytest.raises(
         SystemExit, match="--num_inference_steps 1001 exceeds the 1000 training timesteps"
     ):
-        script.make_schedulers(args)
+        script.make_schedulers(base, replace(args, num_inference_steps=1001))
     shutil.rmtree(models / "scheduler")
     with pytest.raises(SystemExit, match="holds no scheduler"):
-        script.make_schedulers(args)
+        script.make_schedulers(base, args)
     shutil.rmtree(models / "unet")
     with pytest.raises(SystemExit, match="holds no UNet2DConditionModel"):
         unet_for(args)
@@ -958,9 +981,9 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
 def test_training_goes_on_with_dropout_after_samples(tmp_path, cached, monkeypatch):
     training, compute_loss = [], script.compute_loss
 
-    def watched(models, *args):
+    def watched(args, noise_scheduler, predict, frozen, models, prepared, weight):
         training.append(models["unet"].training)
-        return compute_loss(models, *args)
+        return compute_loss(args, noise_scheduler, predict, frozen, models, prepared, weight)
 
     monkeypatch.setattr(script, "compute_loss", watched)
     train(
@@ -984,8 +1007,11 @@ def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, cached, monkeypat
 
         return wrapper
 
-    for name in ("log_validation", "save_checkpoint"):
-        monkeypatch.setattr(script, name, slow(getattr(script, name)))
+    for name, function in (
+        ("log_validation", script.log_validation),
+        ("save_checkpoint", save_checkpoint),
+    ):
+        patch(monkeypatch, name, slow(function))
     train(
         *cached,
         "--validation_prompts=a digit",

@@ -26,6 +26,7 @@ from conftest import (
     make_images,
     metrics,
     patch,
+    replace,
     reset,
     start,
     wait_until,
@@ -36,9 +37,11 @@ from PIL import Image
 
 import train_unconditional as script
 from diffusion_training.data.rows import load_rows
+from diffusion_training.models import update_ema
 from diffusion_training.order import step_seed
 from diffusion_training.report import draw_curves
-from diffusion_training.training.models import update_ema
+from diffusion_training.training import checkpoints as checkpoints_module
+from diffusion_training.training import output
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -512,11 +515,12 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
     (tmp_path / "images/7.png").write_bytes(b"not an image")
     compute_loss = script.compute_loss
 
-    def recording(models, noise_scheduler, images, condition, loss_inputs, weight, args):
-        levels = ((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor()[weight > 0].tolist()
+    def recording(args, noise_scheduler, predict, frozen, models, prepared, weight):
+        means = prepared.images.mean(dim=(1, 2, 3))
+        levels = ((means + 1) * 127.5 / 20).floor()[weight > 0].tolist()
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps([levels, weight.tolist(), torch.initial_seed()]) + "\n")
-        return compute_loss(models, noise_scheduler, images, condition, loss_inputs, weight, args)
+        return compute_loss(args, noise_scheduler, predict, frozen, models, prepared, weight)
 
     monkeypatch.setattr(script, "compute_loss", recording)
     pids = start(
@@ -576,8 +580,8 @@ def test_learning_rate_follows_the_curve_in_optimizer_steps(
 def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
     """One step of 5 images in micro-batches of 2, 2 and 1 has the gradient of one batch of 5."""
 
-    def plain(models, noise_scheduler, images, condition, loss_inputs, weight, args):
-        return (weight * models["unet"](images, 5).sample.mean((1, 2, 3))).sum()
+    def plain(args, noise_scheduler, predict, frozen, models, prepared, weight):
+        return (weight * models["unet"](prepared.images, 5).sample.mean((1, 2, 3))).sum()
 
     monkeypatch.setattr(script, "compute_loss", plain)
     shared = [*flags, "--center_crop", "--num_epochs=1", "--max_grad_norm=0"]
@@ -727,7 +731,7 @@ def images_of(tmp_path):
         args = script.parse_args(
             [f"--train_data_dir={tmp_path / folder}", "--resolution=16", *argv]
         )
-        return script.ImageDataset(*load_rows(args), channels, args)
+        return script.ImageDataset(load_rows(args), channels, args)
 
     return images_of
 
@@ -913,9 +917,9 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
 def test_training_goes_on_with_dropout_after_samples(tmp_path, flags, monkeypatch):
     training, compute_loss = [], script.compute_loss
 
-    def watched(models, *args):
+    def watched(args, noise_scheduler, predict, frozen, models, *others):
         training.append(models["unet"].training)
-        return compute_loss(models, *args)
+        return compute_loss(args, noise_scheduler, predict, frozen, models, *others)
 
     monkeypatch.setattr(script, "compute_loss", watched)
     train(*flags, "--no-use_ema", "--validation_steps=1", "--max_train_steps=3")
@@ -933,8 +937,9 @@ def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, flags, monkeypatc
 
         return wrapper
 
-    for name in ("log_validation", "save_checkpoint", "save_pipeline"):
-        monkeypatch.setattr(script, name, slow(getattr(script, name)))
+    monkeypatch.setattr(script, "log_validation", slow(script.log_validation))
+    patch(monkeypatch, "save_checkpoint", slow(checkpoints_module.save_checkpoint))
+    patch(monkeypatch, "save_pipeline", slow(output.save_pipeline))
     train(*flags, "--validation_steps=1", "--checkpointing_steps=1", "--max_train_steps=3")
     assert late[0] >= 6000 and all(
         record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out")
@@ -996,9 +1001,10 @@ def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, mon
 
 def test_main_runs_in_a_thread_and_twice_with_the_same_arguments(tmp_path, flags):
     args = script.parse_args([*flags, "--scale_lr", "--max_train_steps=1"])
-    before, rates = copy.deepcopy(args), []
+    rates = []
     for name in ("one", "two"):
-        args.output_dir = before.output_dir = str(tmp_path / name)
+        args = replace(args, output_dir=str(tmp_path / name))
+        before = copy.deepcopy(args)
         reset()
         thread = threading.Thread(target=script.main, args=(args,))
         thread.start()

@@ -92,12 +92,13 @@ def test_a_range_test_trains_at_rates_that_grow(tmp_path, flags, monkeypatch, ca
     """The test uses the real optimizer and real steps, and its weights move."""
     seen, train_step = [], script.train_step
 
-    def recording(accelerator, noise_scheduler, args, prepare, models, optimizer, *rest):
+    def recording(accelerator, prepare, loss, seed, max_grad_norm, models, optimizer, *rest):
         norm = sum(
             weight.detach().double().square().sum() for weight in models["unet"].parameters()
         ).item()
-        sums = train_step(accelerator, noise_scheduler, args, prepare, models, optimizer, *rest)
-        seen.append((optimizer.param_groups[0]["lr"], (sums[0] / sums[1]).item(), norm))
+        sums = train_step(accelerator, prepare, loss, seed, max_grad_norm, models, optimizer, *rest)
+        mean_loss = (sums["loss"] / sums["weight"]).item()
+        seen.append((optimizer.param_groups[0]["lr"], mean_loss, norm))
         return sums
 
     monkeypatch.setattr(script, "train_step", recording)
@@ -123,11 +124,12 @@ class FullMemory:
         self.trials, self.compute_loss, self.most = [], script.compute_loss, most
         monkeypatch.setattr(script, "compute_loss", self)
 
-    def __call__(self, models, noise_scheduler, images, *rest):
-        self.trials.append(len(images))
-        if len(images) > self.most:
+    def __call__(self, args, noise_scheduler, predict, frozen, models, prepared, weight):
+        count = len(prepared.images)
+        self.trials.append(count)
+        if count > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return self.compute_loss(models, noise_scheduler, images, *rest)
+        return self.compute_loss(args, noise_scheduler, predict, frozen, models, prepared, weight)
 
 
 def settings(folder):

@@ -11,26 +11,27 @@ from pathlib import Path
 
 import torch
 
-from diffusion_training.errors import speaks
+from diffusion_training.errors import is_local_main
 
 BEAT = 2.0  # seconds
 # beats; the launcher then ends its other processes, and the job is over within a minute
-MOST_SILENT = 17
+MAX_SILENT = 17
 LEFT = b"left"
 
 
 def listen_to_machines(timeout: timedelta) -> None:
     """Send heartbeats of this machine and listen to the others of the job, in threads.
 
-    The threads also run while a machine computes. If a machine is silent for `MOST_SILENT` beats of
+    The threads also run while a machine computes. If a machine is silent for `MAX_SILENT` beats of
     this one, the process prints an error and ends with status 1. Silence is counted in beats and
     not in seconds, so that a job that is stopped and continued (SIGSTOP, a suspended cluster) hears
     all machines again. A single machine starts no threads.
 
     timeout: how long the others may take to get here.
     """
-    rank, num_local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_machines, mine = int(os.environ.get("WORLD_SIZE", "1")) // num_local, rank // num_local
+    rank = int(os.environ.get("RANK", "0"))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_machines = int(os.environ.get("WORLD_SIZE", "1")) // num_local
     if num_machines < 2:
         return
     # A connection of its own: requests that block on torch's connection must not delay heartbeats.
@@ -40,43 +41,48 @@ def listen_to_machines(timeout: timedelta) -> None:
     )
     # the store also holds the beats of earlier attempts
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    names = [f"heartbeat/{attempt}/{machine}" for machine in range(num_machines)]
-    heard, ended = [], threading.Event()
+    keys = [f"heartbeat/{attempt}/{machine}" for machine in range(num_machines)]
+    own_key = keys[rank // num_local]
+    heard = []
+    ended = threading.Event()
 
     def beat() -> None:
         number = 0
         with contextlib.suppress(RuntimeError):  # the store has gone: nothing is heard any more
             while not ended.wait(BEAT):
-                if speaks():
+                if is_local_main():
                     number += 1
-                    store.set(names[mine], f"{number} {socket.gethostname()}")
+                    store.set(own_key, f"{number} {socket.gethostname()}")
                 # never returns if the machine that runs the store is silent
-                heard[:] = store.multi_get(names)
-            if speaks():
-                store.set(names[mine], LEFT)
+                heard[:] = store.multi_get(keys)
+            if is_local_main():
+                store.set(own_key, LEFT)
 
     def listen() -> None:
-        before, silent = [], [0] * num_machines
+        previous = []
+        silent = [0] * num_machines
         while not ended.wait(BEAT):
-            if now := list(heard):
-                said = zip(silent, now, before or now, strict=True)
-                silent = [count + 1 if this == last != LEFT else 0 for count, this, last in said]
-                before = now
-            if max(silent) >= MOST_SILENT:
-                first = silent.index(max(silent))
-                host = before[first].decode().partition(" ")[2]
-                if speaks():
-                    what = (
-                        f"machine {first} ({host}) has been silent for "
-                        f"{MOST_SILENT * BEAT:.0f} seconds"
-                    )
-                    turn = "what is saved is whole, and the same command goes on from there"
+            if beats := list(heard):
+                previous = previous or beats
+                for machine in range(num_machines):
+                    is_silent = beats[machine] == previous[machine] != LEFT
+                    silent[machine] = silent[machine] + 1 if is_silent else 0
+                previous = beats
+            if max(silent) >= MAX_SILENT:
+                if is_local_main():
+                    machine = silent.index(max(silent))
+                    host = previous[machine].decode().partition(" ")[2]
                     print(
-                        f"\n{Path(sys.argv[0]).name}: {what}; {turn}", file=sys.stderr, flush=True
+                        f"\n{Path(sys.argv[0]).name}: machine {machine} ({host}) has been silent "
+                        f"for {MAX_SILENT * BEAT:.0f} seconds; what is saved is whole, "
+                        "and the same command goes on from there",
+                        file=sys.stderr,
+                        flush=True,
                     )
                 os._exit(1)  # whatever the main thread waits for
 
-    beating, listening = (threading.Thread(target=work, daemon=True) for work in (beat, listen))
+    beating = threading.Thread(target=beat, daemon=True)
+    listening = threading.Thread(target=listen, daemon=True)
 
     def leave() -> None:
         ended.set()

@@ -5,17 +5,50 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, check_source, number, size
-from diffusion_training.data.streams import check_stream_args
-from diffusion_training.data.texts import add_caption_flags, check_captions
+from diffusion_training.data.streams import add_stream_flags, check_stream_args
+from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
+from diffusion_training.families.base import Family
+from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES
 from diffusion_training.remote import is_address
 
 Add = Callable[..., argparse.Action]  # add_argument of a parser or of a group
+# flags that do nothing with --latents_dir
+IMAGES_ONLY = (
+    "dataset_config_name",
+    "dataset_split",
+    "image_column",
+    "caption_column",
+    "max_train_samples",
+    "caption_extension",
+    "center_crop",
+    "image_interpolation_mode",
+    "min_size",
+    "skip_empty_captions",
+    "dataloader_num_workers",
+    "bucket_step",
+    "bucket_max_ratio",
+    "mask_column",
+    "bucket_no_upscale",
+    "prefetch_factor",
+    "instance_prompt",
+    "folder_repeats",
+    "streaming",
+    "shuffle_buffer",
+)
+# flags that do nothing without --rank
+LORA_ONLY = (
+    "lora_alpha",
+    "lora_layers",
+    "lora_dropout",
+    "use_dora",
+    "output_kohya_format",
+    "network_weights",
+)
 
 
 def add_source_flags(add: Add, captions: bool = False) -> None:
@@ -55,10 +88,9 @@ def add_transform_flags(add: Add) -> None:
         help="skip images with a side shorter than this many pixels",
     )
     add("--skip_empty_captions", **SWITCH, help="skip images with an empty caption")
-    modes = ["bicubic", "bilinear", "nearest-exact"]
     add(
         "--image_interpolation_mode",
-        choices=modes,
+        choices=["bicubic", "bilinear", "nearest-exact"],
         default="bicubic",
         help="interpolation for resizing, always antialiased",
     )
@@ -76,10 +108,11 @@ def add_bucket_flags(add: Add) -> None:
         type=number(1, 4096, int),
         help="keep aspect ratios, with sides that are multiples of this (None: square images)",
     )
-    keep: dict[str, Any] = {"dest": "bucket_step", "action": "store_const", "const": 64}
     add(
         "--use_aspect_ratio_buckets",
-        **keep,
+        dest="bucket_step",
+        action="store_const",
+        const=64,
         help="same as --bucket_step 64; the name in diffusers' scripts",
     )
     add(
@@ -126,7 +159,7 @@ def add_storage_flags(add: Add) -> None:
 def add_device_flags(add: Add, trains: bool = True) -> None:
     """Add the flags for how the device computes.
 
-    `make_accelerator`, `compile_model` and a trainer's `main` read them.
+    `make_launch`, `compile_model` and a trainer's `main` read them.
     """
     if trains:
         add("--gradient_checkpointing", **SWITCH, help="less memory, about a third slower")
@@ -154,29 +187,38 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
 
 
 def add_family_flags(add: Add, default: str | None = None) -> None:
-    """Add the flags for model family and caption length, which `load_models` reads."""
-    families = ["sd", "sdxl", "prx", "z-image"]
+    """Add the flags for model family and caption length, which `open_base` reads."""
     add(
         "--model_family",
-        choices=families,
+        choices=[*FAMILIES],
         default=default,
-        help="family of the models (None: the pipeline's, or sd)",
+        help=f"family of the models (None: the pipeline's, or {DEFAULT_FAMILY})",
     )
+    limits = [
+        f"{name} (None: {family.max_tokens})"
+        for name, family in FAMILIES.items()
+        if family.max_tokens
+    ]
     add(
         "--max_sequence_length",
         type=COUNT,
-        help="most tokens of a caption, for prx (None: 256) and z-image (None: 512)",
+        help=f"most tokens of a caption, for {' and '.join(limits)}",
     )
 
 
 def add_encoder_flags(add: Add) -> None:
-    """Add the flags for encoders other than the pipeline's, which `load_models` reads."""
-    # the second name is the one in diffusers' scripts
-    names = ["--vae_name_or_path", "--pretrained_vae_model_name_or_path"]
+    """Add the flags for encoders other than the pipeline's, which `open_base` reads."""
+    usual = Family.vae_classes
+    classes = ", ".join(usual)
+    for name, family in FAMILIES.items():
+        others = [vae_class for vae_class in family.vae_classes if vae_class not in usual]
+        if others:
+            classes += f" or, for {name}, {', '.join(others)}"
     add(
-        *names,
+        "--vae_name_or_path",
+        "--pretrained_vae_model_name_or_path",  # the name in diffusers' scripts
         type=PATH,
-        help="VAE to use instead: AutoencoderKL, AutoencoderTiny or, for prx, AutoencoderDC",
+        help=f"VAE to use instead: {classes}",
     )
     add(
         "--text_encoder_name_or_path",
@@ -236,15 +278,12 @@ def add_optimization_flags(
         default=1e-4,
         help="peak learning rate, after the warm-up",
     )
-    scale: dict[str, Any] = {
-        "nargs": "?",
-        "const": "linear",
-        "choices": ["linear", "sqrt", "auto"],
-        "default": False,
-    }
     add(
         "--scale_lr",
-        **scale,
+        nargs="?",
+        const="linear",
+        choices=["linear", "sqrt", "auto"],
+        default=False,
         help="scale --learning_rate with the images per step (linear if no rule is named)",
     )
     add(
@@ -279,24 +318,23 @@ def add_optimization_flags(
         default=200,
         help="most optimizer steps of --find_lr",
     )
-    kinds = ["adamw", "adamw8bit", "adafactor", "muon"]
     add(
         "--optimizer",
-        choices=kinds,
+        choices=["adamw", "adamw8bit", "adafactor", "muon"],
         default="adamw",
         help="adamw8bit and adafactor take less memory; muon is for transformers",
     )
-    eight: dict[str, Any] = {
-        "dest": "optimizer",
-        "action": "store_const",
-        "const": "adamw8bit",
-        "default": "adamw",
-    }
-    add("--use_8bit_adam", **eight, help="same as --optimizer adamw8bit")
-    schedules = [schedule.value for schedule in SchedulerType]
+    add(
+        "--use_8bit_adam",
+        dest="optimizer",
+        action="store_const",
+        const="adamw8bit",
+        default="adamw",
+        help="same as --optimizer adamw8bit",
+    )
     add(
         "--lr_scheduler",
-        choices=schedules,
+        choices=[schedule.value for schedule in SchedulerType],
         default=lr_scheduler,
         help="schedule of the learning rate",
     )
@@ -390,11 +428,10 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         default=10,
         help="optimizer steps between records; each one waits for the device",
     )
-    trackers = [*LOGGER_TYPE_TO_CLASS, "all", "none"]
     add(
         "--report_to",
         "--logger",
-        choices=trackers,
+        choices=[*LOGGER_TYPE_TO_CLASS, "all", "none"],
         default="tensorboard",
         help="tracker to log to, besides metrics.jsonl",
     )
@@ -433,57 +470,29 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     The data is either a cache, or images with captions.
     """
     check_captions(parser, args)
-    if args.latents_dir and (args.dataset_name or args.train_data_dir):
+    caches = args.latents_dir or []
+    if not caches:
+        check_source(parser, args)
+    elif args.dataset_name or args.train_data_dir:
         parser.error(
             "--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data"
         )
-    if args.latents_dir is None:
-        check_source(parser, args)
-    if len({*map(os.path.realpath, args.latents_dir or [])}) < len(args.latents_dir or []):
+    if len({*map(os.path.realpath, caches)}) < len(caches):
         parser.error(
             "--latents_dir names a cache twice: --latents_weights says how often an epoch takes "
             "its rows"
         )
-    if args.latents_weights and len(args.latents_weights) != len(args.latents_dir or []):
+    if args.latents_weights and len(args.latents_weights) != len(caches):
         parser.error(
-            f"--latents_weights: {len(args.latents_weights)} for {len(args.latents_dir or [])} "
-            "--latents_dir"
+            f"--latents_weights: {len(args.latents_weights)} for {len(caches)} --latents_dir"
         )
-    images_only = [
-        "dataset_config_name",
-        "dataset_split",
-        "image_column",
-        "caption_column",
-        "max_train_samples",
-    ]
-    images_only += [
-        "caption_extension",
-        "center_crop",
-        "image_interpolation_mode",
-        "min_size",
-        "skip_empty_captions",
-    ]
-    images_only += [
-        "dataloader_num_workers",
-        "bucket_step",
-        "bucket_max_ratio",
-        "mask_column",
-        "bucket_no_upscale",
-    ]
-    images_only += [
-        "prefetch_factor",
-        "instance_prompt",
-        "folder_repeats",
-        "streaming",
-        "shuffle_buffer",
-    ]
-    found = [folder for folder in args.latents_dir or [] if is_address(folder)]
-    if found and not args.shards_dir:
+    addresses = [*filter(is_address, caches)]
+    if addresses and not args.shards_dir:
         parser.error(
-            f"--latents_dir {found[0]} is an address: --shards_dir says where its shards lie for a "
-            "while"
+            f"--latents_dir {addresses[0]} is an address: "
+            "--shards_dir says where its shards lie for a while"
         )
-    for name in images_only if args.latents_dir else []:
+    for name in IMAGES_ONLY if caches else ():
         if getattr(args, name) != parser.get_default(name):
             parser.error(
                 f"--{name} does nothing with --latents_dir: the cache was made without or with it"
@@ -499,10 +508,12 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     if args.lr_scheduler == "piecewise_constant":
         try:  # parses them as diffusers does
             *rules, last = (args.lr_step_rules or "").split(",")
-            rules = [
-                (float(value), int(step)) for value, step in (rule.split(":") for rule in rules)
-            ]
-            if not all(map(math.isfinite, [float(last), *(value for value, _ in rules)])):
+            factors = [float(last)]
+            for rule in rules:
+                factor, step = rule.split(":")
+                factors.append(float(factor))
+                int(step)
+            if not all(map(math.isfinite, factors)):
                 raise ValueError
         except ValueError:
             parser.error(
@@ -514,30 +525,94 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         )
     if args.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         parser.error("--optimizer adamw8bit: `pip install bitsandbytes` first, or choose another")
-    names = [
-        "lora_alpha",
-        "lora_layers",
-        "lora_dropout",
-        "use_dora",
-        "output_kohya_format",
-        "network_weights",
-    ]
-    for name in names if "rank" in args and args.rank is None else ():
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name} does nothing without --rank")
-    for name in (
-        ("output_kohya_format", "network_weights") if "rank" in args and args.use_dora else ()
-    ):
-        if getattr(args, name):
-            parser.error(f"--{name} has no form for --use_dora: leave one of them out")
+    if "rank" in args:
+        for name in LORA_ONLY if args.rank is None else ():
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(f"--{name} does nothing without --rank")
+        for name in ("output_kohya_format", "network_weights") if args.use_dora else ():
+            if getattr(args, name):
+                parser.error(f"--{name} has no form for --use_dora: leave one of them out")
     if args.save_best and not getattr(args, "holdout", 0):
         parser.error(
             "--save_best goes by the held-out loss: say with --holdout how many images it is "
             "measured on"
         )
-    args.push_to_hub &= not args.find_lr  # --find_lr leaves nothing to upload
-    for tracker in {*LOGGER_TYPE_TO_CLASS} & {args.report_to}:
-        if importlib.util.find_spec(tracker) is None:
-            parser.error(
-                f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none"
-            )
+    tracker = args.report_to
+    if tracker in LOGGER_TYPE_TO_CLASS and importlib.util.find_spec(tracker) is None:
+        parser.error(
+            f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none"
+        )
+
+
+def add_pipeline_flags(add: Add) -> None:
+    """Add the flags for the pretrained pipeline, which `open_base` reads."""
+    add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
+    add("--revision", help="branch, tag or commit of the models on the hub")
+    add("--variant", help="variant of the weight files, such as fp16")
+
+
+def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of text-to-image trainers for their data, which `open_data` reads."""
+    add = parser.add_argument_group("data: a cache").add_argument
+    add(
+        "--latents_dir",
+        type=PATH,
+        nargs="+",
+        help="one or more caches made by precompute_latents.py",
+    )
+    add(
+        "--latents_weights",
+        nargs="+",
+        type=number(1e-3, 1e3),
+        help="for each cache, how often an epoch takes its rows",
+    )
+    add_storage_flags(add)
+
+    add = parser.add_argument_group("data: images, encoded in every step").add_argument
+    add_source_flags(add, captions=True)
+    add("--resolution", type=number(2, 16384, int), help="side of the square images, pixels")
+    add("--center_crop", **SWITCH, help="crop the centre, not a random square")
+    add_transform_flags(add)
+    add(
+        "--prefetch_factor",
+        type=COUNT,
+        help="batches that each process of --dataloader_num_workers loads ahead (None: 2)",
+    )
+    add_bucket_flags(add)
+    add_stream_flags(add)
+
+    add = parser.add_argument_group("data: both").add_argument
+    add("--random_flip", **SWITCH, help="use mirrored images too")
+    add(
+        "--holdout",
+        type=number(0, 10**9),
+        default=0.0,
+        help="share or number of images to hold out for the held-out loss",
+    )
+    add_tag_flags(add)
+    add(
+        "--caption_dropout",
+        "--proportion_empty_prompts",  # the name in diffusers' scripts
+        type=number(0, 1),
+        default=0.1,
+        help="share of captions replaced by the empty prompt, for guidance",
+    )
+
+
+def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) -> None:
+    """Add the flags of text-to-image trainers for samples."""
+    add("--validation_prompts", "--validation_prompt", nargs="+", help="prompts of the samples")
+    add(
+        "--validation_steps",
+        type=COUNT,
+        help="optimizer steps between samples and held-out losses; overrides the epochs",
+    )
+    add("--validation_epochs", type=COUNT, default=5, help="epochs between samples")
+    add("--num_validation_images", type=number(1, 10**4, int), default=4, help="samples per prompt")
+    add(
+        "--guidance_scale",
+        type=number(1, 1000),
+        default=guidance_scale,
+        help="guidance scale of the samples; 1: no guidance (arXiv:2207.12598)",
+    )
+    add("--num_inference_steps", type=COUNT, default=num_inference_steps, help="sampling steps")

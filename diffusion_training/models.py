@@ -1,22 +1,22 @@
-"""Models: loaded whole, moved, compiled, averaged, saved."""
+"""Models: loaded whole, moved, compiled, averaged."""
 
 import argparse
+import contextlib
 import copy
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
-from safetensors.torch import load_file, save_file
+from huggingface_hub import hf_hub_download
+from safetensors import safe_open
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from diffusion_training.batches import Models, Predict
 from diffusion_training.errors import explained
-from diffusion_training.training.lora import is_adapted, load_adapter, save_adapter
 
-Models = dict[str, torch.nn.Module]
-# images, condition, loss_inputs
-Prepared = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]
+DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
 
 
 def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Module:
@@ -51,29 +51,24 @@ def call_unet(
     return unet(noisy_images, timesteps, **others).sample.float()
 
 
-def try_shapes(
-    unet: torch.nn.Module, source: str | None, shape: Sequence[int], **condition: Sequence[int]
+def check_shapes(
+    models: Models,
+    predict: Predict,
+    name: str,
+    shape: Sequence[int],
+    condition: dict[str, torch.Tensor],
 ) -> None:
-    """Call a U-Net, built from its config without numbers, on images of a shape [C, H, W].
+    """Call models, built from their configs without numbers, on an image of a shape [C, H, W].
 
-    Stops with an error if that fails.
-
-    condition: {name: shape for one image}; an empty shape is a label.
+    name: of the model, for messages. condition: of one image; only shapes are used. Stops with an
+    error if the call fails, or if the prediction has another shape.
     """
-    with (
-        torch.device("meta"),
-        torch.no_grad(),
-        explained(f"the U-Net of {source} can't be trained here"),
-    ):
-        given = {
-            name: torch.zeros(1, *of, dtype=None if of else torch.long)
-            for name, of in condition.items()
-        }
-        found = call_unet(
-            type(unet).from_config(unet.config), torch.zeros(1, *shape), torch.zeros(1), given
-        )
-        if list(found.shape[1:]) != list(shape):
-            raise ValueError(f"it gives {list(found.shape[1:])} for {list(shape)}")
+    with torch.device("meta"), torch.no_grad(), explained(f"{name} can't be trained here"):
+        empty = {key: type(model).from_config(model.config) for key, model in models.items()}
+        shapes = {key: torch.zeros_like(value, device="meta") for key, value in condition.items()}
+        prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), shapes)
+        if list(prediction.shape[1:]) != list(shape):
+            raise ValueError(f"it gives {list(prediction.shape[1:])} for {list(shape)}")
 
 
 def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -84,13 +79,27 @@ def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     )
 
 
+def freeze_on_device(models: Models, device: torch.device) -> None:
+    """Move models that nobody trains."""
+    for model in models.values():
+        put_on_device(model.eval().requires_grad_(False), device)
+
+
+def checkpoint_gradients(models: Models) -> None:
+    """Turn on --gradient_checkpointing, in models that have it."""
+    for model in models.values():
+        if hasattr(model, "enable_gradient_checkpointing"):
+            model.enable_gradient_checkpointing()
+
+
 def compile_model(model: torch.nn.Module, backend: str, num_sizes: int = 1) -> None:
     """Compile a model in place, with the options that `accelerate config` set.
 
     In place, the weights keep their names. With several image sizes, each is compiled separately:
     code that handles all of them is slower.
     """
-    options, dynamo = {}, TorchDynamoPlugin()
+    options = {}
+    dynamo = TorchDynamoPlugin()
     if dynamo.backend != DynamoBackend.NO:  # else nobody asked for the launcher's dynamic=False
         options = {"mode": dynamo.mode, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
     if num_sizes > 1:
@@ -121,9 +130,8 @@ def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
 
 def copy_trained(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy that shares the frozen weights, which are gigabytes when a LoRA is trained."""
-    return copy.deepcopy(
-        model, {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
-    )
+    frozen = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
+    return copy.deepcopy(model, frozen)
 
 
 def start_average(models: Models) -> Models:
@@ -139,31 +147,30 @@ def update_ema(averaged: Models, models: Models, step: int, args: argparse.Names
     The decay warms up as in diffusers' EMAModel (after @crowsonkb); the first step copies.
     """
     decay = min(args.ema_max_decay, 1 - (1 + (step - 1) / args.ema_inv_gamma) ** -args.ema_power)
-    pairs = [
-        zip(averaged[name].parameters(), models[name].parameters(), strict=True) for name in models
-    ]
-    means, weights = zip(
-        *(pair for each in pairs for pair in each if pair[1].requires_grad), strict=True
-    )
+    means = []
+    weights = []
+    for name, model in models.items():
+        for mean, weight in zip(averaged[name].parameters(), model.parameters(), strict=True):
+            if weight.requires_grad:
+                means.append(mean)
+                weights.append(weight)
     get_ema_multi_avg_fn(decay)(means, weights, None)
 
 
-def save_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Save a model for `from_pretrained`, a LoRA as its adapter, other modules as their weights."""
-    if is_adapted(model):
-        save_adapter(model, folder)
-    elif hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
-    else:
-        folder.mkdir(parents=True)
-        save_file(model.state_dict(), folder / "model.safetensors")
+def read_precision(source: str, subfolder: str, **options: Any) -> torch.dtype:
+    """Return the precision of a model's safetensors file; float32 if it has several or no file.
 
-
-def read_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Load what `save_weights` has written."""
-    if is_adapted(model) or (folder / "adapter_config.json").is_file():
-        load_adapter(model, folder)
-    elif hasattr(model, "save_pretrained"):
-        model.load_state_dict(type(model).from_pretrained(folder).state_dict())
-    else:
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+    options: those of `from_pretrained`. Without it, diffusers would load weights of two bytes each
+    into four.
+    """
+    variant = options.pop("variant", None)
+    name = f"diffusion_pytorch_model{f'.{variant}' if variant else ''}.safetensors"
+    path = f"{source}/{subfolder}/{name}"
+    with contextlib.suppress(Exception):  # files of another kind, or in several parts
+        if not os.path.isdir(source):
+            path = hf_hub_download(source, f"{subfolder}/{name}", **options)
+        with safe_open(path, "pt") as file:
+            kinds = {file.get_slice(name).get_dtype() for name in file.keys()}
+        if kinds in ({"F16"}, {"BF16"}):
+            return torch.float16 if kinds == {"F16"} else torch.bfloat16
+    return torch.float32

@@ -6,12 +6,12 @@ import os
 import re
 import signal
 import sys
-import time
 from argparse import Namespace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -21,25 +21,60 @@ from accelerate.utils import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from filelock import BaseFileLock
-from huggingface_hub import upload_folder
 
 from diffusion_training.errors import SIGNALS, explained, fail, handling
-from diffusion_training.training.heartbeat import listen_to_machines
+from diffusion_training.heartbeat import listen_to_machines
+from diffusion_training.models import DTYPES
 
 
-def make_accelerator(
-    args: Namespace, timeout: timedelta = timedelta(hours=2)
-) -> tuple[Accelerator, int]:
+@dataclass(frozen=True)
+class Launch:
+    """What the launch decides: devices, processes and precision."""
+
+    accelerator: Accelerator
+    cores: int  # of the CPU, for each process of this machine
+    mixed_precision: str
+    compile: str | None  # a backend of torch.compile
+    gradient_accumulation_steps: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def num_processes(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of frozen models."""
+        return getattr(torch, DTYPES[self.mixed_precision])
+
+    def choose_workers(self, wanted: int | None) -> int:
+        """How many processes load data: --dataloader_num_workers, or all cores but one."""
+        return min(8, self.cores - 1) if wanted is None else wanted
+
+    def settings(self) -> dict[str, Any]:
+        """What is recorded of it, under the names of the flags."""
+        names = ("mixed_precision", "compile", "gradient_accumulation_steps")
+        return {name: getattr(self, name) for name in names}
+
+
+def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Launch:
     """Make the Accelerator, with the settings of `accelerate config` and its launcher.
 
-    The settings are put into `args`. Stops with an error if one is not supported. Returns
-    (accelerator, number of CPU cores for each process of this machine).
-
-    timeout: how long processes wait for each other, for example while the first one downloads or
-    checks a model.
+    Stops with an error if one of them is not supported. timeout: how long processes wait for each
+    other, for example while the first one downloads or checks a model.
     """
-    options = {}
+    options: dict[str, Any] = {}
     if "report_to" in args:  # only trainers have this flag
         torch.set_float32_matmul_precision("high" if args.allow_tf32 else "highest")
         options["log_with"] = None if args.report_to == "none" else args.report_to
@@ -52,26 +87,51 @@ def make_accelerator(
                 f"{engine} is not supported: launch on one device, or on several with DDP "
                 "(--multi_gpu)"
             )
-    args.mixed_precision = args.mixed_precision or os.environ.get(
-        "ACCELERATE_MIXED_PRECISION", "no"
-    )
-    if args.mixed_precision not in ("no", "fp16", "bf16"):
-        fail(f"mixed precision {args.mixed_precision} is not supported: choose no, fp16 or bf16")
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in DTYPES:
+        fail(f"mixed precision {precision} is not supported: choose no, fp16 or bf16")
     with explained("the processes can't be set up as they were launched"):
-        cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        num_launched = int(os.environ.get("WORLD_SIZE", 1))
+        cores = count_cores()
         # the launcher's options; `compile_model` applies them, and keeps the names of weights
         dynamo = TorchDynamoPlugin()
         options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout)]
-        accelerator = Accelerator(
-            mixed_precision=args.mixed_precision, dynamo_backend="no", **options
-        )
+        accelerator = Accelerator(mixed_precision=precision, dynamo_backend="no", **options)
         # fails if the device is busy, missing, or too old for this torch
         torch.ones(1, device=accelerator.device)
-    device, num_processes = accelerator.device, accelerator.num_processes
+        check_processes(accelerator)
+    device = accelerator.device
+    if precision == "fp16" and device.type == "cpu":
+        fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
+    backend = args.compile
+    if backend is None and dynamo.backend != DynamoBackend.NO:
+        backend = dynamo.backend.value.lower()
+    accumulation_steps = read_accumulation(accelerator, args)
+    if device.type == "cpu":
+        keep_memory()
+        if threads_are_default():
+            torch.set_num_threads(cores)
+    listen_to_machines(timeout)
+    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    accelerator.print(
+        f"Processes: {accelerator.num_processes} on {device.type}{threads}; mixed precision: "
+        f"{precision}"
+    )
+    return Launch(accelerator, cores, precision, backend, accumulation_steps)
+
+
+def count_cores() -> int:
+    """Return how many cores of this machine each of its processes has."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Stop with an error if the processes do not work together, as they were launched to."""
+    num_launched = int(os.environ.get("WORLD_SIZE", 1))
+    num_processes = accelerator.num_processes
     if num_processes == 1 and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
         # on CPUs the launcher starts one process instead of several, and sets an address
         num_launched = max(2, num_launched)
@@ -87,35 +147,28 @@ def make_accelerator(
             f"{accelerator.distributed_type.value} is not supported: launch on one device, or "
             "on several with DDP"
         )
-    if args.mixed_precision == "fp16" and device.type == "cpu":
-        fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
-    if args.compile is None and dynamo.backend != DynamoBackend.NO:
-        args.compile = dynamo.backend.value.lower()
-    # The trainers accumulate by themselves: otherwise Accelerate would divide the gradients again.
-    steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
+
+
+def read_accumulation(accelerator: Accelerator, args: Namespace) -> int:
+    """Return the micro-batches of a step, which the launch or --gradient_accumulation_steps gives.
+
+    The trainers accumulate by themselves, so the Accelerator keeps 1: otherwise it would divide
+    the gradients again.
+    """
+    steps = accelerator.gradient_accumulation_steps
+    accelerator.gradient_accumulation_steps = 1
     # the launcher does not pass this flag on, so it is read from the launcher's command line
-    if said := re.search(rb"gradient_accumulation_steps[=\0](\d+)", read_launcher()[1]):
-        steps = int(said[1])
+    _, flags = read_launcher()
+    if match := re.search(rb"gradient_accumulation_steps[=\0](\d+)", flags):
+        steps = int(match[1])
     if steps < 1:
         fail(f"the launch says {steps} gradient accumulation steps: there must be one at least")
-    if steps != 1 and "gradient_accumulation_steps" in args:
-        if args.gradient_accumulation_steps not in (1, steps):
-            fail(
-                f"--gradient_accumulation_steps {args.gradient_accumulation_steps}, but the "
-                f"launch says {steps}"
-            )
-        args.gradient_accumulation_steps = steps
-    if device.type == "cpu":
-        keep_memory()
-        if threads_are_default():
-            torch.set_num_threads(cores)
-    listen_to_machines(timeout)
-    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
-    accelerator.print(
-        f"Processes: {num_processes} on {device.type}{threads}; mixed precision: "
-        f"{args.mixed_precision}"
-    )
-    return accelerator, cores
+    wanted = getattr(args, "gradient_accumulation_steps", 1)
+    if steps == 1:
+        return wanted
+    if wanted not in (1, steps):
+        fail(f"--gradient_accumulation_steps {wanted}, but the launch says {steps}")
+    return steps
 
 
 def threads_are_default() -> bool:
@@ -194,28 +247,3 @@ def end_stopped(
     accelerator.end_training()
     SIGNALS.clear()  # it has been reported
     sys.exit(128 + stop)
-
-
-def end_run(
-    accelerator: Accelerator,
-    lock: BaseFileLock | None,
-    done: str,
-    files: list[str],
-    args: Namespace,
-) -> None:
-    """Upload if asked for, print `done`, and release everything."""
-    accelerator.wait_for_everyone()
-    # torch 2.11 can hang at exit if gloo's thread has not finished the last gather
-    time.sleep(0.1)
-    if accelerator.is_main_process and args.push_to_hub:
-        files = ["model_index.json", "README.md", "loss.png", "samples/*", *files]
-        with explained(
-            f"the upload to {args.hub_model_id} failed; all is whole in {args.output_dir}"
-        ):
-            upload_folder(
-                repo_id=args.hub_model_id, folder_path=args.output_dir, allow_patterns=files
-            )
-    accelerator.print(done)
-    if lock is not None:
-        lock.release(force=True)
-    accelerator.end_training()

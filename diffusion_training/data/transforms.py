@@ -1,0 +1,52 @@
+"""What is done to the rows of a data set before anything is encoded, as one value."""
+
+from argparse import Namespace
+from dataclasses import dataclass, fields
+from typing import Any
+
+from diffusion_training.data.folders import find_source
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How a row becomes an image and a caption. The names are those of the flags."""
+
+    source: str  # of the rows; keys of images are relative to it
+    image_column: str
+    mask_column: str | None
+    caption_column: str | list[str]
+    caption_weights: list[float] | None  # if all captions of an image are kept
+    skip_empty_captions: bool
+    channels: int  # 1 or 3
+    resolution: int
+    center_crop: bool
+    random_flip: bool
+    min_size: int
+    image_interpolation_mode: str
+    bucket_step: int | None
+    bucket_max_ratio: float
+    bucket_no_upscale: bool
+    seed: int
+
+
+def make_transform(
+    args: Namespace,
+    image_column: str,
+    mask_column: str | None,
+    caption_weights: list[float] | None,
+    channels: int,
+    resolution: int,
+) -> Transform:
+    """The transform that the flags ask for, with what was found out about rows and models."""
+    known: dict[str, Any] = {
+        "source": find_source(args),
+        "image_column": image_column,
+        "mask_column": mask_column,
+        "caption_weights": caption_weights,
+        "channels": channels,
+        "resolution": resolution,
+    }
+    flags: dict[str, Any] = {
+        field.name: getattr(args, field.name, None) for field in fields(Transform)
+    }
+    return Transform(**flags | known)

@@ -1,0 +1,17 @@
+"""The list of the model families. --model_family and model_index.json choose among them."""
+
+from diffusion_training.families.base import Family
+from diffusion_training.families.prx import PRX
+from diffusion_training.families.stable_diffusion import StableDiffusion, StableDiffusionXL
+from diffusion_training.families.z_image import ZImage
+
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (StableDiffusion(), StableDiffusionXL(), PRX(), ZImage())
+}
+DEFAULT_FAMILY = "sd"  # of models that are given one by one
+DEFAULT_FLOW_FAMILY = "prx"  # of train_flow.py
+
+
+def find_family(class_name: str) -> Family | None:
+    """The family of a pipeline, by the class in its model_index.json; None if none knows it."""
+    return next((each for each in FAMILIES.values() if each.recognizes(class_name)), None)

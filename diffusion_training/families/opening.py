@@ -1,0 +1,157 @@
+"""The base of a run, opened once: where its models come from, and which family they belong to."""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import xxhash
+from filelock import FileLock
+from huggingface_hub.constants import HF_HOME
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from diffusion_training.errors import explained, fail
+from diffusion_training.families.base import Base
+from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES, find_family
+from diffusion_training.files import clean, saving
+
+
+def open_base(args: Namespace, trained_by: str | None = None) -> Base:
+    """Read model_index.json, and find the family. A base in a single file is unpacked first.
+
+    trained_by: the script that trains; it ends in a sentence if another one trains this family.
+    """
+    name = args.pretrained_model_name_or_path
+    source = open_source(args)
+    index = read_index(source, args)
+    class_name = index.get("_class_name", "")
+    own = find_family(class_name)  # the pipeline's
+    wanted = FAMILIES.get(getattr(args, "model_family", None) or "")
+    if wanted and own and own.name not in (wanted.name, *wanted.borrows_from):
+        fail(f"--model_family {wanted.name}: {name} is a {class_name}, of the family {own.name}")
+    family = wanted or own or FAMILIES[DEFAULT_FAMILY]
+    if trained_by and family.script != trained_by:
+        fail(f"{name} is a pipeline of the family {family.name}: {family.script} trains it")
+    max_tokens = getattr(args, "max_sequence_length", None)
+    flags = {
+        "--max_sequence_length": (max_tokens, family.max_tokens),
+        "--clip_skip": (args.clip_skip, family.has_clip_skip),
+    }
+    for flag, (value, is_read) in flags.items():
+        if value is not None and not is_read:
+            fail(f"{flag} {value} does nothing for {family.title}: leave it out")
+    base = Base(
+        family=family,
+        name=name,
+        source=source,
+        index=index,
+        vae=args.vae_name_or_path,
+        text_encoder=args.text_encoder_name_or_path,
+        tokenizer=args.tokenizer_name_or_path,
+        revision=args.revision,
+        variant=args.variant,
+        cache_dir=args.cache_dir,
+        clip_skip=args.clip_skip,
+        max_tokens=max_tokens,
+    )
+    if sentence := family.check(base):
+        fail(sentence)
+    return base
+
+
+def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
+    """model_index.json of a pipeline; {} where there is none, as of models in a bare folder."""
+    if source is None:
+        return {}
+    if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "model_index.json")):
+        return {}
+    with explained(f"{source} can't be opened as a pipeline"):
+        return diffusers.DiffusionPipeline.load_config(
+            source, cache_dir=args.cache_dir, revision=args.revision
+        )
+
+
+def open_source(args: Namespace) -> str | None:
+    """--pretrained_model_name_or_path, or the folder into which a single file is unpacked."""
+    source, config = args.pretrained_model_name_or_path, args.single_file_config
+    if source is None or not os.path.isfile(source):
+        if config:
+            fail(
+                f"--single_file_config is for a base in one file, and {source} is none: leave it "
+                "out"
+            )
+        return source
+    if not source.endswith(".safetensors"):
+        fail(
+            f"{source} can't be opened: a .ckpt may run any program, so have it converted to "
+            ".safetensors"
+        )
+    if args.variant:
+        fail(f"--variant {args.variant} chooses among files, and {source} is one: leave it out")
+    return unpack(source, config, args.cache_dir)
+
+
+def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
+    """Unpack a base in one file into a pipeline folder in --cache_dir, once. Returns the folder.
+
+    config: --single_file_config, or None for the configs of the hub. Everything else then works as
+    with a folder: a cache that fits the file fits the folder too.
+    """
+    with explained(f"{source} can't be read"), safe_open(source, "pt") as file:
+        names = set(file.keys())
+    family = next((each for each in FAMILIES.values() if each.recognizes_file(names)), None)
+    if family is None:
+        fail(
+            f"{source} holds no Stable Diffusion 1, 2 or XL with U-Net, VAE and text encoders, as "
+            "they were published"
+        )
+    about = os.stat(source)
+    key = [
+        os.path.realpath(source),
+        about.st_size,
+        about.st_mtime_ns,
+        config,
+        diffusers.__version__,
+    ]
+    key += [path.read_text() for path in sorted(Path(config or os.devnull).rglob("*.json"))]
+    root = Path(cache_dir or HF_HOME) / "single_files"
+    folder = root / f"{Path(source).stem}-{xxhash.xxh3_64_hexdigest(repr(key).encode())}"
+    turn = "--single_file_config says where the configs of its family are"
+    with explained(f"{source} can't be unpacked; {turn}"):
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / ".lock"):  # the first process unpacks it, the others wait and find it
+            if not folder.exists():
+                clean(root)
+                kind = getattr(diffusers, family.pipeline)
+                pipeline = kind.from_single_file(source, config=config, cache_dir=cache_dir)
+                check_whole(pipeline)
+                with saving(root, folder) as unfinished:
+                    save_unpacked(pipeline, unfinished / folder.name)
+    return str(folder)
+
+
+def list_modules(pipeline: diffusers.DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    parts = pipeline.components.items()
+    return {name: part for name, part in parts if isinstance(part, torch.nn.Module)}
+
+
+def check_whole(pipeline: diffusers.DiffusionPipeline) -> None:
+    """Raise ValueError if the file lacked a weight, which diffusers leaves on the meta device."""
+    for module in list_modules(pipeline).values():
+        for name, weight in module.named_parameters():
+            if weight.is_meta:
+                raise ValueError(f"the {type(module).__name__} has no {name}")
+
+
+def save_unpacked(pipeline: diffusers.DiffusionPipeline, folder: Path) -> None:
+    """Write a pipeline folder."""
+    pipeline.save_pretrained(folder)
+    for name, module in list_modules(pipeline).items():
+        # transformers writes weights on the first process only
+        if not list((folder / name).glob("*.safetensors")):
+            module.config.save_pretrained(folder / name)
+            weights = {key: value.contiguous() for key, value in module.state_dict().items()}
+            save_file(weights, folder / name / "model.safetensors", {"format": "pt"})

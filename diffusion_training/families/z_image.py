@@ -1,0 +1,67 @@
+"""Z-Image: a transformer with a Qwen3 text encoder (arXiv:2511.22699)."""
+
+from typing import Any
+
+import torch
+
+from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
+from diffusion_training.families.prx import attend_to, move_to_front
+
+
+class ZImage(Family):
+    """Tongyi's Z-Image."""
+
+    name = "z-image"
+    title = "Z-Image"
+    pipeline = "ZImagePipeline"
+    model = "ZImageTransformer2DModel"
+    embeds_width = "cap_feat_dim"
+    max_tokens = 512
+    needs_lengths = True
+
+    def prepare(self, tokenizer: Any, caption: str) -> str:
+        """The turn of a user and the beginning of an answer: it goes to a language model."""
+        turns = [{"role": "user", "content": caption}]
+        return tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+
+    def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
+        (text_encoder,) = encoders.text_encoders
+        mask = tokens["prompt_mask"]
+        output = text_encoder(
+            input_ids=tokens["input_ids"], attention_mask=attend_to(mask), output_hidden_states=True
+        )
+        return move_to_front(output.hidden_states[-2].float(), mask)
+
+    def predict(
+        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
+    ) -> torch.Tensor:
+        """The model takes lists, counts time from noise to image, and predicts the way back."""
+        embeds = prompts["prompt_embeds"]
+        if prompts["prompt_lengths"].is_meta:  # operations are counted: there are no numbers
+            lengths = [embeds.shape[1]] * len(embeds)
+        else:
+            lengths = prompts["prompt_lengths"].tolist()
+        captions = [rows[:length] for rows, length in zip(embeds, lengths, strict=True)]
+        output = model(list(noisy.unsqueeze(2)), 1 - times, captions).sample
+        return -torch.stack(output).squeeze(2).float()
+
+    def patch_size(self, model: torch.nn.Module) -> int:
+        return 2
+
+    def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
+        """The pipeline takes lists, and counts what guidance adds to the prediction."""
+        lengths = prompts["prompt_mask"].sum(dim=1).tolist()
+        pairs = zip(prompts["prompt_embeds"], lengths, strict=True)
+        asked: dict[str, Any] = {"prompt_embeds": [rows[:length] for rows, length in pairs]}
+        if guidance_scale > 1:
+            negative = empty["prompt_embeds"][0][: int(empty["prompt_mask"].sum())]
+            asked["negative_prompt_embeds"] = [negative] * len(lengths)
+        return asked | {"guidance_scale": guidance_scale - 1}
+
+    def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
+        vae = parts["vae"]
+        if vae.config.get("shift_factor", 0.0) is None:  # ZImagePipeline would add it
+            vae.register_to_config(shift_factor=0.0)
+        return super().build(parts, base, resolution)

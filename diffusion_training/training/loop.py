@@ -1,0 +1,159 @@
+"""The training loop and the end of a run, which all trainers share."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusion_training.batches import Batch
+from diffusion_training.launch import Launch, StopSignal, end_stopped
+from diffusion_training.report import Description, save_model_card, save_report
+from diffusion_training.training.checkpoints import prune_checkpoints
+from diffusion_training.training.held_out import digest_held_out
+from diffusion_training.training.output import Run, end_run, keep_best, samples_path
+from diffusion_training.training.progress import Progress
+from diffusion_training.training.records import Records
+from diffusion_training.training.trained import Trained
+from diffusion_training.training.tuning import Step
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a trainer makes of its models, besides checkpoints.
+
+    save(folder): writes the pipeline, or the LoRA, as other programs open it.
+    log_held_out_loss(): measures it, and adds it to the records.
+    log_validation(): draws samples.
+    describe(step, loss, settings): the texts of the model card and the report.
+    """
+
+    script: str  # its file
+    name: str  # "pipeline" or "LoRA"
+    files: list[str]  # patterns of what is uploaded
+    save: Callable[[Path], None]
+    log_held_out_loss: Callable[[], None]
+    log_validation: Callable[[], None]
+    describe: Callable[[int, float | None, Namespace], Description]
+
+
+def record_settings(
+    settings: Namespace, launch: Launch, progress: Progress, dataset: Any, held_out: dict[int, int]
+) -> dict[str, Any]:
+    """What a checkpoint records of a run, so that a resumed one can compare."""
+    return {
+        **vars(settings),
+        "num_processes": launch.num_processes,
+        "num_images": progress.num_images,
+        "data": dataset.fingerprint,
+        "held_out": digest_held_out(launch.accelerator, dataset, held_out),
+    }
+
+
+class Loop:
+    """A run from its first step to its end."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        run: Run,
+        trained: Trained,
+        progress: Progress,
+        records: Records,
+        results: Results,
+        settings: Namespace,
+        recorded: dict[str, Any],
+        kohya_base: str | None = None,
+    ) -> None:
+        """recorded: of `record_settings`. kohya_base: see `save_lora`."""
+        self.launch, self.run = launch, run
+        self.trained, self.progress, self.records = trained, progress, records
+        self.results, self.settings, self.recorded = results, settings, recorded
+        self.kohya_base = kohya_base
+
+    def save_checkpoint(self) -> None:
+        state = self.progress.state() | {"settings": self.recorded}
+        self.trained.save(state, self.kohya_base)
+
+    def look(self, stop_signal: StopSignal) -> int:
+        """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0."""
+        step, settings = self.progress.global_step, self.settings
+        self.results.log_held_out_loss()
+        if settings.save_best and self.launch.is_main:
+            folder = Path(settings.output_dir)
+            keep_best(folder, self.records.held_out, step, self.results.save)
+        self.results.log_validation()
+        if self.launch.is_main:
+            save_report(step, self.results.script, self.results.describe, settings)
+        return stop_signal.agree()
+
+    def train(
+        self,
+        step: Step,
+        batches: Iterator[Batch],
+        stop_signal: StopSignal,
+        samples_every: tuple[int | None, int | None],
+        save_epochs: int | None = None,
+    ) -> int:
+        """Train to the end. Returns a signal that stopped it, or 0.
+
+        samples_every: (steps, epochs) between samples. save_epochs: epochs between results.
+        """
+        trained, progress, records, settings = (
+            self.trained, self.progress, self.records, self.settings,
+        )  # fmt: skip
+        stop = stop_signal.agree()  # one that came earlier and was swallowed
+        has_samples = samples_path(settings.output_dir, progress.global_step).exists()
+        if self.run.checkpoint and progress.is_due(*samples_every) and not has_samples and not stop:
+            stop = self.look(stop_signal)  # a kill came between the checkpoint and its samples
+        for model in trained.models.values():
+            model.train()
+        while progress.global_step < settings.max_train_steps and not stop:
+            epoch = progress.epoch
+            images, micro_batches = progress.next_step()
+            sums = step(
+                trained.called, trained.optimizer, batches, micro_batches, progress.data_step,
+                records.look,
+            )  # fmt: skip
+            progress.advance(images, not self.launch.accelerator.optimizer_step_was_skipped)
+            if progress.stepped:  # else fp16 overflowed: the scaler lowers its scale
+                records.add(sums, images, epoch, trained.lr_scheduler.get_last_lr()[0])
+                trained.advance(progress.global_step)
+            stop = stop_signal.agree()
+            due = progress.what_is_due(settings, samples_every, stop)
+            result_due = progress.is_due(None, save_epochs)
+            if due.log or due.checkpoint or result_due:  # the only wait for the device
+                records.update(progress.global_step, due.log, due.last)
+            with records.paused():
+                if due.checkpoint:  # before the samples, which may take longer than there is
+                    self.save_checkpoint()
+                if result_due and not due.last and not stop and self.launch.is_main:
+                    self.results.save(Path(settings.output_dir))
+                if due.samples:
+                    stop = self.look(stop_signal)
+                    if stop and not due.checkpoint:  # a run that resumes here draws them
+                        records.update(progress.global_step, False, due.last)
+                        self.save_checkpoint()
+        records.bar.close()
+        return stop
+
+    def finish(self, stop: int, stop_signal: StopSignal) -> None:
+        """Write the results, look at them, and end the run; after a signal, end it at once."""
+        settings, step = self.settings, self.progress.global_step
+        output_dir = Path(settings.output_dir)
+        if not stop:
+            if self.launch.is_main:  # before the samples, again because of the time they take
+                self.results.save(output_dir)
+            stop = self.look(stop_signal)
+        stop_signal.close()
+        if stop:
+            end_stopped(self.launch.accelerator, stop, step, settings.max_train_steps)
+        if self.launch.is_main:
+            limit = settings.checkpoints_total_limit
+            prune_checkpoints(output_dir / f"checkpoint-{step}", limit)  # if a kill came before
+            save_model_card(step, self.results.describe, settings)
+        samples = "samples/"
+        if not getattr(settings, "validation_prompts", True):
+            samples = "no samples (no --validation_prompts)"
+        done = f"Done: {self.results.name}, {samples} and report.html are in {settings.output_dir}"
+        end_run(self.launch, self.run, done, self.results.files, settings)

@@ -1,0 +1,79 @@
+"""What a run trains: the models with their averages, the optimizer and the learning rate."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from diffusion_training.batches import Models
+from diffusion_training.launch import Launch
+from diffusion_training.models import checkpoint_gradients, put_on_device, start_average, update_ema
+from diffusion_training.training.checkpoints import load_checkpoint, save_checkpoint
+from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
+
+
+class Trained:
+    """The models of a run and what belongs to them.
+
+    All weights, averages and moments are in float32: autocast only lowers the precision of what is
+    computed.
+
+    models: {name: model}; each is trained, averaged, and saved in a folder of its name.
+    averaged: {name: model}, empty without --use_ema.
+    called: the models as they must be called, after `prepare`.
+    """
+
+    def __init__(self, launch: Launch, models: Models, settings: Namespace) -> None:
+        self.accelerator = launch.accelerator
+        self.settings = settings
+        self.models = models
+        for model in models.values():
+            put_on_device(model, launch.device)
+        self.averaged = start_average(models) if settings.use_ema else {}
+        if settings.gradient_checkpointing:
+            checkpoint_gradients(models)
+        self.optimizer = make_optimizer(models, self.accelerator.scaler, settings)
+
+    @property
+    def saved(self) -> Models:
+        """What a checkpoint holds."""
+        return self.models | {f"{name}_ema": model for name, model in self.averaged.items()}
+
+    @property
+    def held_out(self) -> dict[str, Models]:
+        """What the held-out loss is measured of."""
+        measured = {"held_out_loss": self.models}
+        return measured | ({"held_out_loss_ema": self.averaged} if self.averaged else {})
+
+    def best(self, name: str) -> Any:
+        """The model that samples are drawn from: the average, if there is one."""
+        return self.averaged.get(name, self.models[name])
+
+    def load(self, checkpoint: Path, state: dict[str, Any], settings: dict[str, Any]) -> None:
+        """Load a checkpoint. Call it before `prepare`, which wraps what is loaded here."""
+        load_checkpoint(self.accelerator, checkpoint, self.saved, self.optimizer, state, settings)
+
+    def prepare(self, global_step: int) -> None:
+        """Wrap the models for devices, processes and precision, and start the schedule."""
+        self.lr_scheduler = make_lr_scheduler(self.optimizer, global_step, self.settings)
+        *prepared, self.optimizer = self.accelerator.prepare(*self.models.values(), self.optimizer)
+        self.called = dict(zip(self.models, prepared, strict=True))
+        for model in self.averaged.values():
+            self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast as in training
+
+    def advance(self, global_step: int) -> None:
+        """Move the averages and the learning rate on, after an optimizer step."""
+        if self.averaged:
+            update_ema(self.averaged, self.models, global_step, self.settings)
+        self.lr_scheduler.step()
+
+    def save(self, state: dict[str, Any], kohya_base: str | None = None) -> None:
+        """Write a checkpoint: call it on every process."""
+        save_checkpoint(
+            self.accelerator,
+            self.saved,
+            self.optimizer,
+            state,
+            self.settings.output_dir,
+            self.settings.checkpoints_total_limit,
+            kohya_base,
+        )

@@ -1,0 +1,77 @@
+"""A cached feature of one's own: an entry in EXTRA_COLUMNS, and the line that computes it."""
+
+import pyarrow as pa
+import pytest
+import torch
+from conftest import make_captioned, make_models, patch
+
+import precompute_latents
+from diffusion_training.latents.columns import Column
+from diffusion_training.latents.reader import CachedLatents, load_cache
+
+COLUMN = Column("brightness", "float16", (2, 2), is_optional=True)
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A cache with a further column: four means of each image."""
+    make_captioned(tmp_path / "images", 6)
+    models = make_models(tmp_path)
+    patch(monkeypatch, "EXTRA_COLUMNS", (COLUMN,))
+    encode = precompute_latents.encode
+
+    def encode_more(batch, *given):
+        encoded = encode(batch, *given)
+        pooled = [
+            torch.nn.functional.adaptive_avg_pool2d(images.float(), 2).mean(dim=1)
+            for images in batch["pixel_values"]
+        ]
+        encoded.columns["brightness"] = [values.half().flatten(1) for values in pooled]
+        return encoded
+
+    monkeypatch.setattr(precompute_latents, "encode", encode_more)
+    flags = ["--train_data_dir", tmp_path / "images", "--pretrained_model_name_or_path", models]
+    flags += ["--output_dir", tmp_path / "cache", "--resolution", 16, "--center_crop"]
+    precompute_latents.main(precompute_latents.parse_args([*map(str, flags)]))
+    return tmp_path / "cache"
+
+
+def read(folder, optional=()):
+    dataset = CachedLatents({str(folder): load_cache(folder)}, 0, False, optional_columns=optional)
+    return dataset[[(0, row, 1.0) for row in range(len(dataset))]]
+
+
+def test_it_is_read_only_where_it_is_asked_for(cached):
+    assert "brightness" not in read(cached)
+    values = read(cached, ["brightness"])["brightness"]
+    assert values.shape == (6, 4) and values.dtype == torch.float16
+    assert values.mean(dim=1).diff().gt(5).all()  # image i has the grey level 20 * i
+
+
+def rewrite(folder, name, change):
+    """Change a column of the cache's only shard."""
+    (path,) = folder.glob("*.arrow")
+    table = pa.ipc.open_stream(path.read_bytes()).read_all()
+    column = change(table[name].combine_chunks())
+    table = table.set_column(table.schema.get_field_index(name), name, column)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    path.unlink()  # the old file may be mapped
+    path.write_bytes(sink.getvalue().to_pybytes())
+
+
+def test_damage_of_it_is_seen_by_who_reads_it_and_by_nobody_else(cached):
+    def reverse(column):
+        return pa.FixedSizeListArray.from_arrays(column.flatten()[::-1], 4)
+
+    rewrite(cached, "brightness", reverse)
+    assert len(read(cached)["latents"]) == 6
+    with pytest.raises(OSError, match="is damaged"):
+        read(cached, ["brightness"])
+
+
+def test_a_version_without_the_entry_refuses_the_cache(cached, monkeypatch, capsys):
+    patch(monkeypatch, "EXTRA_COLUMNS", ())
+    with pytest.raises(SystemExit, match="brightness.*which this version does not know"):
+        load_cache(cached)

@@ -1,0 +1,465 @@
+"""Families of models: named in their own files only, and each does what its pipeline does.
+
+Tiny pipelines of all of them are opened: embeddings, predictions and images are the pipeline's.
+"""
+
+import ast
+import copy
+import pickle
+import re
+from argparse import Namespace
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import PRX, ROOT, make_models, make_sdxl, make_z_image, open_pipeline
+
+import precompute_latents
+from diffusion_training.data.captions import tokenize
+from diffusion_training.data.images import make_time_ids
+from diffusion_training.families.base import Base, Encoders
+from diffusion_training.families.known import FAMILIES, find_family
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.columns import list_features
+from diffusion_training.latents.encoders import load_encoders
+from diffusion_training.latents.text_encoders import encode_empty_prompt, encode_prompts
+from diffusion_training.training.lora import (
+    add_lora,
+    list_adapter,
+    list_lora_b,
+    load_network_weights,
+    save_lora,
+)
+
+# ------------------------------------------------------------------- no other file names a family
+
+# What others may say: the class that train_text_to_image.py trains, whatever the family.
+ALLOWED = {("train_text_to_image.py", "UNet2DConditionModel")}
+
+
+def list_files():
+    """The scripts and the package, without the families' own files."""
+    package = sorted((ROOT / "diffusion_training").rglob("*.py"))
+    return [
+        path
+        for path in [*sorted(ROOT.glob("*.py")), *package]
+        if path.parent != ROOT / "diffusion_training/families"
+    ]
+
+
+def name_pattern():
+    """What names a family: its name, its title and its classes, as whole words."""
+    words = set()
+    for family in FAMILIES.values():
+        words |= {family.name, family.title, family.pipeline, family.model}
+    longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    return re.compile(rf"(?<![\w-])(?:{longest_first})(?![\w-])")
+
+
+def list_excepted(tree):
+    """The nodes of docstrings, of the demos' command lines, and of features that are looked for."""
+    excepted = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            excepted.add(body[0].value)
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").startswith("DEMO"):
+            excepted |= set(ast.walk(node.value))
+        # `"sdxl" in features`: cache.json called a feature so before there were families
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant):
+            if node.left.value == "sdxl" and [type(each) for each in node.ops] == [ast.In]:
+                excepted.add(node.left)
+    return excepted
+
+
+def find_names(source):
+    """[(line, text)] where code names a family, or asks which one it is."""
+    tree, pattern = ast.parse(source), name_pattern()
+    excepted, found = list_excepted(tree), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts = [] if node in excepted else pattern.findall(node.value)
+        else:  # what is imported, read, called or defined
+            names = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
+            texts = [name for name in names if isinstance(name, str)]
+            texts = [name for name in texts if name == "is_sdxl" or pattern.fullmatch(name)]
+        found += [(getattr(node, "lineno", 0), text) for text in texts]
+    return found
+
+
+def test_no_file_but_a_familys_own_names_it():
+    assert len(list_files()) > 60
+    for path in list_files():
+        found = [
+            (line, text)
+            for line, text in find_names(path.read_text())
+            if (path.name, text) not in ALLOWED
+        ]
+        assert not found, f"{path.relative_to(ROOT)} names families: {found}"
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ('kind = "sd"', ["sd"]),
+        ('if family == "sdxl": x', ["sdxl"]),
+        ('fail(f"{x} is no Stable Diffusion XL pipeline")', ["Stable Diffusion XL"]),
+        ("from diffusers import ZImagePipeline", ["ZImagePipeline"]),
+        ("diffusers.PRXTransformer2DModel", ["PRXTransformer2DModel"]),
+        ("def is_sdxl(args): pass", ["is_sdxl"]),
+        ('add("--x", help="only for z-image")', ["z-image"]),
+        ('"""Of PRX."""\ndef f():\n    """Of sd."""\n    return 1', []),
+        ('DEMO = f"--model_family prx {x}"', []),
+        ('if "sdxl" in features: x', []),
+        ('"sd-scripts calls it sdxl_base"', []),
+    ],
+)
+def test_that_test_would_find_it(source, found):
+    assert [text for _, text in find_names(source)] == found
+
+
+# ------------------------------------------------------------------- the list of families
+
+
+def test_the_list_is_in_order():
+    for name, family in FAMILIES.items():
+        assert name == family.name
+        pipeline, model = (getattr(diffusers, kind) for kind in (family.pipeline, family.model))
+        assert issubclass(pipeline, diffusers.DiffusionPipeline)
+        assert issubclass(model, torch.nn.Module) and (ROOT / family.script).is_file()
+        assert find_family(family.pipeline) is family
+        assert set(family.features) <= list_features() and set(family.borrows_from) <= set(FAMILIES)
+        assert family.ragged <= family.masked  # or padding could not be told from tokens
+    titles = {family.title for family in FAMILIES.values()}
+    assert len(titles) == len(FAMILIES)
+
+
+def test_a_family_is_itself_in_another_process():
+    for name, family in FAMILIES.items():
+        copied = pickle.loads(pickle.dumps(family))
+        assert copied.name == name and type(copied) is type(family) and not vars(copied)
+
+
+@pytest.mark.parametrize(
+    "name, class_names",
+    {
+        "sd": [
+            "StableDiffusionPipeline",
+            "StableDiffusionImg2ImgPipeline",
+            "StableDiffusionInpaintPipeline",
+        ],
+        "sdxl": ["StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline"],
+        "prx": ["PRXPipeline"],
+        "z-image": ["ZImagePipeline"],
+        None: [
+            "",
+            "StableDiffusion3Pipeline",
+            "StableDiffusion3Img2ImgPipeline",
+            "StableDiffusion3InpaintPipeline",
+            "ZImageImg2ImgPipeline",
+            "ZImageInpaintPipeline",
+            "ZImageControlNetPipeline",
+            "ZImageOmniPipeline",
+            "PRXImg2ImgPipeline",
+            "prxpipeline",
+            "LatentDiffusionPipeline",
+            "KandinskyPipeline",
+            "FluxPipeline",
+            "OnnxStableDiffusionPipeline",
+        ],
+    }.items(),
+)
+def test_pipelines_are_told_apart(name, class_names):
+    for class_name in class_names:
+        known = [each.name for each in FAMILIES.values() if each.recognizes(class_name)]
+        assert known == [name] * (name is not None), class_name
+        assert find_family(class_name) is FAMILIES.get(name)
+
+
+def test_no_pipeline_of_diffusers_is_of_two_families():
+    names = [name for name in dir(diffusers) if name.endswith("Pipeline")]
+    counts = {name: sum(each.recognizes(name) for each in FAMILIES.values()) for name in names}
+    assert len(names) > 100 and max(counts.values()) == 1
+
+
+# ------------------------------------------------------------------- each does as its pipeline
+
+
+def make_prx_pipeline(folder):
+    """A PRX pipeline with the demo's text encoder and VAE, whose text changes what it draws."""
+    parts = open_pipeline(make_models(folder)).components
+    torch.manual_seed(0)
+    transformer = diffusers.PRXTransformer2DModel(**PRX).eval()
+    for weight in transformer.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    parts["vae"].register_to_config(shift_factor=0.0)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return diffusers.PRXPipeline(
+        transformer, scheduler, parts["text_encoder"], parts["tokenizer"], parts["vae"]
+    )
+
+
+def make_sdxl_pipeline(folder):
+    """An SDXL pipeline whose text encoders have three layers, so that one can be left out."""
+    folder = make_sdxl(folder)
+    for name in ("CLIPTextModel", "CLIPTextModelWithProjection"):
+        path = folder / ("text_encoder_2" if "Projection" in name else "text_encoder")
+        config = transformers.CLIPTextConfig.from_pretrained(path, num_hidden_layers=3)
+        torch.manual_seed(2)
+        getattr(transformers, name)(config).save_pretrained(path)
+    return open_folder(folder)
+
+
+def open_folder(folder):
+    return diffusers.DiffusionPipeline.from_pretrained(folder)
+
+
+# {name: (makes the pipeline in a folder, where its models are in it, what its calls take)}
+MAKE = {
+    "sd": (lambda folder: open_pipeline(make_models(folder)), "sd", {}),
+    "sdxl": (make_sdxl_pipeline, "sdxl", {}),
+    "prx": (make_prx_pipeline, "sd", {"use_resolution_binning": False}),
+    "z-image": (
+        lambda folder: open_folder(make_z_image(folder / "z")),
+        "z",
+        {"max_sequence_length": 64},
+    ),
+}
+CAPTIONS = ["A digit one", "two " * 50, "", "the number three, drawn by hand"]
+SIDE = 16
+CASES = [(name, None) for name in FAMILIES]
+CASES += [(name, 1) for name, family in FAMILIES.items() if family.has_clip_skip]
+
+
+@dataclass
+class Opened:
+    """A tiny pipeline as diffusers opens it, and what the package makes of the same files."""
+
+    pipeline: Any
+    base: Base
+    encoders: Encoders
+    options: dict[str, Any]  # of the pipeline's calls
+
+    @property
+    def family(self):
+        return self.base.family
+
+    @property
+    def denoiser(self):
+        return self.pipeline.components[self.family.folder]
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory):
+    """make(name) -> (pipeline, folder), once for each family."""
+
+    @cache
+    def make(name):
+        folder = tmp_path_factory.mktemp(name)
+        function, subfolder, _ = MAKE[name]
+        pipeline = function(folder)
+        pipeline.set_progress_bar_config(disable=True)
+        if FAMILIES[name].usage_before(1):  # what the model card says to do before clip_skip
+            vars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder
+        return pipeline, folder / subfolder
+
+    return make
+
+
+@pytest.fixture
+def opened(pipelines, name, clip_skip):
+    pipeline, folder = pipelines(name)
+    argv = [f"--pretrained_model_name_or_path={folder}", f"--model_family={name}"]
+    if clip_skip is not None:
+        argv.append(f"--clip_skip={clip_skip}")
+    base = open_base(precompute_latents.parse_args([*argv, f"--train_data_dir={folder}"]))
+    encoders = load_encoders(base, torch.float32)
+    for suffix, tokenizer in zip(base.family.suffixes, encoders.tokenizers, strict=True):
+        # old ones do not know how many tokens the text encoder takes
+        pipeline.components[f"tokenizer{suffix}"].model_max_length = tokenizer.model_max_length
+    return Opened(pipeline, base, encoders, MAKE[name][2])
+
+
+def each_family(test):
+    """Run a test with the pipeline of each family, and with --clip_skip where there is one."""
+    return pytest.mark.parametrize("name, clip_skip", CASES)(test)
+
+
+def skip_layers(opened):
+    """The pipeline's own word for --clip_skip, if it is used."""
+    return {"clip_skip": opened.base.clip_skip} if opened.base.clip_skip else {}
+
+
+def encode_as_pipeline(opened, captions):
+    """What the pipeline itself makes of captions, as `Family.encode` has it."""
+    pipeline, options = opened.pipeline, {"do_classifier_free_guidance": False}
+    options |= skip_layers(opened)
+    if opened.family.name == "sd":
+        embeds, _ = pipeline.encode_prompt(captions, "cpu", 1, **options)
+        return {"prompt_embeds": embeds}
+    if opened.family.name == "sdxl":
+        embeds, _, pooled, _ = pipeline.encode_prompt(captions, **options)
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+    if opened.family.name == "prx":
+        embeds, mask, _, _ = pipeline.encode_prompt(captions, **options)
+        return {"prompt_embeds": embeds.masked_fill(~mask[..., None], 0), "prompt_mask": mask}
+    rows, _ = pipeline.encode_prompt(list(captions), **options, **opened.options)
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = [F.pad(row, (0, 0, 0, 64 - len(row))) for row in rows]
+    return {
+        "prompt_embeds": torch.stack(padded),
+        "prompt_mask": torch.arange(64) < lengths[:, None],
+    }
+
+
+@each_family
+@torch.no_grad()
+def test_embeddings_are_the_pipelines(opened):
+    tokens = tokenize(opened.encoders.tokenizers, CAPTIONS)
+    ours, theirs = encode_prompts(opened.encoders, tokens), encode_as_pipeline(opened, CAPTIONS)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == (torch.bool if name == "prompt_mask" else torch.float32)
+        assert torch.equal(ours[name], value), name
+    lengths = ours.get("prompt_mask", torch.ones(4, 8)).sum(dim=1)
+    assert (lengths.unique().numel() > 2) == opened.family.masked  # captions differ in length
+    assert not torch.equal(ours["prompt_embeds"][0], ours["prompt_embeds"][3])
+
+
+def begin(opened, caption):
+    """What the package gives a denoiser of one caption, for an image of SIDE pixels."""
+    tokens = tokenize(opened.encoders.tokenizers, [caption])
+    prompts = dict(encode_prompts(opened.encoders, tokens))
+    if opened.family.needs_lengths:
+        prompts["prompt_lengths"] = prompts["prompt_mask"].sum(dim=1)
+    if opened.family.needs_sizes:
+        size, corner, flipped = torch.tensor([[SIDE, SIDE]]), torch.zeros(1, 2), torch.zeros(1)
+        prompts["time_ids"] = make_time_ids(size, corner, (SIDE, SIDE), flipped.bool())
+    return prompts
+
+
+@each_family
+@torch.no_grad()
+def test_predictions_are_the_pipelines(opened):
+    """In its first step to the bit; later it may round the time in another way."""
+    given, noisy = [], [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))]
+    caption, scheduler = "a digit two", opened.pipeline.scheduler
+
+    def watch(module, inputs, output):
+        rows = output[0]
+        given.append(-torch.stack(rows).squeeze(2) if isinstance(rows, list) else rows)
+
+    def keep(pipeline, number, timestep, tensors):
+        noisy.append(tensors["latents"].clone())
+        return tensors
+
+    hook = opened.denoiser.register_forward_hook(watch)
+    opened.pipeline(
+        caption,
+        height=SIDE,
+        width=SIDE,
+        num_inference_steps=3,
+        guidance_scale=0 if opened.family.name == "z-image" else 1,
+        latents=noisy[0].clone(),
+        callback_on_step_end=keep,
+        output_type="latent",
+        **opened.options,
+        **skip_layers(opened),
+    )
+    hook.remove()
+    is_flow = isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler)
+    times = scheduler.sigmas if is_flow else scheduler.timesteps
+    prompts = begin(opened, caption)
+    ours = [
+        opened.family.predict(opened.denoiser, noisy[i], times[i : i + 1], prompts)
+        for i in range(3)
+    ]
+    assert len(given) == 3 and torch.equal(ours[0], given[0])
+    for prediction, theirs in zip(ours, given, strict=True):
+        assert prediction.dtype == torch.float32
+        assert torch.allclose(prediction, theirs, atol=1e-4)
+    assert not torch.allclose(ours[0], ours[2], atol=1e-2)  # the time matters
+    others = opened.family.predict(opened.denoiser, noisy[0], times[:1], begin(opened, "one"))
+    assert not torch.allclose(ours[0], others, atol=1e-4)  # and so does the caption
+
+
+def draw(pipeline, count, first, arguments):
+    generators = [torch.Generator().manual_seed(first + i) for i in range(count)]
+    options = {"height": SIDE, "width": SIDE, "num_inference_steps": 2, "output_type": "np"}
+    return pipeline(**arguments, **options, generator=generators).images
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@each_family
+@torch.no_grad()
+def test_images_from_embeddings_are_those_from_prompts(opened, scale):
+    """Bit for bit, and by a pipeline that has no text encoder."""
+    family, encoders = opened.family, opened.encoders
+    prompts = ["a digit two", "one"]
+    empty = {name: x[None] for name, x in encode_empty_prompt(encoders, opened.base).items()}
+    parts = {name: opened.pipeline.components[name] for name in ("vae", "scheduler", family.folder)}
+    alone = family.build(parts, opened.base, SIDE)
+    alone.set_progress_bar_config(disable=True)
+    assert type(alone) is type(opened.pipeline)
+    for suffix in family.suffixes:
+        text_encoder = alone.components[f"text_encoder{suffix}"]
+        assert text_encoder is None or not list(text_encoder.parameters())
+    size = 1 if family.samples_one_by_one else len(prompts)
+    images, expected = [], []
+    for first in range(0, len(prompts), size):
+        captions = prompts[first : first + size]  # encoded together, as the pipeline does
+        encoded = encode_prompts(encoders, tokenize(encoders.tokenizers, captions))
+        images += [*draw(alone, size, first, family.ask(encoded, empty, scale))]
+        named = {"prompt": captions, **opened.options}
+        named["guidance_scale"] = scale - 1 if family.name == "z-image" else scale
+        expected += [*draw(opened.pipeline, size, first, named | skip_layers(opened))]
+    assert np.array_equal(images, expected)
+    assert np.abs(images[0] - images[1]).max() > 1e-3
+
+
+# ------------------------------------------------------------------- LoRA
+
+ADAPTED = [(name, None) for name, family in FAMILIES.items() if family.attention]
+
+
+@pytest.mark.parametrize("name, clip_skip", CASES[: len(FAMILIES)])
+def test_the_layers_of_a_lora_exist(opened):
+    family, model = opened.family, opened.denoiser
+    chosen = {which: family.choose_layers(model, which) for which in ("attention", "all")}
+    assert chosen["attention"] == [*family.attention]
+    assert chosen["all"] == [*family.attention, *family.other_layers]
+    for end in chosen["all"]:
+        layers = [m for n, m in model.named_modules() if f".{n}".endswith(f".{end}")]
+        assert layers and all(isinstance(m, torch.nn.Linear | torch.nn.Conv2d) for m in layers)
+
+
+@pytest.mark.parametrize("name, clip_skip", ADAPTED)
+@pytest.mark.parametrize("which", ["attention", "all"])
+def test_a_lora_is_read_back_and_by_the_pipeline(tmp_path, opened, which):
+    family, flags = opened.family, {"rank": 2, "lora_alpha": 3, "use_dora": False}
+    args = Namespace(**flags, lora_dropout=0.0, lora_layers=which)
+    models = []
+    for seed in (0, 1):
+        model = copy.deepcopy(opened.denoiser)
+        torch.manual_seed(seed)
+        add_lora(model, family.choose_layers(model, which), "base", torch.float32, args)
+        models.append(model)
+    trained, read = models
+    for weight in list_lora_b({family.folder: trained}):
+        torch.nn.init.normal_(weight)
+    save_lora({family.folder: trained}, tmp_path, None)
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    load_network_weights(read, path, family.folder, family.read_lora)
+    one, other = list_adapter(trained), list_adapter(read)
+    assert one.keys() == other.keys() and len(one) >= 4
+    assert all(torch.allclose(one[key], other[key], rtol=1e-3, atol=1e-6) for key in one)
+    opened.pipeline.load_lora_weights(tmp_path, weight_name=path.name)
+    loaded = {key for key, _ in opened.denoiser.named_parameters() if ".lora_" in key}
+    opened.pipeline.unload_lora_weights()
+    assert {key.replace(".default_0", "") for key in loaded} == one.keys()

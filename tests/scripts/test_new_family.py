@@ -1,0 +1,451 @@
+"""A family of models is one file: the one in this test is like Stable Diffusion 3.
+
+Two CLIP text encoders with projections, padding that is kept without a mask, a VAE that shifts, and
+flow matching. The scripts cache, train, resume and draw with it, whole and as a LoRA.
+"""
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import (
+    MODELS,
+    assert_same_weights,
+    checkpoints,
+    finish,
+    kill,
+    make_captioned,
+    make_masked,
+    metrics,
+    reset,
+    start,
+    wait_until,
+)
+from diffusers import (
+    AutoencoderKL,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from PIL import Image
+from safetensors.torch import load_file
+
+import precompute_latents
+import train_flow as script
+from diffusion_training.data.captions import tokenize
+from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.columns import list_columns
+from diffusion_training.latents.encoders import load_encoders
+from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.text_encoders import encode_prompts
+from diffusion_training.order import step_seed
+
+# ------------------------------------------------------------------- the family: one file
+
+WIDTH = 64  # of embeddings; 4,096 in the published one, as wide as those of its third text encoder
+THIRD = 256  # tokens of the third text encoder, which is left out: zeros take their place
+
+
+class StableDiffusion3(Family):
+    """Stable Diffusion 3 (arXiv:2403.03206), without the third of its text encoders."""
+
+    name = "sd3"
+    title = "Stable Diffusion 3"
+    pipeline = "StableDiffusion3Pipeline"
+    model = "SD3Transformer2DModel"
+    resolution = 1024
+    suffixes = ("", "_2")
+    embeds_width = "joint_attention_dim"
+    masked = False
+    ragged = False
+    features = ("pooled embeddings",)
+    samples_one_by_one = False
+    attention = (*Family.attention, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
+    other_layers = ("net.0.proj", "net.2")
+
+    def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
+        first, second = encoders.text_encoders
+        outputs = [
+            first(tokens["input_ids"], output_hidden_states=True),
+            second(tokens["input_ids_2"], output_hidden_states=True),
+        ]
+        embeds = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1).float()
+        pooled = torch.cat([output.text_embeds for output in outputs], dim=-1).float()
+        embeds = F.pad(embeds, (0, WIDTH - embeds.shape[-1], 0, THIRD))
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+    def predict(
+        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
+    ) -> torch.Tensor:
+        output = model(
+            noisy,
+            timestep=1000 * times,
+            encoder_hidden_states=prompts["prompt_embeds"],
+            pooled_projections=prompts["pooled_prompt_embeds"],
+        )
+        return output.sample.float()
+
+    def patch_size(self, model: torch.nn.Module) -> int:
+        return model.config.patch_size
+
+    def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
+        asked = super().ask(prompts, empty, guidance_scale)
+        pooled = prompts["pooled_prompt_embeds"]
+        asked["pooled_prompt_embeds"] = pooled
+        if guidance_scale > 1:
+            asked["negative_pooled_prompt_embeds"] = empty["pooled_prompt_embeds"].expand_as(pooled)
+        return asked
+
+    def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
+        third = {"text_encoder_3": None, "tokenizer_3": None}
+        return super().build(parts | third, base, resolution)
+
+
+# ------------------------------------------------------------------- a tiny pipeline of it
+
+
+def make_sd3(folder):
+    """A pipeline of 20,000 weights; its text encoders differ in width."""
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+    torch.manual_seed(0)
+    text_encoders = []
+    for width, projection in ((32, 8), (16, 12)):
+        config = transformers.CLIPTextConfig.from_pretrained(
+            MODELS / "text_encoder",
+            hidden_size=width,
+            projection_dim=projection,
+            num_hidden_layers=3,
+        )
+        text_encoders.append(transformers.CLIPTextModelWithProjection(config))
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        scaling_factor=1.5,
+        shift_factor=0.25,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    transformer = SD3Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        caption_projection_dim=16,
+        pooled_projection_dim=20,
+        out_channels=4,
+        pos_embed_max_size=8,
+    )
+    StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=text_encoders[0],
+        tokenizer=tokenizer,
+        text_encoder_2=text_encoders[1],
+        tokenizer_2=tokenizer,
+        text_encoder_3=None,
+        tokenizer_3=None,
+    ).save_pretrained(folder)
+    return folder
+
+
+def open_sd3(folder):
+    """The pipeline in a folder, by diffusers; it has to be told that there is no third encoder."""
+    pipeline = DiffusionPipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "one", "a digit two", ""]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The family is on the list: this is all that the package is told."""
+    monkeypatch.setitem(FAMILIES, "sd3", StableDiffusion3())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder with the pipeline, six captioned images, and a cache of them of both kinds."""
+    folder = tmp_path_factory.mktemp("sd3")
+    make_sd3(folder / "sd3")
+    make_captioned(folder / "images", 6, CAPTIONS)
+    with pytest.MonkeyPatch.context() as m:
+        m.setitem(FAMILIES, "sd3", StableDiffusion3())
+        for kind in ("embeddings", "ids"):
+            precompute(
+                f"--train_data_dir={folder / 'images'}",
+                f"--pretrained_model_name_or_path={folder / 'sd3'}",
+                f"--output_dir={folder / kind}",
+                f"--text_cache={kind}",
+                "--resolution=16",
+                "--center_crop",
+                "--random_flip",
+                "--rows_per_shard=4",
+                "--batch_size=3",
+                "--dataloader_num_workers=0",
+            )
+    return folder
+
+
+def precompute(*argv):
+    reset()
+    precompute_latents.main(precompute_latents.parse_args([*map(str, argv)]))
+    reset()
+
+
+@pytest.fixture
+def flags(root, tmp_path):
+    """A run of 6 steps on 6 images; later flags win over these."""
+    return [
+        f"--pretrained_model_name_or_path={root / 'sd3'}",
+        "--model_family=sd3",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=1",
+        "--num_train_epochs=1",
+        "--learning_rate=1e-3",
+        "--lr_warmup_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--num_inference_steps=2",
+        "--num_validation_images=2",
+        "--caption_dropout=0.3",
+        "--random_flip",
+    ]
+
+
+@pytest.fixture
+def cached(root, flags):
+    return [*flags, f"--latents_dir={root / 'embeddings'}"]
+
+
+def train(*argv):
+    reset()
+    script.main(script.parse_args([*map(str, argv)]))
+
+
+def losses(folder):
+    return [record["loss"] for record in metrics(folder) if "loss" in record]
+
+
+# ------------------------------------------------------------------- it is known
+
+
+@pytest.mark.parametrize("parse_args", [script.parse_args, precompute_latents.parse_args])
+def test_its_name_can_be_given(root, parse_args, monkeypatch, capsys):
+    argv = [f"--pretrained_model_name_or_path={root / 'sd3'}", "--model_family=sd3"]
+    argv.append(f"--train_data_dir={root / 'images'}")
+    assert parse_args(argv).model_family == "sd3"
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help"])
+    assert stop.value.code == 0 and ",sd3}" in capsys.readouterr().out
+    monkeypatch.delitem(FAMILIES, "sd3")
+    with pytest.raises(SystemExit) as stop:
+        parse_args(argv)
+    assert stop.value.code == 2 and "invalid choice: 'sd3'" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_it_encodes_predicts_and_draws_as_its_pipeline(root):
+    """A bug in the family itself would show in no other test."""
+    family, pipeline = FAMILIES["sd3"], open_sd3(root / "sd3")
+    argv = [f"--pretrained_model_name_or_path={root / 'sd3'}"]
+    base = open_base(precompute_latents.parse_args([*argv, f"--train_data_dir={root}"]))
+    assert base.family is family  # by model_index.json alone
+    encoders = load_encoders(base, torch.float32)
+    captions = ["a digit zero", "one"]
+    embeds, no_embeds, pooled, no_pooled = pipeline.encode_prompt(captions, None, None)
+    prompts = encode_prompts(encoders, tokenize(encoders.tokenizers, captions))
+    empty = encode_prompts(encoders, tokenize(encoders.tokenizers, ["", ""]))
+    for ours, theirs in ((prompts, (embeds, pooled)), (empty, (no_embeds, no_pooled))):
+        assert torch.equal(ours["prompt_embeds"], theirs[0])
+        assert torch.equal(ours["pooled_prompt_embeds"], theirs[1])
+
+    given = []
+    watch = lambda module, inputs, output: given.append(output[0])
+    hook = pipeline.transformer.register_forward_hook(watch)
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    options = {"height": 16, "width": 16, "num_inference_steps": 2, "latents": latents}
+    options["output_type"] = "np"
+    pipeline(captions, guidance_scale=1, **options)
+    hook.remove()
+    prediction = family.predict(pipeline.transformer, latents, torch.ones(2), prompts)
+    assert torch.equal(prediction, given[0])
+
+    parts = {name: pipeline.components[name] for name in ("vae", "scheduler", "transformer")}
+    alone = family.build(parts, base, 16)
+    alone.set_progress_bar_config(disable=True)
+    for scale in (1.0, 3.0):
+        drawn = alone(**family.ask(prompts, empty, scale), **options).images
+        assert np.array_equal(drawn, pipeline(captions, guidance_scale=scale, **options).images)
+
+
+# ------------------------------------------------------------------- cached
+
+
+def test_a_cache_has_its_columns_and_older_readers_refuse_it(root, monkeypatch):
+    pipeline = open_sd3(root / "sd3")
+    embeds, _, pooled, _ = pipeline.encode_prompt(CAPTIONS, None, None)
+    settings = {kind: load_cache(root / kind).settings for kind in ("embeddings", "ids")}
+    for kind, names in {
+        "embeddings": ["prompt_embeds", "pooled_prompt_embeds"],
+        "ids": ["input_ids", "input_ids_2"],
+    }.items():
+        columns = [column.name for column in list_columns(settings[kind])]
+        assert columns == [*names, "latents", "latents_flipped"]
+        described = {name: settings[kind][name] for name in ("model_family", "features")}
+        assert described == {"model_family": "sd3", "features": ["pooled embeddings"]}
+        assert settings[kind]["prompt_embeds_shape"] == [8 + THIRD, WIDTH]
+        assert settings[kind]["pooled_prompt_embeds_shape"] == [20]
+        assert settings[kind]["vae"]["shift_factor"] == 0.25
+        assert settings[kind]["text_encoder_2"]["class"] == "CLIPTextModelWithProjection"
+    rows = [
+        {name: batch[name][i].as_py() for name in ("prompt_embeds", "pooled_prompt_embeds")}
+        for _, batch in load_cache(root / "embeddings").shards
+        for i in range(len(batch))
+    ]
+    for row, embedding, vector in zip(rows, embeds, pooled, strict=True):
+        assert row["prompt_embeds"] == embedding.half().flatten().tolist()
+        assert row["pooled_prompt_embeds"] == vector.half().tolist()
+    monkeypatch.delitem(FAMILIES, "sd3")
+    with pytest.raises(SystemExit, match="pooled embeddings, which this version does not know"):
+        load_cache(root / "embeddings")
+
+
+# ------------------------------------------------------------------- trained
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
+    data = {
+        "images": [
+            f"--train_data_dir={root / 'images'}",
+            "--resolution=16",
+            "--center_crop",
+            "--dataloader_num_workers=0",
+        ],
+        "embeddings": [f"--latents_dir={root / 'embeddings'}"],
+        "ids": [f"--latents_dir={root / 'ids'}"],
+    }
+    for name, argv in data.items():
+        train(*flags, *argv, "--num_train_epochs=2", f"--output_dir={tmp_path / name}")
+    expected = losses(tmp_path / "images")
+    assert len(expected) == 12
+    for name in ("embeddings", "ids"):
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=5e-4)
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_several_captions_and_sizes_train_alike(tmp_path, flags):
+    make_masked(tmp_path / "images")
+    lines = []
+    for i, path in enumerate(sorted((tmp_path / "images").glob("[0-9][0-9].png"))):
+        captions = {
+            "short": [None, "one", "two"][i % 3],
+            "long": f"a digit {'zero one'.split()[i % 2]}",
+        }
+        lines.append(json.dumps({"file_name": path.name, **captions}))
+    for path in (tmp_path / "images").glob("*.txt"):
+        path.unlink()
+    (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
+    data = [
+        f"--train_data_dir={tmp_path / 'images'}",
+        *["--caption_column", "short", "long", "--caption_weights", "1", "2"],
+        *["--resolution=16", "--bucket_step=4", "--center_crop", "--dataloader_num_workers=0"],
+    ]
+    base, cache = flags[0], f"--output_dir={tmp_path / 'cache'}"
+    precompute(*data, base, cache, "--random_flip")
+    flags = [*flags, "--train_batch_size=2"]
+    train(*flags, *data, f"--output_dir={tmp_path / 'online'}")
+    train(*flags, f"--latents_dir={tmp_path / 'cache'}")
+    expected = losses(tmp_path / "online")
+    assert len(expected) >= 6 and losses(tmp_path / "out") == pytest.approx(expected, rel=5e-4)
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_killed_and_resumed_is_bit_identical(tmp_path, cached, num_processes=2):
+    argv = [*cached, "--num_train_epochs=4", "--checkpointing_steps=2", "--holdout=2"]
+    argv += ["--checkpoints_total_limit=2"]
+    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
+    latest, log = "--resume_from_checkpoint=latest", tmp_path / "log"
+    run = lambda *more: start(lambda: train(*argv, *more), num_processes, log)
+    assert set(finish(run(whole))) == {0}, log.read_text()
+    pids = run(killed, latest)
+    wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
+    time.sleep(0.1)
+    kill(pids)
+    assert set(finish(run(killed, latest))) == {0}, log.read_text()
+    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
+    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
+    for part in (f"{last}/transformer", f"{last}/transformer_ema", "transformer"):
+        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+
+
+def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(tmp_path, cached):
+    """With everything that a run computes beside its steps: costs, curves, the held-out loss."""
+    prompts = ["a digit one", "a digit two"]
+    train(*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2")
+    record = metrics(tmp_path / "out")[-1]
+    assert {"held_out_loss", "held_out_loss_ema"} <= record.keys()
+    index = json.loads((tmp_path / "out/model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusion3Pipeline"
+    assert index["text_encoder_3"] == index["tokenizer_3"] == [None, None]
+    card = (tmp_path / "out/README.md").read_text()
+    assert "A Stable Diffusion 3 pipeline whose transformer was fine-tuned" in card
+    pipeline = open_sd3(tmp_path / "out")
+    assert type(pipeline) is StableDiffusion3Pipeline and pipeline.vae.config.shift_factor == 0.25
+    path = max((tmp_path / "out/samples").iterdir())
+    grid = np.array(Image.open(path).convert("RGB")).astype(int)
+    options = {"guidance_scale": 3, "num_inference_steps": 2, "height": 16, "width": 16}
+    for i in range(4):
+        generator = torch.Generator().manual_seed(step_seed("sample", 0, i))
+        (image,) = pipeline(prompts[i // 2], generator=generator, **options).images
+        image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
+        y, x = 68 * (i // 2), grid.shape[1] - 68 * (2 - i % 2)
+        assert np.abs(grid[y : y + 64, x : x + 64] - image).max() <= 1
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_lora_is_trained_that_the_pipeline_loads(root, tmp_path, flags):
+    lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]
+    lora += ["--learning_rate=1e-2", "--checkpointing_steps=5"]
+    train(*lora, "--num_train_epochs=2", "--validation_prompts", "one")
+    pipeline = open_sd3(root / "sd3")
+    options = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+    draw = lambda: pipeline("one", generator=torch.Generator().manual_seed(0), **options).images
+    before = draw()
+    pipeline.load_lora_weights(tmp_path / "out")
+    assert np.abs(draw() - before).max() > 1e-3
+    path = tmp_path / "out/pytorch_lora_weights.safetensors"
+    trained = load_file(path)
+    layers = dict(pipeline.transformer.named_modules())
+    adapted = {name for name, layer in layers.items() if hasattr(layer, "base_layer")}
+    assert {name.split(".lora_")[0] for name in trained} == {f"transformer.{n}" for n in adapted}
+    family = FAMILIES["sd3"]
+    for end in (*family.attention, *family.other_layers):
+        assert any(name.endswith(f".{end}") for name in adapted), end
+
+    # It goes on from its checkpoint, and from the file.
+    train(*lora, "--num_train_epochs=3", "--resume_from_checkpoint=latest")
+    assert metrics(tmp_path / "out")[-1]["step"] == 18
+    resumed = load_file(path)
+    again = [f"--network_weights={path}", "--max_train_steps=1", "--learning_rate=0"]
+    train(*lora, *again, f"--output_dir={tmp_path / 'again'}")
+    loaded = load_file(tmp_path / "again" / path.name)
+    assert loaded.keys() == resumed.keys() == trained.keys()
+    assert all(torch.equal(resumed[name], loaded[name]) for name in trained)
