@@ -55,7 +55,7 @@ from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
-from diffusion_training.arguments import COUNT, PATH, make_parser, number
+from diffusion_training.arguments import COUNT, PATH, Flags, make_parser, number
 from diffusion_training.cluster import connect, find_modules, work_off
 from diffusion_training.errors import explain, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, lock_folder
@@ -255,7 +255,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     except ValueError as error:
         parser.error(f"--allow_private_addresses: {error}, such as 10.1.0.0/16")
     args.opt_out = [directive.lower() for directive in args.opt_out]
-    return args
+    return Flags(**vars(args))
 
 
 def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) -> dict[str, Any]:

@@ -241,7 +241,9 @@ class TransformedRows(torch.utils.data.Dataset):
     """
 
     def __init__(self, rows: Any, tokenizers: Tokenizers, caches: list[PlannedCache]) -> None:
-        self.rows, self.tokenizers, self.caches = rows, tokenizers, caches
+        self.rows = rows
+        self.tokenizers = tokenizers
+        self.caches = caches
 
     def with_caches(self, caches: list[PlannedCache]) -> "TransformedRows":
         return TransformedRows(self.rows, self.tokenizers, caches)
@@ -289,7 +291,8 @@ def describe_encoders(
     the embeddings that a trainer uses for a dropped caption. `settings` must be equal in two runs
     for their shards to fit together.
     """
-    family, vae = base.family, encoders.vae
+    family = base.family
+    vae = encoders.vae
     try_encoders(encoders)
     if args.latents == "moments" and not family.has_moments(vae):
         fail(f"an {type(vae).__name__} has no moments: leave --latents out")
@@ -351,7 +354,8 @@ def encode(
 
     texts: of `encode_texts`, if the captions are encoded already.
     """
-    family, device = encoders.family, encoders.vae.device
+    family = encoders.family
+    device = encoders.vae.device
     # Batches begin where shards do, so the noise does not depend on the number of processes.
     generator = torch.Generator(device).manual_seed(
         step_seed("latents", cache.transform.seed, batch["row"][0])
@@ -601,8 +605,7 @@ def main(args: Namespace) -> None:
     accelerator, device = launch.accelerator, launch.device
     rank, num_processes = launch.rank, launch.num_processes
 
-    # The models are loaded before the data: images are decoded to the channels of the VAE, grey or
-    # colour.
+    # Models before data: images are decoded to the channels of the VAE, grey or colour.
     base = open_base(args)
     exact = load_encoders(base, torch.float32)
     empty_prompt, described, kind = describe_encoders(base, exact, args, launch.mixed_precision)

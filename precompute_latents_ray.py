@@ -601,7 +601,8 @@ class Destination:
         self.opened = open_cache(accelerator, planned, self.local if self.is_remote else None)
         if not self.is_begun:
             begin_cache(self.local, self.folder)
-        records, shards = self.opened.records, planned.list_shards()
+        records = self.opened.records
+        shards = planned.list_shards()
         for name, damage in find_damaged(self.folder, shards, records).items():
             print(f"{self.folder}/{name} {damage}: making it again", flush=True)
             del records[name]
@@ -649,7 +650,8 @@ def make_missing(
     max_skipped: float,
 ) -> None:
     """Make the missing shards, {number: {index of a cache: file}}, and show how it goes."""
-    per_shard, num_rows = job.caches[0].rows_per_shard, job.num_rows
+    per_shard = job.caches[0].rows_per_shard
+    num_rows = job.num_rows
     names = job.caches[0].list_shards()
     counts = {number: min(per_shard, num_rows - number * per_shard) for number in missing}
     total = num_rows * len(destinations)

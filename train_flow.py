@@ -559,8 +559,7 @@ def main(args: Namespace) -> None:
     start = None if run.checkpoint else find_start(args.init_from)
     form = (run.checkpoint or start) if args.init_from else None
     transformer = make_transformer(base, data, predict, form, launch.dtype, args)
-    # each is trained, averaged, and saved in a folder of its name
-    models: Models = {"transformer": transformer}
+    models: Models = {"transformer": transformer}  # each is trained, averaged, saved in its folder
     loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)
     loss = partial(compute_loss, args, shift, predict, loss_models)

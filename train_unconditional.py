@@ -279,7 +279,8 @@ class ImageDataset(RowDataset):
 
     def __init__(self, images: ImageRows, channels: int, args: Namespace) -> None:
         super().__init__(images, find_source(args), args.shuffle_buffer)
-        self.channels, self.args = channels, args
+        self.channels = channels
+        self.args = args
 
     def __getitem__(self, keys: list[Key]) -> Batch:
         items = read_items(self.rows, keys)
@@ -524,7 +525,9 @@ def log_validation(
     does not matter. A signal interrupts the sampling, because its sender does not wait for
     pictures; a resumed run draws the missing ones.
     """
-    unet, scheduler, device = pipeline.unet, pipeline.scheduler, launch.device
+    unet = pipeline.unet
+    scheduler = pipeline.scheduler
+    device = launch.device
     training = unet.training
     unet.eval()  # without dropout
     count = settings.eval_batch_size

@@ -80,7 +80,7 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
 
 
 def add_transform_flags(add: Add) -> None:
-    """Add the flags that `transform` reads, besides resolution and crop."""
+    """Add the flags that `transform_row` reads, besides resolution and crop."""
     add(
         "--min_size",
         type=number(0, 16384, int),

@@ -58,7 +58,8 @@ class Stream:
     """The rows of a stream of unknown length, shuffled within a buffer of `window` rows."""
 
     def __init__(self, rows: Any, window: int) -> None:
-        self.rows, self.window = rows, window
+        self.rows = rows
+        self.window = window
 
     def __len__(self) -> int:
         return sys.maxsize  # it never ends its first epoch

@@ -47,7 +47,8 @@ def transform_row(
     key = name_image(row, item[transform.image_column])
     if os.path.isabs(key) and os.path.isabs(transform.source):
         key = os.path.relpath(key, transform.source)  # the same wherever the data is stored
-    weights, mask_column = transform.caption_weights, transform.mask_column
+    weights = transform.caption_weights
+    mask_column = transform.mask_column
     try:
         y, x, _, choice = draw_choices(transform.seed, epoch, row)
         text = list_captions(item, transform) if weights else draw_text(item, choice, transform)

@@ -34,7 +34,9 @@ class Ranges:
         held_out: Sequence[int] = (),
         reach: Callable[["Ranges", int, int], None] | None = None,
     ) -> None:
-        self.seed, self.num_ranges, self.shuffle_shards = seed, num_ranges, shuffle_shards
+        self.seed = seed
+        self.num_ranges = num_ranges
+        self.shuffle_shards = shuffle_shards
         self.reach = reach
         lengths = np.array(lengths, np.int64)
         self.starts = lengths.cumsum() - lengths
@@ -137,7 +139,8 @@ class Arrangement:
     """
 
     def __init__(self, ranges: Ranges, epoch: int) -> None:
-        self.ranges, self.epoch = ranges, epoch
+        self.ranges = ranges
+        self.epoch = epoch
         self.windows = {}
         self.held = {}
 

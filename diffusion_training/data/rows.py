@@ -295,7 +295,8 @@ class RowDataset(torch.utils.data.Dataset):
         digest = xxhash.xxh3_128()
         for value in self.rows[row].values():
             if isinstance(value, dict):
-                data, path = value["bytes"], value["path"]
+                data = value["bytes"]
+                path = value["path"]
                 # the file may be gone, or the path may be only a name for the bytes
                 with passing_rows_faults():
                     if data is None or "size" in value:

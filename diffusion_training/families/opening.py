@@ -76,7 +76,8 @@ def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
 
 def open_source(args: Namespace) -> str | None:
     """--pretrained_model_name_or_path, or the folder into which a single file is unpacked."""
-    source, config = args.pretrained_model_name_or_path, args.single_file_config
+    source = args.pretrained_model_name_or_path
+    config = args.single_file_config
     if source is None or not os.path.isfile(source):
         if config:
             fail(

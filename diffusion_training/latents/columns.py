@@ -170,7 +170,8 @@ def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
 
 def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
     """{a choice of --text_cache: bytes of a caption}, whatever this cache holds."""
-    ids, embeddings = {**cache, "text_cache": "ids"}, {**cache, "text_cache": "embeddings"}
+    ids = {**cache, "text_cache": "ids"}
+    embeddings = {**cache, "text_cache": "embeddings"}
     sizes = {"ids": count_bytes(ids, tokens)[1], "embeddings": count_bytes(embeddings, tokens)[1]}
     if tokens is not None:
         plain = [name for name in cache.get("features", []) if name != "ragged embeddings"]
@@ -212,7 +213,8 @@ class Ragged:
     """The rows of an Arrow column of lists of any length, as views of its numbers."""
 
     def __init__(self, column: pa.ListArray) -> None:
-        self.offsets, self.numbers = column.offsets.to_numpy(), column.values.to_numpy()
+        self.offsets = column.offsets.to_numpy()
+        self.numbers = column.values.to_numpy()
 
     def __getitem__(self, row: int) -> np.ndarray:
         row %= len(self.offsets) - 1  # it may be counted from the end

@@ -98,7 +98,8 @@ def describe_latents(family: Family, vae: torch.nn.Module, resolution: int, kind
 
 def try_encoders(encoders: Encoders) -> None:
     """Encode a small image and two tokens. Ends in a sentence if a config is wrong."""
-    family, vae = encoders.family, encoders.vae
+    family = encoders.family
+    vae = encoders.vae
     with torch.no_grad():
         with explained("the VAE does not work"):
             side = 2 * family.downscale(vae)
@@ -142,7 +143,8 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 def describe_models(encoders: Encoders) -> dict[str, Any]:
     """What must be the same in the models of two caches, or of a cache and a trainer."""
-    family, vae = encoders.family, encoders.vae
+    family = encoders.family
+    vae = encoders.vae
     described: dict[str, Any] = {
         "vae": {"class": type(vae).__name__, "sha256": hash_weights(vae)}
         | family.describe_scale(vae)

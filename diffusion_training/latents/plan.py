@@ -117,7 +117,8 @@ def plan_caches(
 
 def refuse_cache_in(output_dir: str) -> None:
     """Stop with an error if the folder for several caches is a cache itself."""
-    folder, flag = output_dir.rstrip("/"), f"--output_dir {output_dir}"
+    folder = output_dir.rstrip("/")
+    flag = f"--output_dir {output_dir}"
     with explained(f"{flag} can't be read"):
         fs, root = fsspec.url_to_fs(folder) if is_address(folder) else (os.path, folder)
         if fs.exists(f"{root}/cache.json"):

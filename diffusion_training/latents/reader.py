@@ -112,8 +112,10 @@ class CachedLatents(torch.utils.data.Dataset):
         and tokenized here, in place of the cached tokens. optional_columns: those to be read of the
         columns that are not read by default.
         """
-        self.seed, self.random_flip = seed, random_flip
-        self.caption_weights, self.reads_captions = caption_weights, reads_captions
+        self.seed = seed
+        self.random_flip = random_flip
+        self.caption_weights = caption_weights
+        self.reads_captions = reads_captions
         self.folders = list(caches)
         self.opened: dict[int, OpenShard] = {}
         self.parts = [cache.shards for cache in caches.values()]

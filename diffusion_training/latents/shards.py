@@ -88,8 +88,10 @@ class Shards:
     def __init__(self, folder: str | Path, cache: dict) -> None:
         records = list_shards(cache)
         self.folder = str(folder)
-        self.names, self.rows = records["name"], records["rows"]
-        self.checksums, self.sha256 = records["checksums"], records["sha256"]
+        self.names = records["name"]
+        self.rows = records["rows"]
+        self.checksums = records["checksums"]
+        self.sha256 = records["sha256"]
         if b"/" in self.names.tobytes():
             raise ValueError("it names shards outside of the folder")
         self.all_columns = list_columns(cache)
@@ -138,7 +140,8 @@ class Shards:
                 raise ValueError(f"{rows} rows instead of {self.rows[number]}")
             for batch in batches:
                 for column in self.columns:
-                    kind, array = column.arrow_type, batch[column.name]
+                    kind = column.arrow_type
+                    array = batch[column.name]
                     if array.type != kind or array.flatten().null_count:
                         size = getattr(kind, "list_size", "some")
                         raise ValueError(f"{column.name} is not {size} numbers in each row")
@@ -164,7 +167,9 @@ class OpenShard:
     def __init__(
         self, path: Path, batches: list[pa.RecordBatch], columns: list[Column], mend: str
     ) -> None:
-        self.path, self.batches, self.mend = path, batches, mend
+        self.path = path
+        self.batches = batches
+        self.mend = mend
         self.groups = group_by_checksum(columns)
         self.ends = np.cumsum([len(batch) for batch in batches]).tolist()
         self.views = [

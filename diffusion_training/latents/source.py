@@ -124,7 +124,9 @@ class CaptionedImages(RowDataset):
         shuffle_buffer: int,
     ) -> None:
         super().__init__(images, source, shuffle_buffer)
-        self.transform, self.tokenizers, self.choice = transform, tokenizers, choice
+        self.transform = transform
+        self.tokenizers = tokenizers
+        self.choice = choice
         self.sizes = sizes
 
     def __getitem__(self, keys: list[Key]) -> Batch:
@@ -185,7 +187,8 @@ def open_caches(
     """The data of latent caches. What they lack, such as encoders of tokens, is loaded."""
     caches = {folder: load_cache(folder) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
-    text_cache, transform = first.settings["text_cache"], first.settings["transform"]
+    text_cache = first.settings["text_cache"]
+    transform = first.settings["transform"]
     base = replace(
         base, clip_skip=base.clip_skip or first.settings["text_encoder"].get("clip_skip")
     )

@@ -129,7 +129,8 @@ class StoredLatents(CachedLatents):
     ) -> None:
         """options: those of `CachedLatents`. rank, num_processes: of this process."""
         super().__init__(caches, *options)
-        self.rank, self.num_processes = rank, num_processes
+        self.rank = rank
+        self.num_processes = num_processes
         bytes_of_a_row = [weigh_rows(shards) for shards in self.parts]
         # about how many bytes each shard takes on this machine; none if it is on a disk
         self.bytes_of = self.lengths * np.repeat(bytes_of_a_row, np.diff(self.firsts))
@@ -164,7 +165,8 @@ class StoredLatents(CachedLatents):
 
         It must hold the open window and the next one of each range, and the shards that stay here.
         """
-        num_ranges, shuffle_shards = self.order["num_ranges"], self.order["shuffle_shards"]
+        num_ranges = self.order["num_ranges"]
+        shuffle_shards = self.order["shuffle_shards"]
         own_ranges = num_ranges // math.gcd(self.num_processes, num_ranges)
         need = 2 * shuffle_shards * own_ranges * self.bytes_of.max()
         need += sum(self.bytes_of[shard] for shard in kept_shards)

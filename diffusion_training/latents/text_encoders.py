@@ -28,7 +28,8 @@ def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple
 def load_text_encoders(base: Base, dtype: torch.dtype) -> tuple[torch.nn.ModuleList, Tokenizers]:
     """Load the text encoders and their tokenizers, on the CPU. Ends in a sentence if that fails."""
     family = base.family
-    text_encoders, tokenizers = torch.nn.ModuleList(), Tokenizers([], family)
+    text_encoders = torch.nn.ModuleList()
+    tokenizers = Tokenizers([], family)
     for suffix in family.suffixes:
         with locating(base, base.text_encoder, f"text_encoder{suffix}") as (source, options):
             text_class, more = family.choose_text_encoder(base, source, options, suffix)

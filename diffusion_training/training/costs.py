@@ -120,7 +120,8 @@ def count_moments(parameter: torch.Tensor, optimizer: str, in_block: bool = Fals
 
     in_block: see `is_block_matrix`.
     """
-    numbers, shape = parameter.numel(), parameter.shape
+    numbers = parameter.numel()
+    shape = parameter.shape
     if optimizer == "adafactor":
         return 4 * (numbers // shape[-1] + numbers // shape[-2] if len(shape) > 1 else numbers)
     # two moments in 8 bits, each with a float32 per 256 numbers
@@ -212,6 +213,7 @@ def count_flops(copies: Models, loss: Loss, prepared: Prepared) -> int:
 
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         image = slice_first({"images": prepared.images})["images"]
-        condition, loss_inputs = slice_first(prepared.condition), slice_first(prepared.loss_inputs)
+        condition = slice_first(prepared.condition)
+        loss_inputs = slice_first(prepared.loss_inputs)
         loss(copies, Prepared(image, condition, loss_inputs), torch.ones(1)).backward()
     return counter.get_total_flops()

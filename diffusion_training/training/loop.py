@@ -66,9 +66,14 @@ class Loop:
         kohya_base: str | None = None,
     ) -> None:
         """recorded: of `record_settings`. kohya_base: see `save_lora`."""
-        self.launch, self.run = launch, run
-        self.trained, self.progress, self.records = trained, progress, records
-        self.results, self.settings, self.recorded = results, settings, recorded
+        self.launch = launch
+        self.run = run
+        self.trained = trained
+        self.progress = progress
+        self.records = records
+        self.results = results
+        self.settings = settings
+        self.recorded = recorded
         self.kohya_base = kohya_base
 
     def save_checkpoint(self) -> None:
@@ -77,7 +82,8 @@ class Loop:
 
     def look(self, stop_signal: StopSignal) -> int:
         """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0."""
-        step, settings = self.progress.global_step, self.settings
+        step = self.progress.global_step
+        settings = self.settings
         self.results.log_held_out_loss()
         if settings.save_best and self.launch.is_main:
             folder = Path(settings.output_dir)
@@ -99,9 +105,10 @@ class Loop:
 
         samples_every: (steps, epochs) between samples. save_epochs: epochs between results.
         """
-        trained, progress, records, settings = (
-            self.trained, self.progress, self.records, self.settings,
-        )  # fmt: skip
+        trained = self.trained
+        progress = self.progress
+        records = self.records
+        settings = self.settings
         stop = stop_signal.agree()  # one that came earlier and was swallowed
         has_samples = samples_path(settings.output_dir, progress.global_step).exists()
         if self.run.checkpoint and progress.is_due(*samples_every) and not has_samples and not stop:
@@ -139,7 +146,8 @@ class Loop:
 
     def finish(self, stop: int, stop_signal: StopSignal) -> None:
         """Write the results, look at them, and end the run; after a signal, end it at once."""
-        settings, step = self.settings, self.progress.global_step
+        settings = self.settings
+        step = self.progress.global_step
         output_dir = Path(settings.output_dir)
         if not stop:
             if self.launch.is_main:  # before the samples, again because of the time they take

@@ -276,7 +276,8 @@ def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:
     # cut long ones first, because the loop below measures each shorter version
     prompts = [prompt if len(prompt) < 400 else prompt[:400] + "…" for prompt in prompts]
     size = max(64, images.shape[2])
-    font, margin = ImageFont.load_default(14), 4
+    font = ImageFont.load_default(14)
+    margin = 4
     label = min(400, max(math.ceil(font.getlength(prompt)) for prompt in prompts)) + 2 * margin
     step = size + margin
     grid = Image.new("RGB", (label + images.shape[1] * step, len(prompts) * step), "white")

@@ -43,8 +43,10 @@ class Progress:
         accumulation_steps: int,
         order: Order | None = None,
     ) -> None:
-        self.global_step, self.data_step = state["global_step"], state["data_step"]
-        self.images_seen, self.num_images = state["images_seen"], num_images
+        self.global_step = state["global_step"]
+        self.data_step = state["data_step"]
+        self.images_seen = state["images_seen"]
+        self.num_images = num_images
         self.images_per_micro_batch = images_per_micro_batch
         self.images_per_step = images_per_micro_batch * accumulation_steps
         self.stepped = True

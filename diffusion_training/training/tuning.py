@@ -103,7 +103,8 @@ def choose_batch_size(
     auto is the result of `largest_batch`, or the earlier one of the checkpoint whose settings are
     `before`.
     """
-    total, num_processes = args.total_batch_size, launch.num_processes
+    total = args.total_batch_size
+    num_processes = launch.num_processes
     accumulation_steps = launch.gradient_accumulation_steps
     batch_size = args.train_batch_size
     per_process, rest = divmod(total or 0, num_processes)

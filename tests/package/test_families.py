@@ -231,7 +231,7 @@ MAKE = {
         {"max_sequence_length": 64},
     ),
 }
-CAPTIONS = ["A digit one", "two " * 50, "", "the number three, drawn by hand"]
+CAPTIONS = ["A digit @someone", "two " * 50, "", "the number three, drawn by hand"]
 SIDE = 16
 CASES = [(name, None) for name in FAMILIES]
 CASES += [(name, 1) for name, family in FAMILIES.items() if family.has_clip_skip]
