@@ -638,8 +638,6 @@ class Destination:
             for leftover in self.local.rglob(".tmp-*"):  # from workers that were stopped
                 leftover.unlink(missing_ok=True)
             self.opened.lock.release(force=True)
-            # missing_ok: some versions of filelock delete the file themselves.
-            (self.local / ".lock").unlink(missing_ok=True)
 
 
 def make_missing(
@@ -772,6 +770,9 @@ def main(args: argparse.Namespace) -> None:
         disconnect()
         for destination in destinations:
             destination.close()
+    for destination in destinations:
+        # missing_ok: some versions of filelock delete the file themselves.
+        (destination.local / ".lock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
