@@ -249,13 +249,15 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         find_columns(args.where)
     except (ValueError, OverflowError) as error:
         parser.error(f"--where: {error}")
+    networks = args.allow_private_addresses
     try:
-        if networks := args.allow_private_addresses:
-            args.allow_private_addresses = [str(ipaddress.ip_network(text)) for text in networks]
+        if networks:
+            networks = [str(ipaddress.ip_network(text)) for text in networks]
     except ValueError as error:
         parser.error(f"--allow_private_addresses: {error}, such as 10.1.0.0/16")
-    args.opt_out = [directive.lower() for directive in args.opt_out]
-    return Flags(**vars(args))
+    opt_out = [directive.lower() for directive in args.opt_out]
+    changed = {"allow_private_addresses": networks, "opt_out": opt_out}
+    return Flags(**vars(args) | changed)
 
 
 def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) -> dict[str, Any]:

@@ -155,14 +155,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.dataset_name is None and args.train_data_dir is None:
         args = parse_demo(parser, DEMO, argv, launcher="python")
-    args.output_dir = args.output_dir.removeprefix("file://")
+    output_dir = args.output_dir.removeprefix("file://")
     # Ray unpacks the folder of `ray job submit --working-dir` there.
-    if "/working_dir_files/" in os.path.abspath(args.output_dir):
+    if "/working_dir_files/" in os.path.abspath(output_dir):
         parser.error(
-            f"Ray deletes {os.path.abspath(args.output_dir)} after the job: "
+            f"Ray deletes {os.path.abspath(output_dir)} after the job: "
             "give --output_dir from the root"
         )
-    local = argparse.Namespace(**vars(args))
+    local = {**vars(args), "output_dir": output_dir}
     if is_address(args.train_data_dir):
         for name in ("dataset_config_name", "max_train_samples", "dataset_split"):
             if getattr(args, name) != parser.get_default(name):
@@ -170,19 +170,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                     f"--{name} is for folders: "
                     f"of --train_data_dir {args.train_data_dir} all parquet is read"
                 )
-        local.train_data_dir = "."
-        if f"{args.output_dir}/".startswith(f"{args.train_data_dir.rstrip('/')}/"):
+        local["train_data_dir"] = "."  # the checks of folders do not know addresses
+        if f"{output_dir}/".startswith(f"{args.train_data_dir.rstrip('/')}/"):
             parser.error(
-                f"--output_dir {args.output_dir} lies in --train_data_dir {args.train_data_dir}"
+                f"--output_dir {output_dir} lies in --train_data_dir {args.train_data_dir}"
             )
-    check_args(parser, local)
+    check_args(parser, argparse.Namespace(**local))
     if args.mixed_precision == "fp16" and args.gpus_per_encoder == 0:
         parser.error("--mixed_precision fp16 needs GPUs: use bf16 or no")
     if args.accelerator_type and args.gpus_per_encoder == 0:
         parser.error("--accelerator_type is of GPUs: leave it out with --gpus_per_encoder 0")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("start this script once, with python: Ray starts the processes")
-    return Flags(**vars(args))
+    return Flags(**vars(args) | {"output_dir": output_dir})
 
 
 # -------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
 
-from diffusion_training.arguments import PATH, SWITCH, Flags, make_parser, number, parse_demo
+from diffusion_training.arguments import PATH, Flags, make_parser, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
@@ -70,6 +70,7 @@ from diffusion_training.flags import (
     add_encoder_flags,
     add_logging_flags,
     add_lora_flags,
+    add_noise_flags,
     add_optimization_flags,
     add_pipeline_flags,
     add_prompt_flags,
@@ -165,28 +166,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         choices=["epsilon", "sample", "v_prediction"],
         help="what the U-Net predicts (None: as the pretrained pipeline, or epsilon)",
     )
-    add(
-        "--rescale_betas_zero_snr",
-        **SWITCH,
-        help="make the last timestep pure noise (arXiv:2305.08891)",
-    )
-    add(
-        "--snr_gamma",
-        type=number(1e-3, 1e6),
-        help="gamma of the min-SNR loss weight; 5.0 is usual (arXiv:2303.09556)",
-    )
-    add(
-        "--noise_offset",
-        type=number(0, 10),
-        default=0.0,
-        help="add an offset to the noise, for darker and lighter images; 0.1 is usual",
-    )
-    add(
-        "--input_perturbation",
-        type=number(0, 10),
-        default=0.0,
-        help="noise beyond the target's, 0.1 is usual",
-    )
+    add_noise_flags(add)
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
 

@@ -67,6 +67,7 @@ from diffusion_training.errors import explain, explained, fail, in_one_sentence,
 from diffusion_training.flags import (
     add_device_flags,
     add_logging_flags,
+    add_noise_flags,
     add_optimization_flags,
     add_saving_flags,
     add_source_flags,
@@ -189,28 +190,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         choices=["linear", "scaled_linear", "squaredcos_cap_v2"],
         help="noise schedule (None: as the pretrained pipeline, or linear)",
     )
-    add(
-        "--rescale_betas_zero_snr",
-        **SWITCH,
-        help="make the last timestep pure noise (arXiv:2305.08891)",
-    )
-    add(
-        "--snr_gamma",
-        type=number(1e-3, 1e6),
-        help="gamma of the min-SNR loss weight; 5.0 is usual (arXiv:2303.09556)",
-    )
-    add(
-        "--noise_offset",
-        type=number(0, 10),
-        default=0.0,
-        help="add an offset to the noise, for darker and lighter images; 0.1 is usual",
-    )
-    add(
-        "--input_perturbation",
-        type=number(0, 10),
-        default=0.0,
-        help="noise beyond the target's, 0.1 is usual",
-    )
+    add_noise_flags(add)
 
     add_optimization_flags(parser, lr_scheduler="cosine", adam_beta1=0.95, adam_weight_decay=1e-6)
 

@@ -10,11 +10,11 @@ def check_version(version: str, script: str) -> None:
     the script was written for. The last part of the number may differ.
     """
     if version.split(".")[:2] != __version__.split(".")[:2]:
-        turn = (
+        advice = (
             "take both from one version, or make the script one file there "
             "(python -m diffusion_training.standalone)"
         )
         raise SystemExit(
             f"{script} is of version {version}, and the installed diffusion_training is "
-            f"{__version__}: {turn}"
+            f"{__version__}: {advice}"
         )

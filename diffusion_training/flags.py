@@ -242,6 +242,32 @@ def add_encoder_flags(add: Add) -> None:
     )
 
 
+def add_noise_flags(add: Add) -> None:
+    """Add the flags of the noise that U-Nets learn to predict."""
+    add(
+        "--rescale_betas_zero_snr",
+        **SWITCH,
+        help="make the last timestep pure noise (arXiv:2305.08891)",
+    )
+    add(
+        "--snr_gamma",
+        type=number(1e-3, 1e6),
+        help="gamma of the min-SNR loss weight; 5.0 is usual (arXiv:2303.09556)",
+    )
+    add(
+        "--noise_offset",
+        type=number(0, 10),
+        default=0.0,
+        help="add an offset to the noise, for darker and lighter images; 0.1 is usual",
+    )
+    add(
+        "--input_perturbation",
+        type=number(0, 10),
+        default=0.0,
+        help="noise beyond the target's, 0.1 is usual",
+    )
+
+
 def add_optimization_flags(
     parser: argparse.ArgumentParser, lr_scheduler: str, adam_beta1: float, adam_weight_decay: float
 ) -> None:

@@ -136,11 +136,11 @@ def check_processes(accelerator: Accelerator) -> None:
         # on CPUs the launcher starts one process instead of several, and sets an address
         num_launched = max(2, num_launched)
     if num_launched != num_processes:
-        turn = (
+        advice = (
             "on CPUs set ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give "
             "each process its own"
         )
-        fail(f"{num_launched} processes were launched but each sees {num_processes}: {turn}")
+        fail(f"{num_launched} processes were launched but each sees {num_processes}: {advice}")
     # MULTI_...: DDP, on any kind of device
     if not accelerator.distributed_type.value.startswith(("NO", "MULTI_")):
         fail(
@@ -242,8 +242,8 @@ def end_stopped(
 ) -> NoReturn:
     """End the program after a signal, with the exit status for that signal."""
     where = f"after step {global_step} of {max_train_steps}"
-    turn = "the same command with --resume_from_checkpoint latest goes on from there"
-    accelerator.print(f"Stopped by {signal.Signals(stop).name} {where}; {turn}")
+    advice = "the same command with --resume_from_checkpoint latest goes on from there"
+    accelerator.print(f"Stopped by {signal.Signals(stop).name} {where}; {advice}")
     accelerator.end_training()
     SIGNALS.clear()  # it has been reported
     sys.exit(128 + stop)

@@ -97,9 +97,8 @@ def decode_ahead(item: dict, transform: Transform) -> dict:
         images.append((transform.mask_column, 1, 0))
     decoded = {}
     for name, channels, min_size in images:
-        with contextlib.suppress(
-            Exception
-        ):  # `transform_row` meets the error again, and handles it
+        # `transform_row` meets the error again, and handles it
+        with contextlib.suppress(Exception):
             pixels = decode_image(item[name], channels, min_size=min_size)
             decoded[name] = {**item[name], "pixels": pixels}
     return item | decoded

@@ -140,13 +140,13 @@ def choose_image_column(
             fail(f"column {name!r} of {source} holds images: choose another --caption_column")
     for name in wanted:
         if name not in features:
-            turn = (
+            advice = (
                 "choose with --caption_column, put captions beside the images "
                 f"(photo{extension} for photo.jpg), or give all one with --instance_prompt"
             )
             if name == mask_column:
-                turn = "choose with --mask_column"
-            fail(f"{source} has no column {name!r} but {known}: {turn}")
+                advice = "choose with --mask_column"
+            fail(f"{source} has no column {name!r} but {known}: {advice}")
     return column
 
 

@@ -18,9 +18,8 @@ class Tokens(TypedDict, total=False):
 
     input_ids: torch.Tensor
     input_ids_2: torch.Tensor  # of the second tokenizer
-    prompt_mask: (
-        torch.Tensor
-    )  # bool, True where there are tokens; only of a family that is `masked`
+    # bool, True where there are tokens; only of a family that is `masked`
+    prompt_mask: torch.Tensor
     prompt_lengths: Any  # how many tokens each caption has
 
 
@@ -28,12 +27,10 @@ class Prompts(TypedDict, total=False):
     """What a denoiser gets of captions: float32 tensors on its device."""
 
     prompt_embeds: torch.Tensor  # [N, tokens, width]
-    prompt_mask: (
-        torch.Tensor
-    )  # bool [N, tokens]; where it is False, prompt_embeds is 0; those come last
-    prompt_lengths: (
-        torch.Tensor
-    )  # int [N] on the CPU, so that reading it does not wait for the device
+    # bool [N, tokens]; where it is False, prompt_embeds is 0; those come last
+    prompt_mask: torch.Tensor
+    # int [N] on the CPU, so that reading it does not wait for the device
+    prompt_lengths: torch.Tensor
     pooled_prompt_embeds: torch.Tensor  # [N, width]
     time_ids: torch.Tensor  # [N, 6]: original size, crop and target size
 
@@ -52,9 +49,8 @@ class Base:
 
     family: "Family"
     name: str | None  # as the user gave it: a hub id, a folder or a file
-    source: (
-        str | None
-    )  # the hub id or folder of the pipeline; a single file is unpacked into a folder
+    # the hub id or folder of the pipeline; a single file is unpacked into a folder
+    source: str | None
     index: dict[str, Any]  # its model_index.json; {} without a pipeline
     vae: str | None = None  # these three: what a flag of their own names
     text_encoder: str | None = None
@@ -293,3 +289,22 @@ class Family:
     def name_for_sd_scripts(self, model: torch.nn.Module) -> str:
         """What sd-scripts calls the base, in the metadata of a LoRA file."""
         return self.name
+
+
+# Of families whose text encoder is told which tokens are padding
+
+
+def move_to_front(embeds: torch.Tensor, mask: torch.Tensor) -> Prompts:
+    """Embeddings [N, tokens, width] with those that `mask` leaves out last, and 0.
+
+    Some tokenizers put padding on the left.
+    """
+    order = mask.int().argsort(dim=1, descending=True, stable=True)
+    mask = mask.gather(1, order)
+    embeds = embeds.gather(1, order[..., None].expand_as(embeds))
+    return {"prompt_embeds": embeds.masked_fill(~mask[..., None], 0), "prompt_mask": mask}
+
+
+def attend_to(mask: torch.Tensor) -> torch.Tensor:
+    """The attention mask of a text encoder; a caption without a token has all, or it is 0 / 0."""
+    return (mask | ~mask.any(dim=1, keepdim=True)).long()

@@ -120,8 +120,8 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
     key += [path.read_text() for path in sorted(Path(config or os.devnull).rglob("*.json"))]
     root = Path(cache_dir or HF_HOME) / "single_files"
     folder = root / f"{Path(source).stem}-{xxhash.xxh3_64_hexdigest(repr(key).encode())}"
-    turn = "--single_file_config says where the configs of its family are"
-    with explained(f"{source} can't be unpacked; {turn}"):
+    advice = "--single_file_config says where the configs of its family are"
+    with explained(f"{source} can't be unpacked; {advice}"):
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / ".lock"):  # the first process unpacks it, the others wait and find it
             if not folder.exists():

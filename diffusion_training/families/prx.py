@@ -5,7 +5,15 @@ from typing import Any
 
 import torch
 
-from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
+from diffusion_training.families.base import (
+    Base,
+    Encoders,
+    Family,
+    Prompts,
+    Tokens,
+    attend_to,
+    move_to_front,
+)
 
 
 @functools.cache
@@ -13,22 +21,6 @@ def open_text_cleaner() -> Any:
     from diffusers.pipelines.prx.pipeline_prx import TextPreprocessor  # here: it takes a second
 
     return TextPreprocessor()
-
-
-def move_to_front(embeds: torch.Tensor, mask: torch.Tensor) -> Prompts:
-    """Embeddings [N, tokens, width] with those that `mask` leaves out last, and 0.
-
-    Some tokenizers put padding on the left.
-    """
-    order = mask.int().argsort(dim=1, descending=True, stable=True)
-    mask = mask.gather(1, order)
-    embeds = embeds.gather(1, order[..., None].expand_as(embeds))
-    return {"prompt_embeds": embeds.masked_fill(~mask[..., None], 0), "prompt_mask": mask}
-
-
-def attend_to(mask: torch.Tensor) -> torch.Tensor:
-    """The attention mask of a text encoder; a caption without a token has all, or it is 0 / 0."""
-    return (mask | ~mask.any(dim=1, keepdim=True)).long()
 
 
 class PRX(Family):

@@ -69,9 +69,8 @@ class StableDiffusion(Family):
         if not encoders.clip_skip:
             return {"prompt_embeds": text_encoder(tokens["input_ids"])[0].float()}
         layers = text_encoder(tokens["input_ids"], output_hidden_states=True).hidden_states
-        body = getattr(
-            text_encoder, "text_model", text_encoder
-        )  # transformers 4 had a part of that name
+        # transformers 4 had a part of that name
+        body = getattr(text_encoder, "text_model", text_encoder)
         embeds = body.final_layer_norm(layers[-1 - encoders.clip_skip])
         return {"prompt_embeds": embeds.float()}
 

@@ -4,8 +4,15 @@ from typing import Any
 
 import torch
 
-from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
-from diffusion_training.families.prx import attend_to, move_to_front
+from diffusion_training.families.base import (
+    Base,
+    Encoders,
+    Family,
+    Prompts,
+    Tokens,
+    attend_to,
+    move_to_front,
+)
 
 
 class ZImage(Family):

@@ -188,9 +188,8 @@ def describe_size(
     compare: also what captions would take with each --text_cache.
     """
     features = cache.get("features", [])
-    about = (
-        "up to " if "ragged latents" in features else ""
-    )  # no size has more pixels than the square
+    # no size has more pixels than the square
+    about = "up to " if "ragged latents" in features else ""
     if "ragged embeddings" in features:
         about = "about "
         tokens = tokens or cache["prompt_embeds_shape"][0]

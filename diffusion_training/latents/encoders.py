@@ -78,8 +78,8 @@ def check_sides(downscale: int, resolution: int | None, bucket_step: int | None)
     if resolution is not None and resolution % downscale:
         fail(f"--resolution {resolution} is not a multiple of {downscale}, which this VAE needs")
     if bucket_step and (bucket_step % downscale or (resolution or 0) % bucket_step):
-        turn = f"it must divide --resolution {resolution} and be a multiple of {downscale}"
-        fail(f"--bucket_step {bucket_step} does not suit: {turn}, as this VAE needs")
+        advice = f"it must divide --resolution {resolution} and be a multiple of {downscale}"
+        fail(f"--bucket_step {bucket_step} does not suit: {advice}, as this VAE needs")
 
 
 def describe_latents(family: Family, vae: torch.nn.Module, resolution: int, kind: str) -> Latents:

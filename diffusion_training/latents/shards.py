@@ -153,11 +153,11 @@ class Shards:
             fail(f"{path} is missing: make the cache with precompute_latents.py", alone)
         except Exception as error:
             if "Memory mapping file failed" in str(error):
-                turn = (
+                advice = (
                     "raise `ulimit -v` or vm.max_map_count, or make caches with more "
                     "--rows_per_shard"
                 )
-                fail(f"{path} can't be mapped into memory: {turn}", alone)
+                fail(f"{path} can't be mapped into memory: {advice}", alone)
             fail(f"{path} is damaged ({error}): {mend}", alone)
 
 

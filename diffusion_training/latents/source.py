@@ -78,9 +78,8 @@ class Data:
     latents: Latents
     empty_prompt: dict[str, torch.Tensor]  # of one image, float32, on the device
     empty_length: int  # tokens of it
-    encoders: (
-        Encoders | None
-    )  # on the device; None, or without a VAE, where a cache has what they give
+    # on the device; None, or without a VAE, where a cache has what they give
+    encoders: Encoders | None
     validation: ValidationPrompts | None
     resolution: int
     bucket_step: int | None
@@ -322,9 +321,8 @@ def check_caches(
     check_sides(base.family.downscale(encoders.vae), args.resolution, args.bucket_step)
     try_encoders(encoders)
     compared = encoders
-    if (
-        first["text_cache"] == "ids"
-    ):  # the trainer encodes them, so --clip_skip does not matter here
+    # the trainer encodes ids itself, so --clip_skip does not matter to such a cache
+    if first["text_cache"] == "ids":
         compared = replace(encoders, clip_skip=0)
     described = describe_models(compared)
     resolution = first["transform"]["resolution"]
@@ -374,14 +372,14 @@ def encode_validation(
 ) -> ValidationPrompts | None:
     """Encode --validation_prompts in float32 on the first process, and send them to all.
 
-    encoders: those that are loaded, if any. Prompts are encoded one by one, so that the samples of
-    one do not depend on the others.
+    encoders: those that are loaded, if any; they are used if they are in float32. Prompts are
+    encoded one by one, so that the samples of one do not depend on the others.
     """
     if not prompts:
         return None
     sent: list[ValidationPrompts | None] = [None]
     if launch.is_main:
-        if encoders is None or launch.dtype != torch.float32 and encoders.vae is not None:
+        if encoders is None or encoders.text_encoders[0].dtype != torch.float32:
             text_encoders, tokenizers = load_text_encoders(base, torch.float32)
             encoders = Encoders(base.family, None, text_encoders, tokenizers, base.clip_skip or 0)
         empty = {name: embeds[None] for name, embeds in encode_empty_prompt(encoders, base).items()}

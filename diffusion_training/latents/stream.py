@@ -174,8 +174,8 @@ class StoredLatents(CachedLatents):
         if need > self.most_bytes:
             windows = f"{own_ranges * count_local()} ranges with windows of {shuffle_shards} shards"
             windows += f" and {len(kept_shards)} of --holdout" if kept_shards else ""
-            turn = f"give --shards_size {show(need)}, or fewer --shuffle_shards"
-            fail(f"--shards_size {self.most_bytes:,} is too small for {windows}: {turn}")
+            advice = f"give --shards_size {show(need)}, or fewer --shuffle_shards"
+            fail(f"--shards_size {self.most_bytes:,} is too small for {windows}: {advice}")
 
     def hold_out(
         self, accelerator: Accelerator, holdout: float, seed: int

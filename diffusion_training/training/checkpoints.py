@@ -56,11 +56,13 @@ def find_checkpoint(given: str | None, output_dir: str) -> Path | None:
             )
         # pruning and `latest` go by the step number, so no newer checkpoint may remain
         if checkpoints and path.resolve() != checkpoints[-1].resolve():
-            turn = "delete what is newer, or choose another --output_dir"
-            fail(f"{checkpoints[-1]} is newer than {path}, or of another run: {turn}")
+            advice = "delete what is newer, or choose another --output_dir"
+            fail(f"{checkpoints[-1]} is newer than {path}, or of another run: {advice}")
     elif checkpoints:
-        turn = "go on from it with --resume_from_checkpoint latest, or choose another --output_dir"
-        fail(f"{output_dir} holds {checkpoints[-1].name} of an earlier run: {turn}")
+        advice = (
+            "go on from it with --resume_from_checkpoint latest, or choose another --output_dir"
+        )
+        fail(f"{output_dir} holds {checkpoints[-1].name} of an earlier run: {advice}")
     if len(set(gather_object([path and path.name]))) > 1:
         fail(
             "the machines found different checkpoints: --output_dir must be a folder that "
@@ -234,8 +236,8 @@ def load_checkpoint(
     """Load checkpoint-N into models, optimizer and fp16 scaler, and print changed settings."""
     before = state["settings"]
     if settings["held_out"] and settings["held_out"] != before.get("held_out"):
-        turn = "keep images, --holdout and --seed as they were, or leave --holdout out"
-        fail(f"{path} was trained on images that would be held out, or held out others: {turn}")
+        advice = "keep images, --holdout and --seed as they were, or leave --holdout out"
+        fail(f"{path} was trained on images that would be held out, or held out others: {advice}")
     kind = before.get("optimizer", "adamw")
     if kind != settings["optimizer"]:
         fail(

@@ -149,11 +149,11 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     """Load what `save_adapter` wrote; stop with an error if base or settings differ."""
     from peft import set_peft_model_state_dict
 
-    turn = "keep base and flags as they were, or choose a new --output_dir"
+    advice = "keep base and flags as they were, or choose a new --output_dir"
     if not (folder / "adapter_config.json").is_file():
-        fail(f"{folder} is a whole model, and --rank trains a LoRA: {turn}")
+        fail(f"{folder} is a whole model, and --rank trains a LoRA: {advice}")
     if not is_adapted(model):
-        fail(f"{folder} is a LoRA, and without --rank the whole model would be trained: {turn}")
+        fail(f"{folder} is a LoRA, and without --rank the whole model would be trained: {advice}")
     before = json.loads((folder / "adapter_config.json").read_text())
     before["lora_dropout"] = model.adapter["lora_dropout"]  # which may change
     differences = [
@@ -161,7 +161,7 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
         for difference in find_differences(before, model.adapter)
     ]
     if differences:
-        fail(f"{folder} is of another LoRA ({', '.join(differences)}): {turn}")
+        fail(f"{folder} is of another LoRA ({', '.join(differences)}): {advice}")
     weights = load_file(folder / "adapter_model.safetensors")
     if weights.keys() != list_adapter(model).keys():
         raise ValueError("adapter_model.safetensors has other layers")

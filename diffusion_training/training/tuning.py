@@ -213,9 +213,9 @@ def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: 
         )
     has_no_warmup = args.lr_scheduler in ("constant", "piecewise_constant")
     if args.lr_warmup_steps > steps / 10 and not has_no_warmup:
-        turn = f"--lr_warmup_steps {steps // 20} would suit it"
+        advice = f"--lr_warmup_steps {steps // 20} would suit it"
         accelerator.print(
-            f"The learning rate rises for {args.lr_warmup_steps} of {steps} steps: {turn}"
+            f"The learning rate rises for {args.lr_warmup_steps} of {steps} steps: {advice}"
         )
 
 

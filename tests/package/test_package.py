@@ -28,8 +28,8 @@ LAYERS = """
 __init__ arguments batches errors pillow standalone
 files order loading heartbeat cluster memory models web.pictures web.filters
 remote launch web.downloads families.base
-web.tables families.prx families.stable_diffusion
-web.shards families.z_image
+web.tables families.prx families.stable_diffusion families.z_image
+web.shards
 families.known
 families.opening
 data.folders data.images data.ranges data.streams
