@@ -48,6 +48,7 @@ LORA_ONLY = (
     "use_dora",
     "output_kohya_format",
     "network_weights",
+    "base_precision",
 )
 
 
@@ -443,6 +444,11 @@ def add_lora_flags(add: Add) -> None:
     add("--lora_dropout", type=number(0, 0.999), default=0.0, help="dropout of the LoRA's inputs")
     add("--use_dora", **SWITCH, help="train magnitudes as well (DoRA), slower (arXiv:2402.09353)")
     add("--network_weights", type=PATH, help="file of a LoRA to continue training")
+    add(
+        "--base_precision",
+        choices=["nf4"],
+        help="nf4: the frozen base in 4 bits, by bitsandbytes (None: as --mixed_precision says)",
+    )
     add("--output_kohya_format", **SWITCH, help="write the LoRA for ComfyUI and A1111 as well")
 
 
@@ -551,6 +557,14 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         )
     if args.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         parser.error("--optimizer adamw8bit: `pip install bitsandbytes` first, or choose another")
+    if getattr(args, "base_precision", None):
+        if importlib.util.find_spec("bitsandbytes") is None:
+            parser.error("--base_precision nf4: `pip install bitsandbytes` first, or leave it out")
+        if args.use_dora:
+            parser.error(
+                "--use_dora computes with the exact weights of the base: leave it or "
+                "--base_precision out"
+            )
     if "rank" in args:
         for name in LORA_ONLY if args.rank is None else ():
             if getattr(args, name) != parser.get_default(name):
