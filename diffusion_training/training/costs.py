@@ -15,6 +15,7 @@ from diffusion_training.errors import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import measure_memory
 from diffusion_training.models import is_block_matrix, list_quantized
+from diffusion_training.training.lora import is_adapted
 
 Copied = TypeVar("Copied")
 # the script's `compute_loss`, with all bound but (models, prepared batch, weight)
@@ -165,6 +166,23 @@ def count_memory(
         "encoders": count(others),
         "exchanged gradients": gradients * (num_processes > 1),
     }
+
+
+def count_disk(models: Models, use_ema: bool, optimizer: str) -> tuple[int, int]:
+    """Return the bytes of (a checkpoint, the result).
+
+    Parts of the result that are not trained, such as a pipeline's VAE, are left out.
+    """
+    weights = moments = 0
+    for model in models.values():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                weights += weight.numel() * weight.element_size()
+                moments += count_moments(weight, optimizer, is_block_matrix(name, weight))
+    checkpoint = weights * (1 + use_ema) + moments
+    if any(map(is_adapted, models.values())):
+        checkpoint += weights  # the files for other programs: two in float16 are as large
+    return checkpoint, weights
 
 
 def find_peak(name: str, mixed_precision: str, allow_tf32: bool) -> float | None:

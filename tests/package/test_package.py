@@ -27,7 +27,8 @@ SCRIPTS = [
 LAYERS = """
 __init__ arguments batches errors pillow standalone
 files order loading heartbeat cluster memory models web.pictures web.filters
-remote launch web.downloads families.base
+remote quantization web.downloads families.base
+launch
 web.tables families.prx families.stable_diffusion families.z_image
 web.shards
 families.known
