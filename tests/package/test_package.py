@@ -28,7 +28,8 @@ LAYERS = """
 __init__ arguments batches errors pillow standalone
 files order loading heartbeat cluster memory models web.pictures web.filters
 remote launch web.downloads families.base
-web.tables families.prx families.stable_diffusion families.z_image
+web.tables families.flux2 families.prx families.qwen_image families.z_image
+families.stable_diffusion
 web.shards
 families.known
 families.opening
