@@ -29,6 +29,7 @@ from conftest import (
     make_captioned,
     make_masked,
     make_prx,
+    make_z_image,
     metrics,
     patch,
     reset,
