@@ -314,6 +314,8 @@ def describe_encoders(
         mask = empty_prompt.pop("prompt_mask")
         empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][mask]
     rounded = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
+    if not all(np.isfinite(embeds).all() for embeds in rounded.values()):
+        fail("embeddings of this text encoder exceed float16: cache --text_cache ids instead")
     return rounded, settings, kind
 
 

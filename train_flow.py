@@ -54,7 +54,7 @@ check_version("0.1.0", Path(__file__).name)  # before imports that another versi
 
 from diffusion_training.arguments import PATH, Flags, make_parser, number, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
-from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.errors import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
 from diffusion_training.families.known import DEFAULT_FLOW_FAMILY, FAMILIES
 from diffusion_training.families.opening import open_base
@@ -78,7 +78,13 @@ from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.source import Data, check_denoiser, encode_batch, open_data
 from diffusion_training.launch import Launch, StopSignal, make_launch
 from diffusion_training.loading import load_batches
-from diffusion_training.models import compile_model, freeze_on_device, list_parameters, load_weights
+from diffusion_training.models import (
+    compile_model,
+    freeze_on_device,
+    freeze_unreached,
+    list_parameters,
+    load_weights,
+)
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
 from diffusion_training.report import Description, name_run
@@ -269,23 +275,20 @@ def make_transformer(
                 )
             else:
                 transformer = load_weights(model_class, source, **options)
-    check_denoiser({"transformer": transformer}, predict, "transformer", source, data)
+    models = {"transformer": transformer}
+    unreached = check_denoiser(models, predict, "transformer", source, data)
     if args.rank:
         layers = base.family.choose_layers(transformer, args.lora_layers)
         add_lora(transformer, layers, base_hash, launch.dtype, args)
         if args.network_weights:
             read_lora = base.family.read_lora
             load_network_weights(transformer, args.network_weights, "transformer", read_lora)
+    freeze_unreached(transformer, unreached)
     return transformer
 
 
-def make_scheduler(
-    base: Base, resolution: int, args: Namespace
-) -> tuple[FlowMatchEulerDiscreteScheduler, float]:
-    """Return (the sampler of the pipeline, its shift of noise levels).
-
-    Training uses the same shift (arXiv:2403.03206, 5.3.2).
-    """
+def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEulerDiscreteScheduler:
+    """The sampler of the pipeline, with --shift."""
     source = base.source
     options = {"cache_dir": args.cache_dir, "revision": args.revision}
     _, class_name = base.index.get("scheduler", [None, None])
@@ -296,14 +299,30 @@ def make_scheduler(
             )
         else:  # no flow model, or no pipeline but single models
             sampler = FlowMatchEulerDiscreteScheduler(shift=3.0 if resolution >= 512 else 1.0)
-    if sampler.config.use_dynamic_shifting:
-        fail(
-            f"the scheduler of {source} shifts noise by the size of an image, which can't be "
-            "trained here"
+    if args.shift is not None:  # the same for all sizes
+        sampler = FlowMatchEulerDiscreteScheduler.from_config(
+            sampler.config, shift=args.shift, use_dynamic_shifting=False
         )
-    if args.shift is not None:
-        sampler = FlowMatchEulerDiscreteScheduler.from_config(sampler.config, shift=args.shift)
-    return sampler, sampler.config.shift
+    return sampler
+
+
+def choose_shift(
+    sampler: FlowMatchEulerDiscreteScheduler, patch_size: int, height: int, width: int
+) -> float:
+    """The sampler's shift of noise levels, with which training agrees (arXiv:2403.03206, 5.3.2).
+
+    A scheduler may shift more for larger images: along a line between two numbers of tokens, as
+    the pipelines compute it. height, width: of latents.
+    """
+    config = sampler.config
+    if not config.use_dynamic_shifting:
+        return config.shift
+    tokens = height * width / patch_size**2
+    slope = (config.max_shift - config.base_shift) / (
+        config.max_image_seq_len - config.base_image_seq_len
+    )
+    shift = config.base_shift + slope * (tokens - config.base_image_seq_len)
+    return math.exp(shift) if config.time_shift_type == "exponential" else shift
 
 
 # -------------------------------------------------------------------------------------------------
@@ -328,7 +347,7 @@ def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) 
 
 def compute_loss(
     args: Namespace,
-    shift: float,
+    shift_for_size: Callable[[int, int], float],
     predict: Predict,
     loss_models: Models,
     models: Models,
@@ -339,7 +358,7 @@ def compute_loss(
 
     Returns the sum over images of weight * mean squared error of the velocity.
 
-    shift: shift of the noise levels.
+    shift_for_size: (height, width) of latents -> shift of the noise levels; see `choose_shift`.
     predict: `predict_velocity`. loss_models: networks that only the loss uses; see `main`.
     models: {"transformer": ...}, the trained models.
     prepared: see `prepare_batch`.
@@ -354,6 +373,7 @@ def compute_loss(
         sigmas = torch.sigmoid(args.logit_mean + args.logit_std * sigmas)
     else:
         sigmas = torch.rand(len(latents), device=latents.device)
+    shift = shift_for_size(*latents.shape[2:])
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     # Sigmas are continuous and in float32: bfloat16 has a precision of 8 bits only.
     velocity = predict(models, add_noise(latents, noise, sigmas), sigmas, condition)
@@ -433,6 +453,9 @@ def train_step(
 
 # -------------------------------------------------------------------------------------------------
 # the output
+
+
+PARTS = ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")  # of the pipeline
 
 
 class Interrupted(Exception):
@@ -515,7 +538,8 @@ def describe_model(
         source = str(base)
         setup = f'\npipeline.load_lora_weights("{name}")'
     side = settings.resolution
-    call = f"{prompt}, height={side}, width={side}{family.usage(side, settings.clip_skip)}"
+    more = family.usage(side, settings.clip_skip, settings.max_sequence_length)
+    call = f"prompt={prompt}, height={side}, width={side}{more}"
     usage = f"""from diffusers import DiffusionPipeline
 
 pipeline = DiffusionPipeline.from_pretrained("{source}"){setup}
@@ -543,7 +567,7 @@ def main(args: Namespace) -> None:
 
     # The data before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.before, args)
-    sampler, shift = make_scheduler(base, data.resolution, args)
+    sampler = make_scheduler(base, data.resolution, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
 
@@ -556,7 +580,8 @@ def main(args: Namespace) -> None:
     models: Models = {"transformer": transformer}  # each is trained, averaged, saved in its folder
     loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)
-    loss = partial(compute_loss, args, shift, predict, loss_models)
+    shift_for_size = partial(choose_shift, sampler, base.family.patch_size(transformer))
+    loss = partial(compute_loss, args, shift_for_size, predict, loss_models)
     step = partial(train_step, accelerator, prepare, loss, args.seed, args.max_grad_norm)
 
     # The size of a step comes before the position in the data, which a checkpoint counts in images.
@@ -613,11 +638,10 @@ def main(args: Namespace) -> None:
             pipeline = make_pipeline(base, best, sampler, data.resolution)
             log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
 
-    parts = ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")
     results = Results(
         script=__file__,
         name="LoRA" if args.rank else "pipeline",
-        files=["pytorch_lora_weights*"] if args.rank else [f"{part}/*" for part in parts],
+        files=["pytorch_lora_weights*"] if args.rank else [f"{part}/*" for part in PARTS],
         save=save_result,
         log_held_out_loss=measure,
         log_validation=draw,

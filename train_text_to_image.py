@@ -462,7 +462,7 @@ for {steps}; the other models are those of
     if source.endswith(".safetensors"):
         pipeline_class, method = family.pipeline, "from_single_file"
     side = settings.resolution
-    call = f"{prompt}, height={side}, width={side}{family.usage(side, settings.clip_skip)}"
+    call = f"{prompt}, height={side}, width={side}{family.usage(side, settings.clip_skip, None)}"
     usage = f"""from diffusers import {"DDIMScheduler, " * ("DDIM" in setup)}{pipeline_class}
 
 pipeline = {pipeline_class}.{method}("{source}"){setup}

@@ -113,26 +113,48 @@ def check_shapes(
     name: str,
     shape: Sequence[int],
     condition: dict[str, torch.Tensor],
-) -> None:
+) -> list[str]:
     """Call models, built from their configs without numbers, on an image of a shape [C, H, W].
 
     name: of the model, for messages. condition: of one image; only shapes are used. Stops with an
-    error if the call fails, or if the prediction has another shape.
+    error if the call fails, or if the prediction has another shape. Returns the names of the
+    weights that the prediction does not depend on.
     """
-    with torch.device("meta"), torch.no_grad(), explained(f"{name} can't be trained here"):
+    with torch.device("meta"), explained(f"{name} can't be trained here"):
         empty = {key: type(model).from_config(model.config) for key, model in models.items()}
         shapes = {key: torch.zeros_like(value, device="meta") for key, value in condition.items()}
         prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), shapes)
         if list(prediction.shape[1:]) != list(shape):
             raise ValueError(f"it gives {list(prediction.shape[1:])} for {list(shape)}")
+        prediction.sum().backward()
+    return [
+        name
+        for model in empty.values()
+        for name, weight in model.named_parameters()
+        if weight.grad is None
+    ]
+
+
+def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:
+    """Freeze weights that no loss can change, and adapters beside them: DDP would wait for them.
+
+    names: of `check_shapes`. A transformer may drop what its last block makes of the text.
+    """
+    for name, weight in model.named_parameters():
+        layer, _, adapter = name.partition(".lora_")
+        if (f"{layer}.weight" if adapter else name) in names:
+            weight.requires_grad_(False)
 
 
 def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model; on CUDA, also use the memory layout that is fastest for convolutions."""
-    return model.to(
-        device,
-        memory_format=torch.channels_last if device.type == "cuda" else torch.preserve_format,
-    )
+    """Move a model; on CUDA, also use the memory layout that is fastest for convolutions.
+
+    A VAE for films keeps its layout: torch has none for its kinds of convolutions together.
+    """
+    is_for_films = any(weight.dim() == 5 for weight in model.parameters())
+    if device.type == "cuda" and not is_for_films:
+        return model.to(device, memory_format=torch.channels_last)
+    return model.to(device)
 
 
 def freeze_on_device(models: Models, device: torch.device) -> None:

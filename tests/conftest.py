@@ -196,29 +196,39 @@ def make_prx(folder, **changes):
     return folder
 
 
-def make_z_image(folder):
-    """A Z-Image pipeline of 40,000 weights: Qwen3 with a chat template, a VAE that shifts."""
+def make_chat_tokenizer(max_length):
+    """The demo's tokenizer with a chat template."""
     tokenizer = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer._tokenizer,
         pad_token=tokenizer.pad_token,
         eos_token=tokenizer.eos_token,
-        model_max_length=64,
+        model_max_length=max_length,
     )
     tokenizer.chat_template = (
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
-        "{% if add_generation_prompt %}answer{% endif %}"
+        "{% if add_generation_prompt %}answer{% if enable_thinking %} think{% endif %}{% endif %}"
     )
-    torch.manual_seed(0)
-    config = {
+    return tokenizer
+
+
+def make_qwen_config(tokenizer, num_layers):
+    """Options of a tiny Qwen text encoder."""
+    return {
         "hidden_size": 32,
         "intermediate_size": 32,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
-        "head_dim": 16,
         "vocab_size": len(tokenizer),
     }
+
+
+def make_z_image(folder):
+    """A Z-Image pipeline of 40,000 weights: Qwen3 with a chat template, a VAE that shifts."""
+    tokenizer = make_chat_tokenizer(64)
+    torch.manual_seed(0)
+    config = make_qwen_config(tokenizer, 3) | {"head_dim": 16}
     text_encoder = transformers.Qwen3Model(transformers.Qwen3Config(**config))
     vae = diffusers.AutoencoderKL(
         block_out_channels=(8, 8),
@@ -240,12 +250,92 @@ def make_z_image(folder):
         axes_dims=[4, 6, 6],
         axes_lens=[256, 32, 32],
     )
-    for weight in transformer.parameters():
-        torch.nn.init.normal_(weight, std=0.1) if weight.dim() > 1 else None
+    randomize(transformer)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=6.0)
     parts = (scheduler, vae, text_encoder, tokenizer, transformer)
     diffusers.ZImagePipeline(*parts).save_pretrained(folder)
     return folder
+
+
+def make_klein(folder, is_distilled=False):
+    """A FLUX.2 klein pipeline: Qwen3 of 28 layers, 2 + 2 blocks, a VAE with a scale a channel."""
+    tokenizer = make_chat_tokenizer(64)
+    torch.manual_seed(0)
+    config = make_qwen_config(tokenizer, 28) | {"head_dim": 16}
+    text_encoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
+    vae = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+    )
+    vae.bn.running_mean.normal_(0, 0.2)
+    vae.bn.running_var.uniform_(0.5, 2)
+    transformer = diffusers.Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=96,
+        guidance_embeds=False,
+        axes_dims_rope=[4, 4, 4, 4],
+    )
+    randomize(transformer)
+    scheduler = make_dynamic_scheduler(max_image_seq_len=4096, max_shift=1.15)
+    parts = (scheduler, vae, text_encoder, tokenizer, transformer)
+    diffusers.Flux2KleinPipeline(*parts, is_distilled=is_distilled).save_pretrained(folder)
+    return folder
+
+
+def make_qwen_image(folder):
+    """A Qwen-Image pipeline: Qwen2.5-VL of 2 layers, 2 blocks, a VAE with a scale a channel."""
+    tokenizer = make_chat_tokenizer(256)
+    torch.manual_seed(0)
+    rope = {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    text_config = make_qwen_config(tokenizer, 2) | {"rope_parameters": rope}
+    vision_config = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text_config,
+        vision_config=vision_config | {"intermediate_size": 32, "fullatt_block_indexes": [0]},
+    )
+    text_encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[-0.5, 0.1, 0.3, 1.0],
+        latents_std=[0.8, 1.2, 2.0, 0.5],
+    )
+    transformer = diffusers.QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    randomize(transformer)
+    scheduler = make_dynamic_scheduler(max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02)
+    parts = (scheduler, vae, text_encoder, tokenizer, transformer)
+    diffusers.QwenImagePipeline(*parts).save_pretrained(folder)
+    return folder
+
+
+def randomize(transformer):
+    """Draw a new transformer's weights: some are 0, so that it would predict nothing."""
+    for weight in transformer.parameters():
+        torch.nn.init.normal_(weight, std=0.1) if weight.dim() > 1 else None
+
+
+def make_dynamic_scheduler(**options):
+    """A scheduler that shifts more for larger images, from 16 tokens on."""
+    options = {"base_image_seq_len": 16, "base_shift": 0.5} | options
+    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **options)
 
 
 def open_pipeline(folder):
@@ -316,7 +406,7 @@ def patch(monkeypatch, name, value):
         monkeypatch.setattr(module, name, value)
 
 
-FITTED = set()  # what `check_shapes` has found to fit
+FITTED = {}  # what `check_shapes` has found to fit
 
 
 @pytest.fixture
@@ -337,8 +427,8 @@ def without_figures(monkeypatch):
         ]
         key = str((predict, configs, shape, shapes))
         if key not in FITTED:
-            check_shapes(models, predict, name, shape, condition)
-            FITTED.add(key)
+            FITTED[key] = check_shapes(models, predict, name, shape, condition)
+        return FITTED[key]
 
     patch(monkeypatch, "check_shapes", check_once)
     monkeypatch.setattr("diffusion_training.report.draw_curves", lambda *args, **options: None)

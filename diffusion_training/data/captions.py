@@ -244,7 +244,7 @@ def report_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
 
 
 def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
-    """The mean number of tokens of captions, each truncated to the text encoder's limit.
+    """The mean number of embeddings of captions, each truncated to the text encoder's limit.
 
     None without captions, or if the family keeps padding.
     """
@@ -252,7 +252,7 @@ def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
         return None
     tokens = tokenizers[0](prepare_captions(tokenizers, texts), truncation=True)
     lengths = [len(ids) for ids in tokens.input_ids]
-    return sum(lengths) / len(lengths)
+    return sum(lengths) / len(lengths) - tokenizers.family.dropped_tokens
 
 
 def are_cut(tokenizers: Tokenizers, texts: Sequence[Text]) -> list[bool]:

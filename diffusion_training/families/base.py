@@ -4,11 +4,14 @@ To add a family: a file with a subclass of `Family`, a line in known.py, and a t
 tests.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypedDict
 
 import torch
+
+from diffusion_training.models import load_weights
 
 VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they give latents, no distribution
 
@@ -107,6 +110,7 @@ class Family:
     suffixes: tuple[str, ...] = ("",)  # of the folders text_encoder and tokenizer
     embeds_width = "cross_attention_dim"  # what the model's config calls the width of embeddings
     max_tokens = 0  # of a caption without --max_sequence_length; 0: what the text encoder takes
+    dropped_tokens = 0  # at the front, those of a template, whose embeddings the pipeline drops
     masked = True  # is the text encoder told which tokens are padding?
     ragged = True  # does a cache leave out the embeddings of padding?
     needs_lengths = False  # does `predict` read prompt_lengths?
@@ -132,6 +136,11 @@ class Family:
     def check(self, base: Base) -> str | None:
         """A sentence on why models of this family can't be used as `base` says, or None."""
         return None
+
+    def is_distilled(self, base: Base) -> bool:
+        """Whether the base was distilled to draw in few steps, as far as its files or name say."""
+        name = os.path.basename(base.name or "").lower()
+        return "turbo" in name or "distilled" in name
 
     # ---- captions
 
@@ -184,6 +193,15 @@ class Family:
         """Whether a VAE with this config must compute in float32, whatever the precision."""
         return False
 
+    def load_vae(
+        self, class_name: str, source: str | None, options: dict[str, Any], dtype: torch.dtype
+    ) -> torch.nn.Module:
+        """A VAE of one of `vae_classes`, as the pipeline knows it."""
+        import diffusers
+
+        vae_class = getattr(diffusers, class_name)
+        return load_weights(vae_class, source, **options, torch_dtype=dtype)
+
     def count_channels(self, vae: torch.nn.Module) -> tuple[int, int]:
         """(channels of images, channels of latents)."""
         return vae.config.in_channels, vae.config.latent_channels
@@ -205,8 +223,15 @@ class Family:
         posterior = vae.encode(images).latent_dist
         return torch.cat([posterior.mean.float(), (0.5 * posterior.logvar.float()).exp()], dim=1)
 
-    def describe_scale(self, vae: torch.nn.Module) -> dict[str, float]:
-        """How latents come to about unit size, as in the pipelines: (latents - shift) * scaling."""
+    def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        """Unscaled latents [N, channels, h, w] as the VAE decodes them."""
+        return latents
+
+    def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
+        """How latents come to about unit size, as in the pipelines: (latents - shift) * scaling.
+
+        Each is one number, or a list with one for each channel.
+        """
         shift_factor = vae.config.get("shift_factor") or 0.0
         return {"scaling_factor": vae.config.scaling_factor, "shift_factor": shift_factor}
 
@@ -256,7 +281,7 @@ class Family:
         ]
         return getattr(diffusers, self.pipeline)(**dict.fromkeys(text_parts) | parts)
 
-    def usage(self, resolution: int, clip_skip: int | None) -> str:
+    def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         """Arguments that the model card adds to the call of the pipeline, such as `, x=1`."""
         return ""
 
@@ -291,7 +316,15 @@ class Family:
         return self.name
 
 
-# Of families whose text encoder is told which tokens are padding
+# For families whose text encoder takes chat turns or a mask of the padding
+
+
+def format_chat(tokenizer: Any, caption: str, enable_thinking: bool) -> str:
+    """A user's turn that says the caption, and the beginning of the answer."""
+    turns = [{"role": "user", "content": caption}]
+    return tokenizer.apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+    )
 
 
 def move_to_front(embeds: torch.Tensor, mask: torch.Tensor) -> Prompts:
@@ -308,3 +341,24 @@ def move_to_front(embeds: torch.Tensor, mask: torch.Tensor) -> Prompts:
 def attend_to(mask: torch.Tensor) -> torch.Tensor:
     """The attention mask of a text encoder; a caption without a token has all, or it is 0 / 0."""
     return (mask | ~mask.any(dim=1, keepdim=True)).long()
+
+
+# For families whose transformer takes patches of 2 x 2 latents in a row
+
+
+def make_patches(latents: torch.Tensor) -> torch.Tensor:
+    """Put 2 x 2 latents into the channels of one: [N, C, 2h, 2w] -> [N, 4C, h, w].
+
+    The four latents of a channel stay side by side, as in the pipelines.
+    """
+    return torch.nn.functional.pixel_unshuffle(latents, 2)
+
+
+def to_sequence(latents: torch.Tensor) -> torch.Tensor:
+    """[N, C, h, w] -> [N, h * w, C]."""
+    return latents.flatten(2).transpose(1, 2)
+
+
+def from_sequence(sequence: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[N, h * w, C] -> [N, C, h, w], with the shape of `like`."""
+    return sequence.transpose(1, 2).reshape(like.shape)

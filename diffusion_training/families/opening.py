@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import torch
 import xxhash
+from accelerate import PartialState
 from filelock import FileLock
 from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
@@ -27,11 +28,14 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     name = args.pretrained_model_name_or_path
     source = open_source(args)
     index = read_index(source, args)
-    class_name = index.get("_class_name", "")
+    class_name = str(index.get("_class_name", ""))
     own = find_family(class_name)  # the pipeline's
     wanted = FAMILIES.get(getattr(args, "model_family", None) or "")
     if wanted and own and own.name not in (wanted.name, *wanted.borrows_from):
         fail(f"--model_family {wanted.name}: {name} is a {class_name}, of the family {own.name}")
+    if class_name and own is None:
+        names = ", ".join(FAMILIES)
+        fail(f"{name} is a {class_name}, which these scripts do not train; families: {names}")
     family = wanted or own or FAMILIES[DEFAULT_FAMILY]
     if trained_by and family.script != trained_by:
         fail(f"{name} is a pipeline of the family {family.name}: {family.script} trains it")
@@ -59,6 +63,11 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     )
     if sentence := family.check(base):
         fail(sentence)
+    if trained_by and family.is_distilled(base):
+        PartialState().print(
+            f"{name} was distilled to draw in few steps. Training undoes that: its samples "
+            f"get blurred. Train the {family.title} that it was made from; a LoRA fits both."
+        )
     return base
 
 

@@ -1,9 +1,11 @@
 """PRX: a transformer that is trained from scratch, with a T5Gemma text encoder."""
 
 import functools
+import inspect
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL
 
 from diffusion_training.families.base import (
     Base,
@@ -30,7 +32,7 @@ class PRX(Family):
     title = "PRX"
     pipeline = "PRXPipeline"
     model = "PRXTransformer2DModel"
-    vae_classes = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+    vae_classes = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderKLFlux2")
     embeds_width = "context_in_dim"
     max_tokens = 256
     borrows_from = ("sd",)
@@ -45,6 +47,27 @@ class PRX(Family):
         mask = tokens["prompt_mask"]
         output = text_encoder(input_ids=tokens["input_ids"], attention_mask=attend_to(mask))
         return move_to_front(output.last_hidden_state.float(), mask)
+
+    def load_vae(
+        self, class_name: str, source: str | None, options: dict[str, Any], dtype: torch.dtype
+    ) -> torch.nn.Module:
+        """FLUX.2's VAE becomes an AutoencoderKL, which PRXPipeline can draw with.
+
+        PRXPipeline knows one shift and one factor: they are the means over the VAE's channels.
+        """
+        if class_name != "AutoencoderKLFlux2":
+            return super().load_vae(class_name, source, options, dtype)
+        # in float32, because the means would be others in bfloat16
+        loaded = super().load_vae(class_name, source, options, torch.float32)
+        known = inspect.signature(AutoencoderKL).parameters
+        config = {name: value for name, value in loaded.config.items() if name in known}
+        variance = loaded.bn.running_var + loaded.config.batch_norm_eps
+        config["scaling_factor"] = float(variance.mean().rsqrt())
+        config["shift_factor"] = float(loaded.bn.running_mean.mean())
+        vae = AutoencoderKL(**config)
+        weights = loaded.state_dict().items()
+        vae.load_state_dict({name: value for name, value in weights if not name.startswith("bn.")})
+        return vae.to(dtype)
 
     def predict(
         self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
@@ -74,5 +97,5 @@ class PRX(Family):
             vae.register_to_config(shift_factor=0.0)
         return super().build(parts | {"default_sample_size": resolution}, base, resolution)
 
-    def usage(self, resolution: int, clip_skip: int | None) -> str:
+    def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         return "" if resolution in (256, 512, 1024) else ", use_resolution_binning=False"

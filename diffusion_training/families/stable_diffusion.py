@@ -91,7 +91,7 @@ class StableDiffusion(Family):
             return None
         return f"has addition_embed_type {embed_type!r}: SDXL's is text_time, and no other's"
 
-    def usage(self, resolution: int, clip_skip: int | None) -> str:
+    def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         return f", clip_skip={clip_skip}" if clip_skip else ""
 
     def usage_before(self, clip_skip: int | None) -> str:

@@ -11,6 +11,7 @@ from diffusion_training.families.base import (
     Prompts,
     Tokens,
     attend_to,
+    format_chat,
     move_to_front,
 )
 
@@ -25,13 +26,10 @@ class ZImage(Family):
     embeds_width = "cap_feat_dim"
     max_tokens = 512
     needs_lengths = True
+    other_layers = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 
     def prepare(self, tokenizer: Any, caption: str) -> str:
-        """The turn of a user and the beginning of an answer: it goes to a language model."""
-        turns = [{"role": "user", "content": caption}]
-        return tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
+        return format_chat(tokenizer, caption, enable_thinking=True)
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
         (text_encoder,) = encoders.text_encoders

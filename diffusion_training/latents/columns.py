@@ -92,7 +92,8 @@ def list_columns(cache: dict) -> list[Column]:
     features = cache.get("features", [])
     num_captions = count_captions(cache)
     captions: dict[str, Any] = {"is_of_caption": True, "num_values": num_captions}
-    ragged_text = "ragged embeddings" in features
+    # padding is left out
+    ragged_text = "ragged embeddings" in features or "ragged ids" in features
     padding: dict[str, Any] = {"is_ragged": ragged_text, "is_padded": ragged_text}
     columns = []
     if cache["text_cache"] == "ids":

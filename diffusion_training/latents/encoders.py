@@ -11,7 +11,7 @@ import torch
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.latents.text_encoders import encode_prompts, load_text_encoders, locating
-from diffusion_training.models import compile_model, hash_weights, load_weights, put_on_device
+from diffusion_training.models import compile_model, hash_weights, put_on_device
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Latents:
     """What the latents of some images are."""
 
     kind: str  # "moments": mean and standard deviation; "sample": the latents themselves
-    shape: tuple[
-        int, ...
-    ]  # as they are cached: (channels, twice as many of moments; height, width)
-    shift: float  # (latents - shift) * factor is of about unit size
-    factor: float
+    # as they are cached: (channels, twice as many of moments; height, width)
+    shape: tuple[int, ...]
+    # (latents - shift) * factor is of about unit size; tensors have a number for each channel
+    shift: float | torch.Tensor
+    factor: float | torch.Tensor
     downscale: int  # pixels a side that a latent covers
 
     @property
@@ -45,11 +45,10 @@ def load_vae(base: Base, dtype: torch.dtype) -> torch.nn.Module:
         config = diffusers.AutoencoderKL.load_config(source, **options)
         class_name = config["_class_name"]
         if class_name not in family.vae_classes:
-            raise ValueError(f"it is an {class_name}, no AutoencoderKL or AutoencoderTiny")
+            raise ValueError(f"it is an {class_name}, no {' or '.join(family.vae_classes)}")
         if family.needs_exact_vae(config):
             dtype = torch.float32
-        vae_class = getattr(diffusers, class_name)
-        vae = load_weights(vae_class, source, **options, torch_dtype=dtype)
+        vae = family.load_vae(class_name, source, options, dtype)
         for name in family.ignored_vae_settings:
             if vae.config.get(name):
                 raise ValueError(f"it has a {name}, which a {family.pipeline} would leave out")
@@ -89,14 +88,21 @@ def describe_latents(family: Family, vae: torch.nn.Module, resolution: int, kind
     return Latents(
         kind=kind,
         shape=(channels * (2 if kind == "moments" else 1), side, side),
-        shift=scale["shift_factor"],
-        factor=scale["scaling_factor"],
+        shift=place_scale(scale["shift_factor"], vae.device),
+        factor=place_scale(scale["scaling_factor"], vae.device),
         downscale=family.downscale(vae),
     )
 
 
+def place_scale(scale: float | list[float], device: torch.device) -> float | torch.Tensor:
+    """A number of `Family.describe_scale`, or a tensor [channels, 1, 1] of a list of them."""
+    if isinstance(scale, list):
+        return torch.tensor(scale, device=device).view(-1, 1, 1)
+    return scale
+
+
 def try_encoders(encoders: Encoders) -> None:
-    """Encode a small image and two tokens. Ends in a sentence if a config is wrong."""
+    """Encode a small image and a few tokens. Ends in a sentence if a config is wrong."""
     family = encoders.family
     vae = encoders.vae
     with torch.no_grad():
@@ -105,9 +111,10 @@ def try_encoders(encoders: Encoders) -> None:
             image_channels, channels = family.count_channels(vae)
             image = torch.zeros(1, image_channels, side, side, device=vae.device)
             latents = encode_images(encoders, image)
-            vae.decode(latents[:, :channels].to(vae.dtype))
+            vae.decode(family.unpack_latents(latents[:, :channels]).to(vae.dtype))
         with explained("the text encoder does not work"):
-            ids = torch.zeros(1, 2, dtype=torch.long, device=vae.device)
+            count = family.dropped_tokens + 2
+            ids = torch.zeros(1, count, dtype=torch.long, device=vae.device)
             encode_prompts(
                 encoders, {"input_ids": ids, "input_ids_2": ids, "prompt_mask": ids == 0}
             )

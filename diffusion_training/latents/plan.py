@@ -145,12 +145,13 @@ def describe_settings(
         names += ["bucket_step", "bucket_max_ratio"]
     names += [name for name in ("bucket_no_upscale", "caption_weights") if getattr(transform, name)]
     settings = described | {"transform": {name: getattr(transform, name) for name in names}}
-    ragged = "ragged embeddings"
-    features: dict[str, Any] = {name: True for name in family_features if name != ragged}
+    ragged = ("ragged embeddings", "ragged ids")
+    features: dict[str, Any] = {name: True for name in family_features if name not in ragged}
     features |= {
         "ragged latents": transform.bucket_step,
         "masks": transform.mask_column,
-        ragged: ragged in family_features,
+        "ragged embeddings": "ragged embeddings" in family_features,
+        "ragged ids": "ragged ids" in family_features and described["text_cache"] == "ids",
         "captions": transform.caption_weights,
     }
     features |= {name_feature(column): True for column in EXTRA_COLUMNS}

@@ -35,6 +35,7 @@ from diffusion_training.latents.encoders import (
     describe_models,
     encode_images,
     load_encoders,
+    place_scale,
     try_encoders,
 )
 from diffusion_training.latents.reader import Cache, load_cache
@@ -214,8 +215,8 @@ def open_caches(
     latents = Latents(
         kind=first.settings["latents"],
         shape=shape,
-        shift=first.settings["vae"].get("shift_factor", 0.0),
-        factor=first.settings["vae"]["scaling_factor"],
+        shift=place_scale(first.settings["vae"].get("shift_factor", 0.0), launch.device),
+        factor=place_scale(first.settings["vae"]["scaling_factor"], launch.device),
         downscale=resolution // shape[-1],
     )
     dataset = StoredLatents(
@@ -390,10 +391,14 @@ def encode_validation(
     return sent[0]
 
 
-def check_denoiser(models: Models, predict: Predict, what: str, source: str, data: Data) -> None:
+def check_denoiser(
+    models: Models, predict: Predict, what: str, source: str, data: Data
+) -> list[str]:
     """Stop with an error if the model to be trained does not fit the data.
 
     models: it alone, under its name. what: people's word for it. source: where it is from.
+
+    Returns the names of the weights that the prediction does not depend on.
     """
     family = data.family
     (model,) = models.values()
@@ -416,7 +421,8 @@ def check_denoiser(models: Models, predict: Predict, what: str, source: str, dat
         condition["prompt_lengths"] = torch.tensor([data.empty_length])
     if family.needs_sizes:
         condition["time_ids"] = torch.zeros(1, 6)
-    check_shapes(models, predict, name, [data.latents.channels, *data.latents.shape[1:]], condition)
+    shape = [data.latents.channels, *data.latents.shape[1:]]
+    return check_shapes(models, predict, name, shape, condition)
 
 
 def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
@@ -472,6 +478,8 @@ def drop_captions(
     if data.family.needs_lengths:  # drawn on the CPU: lengths are read there, and nothing waits
         dropped = torch.rand(count) < share
         lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # of one, in a search
+        if "input_ids" in batch:  # they were counted in tokens
+            lengths = lengths - data.family.dropped_tokens
         prompts["prompt_lengths"] = torch.where(dropped, data.empty_length, lengths)
         dropped = dropped.to(device, non_blocking=True)
     else:

@@ -56,13 +56,15 @@ def load_text_encoders(base: Base, dtype: torch.dtype) -> tuple[torch.nn.ModuleL
 
 def check_clip_skip(base: Base, text_encoders: torch.nn.ModuleList) -> None:
     """End in a sentence if --clip_skip leaves no layer; two encoders give their last but one."""
-    layers = min((encoder.config.num_hidden_layers for encoder in text_encoders), default=0)
-    if base.clip_skip is not None and base.clip_skip >= layers - (len(text_encoders) > 1):
+    if base.clip_skip is None:
+        return
+    layers = min(encoder.config.num_hidden_layers for encoder in text_encoders)
+    if base.clip_skip >= layers - (len(text_encoders) > 1):
         fail(f"--clip_skip {base.clip_skip} leaves nothing of {layers} layers: give a smaller one")
 
 
 def count_max_tokens(base: Base, text_encoders: torch.nn.ModuleList, tokenizers: Tokenizers) -> int:
-    """How many tokens of a caption are read."""
+    """How many tokens of a caption are read, those of a template included."""
     limits = [tokenizer.model_max_length for tokenizer in tokenizers]
     for encoder in text_encoders:
         limits.append(getattr(encoder.config, "max_position_embeddings", math.inf))
@@ -70,7 +72,8 @@ def count_max_tokens(base: Base, text_encoders: torch.nn.ModuleList, tokenizers:
         fail(
             f"--max_sequence_length {base.max_tokens}: the text encoder takes {min(limits)} tokens"
         )
-    return min(*limits, base.max_tokens or base.family.max_tokens or math.inf)
+    family = base.family
+    return min(*limits, (base.max_tokens or family.max_tokens or math.inf) + family.dropped_tokens)
 
 
 def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:
@@ -85,7 +88,9 @@ def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:
         part: Any = {name: value[:, k] for name, value in dict[str, Any](tokens).items()}
         parts.append(dict(encoders.family.encode(encoders, part)))
     stacked = {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
-    return cast(Prompts, stacked | {"prompt_lengths": tokens["prompt_lengths"]})
+    lengths = tokens["prompt_lengths"]  # -1 for a missing caption
+    lengths = torch.where(lengths < 0, lengths, lengths - encoders.family.dropped_tokens)
+    return cast(Prompts, stacked | {"prompt_lengths": lengths})
 
 
 @torch.no_grad()

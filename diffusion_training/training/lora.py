@@ -170,6 +170,9 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
         "other weights of the base" if "sha256" in difference else difference
         for difference in find_differences(before, model.adapter)
     ]
+    if before["target_modules"] != model.adapter["target_modules"]:
+        layers = ",".join(before["target_modules"])
+        advice = advice.replace("were", f"were (--lora_layers {layers})")
     if differences:
         fail(f"{folder} is of another LoRA ({', '.join(differences)}): {advice}")
     weights = load_file(folder / "adapter_model.safetensors")

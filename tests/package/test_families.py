@@ -18,7 +18,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import PRX, ROOT, make_models, make_sdxl, make_z_image, open_pipeline
+from conftest import (
+    PRX,
+    ROOT,
+    make_klein,
+    make_models,
+    make_qwen_image,
+    make_sdxl,
+    make_z_image,
+    open_pipeline,
+)
+from safetensors.torch import save_file
 
 import precompute_latents
 from diffusion_training.data.captions import tokenize
@@ -157,7 +167,13 @@ def test_a_family_is_itself_in_another_process():
         "sdxl": ["StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline"],
         "prx": ["PRXPipeline"],
         "z-image": ["ZImagePipeline"],
+        "flux2-klein": ["Flux2KleinPipeline"],
+        "qwen-image": ["QwenImagePipeline"],
         None: [
+            "Flux2Pipeline",
+            "Flux2KleinInpaintPipeline",
+            "QwenImageEditPipeline",
+            "QwenImageLayeredPipeline",
             "",
             "StableDiffusion3Pipeline",
             "StableDiffusion3Img2ImgPipeline",
@@ -220,6 +236,20 @@ def open_folder(folder):
     return diffusers.DiffusionPipeline.from_pretrained(folder)
 
 
+def make_qwen_image_pipeline(folder):
+    """A Qwen-Image pipeline that pads captions as the package does: rounding then is the same."""
+    pipeline = open_folder(make_qwen_image(folder))
+    tokenizer_class = type(pipeline.tokenizer)
+
+    class PaddingTokenizer(tokenizer_class):
+        def __call__(self, texts, **options):
+            options |= {"padding": "max_length", "max_length": 256}
+            return super().__call__(texts, **options)
+
+    pipeline.tokenizer.__class__ = PaddingTokenizer
+    return pipeline
+
+
 # {name: (makes the pipeline in a folder, where its models are in it, what its calls take)}
 MAKE = {
     "sd": (lambda folder: open_pipeline(make_models(folder)), "sd", {}),
@@ -230,6 +260,12 @@ MAKE = {
         "z",
         {"max_sequence_length": 64},
     ),
+    "flux2-klein": (
+        lambda folder: open_folder(make_klein(folder / "k")),
+        "k",
+        {"max_sequence_length": 64},
+    ),
+    "qwen-image": (lambda folder: make_qwen_image_pipeline(folder / "q"), "q", {}),
 }
 CAPTIONS = ["A digit @someone", "two " * 50, "", "the number three, drawn by hand"]
 SIDE = 16
@@ -309,6 +345,16 @@ def encode_as_pipeline(opened, captions):
     if opened.family.name == "prx":
         embeds, mask, _, _ = pipeline.encode_prompt(captions, **options)
         return {"prompt_embeds": embeds.masked_fill(~mask[..., None], 0), "prompt_mask": mask}
+    if opened.family.name == "flux2-klein":
+        embeds, _ = pipeline.encode_prompt(captions, **opened.options)
+        return {"prompt_embeds": embeds}
+    if opened.family.name == "qwen-image":
+        embeds, mask = pipeline.encode_prompt(captions)
+        padding = 256 - 34 - embeds.shape[1]
+        return {
+            "prompt_embeds": F.pad(embeds, (0, 0, 0, padding)),
+            "prompt_mask": F.pad(mask.bool(), (0, padding)),
+        }
     rows, _ = pipeline.encode_prompt(list(captions), **options, **opened.options)
     lengths = torch.tensor([len(row) for row in rows])
     padded = [F.pad(row, (0, 0, 0, 64 - len(row))) for row in rows]
@@ -327,9 +373,16 @@ def test_embeddings_are_the_pipelines(opened):
     for name, value in theirs.items():
         assert ours[name].dtype == (torch.bool if name == "prompt_mask" else torch.float32)
         assert torch.equal(ours[name], value), name
-    lengths = ours.get("prompt_mask", torch.ones(4, 8)).sum(dim=1)
+    lengths = tokens.get("prompt_mask", torch.ones(4, 8)).sum(dim=1)
     assert (lengths.unique().numel() > 2) == opened.family.masked  # captions differ in length
     assert not torch.equal(ours["prompt_embeds"][0], ours["prompt_embeds"][3])
+
+
+def guide(opened, scale):
+    """The arguments of a pipeline for a strength of guidance, as `Family.ask` counts it."""
+    if opened.family.name == "qwen-image":
+        return {"true_cfg_scale": scale, "negative_prompt": ""}
+    return {"guidance_scale": scale - 1 if opened.family.name == "z-image" else scale}
 
 
 def begin(opened, caption):
@@ -348,27 +401,37 @@ def begin(opened, caption):
 @torch.no_grad()
 def test_predictions_are_the_pipelines(opened):
     """In its first step to the bit; later it may round the time in another way."""
-    given, noisy = [], [torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))]
+    _, channels = opened.family.count_channels(opened.encoders.vae)
+    side = SIDE // opened.family.downscale(opened.encoders.vae)
+    shape = (1, channels, side, side)
+    given, noisy = [], [torch.randn(shape, generator=torch.Generator().manual_seed(0))]
     caption, scheduler = "a digit two", opened.pipeline.scheduler
+    latents = noisy[0].clone()
+    if opened.family.name == "qwen-image":
+        latents = latents.flatten(2).transpose(1, 2)
+
+    def to_image(latents):
+        """Latents [1, channels, h, w]; some pipelines have them in a row, [1, h * w, channels]."""
+        return latents if latents.dim() == 4 else latents.transpose(1, 2).reshape(shape)
 
     def watch(module, inputs, output):
         rows = output[0]
-        given.append(-torch.stack(rows).squeeze(2) if isinstance(rows, list) else rows)
+        given.append(-torch.stack(rows).squeeze(2) if isinstance(rows, list) else to_image(rows))
 
     def keep(pipeline, number, timestep, tensors):
-        noisy.append(tensors["latents"].clone())
+        noisy.append(to_image(tensors["latents"]).clone())
         return tensors
 
     hook = opened.denoiser.register_forward_hook(watch)
     opened.pipeline(
-        caption,
+        prompt=caption,
         height=SIDE,
         width=SIDE,
         num_inference_steps=3,
-        guidance_scale=0 if opened.family.name == "z-image" else 1,
-        latents=noisy[0].clone(),
+        latents=latents,
         callback_on_step_end=keep,
         output_type="latent",
+        **guide(opened, 1.0),
         **opened.options,
         **skip_layers(opened),
     )
@@ -416,8 +479,7 @@ def test_images_from_embeddings_are_those_from_prompts(opened, scale):
         captions = prompts[first : first + size]  # encoded together, as the pipeline does
         encoded = encode_prompts(encoders, tokenize(encoders.tokenizers, captions))
         images += [*draw(alone, size, first, family.ask(encoded, empty, scale))]
-        named = {"prompt": captions, **opened.options}
-        named["guidance_scale"] = scale - 1 if family.name == "z-image" else scale
+        named = {"prompt": captions, **opened.options, **guide(opened, scale)}
         expected += [*draw(opened.pipeline, size, first, named | skip_layers(opened))]
     assert np.array_equal(images, expected)
     assert np.abs(images[0] - images[1]).max() > 1e-3
@@ -432,8 +494,9 @@ ADAPTED = [(name, None) for name, family in FAMILIES.items() if family.attention
 def test_the_layers_of_a_lora_exist(opened):
     family, model = opened.family, opened.denoiser
     chosen = {which: family.choose_layers(model, which) for which in ("attention", "all")}
-    assert chosen["attention"] == [*family.attention]
-    assert chosen["all"] == [*family.attention, *family.other_layers]
+    assert {*family.attention} <= {*chosen["attention"]} <= {*chosen["all"]}
+    assert {*family.other_layers} == {*chosen["all"]} - {*chosen["attention"]}
+    assert all("." in end for end in {*chosen["attention"]} - {*family.attention})
     for end in chosen["all"]:
         layers = [m for n, m in model.named_modules() if f".{n}".endswith(f".{end}")]
         assert layers and all(isinstance(m, torch.nn.Linear | torch.nn.Conv2d) for m in layers)
@@ -463,3 +526,61 @@ def test_a_lora_is_read_back_and_by_the_pipeline(tmp_path, opened, which):
     loaded = {key for key, _ in opened.denoiser.named_parameters() if ".lora_" in key}
     opened.pipeline.unload_lora_weights()
     assert {key.replace(".default_0", "") for key in loaded} == one.keys()
+
+
+def name_originals(family, model):
+    """{a layer's name in the original model: the layers that it is in diffusers}, for attention."""
+    if family.name != "flux2-klein":
+        layers = [name for name, _ in model.named_modules()]
+        ends = tuple(f".{end}" for end in family.attention)
+        return {name: [name] for name in layers if name.endswith(ends)}
+    names = {}
+    for i in range(model.config.num_layers):
+        original, attention = f"double_blocks.{i}", f"transformer_blocks.{i}.attn"
+        projections = [f"{attention}.to_{letter}" for letter in "qkv"]
+        names[f"{original}.img_attn.qkv"] = projections
+        names[f"{original}.img_attn.proj"] = [f"{attention}.to_out.0"]
+        names[f"{original}.txt_attn.qkv"] = [f"{attention}.add_{letter}_proj" for letter in "qkv"]
+        names[f"{original}.txt_attn.proj"] = [f"{attention}.to_add_out"]
+    for i in range(model.config.num_single_layers):
+        attention = f"single_transformer_blocks.{i}.attn"
+        names[f"single_blocks.{i}.linear1"] = [f"{attention}.to_qkv_mlp_proj"]
+        names[f"single_blocks.{i}.linear2"] = [f"{attention}.to_out"]
+    return names
+
+
+@pytest.mark.parametrize("name", ["z-image", "flux2-klein", "qwen-image"])
+@pytest.mark.parametrize("clip_skip", [None])
+@pytest.mark.parametrize("program", ["ai-toolkit", "kohya"])
+def test_loras_of_other_programs_have_their_effect(tmp_path, opened, program):
+    family, model = opened.family, copy.deepcopy(opened.denoiser)
+    layers = dict(model.named_modules())
+    weights, expected = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for original, parts in name_originals(family, model).items():
+        a = torch.randn(2, layers[parts[0]].in_features, generator=generator)
+        width = sum(layers[part].out_features for part in parts)
+        b = torch.randn(width, 2, generator=generator)
+        if program == "kohya":
+            key = f"lora_unet_{original.replace('.', '_')}"
+            weights |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
+            weights[f"{key}.alpha"] = torch.tensor(1.0)
+        else:
+            key = f"diffusion_model.{original}"
+            weights |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+        effect = b @ a * (0.5 if program == "kohya" else 1)
+        for part, rows in zip(parts, effect.chunk(len(parts)), strict=True):
+            expected[part] = rows
+    path = tmp_path / "lora.safetensors"
+    save_file({key: value.clone() for key, value in weights.items()}, path)
+    args = Namespace(
+        rank=2, lora_alpha=3, use_dora=False, lora_dropout=0.0, lora_layers="attention"
+    )
+    add_lora(model, family.choose_layers(model, "attention"), "base", torch.float32, args)
+    load_network_weights(model, path, family.folder, family.read_lora)
+    adapted = {name: m for name, m in model.named_modules() if getattr(m, "lora_A", None)}
+    assert adapted.keys() == expected.keys()
+    for name, layer in adapted.items():
+        delta = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        delta = delta * layer.scaling["default"]
+        assert torch.allclose(delta, expected[name], rtol=1e-4, atol=1e-5), name

@@ -29,7 +29,8 @@ __init__ arguments batches errors pillow standalone
 files order loading heartbeat cluster memory models web.pictures web.filters
 remote quantization web.downloads families.base
 launch
-web.tables families.prx families.stable_diffusion families.z_image
+web.tables families.flux2 families.prx families.qwen_image families.z_image
+families.stable_diffusion
 web.shards
 families.known
 families.opening

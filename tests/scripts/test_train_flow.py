@@ -46,7 +46,6 @@ from diffusers import (
     PRXTransformer2DModel,
 )
 from PIL import Image
-from safetensors.torch import load_file
 
 import precompute_latents
 import train_flow as script
@@ -450,7 +449,10 @@ def loss_of(argv, model, latents, shift=1.0, weight=None, **inputs):
     weight = torch.full((len(latents),), 1 / len(latents)) if weight is None else weight
     predict = partial(script.predict_velocity, FAMILIES["prx"])
     prepared = Prepared(latents, condition, inputs)
-    return script.compute_loss(args, shift, predict, {}, {"transformer": model}, prepared, weight)
+    models = {"transformer": model}
+    return script.compute_loss(
+        args, lambda height, width: shift, predict, {}, models, prepared, weight
+    )
 
 
 class Output:
@@ -726,106 +728,20 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
         assert torch.allclose(one, other, atol=2e-5), name
 
 
-# ------------------------------------------------------------------- Z-Image
-
-
-def test_a_lora_of_z_image_is_trained_as_its_pipeline_samples(tmp_path, flags, capfd):
-    base = make_z_image(tmp_path / "z")
-    argv = [flag for flag in flags if "transformer_config" not in flag and "pretrained" not in flag]
-    argv += [f"--pretrained_model_name_or_path={base}", "--model_family=z-image"]
-    precompute(
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--pretrained_model_name_or_path={base}",
-        "--resolution=16",
-        "--center_crop",
-        f"--output_dir={tmp_path / 'cache'}",
-        "--dataloader_num_workers=0",
-    )
-    cache = json.loads((tmp_path / "cache/cache.json").read_text())
-    assert cache["model_family"] == "z-image" and cache["prompt_embeds_shape"] == [64, 32]
-
-    # The embeddings are the pipeline's, and the loss is that of its own prediction.
-    pipeline = DiffusionPipeline.from_pretrained(base)
-    theirs, _ = pipeline.encode_prompt(list(CAPTIONS), do_classifier_free_guidance=False)
-    data = open_data([*argv, f"--latents_dir={tmp_path / 'cache'}"])
-    batch = data.dataset[[(0, row, 1.0) for row in range(6)]]
-    latents, condition, _ = script.prepare_batch(data, 0.0, batch)
-    assert condition["prompt_lengths"].tolist() == [len(embeds) for embeds in theirs]
-    for ours, length, embeds in zip(
-        condition["prompt_embeds"], condition["prompt_lengths"], theirs, strict=True
-    ):
-        assert torch.allclose(ours[:length], embeds, atol=2e-3)
-    noise, sigmas = torch.randn(latents.shape), torch.rand(6)
-    noisy = script.add_noise(latents, noise, sigmas)
-    with torch.no_grad():
-        models = {"transformer": pipeline.transformer}
-        ours = script.predict_velocity(data.family, models, noisy, sigmas, condition)
-        given = [
-            embeds[:n]
-            for embeds, n in zip(
-                condition["prompt_embeds"], condition["prompt_lengths"], strict=True
-            )
-        ]
-        found = pipeline.transformer(
-            list(noisy.unsqueeze(2)), 1 - sigmas, given, return_dict=False
-        )[0]
-    assert torch.equal(ours, -torch.stack(found).squeeze(2))
-
-    lora = [
-        *argv,
-        "--rank=2",
-        "--num_train_epochs=2",
-        "--learning_rate=1e-2",
-        "--caption_dropout=0.3",
-    ]
-    train(
-        *lora,
-        f"--latents_dir={tmp_path / 'cache'}",
-        "--validation_prompts",
-        "a digit",
-        "--holdout=1",
-    )
-    online = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--center_crop"]
-    train(
-        *lora,
-        *online,
-        "--dataloader_num_workers=0",
-        f"--output_dir={tmp_path / 'online'}",
-        "--holdout=1",
-    )
-    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "online"), rel=2e-3)
-    assert sorted(checkpoints(tmp_path / "out")) == ["checkpoint-10"]
-    options = {
-        "height": 16,
-        "width": 16,
-        "num_inference_steps": 2,
-        "guidance_scale": 0,
-        "output_type": "np",
-    }
-    draw = lambda: pipeline("a digit", generator=torch.Generator().manual_seed(0), **options).images
-    before = draw()
-    pipeline.load_lora_weights(tmp_path / "out")
-    assert np.abs(draw() - before).max() > 1e-3
-    trained = tmp_path / "out/pytorch_lora_weights.safetensors"
-    again = [f"--network_weights={trained}", "--max_train_steps=1", "--learning_rate=0"]
-    train(
-        *lora, *again, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'again'}"
-    )
-    kept, loaded = load_file(trained), load_file(tmp_path / "again" / trained.name)
-    assert kept.keys() == loaded.keys() and all(
-        torch.equal(kept[name], loaded[name]) for name in kept
-    )
-    with pytest.raises(SystemExit):
-        script.parse_args([*lora, "--latents_dir=x", "--model_family=prx"])
-    sentence = "--rank needs --model_family z-image (PRX has no LoRA)"
-    assert sentence in capfd.readouterr().err
-    with pytest.raises(SystemExit):
-        script.parse_args([*lora, "--latents_dir=x", "--transformer_config_name_or_path=x"])
-    sentence = "--rank needs a pretrained transformer: leave --transformer_config_name_or_path out"
-    assert sentence in capfd.readouterr().err
-
-
 # ------------------------------------------------------------------- refusals
+
+
+def test_a_lora_needs_a_family_with_one_and_a_pretrained_transformer(capfd):
+    for flag, sentence in {
+        "--model_family=prx": "--rank needs --model_family z-image or flux2-klein or qwen-image "
+        "(PRX has no LoRA)",
+        "--transformer_config_name_or_path=x": "--rank needs a pretrained transformer: leave "
+        "--transformer_config_name_or_path out",
+    }.items():
+        argv = ["--latents_dir=x", "--pretrained_model_name_or_path=x", "--rank=2"]
+        with pytest.raises(SystemExit):
+            script.parse_args([*argv, "--model_family=z-image", flag])
+        assert sentence in capfd.readouterr().err
 
 
 def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):

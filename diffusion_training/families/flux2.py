@@ -1,0 +1,119 @@
+"""FLUX.2 klein: a transformer with double and single blocks, and a Qwen3 text encoder.
+
+Black Forest Labs published a 4B and a 9B model of the same form, https://bfl.ai/models/flux-2-klein.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pixel_shuffle
+
+from diffusion_training.families.base import (
+    Base,
+    Encoders,
+    Family,
+    Prompts,
+    Tokens,
+    attend_to,
+    format_chat,
+    from_sequence,
+    make_patches,
+    to_sequence,
+)
+
+TEXT_LAYERS = (9, 18, 27)  # the hidden states of the text encoder that are embeddings
+
+
+class Flux2Klein(Family):
+    """Black Forest Labs' FLUX.2 klein. Latents are its VAE's in patches of 2 x 2, 128 channels."""
+
+    name = "flux2-klein"
+    title = "FLUX.2 klein"
+    pipeline = "Flux2KleinPipeline"
+    model = "Flux2Transformer2DModel"
+    resolution = 1024
+    vae_classes = ("AutoencoderKLFlux2",)
+    embeds_width = "joint_attention_dim"
+    max_tokens = 512
+    ragged = False  # the transformer gets the embeddings of padding too, and no mask
+    features = ("ragged ids",)
+    attention = (
+        *Family.attention, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+        "to_qkv_mlp_proj",
+    )  # fmt: skip
+    other_layers = ("linear_in", "linear_out")
+
+    def is_distilled(self, base: Base) -> bool:
+        return bool(base.index.get("is_distilled"))
+
+    def prepare(self, tokenizer: Any, caption: str) -> str:
+        return format_chat(tokenizer, caption, enable_thinking=False)
+
+    def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
+        (text_encoder,) = encoders.text_encoders
+        (tokenizer,) = encoders.tokenizers
+        mask = tokens["prompt_mask"]
+        # A cache of tokens holds no padding, and padding has embeddings here.
+        ids = torch.where(mask, tokens["input_ids"], tokenizer.pad_token_id)
+        # Without the head, whose logits would take 0.3 GB a caption.
+        output = text_encoder.base_model(
+            input_ids=ids, attention_mask=attend_to(mask), output_hidden_states=True
+        )
+        layers = [output.hidden_states[layer] for layer in TEXT_LAYERS]
+        return {"prompt_embeds": torch.cat(layers, dim=-1).float()}
+
+    def count_channels(self, vae: torch.nn.Module) -> tuple[int, int]:
+        return vae.config.in_channels, 4 * vae.config.latent_channels
+
+    def downscale(self, vae: torch.nn.Module) -> int:
+        return 2 * super().downscale(vae)
+
+    def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
+        return make_patches(super().encode_images(vae, images))
+
+    def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        return pixel_shuffle(latents, 2)
+
+    def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
+        std = torch.sqrt(vae.bn.running_var.float() + vae.config.batch_norm_eps)
+        mean = vae.bn.running_mean.float()
+        return {"scaling_factor": (1 / std).tolist(), "shift_factor": mean.tolist()}
+
+    def predict(
+        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
+    ) -> torch.Tensor:
+        """Position ids are (time, row, column, word): text has words, an image rows and columns."""
+        embeds = prompts["prompt_embeds"]
+        zero = torch.zeros(1, dtype=torch.long, device=noisy.device)
+        words = torch.arange(embeds.shape[1], device=noisy.device)
+        rows = torch.arange(noisy.shape[2], device=noisy.device)
+        columns = torch.arange(noisy.shape[3], device=noisy.device)
+        output = model(
+            to_sequence(noisy),
+            encoder_hidden_states=embeds,
+            timestep=times,
+            img_ids=torch.cartesian_prod(zero, rows, columns, zero),
+            txt_ids=torch.cartesian_prod(zero, zero, zero, words),
+        )
+        return from_sequence(output.sample, noisy).float()
+
+    def check_model(self, config: Any) -> str | None:
+        if config.guidance_embeds:
+            return "has an embedding of guidance: it is no klein"
+        return None
+
+    def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
+        options = {"is_distilled": self.is_distilled(base)}
+        return super().build(parts | options, base, resolution)
+
+    def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
+        # padding counts, so the pipeline must pad as far as the training did
+        return f", max_sequence_length={max_tokens}" if max_tokens else ""
+
+    def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
+        """By whole names in the single blocks: in double blocks `attn.to_out` is no layer."""
+        layers = super().choose_layers(model, which)
+        if which in ("attention", "all"):
+            count = model.config.num_single_layers
+            layers += [f"single_transformer_blocks.{i}.attn.to_out" for i in range(count)]
+        return layers

@@ -1,0 +1,429 @@
+"""The flow-matching families that start from published models: cached, trained whole and as a LoRA.
+
+What is particular to a family is compared with its pipeline in tests/package/test_families.py.
+"""
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    MODELS,
+    PRX,
+    checkpoints,
+    finish,
+    kill,
+    make_klein,
+    make_masked,
+    make_qwen_image,
+    make_z_image,
+    metrics,
+    reset,
+    start,
+    wait_until,
+)
+from diffusers import AutoencoderKLFlux2, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from PIL import Image
+from safetensors.torch import load_file
+
+import precompute_latents
+import train_flow as script
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.latents.reader import load_cache
+from diffusion_training.order import step_seed
+
+MAKE = {"z-image": make_z_image, "flux2-klein": make_klein, "qwen-image": make_qwen_image}
+each_family = pytest.mark.parametrize("name", MAKE)
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    """make(name) -> a folder with a base, images of several sizes with masks, and two caches."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            folder = made[name] = tmp_path_factory.mktemp(name)
+            MAKE[name](folder / "base")
+            make_images(folder / "images")
+            for kind in ("embeddings", "ids"):
+                cache = [f"--output_dir={folder / kind}", f"--text_cache={kind}"]
+                options = ["--random_flip", "--rows_per_shard=4", "--batch_size=3"]
+                precompute(*describe_data(folder), *cache, *options)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def root(roots, name):
+    return roots(name)
+
+
+def make_images(folder):
+    """The images of `make_masked` with two captions each, of which one may be missing."""
+    make_masked(folder)
+    lines = []
+    for i, path in enumerate(sorted(folder.glob("[0-9][0-9].png"))):
+        captions = {
+            "short": [None, "one", "two"][i % 3],
+            "long": f"a digit {'zero one'.split()[i % 2]}",
+        }
+        lines.append(json.dumps({"file_name": path.name, **captions}))
+    for path in folder.glob("*.txt"):
+        path.unlink()
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+
+
+def describe_data(folder):
+    return [
+        f"--pretrained_model_name_or_path={folder / 'base'}",
+        f"--train_data_dir={folder / 'images'}",
+        *["--caption_column", "short", "long", "--caption_weights", "1", "2"],
+        *["--resolution=16", "--bucket_step=4", "--center_crop", "--dataloader_num_workers=0"],
+    ]
+
+
+def precompute(*argv):
+    reset()
+    precompute_latents.main(precompute_latents.parse_args([*map(str, argv)]))
+    reset()
+
+
+@pytest.fixture
+def flags(root, name, tmp_path):
+    """A short run; later flags win over these."""
+    return [
+        f"--pretrained_model_name_or_path={root / 'base'}",
+        f"--model_family={name}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--train_batch_size=2",
+        "--num_train_epochs=1",
+        "--learning_rate=1e-3",
+        "--lr_warmup_steps=2",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--num_inference_steps=2",
+        "--num_validation_images=1",
+        "--caption_dropout=0.3",
+        "--random_flip",
+    ]
+
+
+@pytest.fixture
+def cached(root, flags):
+    return [*flags, f"--latents_dir={root / 'embeddings'}"]
+
+
+def train(*argv):
+    reset()
+    script.main(script.parse_args([*map(str, argv)]))
+
+
+def losses(folder):
+    return [record["loss"] for record in metrics(folder) if "loss" in record]
+
+
+# ------------------------------------------------------------------- caches
+
+
+@each_family
+def test_caches_say_what_they_hold(root, name):
+    family = FAMILIES[name]
+    embeddings = load_cache(root / "embeddings").settings
+    ids = load_cache(root / "ids").settings
+    padding = {"embeddings": family.ragged, "ids": True}
+    for kind, settings in (("embeddings", embeddings), ("ids", ids)):
+        assert settings["model_family"] == name
+        features = settings["features"]
+        assert {"ragged latents", "masks", "captions"} <= set(features)
+        assert (
+            any(feature.startswith("ragged ") for feature in features if "lat" not in feature)
+            == padding[kind]
+        )
+    scale = embeddings["vae"]["scaling_factor"]
+    assert isinstance(scale, float) if name == "z-image" else len(scale) == 16
+
+
+@each_family
+@pytest.mark.usefixtures("without_figures")
+def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
+    """With several sizes, masks, several captions, mirrored images and dropped captions."""
+    data = {
+        "images": describe_data(root),
+        "embeddings": [f"--latents_dir={root / 'embeddings'}"],
+        "ids": [f"--latents_dir={root / 'ids'}"],
+    }
+    for kind, argv in data.items():
+        train(*flags, *argv, "--rank=2", f"--output_dir={tmp_path / kind}")
+    expected = losses(tmp_path / "images")
+    assert len(expected) >= 6
+    for kind in ("embeddings", "ids"):
+        assert losses(tmp_path / kind) == pytest.approx(expected, rel=2e-3)
+
+
+@each_family
+def test_embeddings_beyond_float16_are_refused_before_a_row_is_encoded(
+    root, name, tmp_path, monkeypatch, capfd
+):
+    family_class = type(FAMILIES[name])
+    encode = family_class.encode
+
+    def encode_large(self, encoders, tokens):
+        prompts = encode(self, encoders, tokens)
+        prompts["prompt_embeds"][..., 0] = 1e5
+        return prompts
+
+    monkeypatch.setattr(family_class, "encode", encode_large)
+    with pytest.raises(SystemExit):
+        precompute(*describe_data(root), f"--output_dir={tmp_path / 'cache'}")
+    assert "exceed float16: cache --text_cache ids instead" in capfd.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+# ------------------------------------------------------------------- trained whole
+
+
+@each_family
+def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
+    root, name, tmp_path, flags
+):
+    prompts = ["a digit one", "a digit two"]
+    cached = [*flags, f"--latents_dir={root / 'embeddings'}"]
+    if name == "flux2-klein":  # it must be in the card's call, because padding counts
+        cached.append("--max_sequence_length=64")
+    validation = ["--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2"]
+    train(*cached, *validation, "--gradient_checkpointing")
+    assert {"held_out_loss", "held_out_loss_ema"} <= metrics(tmp_path / "out")[-1].keys()
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
+    before = DiffusionPipeline.from_pretrained(root / "base")
+    assert type(pipeline) is type(before)
+    weights = pipeline.transformer.state_dict().items()
+    others = before.transformer.state_dict()
+    changed = [name for name, weight in weights if not torch.equal(weight, others[name])]
+    assert len(changed) > 0.9 * len(others)
+    assert pipeline.scheduler.config == before.scheduler.config
+    # the call that the model card shows, with fewer steps, and with the seed of a sample
+    card = (tmp_path / "out/README.md").read_text()
+    (call,) = [line for line in card.splitlines() if line.startswith("image = pipeline(")]
+    call = call.removeprefix("image = ").removesuffix(").images[0]")
+    scale = {"z-image": "guidance_scale=2", "flux2-klein": "guidance_scale=3"}
+    call += f", num_inference_steps=2, {scale.get(name, 'true_cfg_scale=3')}"
+    path = max((tmp_path / "out/samples").iterdir())
+    grid = np.array(Image.open(path).convert("RGB")).astype(int)
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(step_seed("sample", 0, 0))
+    names = {"pipeline": pipeline, "generator": generator}
+    image = eval(f"{call}, generator=generator).images[0]", names)
+    assert image.size == (16, 16)
+    image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
+    assert np.abs(grid[:64, -68:-4] - image).max() <= 1
+
+
+@each_family
+@pytest.mark.usefixtures("without_figures")
+def test_killed_and_resumed_is_bit_identical(name, tmp_path, cached):
+    """On two processes; a LoRA of Qwen-Image, the others whole."""
+    argv = [*cached, "--num_train_epochs=3", "--checkpointing_steps=2", "--holdout=2"]
+    argv += ["--checkpoints_total_limit=2", *["--rank=2"] * (name == "qwen-image")]
+    whole, killed = [f"--output_dir={tmp_path / folder}" for folder in ("whole", "killed")]
+    latest, log = "--resume_from_checkpoint=latest", tmp_path / "log"
+    run = lambda *more: start(lambda: train(*argv, *more), 2, log)
+    assert set(finish(run(whole))) == {0}, log.read_text()
+    pids = run(killed, latest)
+    wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
+    time.sleep(0.1)
+    kill(pids)
+    assert set(finish(run(killed, latest))) == {0}, log.read_text()
+    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
+    last = max(checkpoints(tmp_path / "whole"), key=lambda folder: int(folder.split("-")[1]))
+    for part in (f"{last}/transformer", f"{last}/transformer_ema"):
+        (path,) = (tmp_path / "whole" / part).glob("*.safetensors")
+        weights = load_file(path)
+        others = load_file(tmp_path / "killed" / part / path.name)
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+
+
+# ------------------------------------------------------------------- LoRAs
+
+
+@each_family
+@pytest.mark.usefixtures("without_figures")
+def test_a_lora_is_trained_that_the_pipeline_loads(root, name, tmp_path, flags):
+    lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]
+    lora += ["--learning_rate=1e-2", "--checkpointing_steps=5"]
+    train(*lora, "--validation_prompts", "one")
+    pipeline = DiffusionPipeline.from_pretrained(root / "base")
+    pipeline.set_progress_bar_config(disable=True)
+    options = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+    options["prompt"] = "one"
+    draw = lambda: pipeline(generator=torch.Generator().manual_seed(0), **options).images
+    before = draw()
+    pipeline.load_lora_weights(tmp_path / "out")
+    assert np.abs(draw() - before).max() > 1e-3
+    path = tmp_path / "out/pytorch_lora_weights.safetensors"
+    trained = load_file(path)
+    layers = dict(pipeline.transformer.named_modules())
+    adapted = {layer for layer in layers if hasattr(layers[layer], "base_layer")}
+    assert {key.split(".lora_")[0] for key in trained} == {f"transformer.{n}" for n in adapted}
+    train(*lora, "--num_train_epochs=2", "--resume_from_checkpoint=latest")
+    resumed = load_file(path)
+    again = [f"--network_weights={path}", "--max_train_steps=1", "--learning_rate=0"]
+    train(*lora, *again, f"--output_dir={tmp_path / 'again'}")
+    loaded = load_file(tmp_path / "again" / path.name)
+    assert loaded.keys() == resumed.keys() == trained.keys()
+    assert all(torch.equal(resumed[key], loaded[key]) for key in trained)
+    assert any(not torch.equal(resumed[key], trained[key]) for key in trained)
+
+
+def test_a_lora_of_all_layers_that_were_fewer_resumes_with_their_names(tmp_path, roots, capfd):
+    """`all` of Z-Image was attention alone until 0.1.0."""
+    root = roots("z-image")
+    argv = [
+        f"--pretrained_model_name_or_path={root / 'base'}",
+        "--model_family=z-image",
+        f"--latents_dir={root / 'ids'}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--rank=2",
+        "--train_batch_size=2",
+        "--checkpointing_steps=2",
+        "--resume_from_checkpoint=latest",
+        "--report_to=none",
+    ]
+    train(*argv, "--lora_layers=attention", "--max_train_steps=2")
+    with pytest.raises(SystemExit):
+        train(*argv, "--lora_layers=all", "--max_train_steps=3")
+    assert (
+        "flags as they were (--lora_layers to_k,to_out.0,to_q,to_v), or" in capfd.readouterr().err
+    )
+    train(*argv, "--lora_layers=to_k,to_out.0,to_q,to_v", "--max_train_steps=3")
+    assert metrics(tmp_path / "out")[-1]["step"] == 3
+
+
+# ------------------------------------------------------------------- a VAE of another family
+
+
+def test_prx_is_trained_with_the_vae_of_flux2(tmp_path, roots):
+    root = roots("flux2-klein")
+    vae = root / "base/vae"
+    models = [f"--vae_name_or_path={vae}", f"--text_encoder_name_or_path={MODELS / 'text_encoder'}"]
+    models += [f"--tokenizer_name_or_path={MODELS / 'tokenizer'}", "--model_family=prx"]
+    data = [f"--train_data_dir={root / 'images'}", "--caption_column=long", "--resolution=16"]
+    precompute(*models, *data, "--center_crop", f"--output_dir={tmp_path / 'cache'}")
+    described = load_cache(tmp_path / "cache").settings["vae"]
+    assert described["class"] == "AutoencoderKL"
+    config = tmp_path / "transformer.json"
+    config.write_text(json.dumps({**PRX, "_class_name": "PRXTransformer2DModel"}))
+    train(
+        *models,
+        f"--latents_dir={tmp_path / 'cache'}",
+        f"--transformer_config_name_or_path={config}",
+        f"--output_dir={tmp_path / 'out'}",
+        *["--validation_prompts", "one", "--max_train_steps=2", "--num_inference_steps=1"],
+        *["--report_to=none", "--train_batch_size=2"],
+    )
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
+    original = AutoencoderKLFlux2.from_pretrained(vae)
+    image = torch.rand(1, 3, 16, 16) * 2 - 1
+    with torch.no_grad():
+        latents = original.encode(image).latent_dist.mean
+        assert torch.equal(pipeline.vae.encode(image).latent_dist.mean, latents)
+        assert torch.equal(pipeline.vae.decode(latents).sample, original.decode(latents).sample)
+    factor = (original.bn.running_var + 1e-4).mean().rsqrt()
+    config = pipeline.vae.config
+    assert config.scaling_factor == described["scaling_factor"] == pytest.approx(float(factor))
+    assert config.shift_factor == pytest.approx(float(original.bn.running_mean.mean()))
+
+
+# ------------------------------------------------------------------- noise that depends on the size
+
+
+def test_noise_shifts_with_the_size_as_the_pipelines_compute_it(monkeypatch):
+    published = {
+        "klein": {"base_shift": 0.5, "max_shift": 1.15, "max_image_seq_len": 4096},
+        "qwen": {"base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192},
+    }
+    for name, options in published.items():
+        sampler = FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_image_seq_len=256, **options
+        )
+        for height, width in ((16, 16), (32, 32), (64, 64), (40, 100)):
+            tokens = height * width
+            shift = script.choose_shift(sampler, 1, height, width)
+            assert script.choose_shift(sampler, 2, 2 * height, 2 * width) == shift
+            if name == "klein":  # at 200 steps; for fewer it shifts more
+                expected = compute_empirical_mu(tokens, 200)
+                assert math.log(shift) == pytest.approx(expected, abs=1e-4)
+            else:
+                expected = calculate_shift(tokens, 256, 8192, 0.5, 0.9)
+                assert math.log(shift) == pytest.approx(expected)
+            # noise levels of training are those of the sampler
+            sampler.set_timesteps(sigmas=[0.9, 0.5, 0.1], mu=math.log(shift))
+            levels = torch.tensor([0.9, 0.5, 0.1])
+            levels = shift * levels / (1 + (shift - 1) * levels)
+            assert torch.allclose(sampler.sigmas[:3], levels)
+    sampler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    assert script.choose_shift(sampler, 2, 8, 8) == 3.0
+    sampler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, time_shift_type="linear", **published["klein"]
+    )
+    assert script.choose_shift(sampler, 1, 16, 16) == 0.5
+
+
+@pytest.mark.parametrize("name", ["qwen-image"])
+@pytest.mark.usefixtures("without_figures")
+def test_each_size_has_its_shift_and_a_flag_fixes_it(root, tmp_path, cached, monkeypatch):
+    shifts = {}
+    choose = script.choose_shift
+
+    def watch(sampler, patch_size, height, width):
+        shift = choose(sampler, patch_size, height, width)
+        shifts[height, width] = shift
+        return shift
+
+    monkeypatch.setattr(script, "choose_shift", watch)
+    train(*cached, "--rank=2")
+    sizes = {height * width for height, width in shifts}
+    assert len(shifts) >= 2 and len(set(shifts.values())) == len(sizes)
+    shifts.clear()
+    train(*cached, "--shift=2.5", "--max_train_steps=2", f"--output_dir={tmp_path / 'fixed'}")
+    assert set(shifts.values()) == {2.5}
+    scheduler = DiffusionPipeline.from_pretrained(tmp_path / "fixed").scheduler
+    assert (scheduler.config.shift, scheduler.config.use_dynamic_shifting) == (2.5, False)
+
+
+# ------------------------------------------------------------------- what can't or should not be
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_distilled_base_is_trained_with_a_warning(tmp_path, roots, capfd):
+    make_klein(tmp_path / "klein", is_distilled=True)
+    images = describe_data(roots("flux2-klein"))
+    argv = [*images, f"--pretrained_model_name_or_path={tmp_path / 'klein'}", "--rank=2"]
+    argv += ["--model_family=flux2-klein", "--max_train_steps=1", "--report_to=none"]
+    train(*argv, f"--output_dir={tmp_path / 'out'}")
+    said = capfd.readouterr().out
+    assert f"{tmp_path / 'klein'} was distilled to draw in few steps." in said
+    train(*argv, *images[:1], f"--output_dir={tmp_path / 'other'}")
+    assert "was distilled to" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("parse", ["train", "precompute"])
+def test_a_pipeline_of_no_family_is_named(tmp_path, parse, roots, capfd):
+    images = roots("z-image") / "images"
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    argv = [f"--pretrained_model_name_or_path={base}", f"--train_data_dir={images}"]
+    argv += [f"--output_dir={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit):
+        train(*argv) if parse == "train" else precompute(*argv)
+    sentence = f"{base} is a FluxPipeline, which these scripts do not train; families: sd, sdxl"
+    assert sentence in capfd.readouterr().err
