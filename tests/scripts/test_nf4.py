@@ -195,6 +195,7 @@ def test_only_the_adapter_is_trained_in_float32_and_copies_share_the_base(inputs
         assert weight.dtype in kinds
     layers = list_quantized(unet)
     assert len(layers) > 10 and {layer.compute_dtype for layer in layers} == {torch.bfloat16}
+    assert {layer.weight.dtype for layer in layers} == {torch.uint8}
     for copied in (copy_trained(unet), start_average({"unet": unet})["unet"]):
         for one, other in zip(unet.parameters(), copied.parameters(), strict=True):
             assert (one is other) != one.requires_grad
