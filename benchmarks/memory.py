@@ -343,7 +343,8 @@ def make_on_gpu(model: Published, rank: int | None, mixed_precision: str) -> Any
         moved[id(weight)] = torch.nn.Parameter(copied, weight.requires_grad)
     for buffer in denoiser.buffers():
         moved[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(denoiser, moved)
+    with unset_fake_temporarily():
+        return copy.deepcopy(denoiser, moved)
 
 
 class Checkpointing:
