@@ -527,12 +527,13 @@ def can_have_lora(name: str) -> bool:
 
 
 def choose_way(name: str, ways: tuple[Way, ...], card: int) -> str:
-    """The first way that fits into nine tenths of a card, with samples if possible."""
+    """The first way that fits into nine tenths of a card; with *, if samples fit in none."""
     room = 0.9 * card * 2**30
-    for way in ways:
-        if count_step(name, way) <= room:
-            return way.name + "*" * (count_drawing(name, way) > room)
-    return "no"
+    fitting = [way for way in ways if count_step(name, way) <= room]
+    for way in fitting:
+        if count_drawing(name, way) <= room:
+            return way.name
+    return f"{fitting[0].name}*" if fitting else "no"
 
 
 def list_cards(names: list[str], ways: tuple[Way, ...]) -> Iterator[list[str]]:

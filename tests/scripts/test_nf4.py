@@ -245,13 +245,13 @@ def test_operations_and_memory_are_counted(inputs):
 
 
 @pytest.mark.parametrize("name, num_processes, more", [
-    ("sd", 2, ["--gradient_checkpointing", "--lora_layers=all", "--optimizer=adamw8bit"]),
-    ("z-image", 1, ["--lora_dropout=0.1", "--gradient_accumulation_steps=2"]),
+    ("sd", 1, ["--lora_layers=all", "--lora_dropout=0.1", "--optimizer=adamw8bit"]),
+    ("z-image", 2, ["--gradient_checkpointing"]),
 ])  # fmt: skip
 def test_resumed_is_bit_identical_and_the_file_fits_the_exact_base(
     tmp_path, inputs, name, num_processes, more
 ):
-    looked = ["--holdout=2", "--validation_prompts=a", "--validation_steps=2"]
+    looked = ["--holdout=2", "--validation_prompts=a", "--validation_steps=3"]
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     resume = [f"--resume_from_checkpoint={whole / 'checkpoint-3'}"]
     for folder, again in ((whole, []), (rest, resume)):
@@ -268,7 +268,7 @@ def test_resumed_is_bit_identical_and_the_file_fits_the_exact_base(
     ):
         assert (whole / path).read_bytes() == (rest / path).read_bytes(), path
     records = [record for record in metrics(whole) if "held_out_loss" in record]
-    assert len(records) == 3 and records[-1] in metrics(rest)
+    assert len(records) == 2 and records[-1] in metrics(rest)
     config = json.loads((whole / f"checkpoint-6/{model}/adapter_config.json").read_text())
     assert config["quantization"] == "nf4"
     if name == "sd":
