@@ -155,7 +155,7 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
         lock = FileLock(tmp_path / ".lock", is_singleton=True)
         lock.acquire()
         lock.acquire()  # as by a run before it that failed in a notebook
-        run = Run(lock, None, {}, "me/it")  # the repository's whole name, which the hub said
+        run = Run("train.py", lock, None, {}, "me/it")  # the repository's whole name, which the hub said
         end_run(launch, run, "Done: it is there", ["unet/*"], args)
         with FileLock(tmp_path / ".lock", timeout=0):
             assert "Done: it is there" in capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
         SystemExit, match=r"upload to me/it failed; all is whole in .* \(no network\)"
     ):
         end_run(launch, run, "Done", [], args)
-    assert Run(None, None, {}, "me/it").settings() == {"hub_model_id": "me/it"}
+    assert Run("train.py", None, None, {}, "me/it").settings() == {"hub_model_id": "me/it"}
 
 
 def test_a_range_test_makes_no_repository(tmp_path, monkeypatch):
