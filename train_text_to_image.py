@@ -568,8 +568,7 @@ def main(args: Namespace) -> None:
     loop = Loop(launch, run, trained, progress, records, results, settings, recorded, kohya_base)
     samples_every = (args.validation_steps, args.validation_epochs)
     is_pretrained = args.unet_config_name_or_path is None
-    batches = records.watch(loaded)
-    stop = loop.train(step, batches, stop_signal, samples_every, is_pretrained=is_pretrained)
+    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every, is_pretrained)
     loaded.close()  # ends its thread and the loader's processes
     loop.finish(stop, stop_signal)
 

@@ -653,9 +653,9 @@ def main(args: Namespace) -> None:
     loop = Loop(launch, run, trained, progress, records, results, settings, recorded)
     samples_every = (args.validation_steps, args.save_images_epochs)
     batches = records.watch(loaded)
-    save_epochs = args.save_model_epochs
     is_pretrained = args.pretrained_model_name_or_path is not None
-    stop = loop.train(step, batches, stop_signal, samples_every, save_epochs, is_pretrained)
+    save_epochs = args.save_model_epochs
+    stop = loop.train(step, batches, stop_signal, samples_every, is_pretrained, save_epochs)
     loaded.close()  # ends its thread and the loader's processes
     loop.finish(stop, stop_signal)
 

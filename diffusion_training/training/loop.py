@@ -136,8 +136,8 @@ class Loop:
         batches: Iterator[Batch],
         stop_signal: StopSignal,
         samples_every: tuple[int | None, int | None],
-        save_epochs: int | None = None,
         is_pretrained: bool = False,
+        save_epochs: int | None = None,
     ) -> int:
         """Train to the end. Returns a signal that stopped it, or 0.
 

@@ -206,6 +206,7 @@ def test_deterministic_kernels_are_for_one_run(tmp_path, monkeypatch):
     seen = []
     trainer = train_unconditional.parse_args
     argv = [f"--train_data_dir={tmp_path}", f"--output_dir={tmp_path}/out", "--report_to=none"]
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     before = settings()
     assert before == (False, False, True, False, None)
