@@ -391,7 +391,7 @@ def test_a_run_leaves_a_pipeline_that_draws_what_it_drew_and_trains_on(tmp_path,
         "step-0000002.png",
     ]
     records = metrics(out)
-    assert sum("held_out_loss_ema" in record for record in records) == 2
+    assert sum("held_out_loss_ema" in record for record in records) == 3
     card = (out / "README.md").read_text()
     assert "Stable Diffusion XL pipeline" in card and "stable-diffusion-xl" in card
     train(*flags, f"--pretrained_model_name_or_path={out}", f"--latents_dir={tmp_path / 'cache'}",
