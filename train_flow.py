@@ -640,7 +640,6 @@ def main(args: Namespace) -> None:
             log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
 
     results = Results(
-        script=__file__,
         name="LoRA" if args.rank else "pipeline",
         files=["pytorch_lora_weights*"] if args.rank else [f"{part}/*" for part in PARTS],
         save=save_result,
@@ -650,7 +649,8 @@ def main(args: Namespace) -> None:
     )
     loop = Loop(launch, run, trained, progress, records, results, settings, recorded)
     samples_every = (args.validation_steps, args.validation_epochs)
-    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every)
+    is_pretrained = bool(args.init_from) or args.transformer_config_name_or_path is None
+    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every, is_pretrained)
     loaded.close()  # ends its thread and the loader's processes
     loop.finish(stop, stop_signal)
 

@@ -558,7 +558,6 @@ def main(args: Namespace) -> None:
 
     parts = ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")
     results = Results(
-        script=__file__,
         name="LoRA" if args.rank else "pipeline",
         files=["pytorch_lora_weights*"] if args.rank else [f"{part}/*" for part in parts],
         save=save_result,
@@ -568,7 +567,8 @@ def main(args: Namespace) -> None:
     )
     loop = Loop(launch, run, trained, progress, records, results, settings, recorded, kohya_base)
     samples_every = (args.validation_steps, args.validation_epochs)
-    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every)
+    is_pretrained = args.unet_config_name_or_path is None
+    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every, is_pretrained)
     loaded.close()  # ends its thread and the loader's processes
     loop.finish(stop, stop_signal)
 

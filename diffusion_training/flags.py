@@ -179,6 +179,11 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
     )
     if trains:
         add("--allow_tf32", **SWITCH, help="TF32 matrix products on Ampere and later")
+        add(
+            "--deterministic",
+            **SWITCH,
+            help="use only deterministic kernels on a GPU, slower, so that a resume is exact there",
+        )
     add(
         "--mixed_precision",
         choices=["no", "fp16", "bf16"],
@@ -467,6 +472,12 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         help="name of the project in the trackers",
     )
     add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
+    add(
+        "--validate_first",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw samples and measure the held-out loss of a pretrained model before step 1",
+    )
 
 
 def add_saving_flags(add: Add) -> None:

@@ -40,6 +40,7 @@ from diffusion_training.training.signs import read_best
 class Run:
     """The folder of a run, locked, and what it holds of an earlier one."""
 
+    script: str  # the file that is run
     lock: BaseFileLock | None  # None except on the first process
     checkpoint: Path | None  # to resume from
     before: dict[str, Any]  # the settings of that checkpoint
@@ -100,7 +101,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             (unfinished / "run.args").write_bytes(os.fsencode(text))
         if args.push_to_hub:
             hub_model_id = make_repository(args)
-    return Run(lock, checkpoint, state["settings"], hub_model_id)
+    return Run(script, lock, checkpoint, state["settings"], hub_model_id)
 
 
 def make_repository(args: Namespace) -> str:

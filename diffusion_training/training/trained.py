@@ -9,6 +9,7 @@ from diffusion_training.launch import Launch
 from diffusion_training.models import checkpoint_gradients, put_on_device, start_average, update_ema
 from diffusion_training.training.checkpoints import load_checkpoint, save_checkpoint
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
+from diffusion_training.training.replicas import check_replicas
 
 
 class Trained:
@@ -67,7 +68,8 @@ class Trained:
         self.lr_scheduler.step()
 
     def save(self, state: dict[str, Any], kohya_base: str | None = None) -> None:
-        """Write a checkpoint: call it on every process."""
+        """Write a checkpoint, if all processes have the same weights: call it on every process."""
+        check_replicas(self.accelerator, self.models, self.averaged, state["global_step"])
         save_checkpoint(
             self.accelerator,
             self.saved,

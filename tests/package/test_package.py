@@ -46,6 +46,7 @@ latents.reader latents.remote_cache
 latents.stream
 latents.source
 training.signs training.lora training.progress training.optimizers training.objective
+training.replicas
 training.checkpoints training.costs training.held_out
 training.trained training.output training.records report
 training.tuning
