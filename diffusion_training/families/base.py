@@ -279,16 +279,35 @@ class Family:
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """(weights, alphas, metadata) of a LoRA file, by the pipeline's own reader."""
         import diffusers
+        from safetensors import safe_open
 
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # which the reader drops, or takes for something else
+                if key.endswith(".dora_scale") or key.startswith("bundle_emb."):
+                    raise ValueError(f"it holds {key}, which is not used here")
         pipeline = getattr(diffusers, self.pipeline)
         weights, *alphas, metadata = pipeline.lora_state_dict(
             str(path.parent), weight_name=path.name, return_lora_metadata=True
         )
         return weights, (alphas or [{}])[0] or {}, metadata or {}
 
-    def name_for_sd_scripts(self, model: torch.nn.Module) -> str:
-        """What sd-scripts calls the base, in the metadata of a LoRA file."""
+    # ---- files of other programs
+
+    def describe_for_sd_scripts(self, model: torch.nn.Module) -> dict[str, str]:
+        """What sd-scripts calls the base, in the header of a LoRA file."""
+        return {"ss_base_model_version": self.name}
+
+    def name_architecture(self, model: torch.nn.Module, predicts_velocity: bool) -> str:
+        """ModelSpec's name of the model (github.com/Stability-AI/ModelSpec)."""
         return self.name
+
+    def read_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
+        """What a single file says of the scheduler, by the names of its weights and its header."""
+        return {}
+
+    def merge(self, pipeline: Any) -> dict[str, torch.Tensor]:
+        """The weights of a pipeline as a single file has them, on the CPU."""
+        raise NotImplementedError
 
 
 # Of families whose text encoder is told which tokens are padding
