@@ -331,7 +331,7 @@ def test_comfyui_reads_all_of_the_second_file_and_it_says_what_it_is_of(
     assert header["modelspec.architecture"] == "stable-diffusion-v1/lora"
     assert header["modelspec.title"] == header["ss_output_name"] == "out"
     assert header["modelspec.resolution"] == "16x16" and header["ss_resolution"] == "(16, 16)"
-    assert header["modelspec.prediction_type"] == "epsilon" and header["ss_clip_skip"] == "None"
+    assert header["modelspec.prediction_type"] == "v" and header["ss_clip_skip"] == "None"
     assert header["ss_sd_model_name"] == "sd" and header["ss_base_model_version"] == "sd_v1"
     tags = {"a digit zero": 3, "a digit one": 2, "a digit two": 2}
     assert json.loads(header["ss_tag_frequency"]) == {"cache": tags}
