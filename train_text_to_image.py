@@ -427,7 +427,9 @@ def save_whole(
     """Write the pipeline, and also as one file with the header `metadata`; None: without it."""
     save_pipeline(pipeline, folder)
     if metadata is not None:
-        save_single_file(family.merge(pipeline), metadata, folder)
+        with explained("--output_single_file can't be written; the pipeline beside it is whole"):
+            weights = family.merge(pipeline)
+        save_single_file(weights, metadata, folder)
 
 
 def log_validation(
@@ -489,7 +491,8 @@ for {steps}; the other models are those of
                 f"{{**pipeline.scheduler.config, **{objective}}})"
             )
     setup += family.usage_before(settings.clip_skip)
-    what += f"\n{name_readers(settings, for_unet=True)}"
+    if readers := name_readers(settings, for_unet=True):
+        what += f"\n{readers}"
     pipeline_class, method = "DiffusionPipeline", "from_pretrained"
     if source.endswith(".safetensors"):
         pipeline_class, method = family.pipeline, "from_single_file"

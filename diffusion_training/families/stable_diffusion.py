@@ -172,6 +172,8 @@ class StableDiffusion(Family):
     def merge(self, pipeline: Any) -> dict[str, torch.Tensor]:
         unet = pipeline.unet
         vae = pipeline.vae
+        if type(vae).__name__ != "AutoencoderKL":
+            raise ValueError(f"its VAE is an {type(vae).__name__}, no AutoencoderKL")
         names = rename_unet(unet.state_dict(), unet.config.layers_per_block)
         levels = len(vae.config.block_out_channels)
         parts = {

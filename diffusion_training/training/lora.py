@@ -258,7 +258,8 @@ def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> 
         adapter = fold_scale(list_adapter(averaged), model.adapter["lora_alpha"] / rank)
         adapter = {key: value.half().cpu() for key, value in adapter.items()}
         weights |= {f"{name}.{key}": value for key, value in adapter.items()}
-        kohya |= convert_to_kohya(adapter, averaged, f"lora_{name}_")
+        if metadata is not None:
+            kohya |= convert_to_kohya(adapter, averaged, f"lora_{name}_")
         header |= {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
         if model.adapter["use_dora"]:
             header["diffusion_training.dora_scale"] = "relative to the base"

@@ -122,6 +122,11 @@ def test_of_processes_one_unpacks_and_a_lora_names_the_file_and_how_it_is_opened
     card = (tmp_path / "out/README.md").read_text()
     assert 'pipeline = StableDiffusionPipeline.from_single_file("sd.safetensors")' in card
     assert "from diffusers import StableDiffusionPipeline\n" in card
+    with safe_open(tmp_path / "out/pytorch_lora_weights_kohya.safetensors", "pt") as file:
+        header = file.metadata()
+    assert header["ss_sd_model_name"] == "sd.safetensors"
+    tags = {"a digit one": 2, "a digit zero": 2, "a digit two": 1}
+    assert json.loads(header["ss_tag_frequency"]) == {"images": tags}
 
 
 def test_float16_is_read_as_it_is(bases, tmp_path):
