@@ -89,7 +89,8 @@ class Data:
     caption_weights: list[float] | None
     mask_column: str | None
     num_workers: int  # processes that load the data
-    captions: list[str]  # at most 10,000, of the first process; [] if they are at an address
+    # at most 10,000, on the first process; none if they are at an address
+    captions: Sequence[str] = ()
 
     def modules(self) -> list[torch.nn.Module]:
         """The encoders on the device."""

@@ -6,11 +6,11 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail, is_local_main
-from diffusion_training.files import find_differences
+from diffusion_training.files import find_differences, sort_header
 from diffusion_training.training.lora_files import (
     DORA_SCALE,
     LORA_A,
@@ -270,15 +270,16 @@ def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> 
             raise ValueError("the weights of the adapter are not finite in float16")
     save_file(weights, folder / "pytorch_lora_weights.safetensors", {"format": "pt"})
     if metadata is not None:
-        data = sort_header(save(kohya, header))
-        (folder / "pytorch_lora_weights_kohya.safetensors").write_bytes(data)
+        path = folder / "pytorch_lora_weights_kohya.safetensors"
+        save_file(kohya, path, header)
+        sort_header(path)
 
 
 def fold_scale(adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     """Multiply a scale into the weights of an adapter.
 
-    A scale below 1 is shared by A and B so that both are of one size: B alone would become so small
-    that float16 cuts its bits off.
+    A scale below 1 is shared by A and B, so that the largest numbers of both are equal. B alone
+    would become so small that float16 cuts its bits off.
     """
     folded = dict(adapter)
     for name, b in adapter.items():
@@ -319,13 +320,3 @@ def convert_to_kohya(
             ones = [1] * (module.base_layer.weight.dim() - 1)
             converted[f"{kohya}.{DORA_SCALE}"] = scale.half().view(-1, *ones)
     return converted
-
-
-def sort_header(data: bytes) -> bytes:
-    """Sort the metadata of a safetensors file: the library's order differs each time."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + data[start:]

@@ -72,36 +72,48 @@ def read_lora_file(path: Path, model: torch.nn.Module, name: str, read_lora: Rea
     for key in named:
         if not key.startswith(f"{name}."):
             raise ValueError(f"it holds {key}, which is not used here")
-    prefix = f"{name}."
-    own, alphas, settings = (
-        {k.removeprefix(prefix): v for k, v in part.items() if k.startswith(prefix)}
-        for part in (named, alphas, settings)
-    )
+    own = strip(named, name)
+    alphas = strip(alphas, name)
+    settings = strip(settings, name)
     if not any(f".{LORA_A}" in key for key in own):  # as diffusers wrote them before PEFT
-        own, alphas = map(convert_unet_state_dict_to_peft, (own, alphas))
+        own = convert_unet_state_dict_to_peft(own)
+        alphas = convert_unet_state_dict_to_peft(alphas)
     alphas = {key.split(".lora_A.")[0].removesuffix(".alpha"): x for key, x in alphas.items()}
     check_settings(settings)
-    layers: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in own.items():
-        layer, part = split_name(key)
-        layers.setdefault(layer, {})[part] = value
+    layers = group_by_layer(own)
+    if not layers:
+        raise ValueError(f"it holds no LoRA of {name}")
     scales = {}
     for layer, parts in layers.items():
-        if not {LORA_A, LORA_B} <= parts.keys():
-            raise ValueError(f"at {layer} it has only {' and '.join(parts)}")
         rank = len(parts[LORA_A])
         if layer in alphas:
             scales[layer] = float(alphas[layer]) / rank
         else:
             scales[layer] = read_scale(settings, layer, rank)
-    if not layers:
-        raise ValueError(f"it holds no LoRA of {name}")
     return LoraFile(
         layers=layers,
         scales=scales,
         is_relative="diffusion_training.dora_scale" in header,
         num_left_out=len(weights) - len(named),
     )
+
+
+def strip(named: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entries that belong to a model, without its name."""
+    prefix = f"{name}."
+    return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
+
+
+def group_by_layer(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """{layer: {part: weight}} of {name: weight}. Raises ValueError for a part that is not known."""
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in weights.items():
+        layer, part = split_name(key)
+        layers.setdefault(layer, {})[part] = value
+    for layer, parts in layers.items():
+        if not {LORA_A, LORA_B} <= parts.keys():
+            raise ValueError(f"at {layer} it has only {' and '.join(parts)}")
+    return layers
 
 
 def read_peft_file(path: Path, name: str) -> tuple[dict, dict, dict]:

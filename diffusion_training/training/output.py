@@ -30,6 +30,7 @@ from diffusion_training.files import (
     leave_nothing,
     lock_folder,
     saving,
+    sort_header,
 )
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.order import step_seed
@@ -232,6 +233,7 @@ def save_single_file(
     """Write a model as one file, beside its pipeline folder. weights: see `Family.merge`."""
     with saving(output_dir, f"the single file in {output_dir}") as unfinished:
         save_file(weights, unfinished / SINGLE_FILE, {"format": "pt", **metadata})
+        sort_header(unfinished / SINGLE_FILE)
 
 
 def restore_best(output_dir: Path, reached: int) -> None:

@@ -271,6 +271,9 @@ def test_a_fine_tune_in_one_file_is_the_pipeline_beside_it(bases, tmp_path, fami
     assert not torch.equal(one["unet.conv_in.weight"], before["conv_in.weight"])
     with safe_open(path, "pt") as file:
         header = file.metadata()
+    with path.open("rb") as file:  # in an order, so that equal files have equal bytes
+        length = int.from_bytes(file.read(8), "little")
+        assert [*json.loads(file.read(length))["__metadata__"]] == sorted(header)
     name = {"sd": "stable-diffusion-v1", "xl": "stable-diffusion-xl-v1-base"}[family]
     assert header["modelspec.architecture"] == name and header["modelspec.title"] == "out"
     assert header["modelspec.prediction_type"] == "v" and str(tmp_path) not in str(header)
