@@ -41,14 +41,7 @@ IMAGES_ONLY = (
     "shuffle_buffer",
 )
 # flags that do nothing without --rank
-LORA_ONLY = (
-    "lora_alpha",
-    "lora_layers",
-    "lora_dropout",
-    "use_dora",
-    "output_kohya_format",
-    "network_weights",
-)
+LORA_ONLY = ("lora_alpha", "lora_layers", "lora_dropout", "use_dora", "network_weights")
 
 
 def add_source_flags(add: Add, captions: bool = False) -> None:
@@ -427,8 +420,11 @@ def add_optimization_flags(
     add("--ema_max_decay", type=number(0, 1), default=0.9999, help="largest EMA decay")
 
 
-def add_lora_flags(add: Add) -> None:
-    """Add the flags that `add_lora`, `load_network_weights` and `save_lora` read."""
+def add_lora_flags(add: Add, output_kohya_format: bool) -> None:
+    """Add the flags that `add_lora`, `load_network_weights` and `save_lora` read.
+
+    output_kohya_format: the default of this flag.
+    """
     add(
         "--rank",
         "--lora_rank",
@@ -448,7 +444,12 @@ def add_lora_flags(add: Add) -> None:
     add("--lora_dropout", type=number(0, 0.999), default=0.0, help="dropout of the LoRA's inputs")
     add("--use_dora", **SWITCH, help="train magnitudes as well (DoRA), slower (arXiv:2402.09353)")
     add("--network_weights", type=PATH, help="file of a LoRA to continue training")
-    add("--output_kohya_format", **SWITCH, help="write the LoRA for ComfyUI and A1111 as well")
+    add(
+        "--output_kohya_format",
+        action=argparse.BooleanOptionalAction,
+        default=output_kohya_format,
+        help="write a second LoRA file, for ComfyUI, A1111 and sd-scripts; only for U-Nets",
+    )
 
 
 def add_logging_flags(add: Add, tracker_project_name: str) -> None:
@@ -566,9 +567,6 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         for name in LORA_ONLY if args.rank is None else ():
             if getattr(args, name) != parser.get_default(name):
                 parser.error(f"--{name} does nothing without --rank")
-        for name in ("output_kohya_format", "network_weights") if args.use_dora else ():
-            if getattr(args, name):
-                parser.error(f"--{name} has no form for --use_dora: leave one of them out")
     if args.save_best and not getattr(args, "holdout", 0):
         parser.error(
             "--save_best goes by the held-out loss: say with --holdout how many images it is "

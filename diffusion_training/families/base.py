@@ -307,8 +307,11 @@ class Family:
         import diffusers
 
         pipeline = getattr(diffusers, self.pipeline)
-        # ComfyUI's own names are those of kohya's scripts, with dots: diffusers knows the latter.
         file = load_file(path)
+        for name in file:  # which the reader drops, or takes for something else
+            if name.endswith(".dora_scale") or name.startswith("bundle_emb."):
+                raise ValueError(f"it holds {name}, which is not used here")
+        # ComfyUI's own names are those of kohya's scripts, with dots: diffusers knows the latter.
         source: Any = str(path.parent)
         if any(name.startswith("diffusion_model.") and ".lora_down." in name for name in file):
             source = {name_as_kohya(name): weight for name, weight in file.items()}
@@ -317,9 +320,23 @@ class Family:
         )
         return weights, (alphas or [{}])[0] or {}, metadata or {}
 
-    def name_for_sd_scripts(self, model: torch.nn.Module) -> str:
-        """What sd-scripts calls the base, in the metadata of a LoRA file."""
+    # ---- files of other programs
+
+    def describe_for_sd_scripts(self, model: torch.nn.Module) -> dict[str, str]:
+        """What sd-scripts calls the base, in the header of a LoRA file."""
+        return {"ss_base_model_version": self.name}
+
+    def name_architecture(self, model: torch.nn.Module, predicts_velocity: bool) -> str:
+        """ModelSpec's name of the model (github.com/Stability-AI/ModelSpec)."""
         return self.name
+
+    def read_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
+        """What a single file says of the scheduler, by the names of its weights and its header."""
+        return {}
+
+    def merge(self, pipeline: Any) -> dict[str, torch.Tensor]:
+        """The weights of a pipeline as a single file has them, on the CPU."""
+        raise NotImplementedError
 
 
 def name_as_kohya(name: str) -> str:

@@ -11,6 +11,7 @@ from diffusion_training.launch import Launch, StopSignal, end_stopped
 from diffusion_training.report import Description, save_model_card, save_report
 from diffusion_training.training.checkpoints import prune_checkpoints
 from diffusion_training.training.held_out import digest_held_out
+from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.output import Run, end_run, keep_best, samples_path
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
@@ -62,9 +63,9 @@ class Loop:
         results: Results,
         settings: Namespace,
         recorded: dict[str, Any],
-        kohya_base: str | None = None,
+        lora_metadata: dict[str, str] | None = None,
     ) -> None:
-        """recorded: of `record_settings`. kohya_base: see `save_lora`."""
+        """recorded: of `record_settings`. lora_metadata: see `save_lora`."""
         self.launch = launch
         self.run = run
         self.trained = trained
@@ -73,11 +74,11 @@ class Loop:
         self.results = results
         self.settings = settings
         self.recorded = recorded
-        self.kohya_base = kohya_base
+        self.lora_metadata = lora_metadata
 
     def save_checkpoint(self) -> None:
         state = self.progress.state() | {"settings": self.recorded}
-        self.trained.save(state, self.kohya_base)
+        self.trained.save(state, self.lora_metadata)
 
     def look(self, stop_signal: StopSignal, keeps_best: bool = True) -> int:
         """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0."""
@@ -191,4 +192,6 @@ class Loop:
         if not getattr(settings, "validation_prompts", True):
             samples = "no samples (no --validation_prompts)"
         done = f"Done: {self.results.name}, {samples} and report.html are in {settings.output_dir}"
+        if readers := name_readers(settings, for_unet="unet" in self.trained.models):
+            done += f". {readers.replace('`', '')}"
         end_run(self.launch, self.run, done, self.results.files, settings)

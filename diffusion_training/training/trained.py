@@ -67,8 +67,11 @@ class Trained:
             update_ema(self.averaged, self.models, global_step, self.settings)
         self.lr_scheduler.step()
 
-    def save(self, state: dict[str, Any], kohya_base: str | None = None) -> None:
-        """Write a checkpoint, if all processes have the same weights: call it on every process."""
+    def save(self, state: dict[str, Any], lora_metadata: dict[str, str] | None = None) -> None:
+        """Write a checkpoint, if all processes have the same weights: call it on every process.
+
+        lora_metadata: see `save_lora`.
+        """
         check_replicas(self.accelerator, self.models, self.averaged, state["global_step"])
         save_checkpoint(
             self.accelerator,
@@ -77,5 +80,5 @@ class Trained:
             state,
             self.settings.output_dir,
             self.settings.checkpoints_total_limit,
-            kohya_base,
+            lora_metadata,
         )
