@@ -98,7 +98,8 @@ def test_it_adds_a_record_and_a_picture_and_changes_nothing_else(tmp_path, flags
             records.add_held_out(step, {"held_out_loss": 0.5, "held_out_loss_ema": 0.1 + step / 10})
 
     patch(monkeypatch, "log_held_out_loss", measure)
-    with_it, without = tmp_path / "with", tmp_path / "without"
+    # equally named, because the header of a LoRA for sd-scripts has the name
+    with_it, without = tmp_path / "with/out", tmp_path / "without/out"
     flags = [*flags, "--save_best"]
     train(*flags, f"--output_dir={with_it}")
     train(*flags, f"--output_dir={without}", "--no-validate_first")
@@ -127,7 +128,7 @@ def test_a_run_that_is_stopped_in_it_saves_nothing_and_begins_again(tmp_path, fl
     """In the first noise of the held-out loss, in the first sample, and right before step 1."""
     sent = []
     log = tmp_path / "log"
-    whole, out = tmp_path / "whole", tmp_path / "out"
+    whole, out = tmp_path / "whole/out", tmp_path / "out"  # equally named, as above
     train(*flags, f"--output_dir={whole}")
     again = [*flags, "--resume_from_checkpoint=latest"]
     for moment, number, num_processes, code in (
