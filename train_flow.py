@@ -93,6 +93,7 @@ from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
 from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights, save_lora
+from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.objective import HeldOutMeasure
 from diffusion_training.training.output import (
     draw_samples,
@@ -151,7 +152,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_encoder_flags(add)
     add_device_flags(add)
 
-    add_lora_flags(parser.add_argument_group("LoRA").add_argument)
+    add = parser.add_argument_group("LoRA").add_argument
+    add_lora_flags(add, output_kohya_format=False)
 
     add = parser.add_argument_group("objective").add_argument
     schemes = ["logit_normal", "uniform"]
@@ -535,6 +537,7 @@ def describe_model(
             f"A LoRA of rank {settings.rank} for the transformer of `{base}`,\n"
             f"trained on `{data}` for {steps}."
         )
+        what += f"\n{name_readers(settings, for_unet=False)}"
         source = str(base)
         setup = f'\npipeline.load_lora_weights("{name}")'
     side = settings.resolution
@@ -639,7 +642,6 @@ def main(args: Namespace) -> None:
             log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
 
     results = Results(
-        script=__file__,
         name="LoRA" if args.rank else "pipeline",
         files=["pytorch_lora_weights*"] if args.rank else [f"{part}/*" for part in PARTS],
         save=save_result,
@@ -649,7 +651,8 @@ def main(args: Namespace) -> None:
     )
     loop = Loop(launch, run, trained, progress, records, results, settings, recorded)
     samples_every = (args.validation_steps, args.validation_epochs)
-    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every)
+    is_pretrained = bool(args.init_from) or args.transformer_config_name_or_path is None
+    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every, is_pretrained)
     loaded.close()  # ends its thread and the loader's processes
     loop.finish(stop, stop_signal)
 

@@ -10,8 +10,9 @@
 
 Input: caches of precompute_latents.py (--latents_dir), or the images and captions that
 precompute_latents.py takes, which are then encoded in every step. Output, in --output_dir:
-    the pipeline, or with --rank pytorch_lora_weights.safetensors, with its model card, samples/,
-    metrics.jsonl, loss.png, report.html, logs
+    the pipeline, with its model card, samples/, metrics.jsonl, loss.png, report.html, logs; with
+    --rank two LoRA files in place of the pipeline: pytorch_lora_weights.safetensors for diffusers,
+    pytorch_lora_weights_kohya.safetensors for ComfyUI, A1111 and sd-scripts
     run.args      the flags of this run; @sd-photos/run.args repeats it
     checkpoint-N  one every --checkpointing_steps; to resume from the last one, run the same
                   command with --resume_from_checkpoint latest
@@ -57,7 +58,7 @@ from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
 
-from diffusion_training.arguments import PATH, Flags, make_parser, parse_demo
+from diffusion_training.arguments import PATH, SWITCH, Flags, make_parser, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
@@ -91,7 +92,14 @@ from diffusion_training.training.checkpoints import read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
-from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights, save_lora
+from diffusion_training.training.lora import (
+    add_lora,
+    list_further_layers,
+    list_lora_b,
+    load_network_weights,
+    save_lora,
+)
+from diffusion_training.training.metadata import describe_file, name_readers
 from diffusion_training.training.objective import (
     check_objective,
     measure_epsilon,
@@ -99,10 +107,12 @@ from diffusion_training.training.objective import (
     objective_flags,
 )
 from diffusion_training.training.output import (
+    SINGLE_FILE,
     draw_samples,
     end_run,
     open_run,
     save_pipeline,
+    save_single_file,
     settings_of,
 )
 from diffusion_training.training.records import Records
@@ -153,7 +163,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_encoder_flags(add)
     add_device_flags(add)
 
-    add_lora_flags(parser.add_argument_group("LoRA").add_argument)
+    add = parser.add_argument_group("LoRA").add_argument
+    add_lora_flags(add, output_kohya_format=True)
 
     add = parser.add_argument_group("objective").add_argument
     add(
@@ -172,6 +183,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("saving").add_argument
     add("--output_dir", type=PATH, default="sd-model-finetuned", help="folder for all output")
     add_saving_flags(add)
+    add(
+        "--output_single_file",
+        **SWITCH,
+        help="write the pipeline as one .safetensors file, too, for ComfyUI and A1111",
+    )
 
     args = parser.parse_args(argv)
     if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
@@ -184,6 +200,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error(
             "--rank trains a LoRA for a U-Net that is trained: leave --unet_config_name_or_path out"
         )
+    if args.rank and args.output_single_file:
+        parser.error("--output_single_file is for a whole pipeline: leave it or --rank out")
     check_data_args(parser, args)
     check_training_args(parser, args)
     return Flags(**vars(args))
@@ -241,9 +259,13 @@ def make_unet(
     check_denoiser({"unet": unet}, predict, "U-Net", source, data)
     if args.rank:
         layers = base.family.choose_layers(unet, args.lora_layers)
+        network = args.network_weights
+        read_lora = base.family.read_lora
+        if network and args.lora_layers == "all":
+            layers += list_further_layers(unet, layers, network, "unet", read_lora)
         add_lora(unet, layers, base_hash, launch.dtype, args)
-        if args.network_weights:
-            load_network_weights(unet, args.network_weights, "unet", base.family.read_lora)
+        if network:
+            load_network_weights(unet, network, "unet", read_lora)
     return unet
 
 
@@ -399,6 +421,17 @@ def make_pipeline(
     return base.family.build(parts, base, base.family.resolution)
 
 
+def save_whole(
+    pipeline: DiffusionPipeline, family: Family, folder: Path, metadata: dict[str, str] | None
+) -> None:
+    """Write the pipeline, and also as one file with the header `metadata`; None: without it."""
+    save_pipeline(pipeline, folder)
+    if metadata is not None:
+        with explained("--output_single_file can't be written; the pipeline beside it is whole"):
+            weights = family.merge(pipeline)
+        save_single_file(weights, metadata, folder)
+
+
 def log_validation(
     launch: Launch,
     pipeline: DiffusionPipeline,
@@ -458,6 +491,8 @@ for {steps}; the other models are those of
                 f"{{**pipeline.scheduler.config, **{objective}}})"
             )
     setup += family.usage_before(settings.clip_skip)
+    if readers := name_readers(settings, for_unet=True):
+        what += f"\n{readers}"
     pipeline_class, method = "DiffusionPipeline", "from_pretrained"
     if source.endswith(".safetensors"):
         pipeline_class, method = family.pipeline, "from_single_file"
@@ -535,14 +570,18 @@ def main(args: Namespace) -> None:
     stop_signal = StopSignal(launch.num_processes)
 
     # What is made of the weights: samples and the held-out loss on the way, a pipeline or a LoRA.
-    kohya_base = base.family.name_for_sd_scripts(unet) if args.output_kohya_format else None
+    metadata = describe_file(
+        base.family, unet, noise_scheduler, data.captions, progress.num_images, settings
+    )
+    lora_metadata = metadata if args.output_kohya_format else None
 
     def save_result(folder: Path) -> None:
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
-                save_lora(trained.saved, unfinished, kohya_base)
+                save_lora(trained.saved, unfinished, lora_metadata)
         else:
-            save_pipeline(make_pipeline(base, trained.best("unet"), sampler, True), folder)
+            pipeline = make_pipeline(base, trained.best("unet"), sampler, True)
+            save_whole(pipeline, base.family, folder, metadata if args.output_single_file else None)
 
     def measure() -> None:
         log_held_out_loss(
@@ -556,19 +595,19 @@ def main(args: Namespace) -> None:
             pipeline = make_pipeline(base, trained.best("unet"), sampler)
             log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
 
-    parts = ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")
+    parts = [f"{part}/*" for part in ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")]
     results = Results(
-        script=__file__,
         name="LoRA" if args.rank else "pipeline",
-        files=["pytorch_lora_weights*"] if args.rank else [f"{part}/*" for part in parts],
+        files=["pytorch_lora_weights*"] if args.rank else [SINGLE_FILE, *parts],
         save=save_result,
         log_held_out_loss=measure,
         log_validation=draw,
         describe=partial(describe_model, base.family),
     )
-    loop = Loop(launch, run, trained, progress, records, results, settings, recorded, kohya_base)
+    loop = Loop(launch, run, trained, progress, records, results, settings, recorded, lora_metadata)
     samples_every = (args.validation_steps, args.validation_epochs)
-    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every)
+    is_pretrained = args.unet_config_name_or_path is None
+    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every, is_pretrained)
     loaded.close()  # ends its thread and the loader's processes
     loop.finish(stop, stop_signal)
 

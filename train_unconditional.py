@@ -643,7 +643,6 @@ def main(args: Namespace) -> None:
         records.judge(samples, progress.global_step)
 
     results = Results(
-        script=__file__,
         name="pipeline",
         files=["unet/*", "scheduler/*"],
         save=partial(save_pipeline, pipeline),
@@ -654,7 +653,9 @@ def main(args: Namespace) -> None:
     loop = Loop(launch, run, trained, progress, records, results, settings, recorded)
     samples_every = (args.validation_steps, args.save_images_epochs)
     batches = records.watch(loaded)
-    stop = loop.train(step, batches, stop_signal, samples_every, args.save_model_epochs)
+    is_pretrained = args.pretrained_model_name_or_path is not None
+    save_epochs = args.save_model_epochs
+    stop = loop.train(step, batches, stop_signal, samples_every, is_pretrained, save_epochs)
     loaded.close()  # ends its thread and the loader's processes
     loop.finish(stop, stop_signal)
 

@@ -38,6 +38,8 @@ NO_MEMORY = (  # in the words of torch, the system, oneDNN, C++ and Python's thr
 UNDO: list[Callable[[], None]] = []  # what to call if `main` fails before there is anything to keep
 # signals since `main` began, kept here because their exceptions can be swallowed
 SIGNALS: list[int] = []
+# settings of the process that a run has changed; they are restored when `main` ends, however
+CHANGED = contextlib.ExitStack()
 
 
 class Refused(SystemExit):
@@ -209,7 +211,7 @@ def in_one_sentence(
         SIGNALS.clear()
         UNDO.clear()
         try:
-            with handling(end_at_once):
+            with handling(end_at_once), CHANGED:
                 main(args)
             UNDO.clear()
             return

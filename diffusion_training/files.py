@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import uuid
@@ -160,6 +161,22 @@ def name_unfinished(path: Path) -> Path:
     It is never the same twice, because a run that is thought dead may still be writing.
     """
     return path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
+
+
+def sort_header(path: Path) -> None:
+    """Sort the metadata of a safetensors file in place.
+
+    The library writes it in another order each time, and equal files should have equal bytes.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        # as the library formats it, so the length stays the same
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 def digest_file(path: Path) -> str | None:

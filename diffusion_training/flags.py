@@ -46,7 +46,6 @@ LORA_ONLY = (
     "lora_layers",
     "lora_dropout",
     "use_dora",
-    "output_kohya_format",
     "network_weights",
     "base_precision",
 )
@@ -180,6 +179,11 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
     )
     if trains:
         add("--allow_tf32", **SWITCH, help="TF32 matrix products on Ampere and later")
+        add(
+            "--deterministic",
+            **SWITCH,
+            help="use only deterministic kernels on a GPU, slower, so that a resume is exact there",
+        )
     add(
         "--mixed_precision",
         choices=["no", "fp16", "bf16"],
@@ -423,8 +427,11 @@ def add_optimization_flags(
     add("--ema_max_decay", type=number(0, 1), default=0.9999, help="largest EMA decay")
 
 
-def add_lora_flags(add: Add) -> None:
-    """Add the flags that `add_lora`, `load_network_weights` and `save_lora` read."""
+def add_lora_flags(add: Add, output_kohya_format: bool) -> None:
+    """Add the flags that `add_lora`, `load_network_weights` and `save_lora` read.
+
+    output_kohya_format: the default of this flag.
+    """
     add(
         "--rank",
         "--lora_rank",
@@ -449,7 +456,12 @@ def add_lora_flags(add: Add) -> None:
         choices=["nf4"],
         help="nf4: the frozen base in 4 bits, by bitsandbytes (None: as --mixed_precision says)",
     )
-    add("--output_kohya_format", **SWITCH, help="write the LoRA for ComfyUI and A1111 as well")
+    add(
+        "--output_kohya_format",
+        action=argparse.BooleanOptionalAction,
+        default=output_kohya_format,
+        help="write a second LoRA file, for ComfyUI, A1111 and sd-scripts; only for U-Nets",
+    )
 
 
 def add_logging_flags(add: Add, tracker_project_name: str) -> None:
@@ -473,6 +485,12 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         help="name of the project in the trackers",
     )
     add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
+    add(
+        "--validate_first",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw samples and measure the held-out loss of a pretrained model before step 1",
+    )
 
 
 def add_saving_flags(add: Add) -> None:
@@ -569,9 +587,6 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         for name in LORA_ONLY if args.rank is None else ():
             if getattr(args, name) != parser.get_default(name):
                 parser.error(f"--{name} does nothing without --rank")
-        for name in ("output_kohya_format", "network_weights") if args.use_dora else ():
-            if getattr(args, name):
-                parser.error(f"--{name} has no form for --use_dora: leave one of them out")
     if args.save_best and not getattr(args, "holdout", 0):
         parser.error(
             "--save_best goes by the held-out loss: say with --holdout how many images it is "

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from diffusion_training.errors import SIGNALS, explained, fail, handling
+from diffusion_training.errors import CHANGED, SIGNALS, explained, fail, handling
 from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.models import DTYPES
 from diffusion_training.quantization import check_quantization
@@ -78,6 +79,8 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
     options: dict[str, Any] = {}
     if "report_to" in args:  # only trainers have this flag
         torch.set_float32_matmul_precision("high" if args.allow_tf32 else "highest")
+        if args.deterministic:
+            CHANGED.enter_context(only_deterministic())
         options["log_with"] = None if args.report_to == "none" else args.report_to
         logs = str(Path(args.output_dir, args.logging_dir))
         options["project_config"] = ProjectConfiguration(args.output_dir, logging_dir=logs)
@@ -120,6 +123,33 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
         f"{precision}"
     )
     return Launch(accelerator, cores, precision, backend, accumulation_steps)
+
+
+@contextlib.contextmanager
+def only_deterministic() -> Iterator[None]:
+    """Let torch use deterministic kernels only, in the block: for --deterministic.
+
+    Enter it before CUDA starts. An operation that has no such kernel raises an error. A warning
+    would not do: with it, torch leaves the backward pass of attention as it is, which is not
+    deterministic.
+    """
+    cudnn = torch.backends.cudnn
+    flags = cudnn.benchmark, cudnn.deterministic
+    mode = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # cuBLAS reads it when it starts; see "Results reproducibility" in its documentation
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
+    cudnn.benchmark = False  # it would choose kernels by their speed, another each time
+    cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        cudnn.benchmark, cudnn.deterministic = flags
+        if workspace is None:
+            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 def count_cores() -> int:

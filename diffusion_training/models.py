@@ -120,7 +120,7 @@ def check_shapes(
     error if the call fails, or if the prediction has another shape. Returns the names of the
     weights that the prediction does not depend on.
     """
-    with torch.device("meta"), explained(f"{name} can't be trained here"):
+    with torch.device("meta"), torch.enable_grad(), explained(f"{name} can't be trained here"):
         empty = {key: type(model).from_config(model.config) for key, model in models.items()}
         shapes = {key: torch.zeros_like(value, device="meta") for key, value in condition.items()}
         prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), shapes)

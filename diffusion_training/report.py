@@ -221,15 +221,21 @@ def make_report(output_dir: str | Path) -> None:
                 f"<figcaption>{escape(values)}</figcaption></figure>"
             )
     samples = sorted((output_dir / "samples").glob("step-*.png"), reverse=True)
+    order = "newest first"
+    # what training started from, to compare with; a run with --init_from starts at a later step
+    if samples and (samples[-1].stem == "step-0000000" or "init_from" in about["settings"]):
+        samples = [samples[-1], *samples[:-1]]
+        order = "the oldest, then newest first"
     for i in np.linspace(0, len(samples) - 1, min(8, len(samples))):
         path = samples[round(i)]
+        number = int(path.stem.split("-")[1])
+        caption = f"step {number}" if number else "step 0, before training"
         buffer = io.BytesIO()
         with Image.open(path) as picture:
             picture.thumbnail((400, 640))  # so that the file stays small
             picture.save(buffer, "PNG", optimize=True)
         png = base64.b64encode(buffer.getvalue()).decode()
-        number = int(path.stem.split("-")[1])
-        strip += f'<figure><img alt="" src="data:image/png;base64,{png}">step {number}</figure>'
+        strip += f'<figure><img alt="" src="data:image/png;base64,{png}">{caption}</figure>'
     step = about["step"]
     count = 0
     skipped = {}
@@ -249,7 +255,7 @@ def make_report(output_dir: str | Path) -> None:
 <p>Step {step} of {about["max_train_steps"]}, {time.strftime("%Y-%m-%d %H:%M")}.
 {escape(name_best(output_dir).replace("`", ""))}</p>{signs}
 <h2>Curves</h2><div class="curves">{curves}</div>
-<h2>Samples, newest first</h2><div class="strip">{strip or "None were drawn."}</div>
+<h2>Samples, {order}</h2><div class="strip">{strip or "None were drawn."}</div>
 <h2>Use it</h2><pre>{escape(about["usage"])}</pre>
 <p>The same run again: <code>accelerate launch {escape(about["script"])} @run.args</code></p>
 <h2>Left out: {count} images</h2><table>{tabulate(list(skipped.items())[:100])}</table>

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypedDict
 
 import torch
+from safetensors.torch import load_file
 
 from diffusion_training.models import load_weights
 
@@ -306,14 +307,44 @@ class Family:
         import diffusers
 
         pipeline = getattr(diffusers, self.pipeline)
+        file = load_file(path)
+        for name in file:  # which the reader drops, or takes for something else
+            if name.endswith(".dora_scale") or name.startswith("bundle_emb."):
+                raise ValueError(f"it holds {name}, which is not used here")
+        # ComfyUI's own names are those of kohya's scripts, with dots: diffusers knows the latter.
+        source: Any = str(path.parent)
+        if any(name.startswith("diffusion_model.") and ".lora_down." in name for name in file):
+            source = {name_as_kohya(name): weight for name, weight in file.items()}
         weights, *alphas, metadata = pipeline.lora_state_dict(
-            str(path.parent), weight_name=path.name, return_lora_metadata=True
+            source, weight_name=path.name, return_lora_metadata=True
         )
         return weights, (alphas or [{}])[0] or {}, metadata or {}
 
-    def name_for_sd_scripts(self, model: torch.nn.Module) -> str:
-        """What sd-scripts calls the base, in the metadata of a LoRA file."""
+    # ---- files of other programs
+
+    def describe_for_sd_scripts(self, model: torch.nn.Module) -> dict[str, str]:
+        """What sd-scripts calls the base, in the header of a LoRA file."""
+        return {"ss_base_model_version": self.name}
+
+    def name_architecture(self, model: torch.nn.Module, predicts_velocity: bool) -> str:
+        """ModelSpec's name of the model (github.com/Stability-AI/ModelSpec)."""
         return self.name
+
+    def read_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
+        """What a single file says of the scheduler, by the names of its weights and its header."""
+        return {}
+
+    def merge(self, pipeline: Any) -> dict[str, torch.Tensor]:
+        """The weights of a pipeline as a single file has them, on the CPU."""
+        raise NotImplementedError
+
+
+def name_as_kohya(name: str) -> str:
+    """diffusion_model.a.b.lora_up.weight -> lora_unet_a_b.lora_up.weight."""
+    layer, *end = name.removeprefix("diffusion_model.").partition(".lora_")
+    if not end[0]:  # diffusion_model.a.b.alpha
+        layer, *end = layer.rpartition(".")
+    return f"lora_unet_{layer.replace('.', '_')}{''.join(end)}"
 
 
 # For families whose text encoder takes chat turns or a mask of the padding

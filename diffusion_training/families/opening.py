@@ -112,6 +112,7 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
     """
     with explained(f"{source} can't be read"), safe_open(source, "pt") as file:
         names = set(file.keys())
+        header = file.metadata() or {}
     family = next((each for each in FAMILIES.values() if each.recognizes_file(names)), None)
     if family is None:
         fail(
@@ -127,6 +128,9 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
         diffusers.__version__,
     ]
     key += [path.read_text() for path in sorted(Path(config or os.devnull).rglob("*.json"))]
+    objective = family.read_objective(names, header)
+    if objective:  # older versions left it out: their folders are not used
+        key += [objective]
     root = Path(cache_dir or HF_HOME) / "single_files"
     folder = root / f"{Path(source).stem}-{xxhash.xxh3_64_hexdigest(repr(key).encode())}"
     advice = "--single_file_config says where the configs of its family are"
@@ -138,6 +142,9 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
                 kind = getattr(diffusers, family.pipeline)
                 pipeline = kind.from_single_file(source, config=config, cache_dir=cache_dir)
                 check_whole(pipeline)
+                if objective:
+                    scheduler = pipeline.scheduler
+                    pipeline.scheduler = scheduler.from_config(scheduler.config, **objective)
                 with saving(root, folder) as unfinished:
                     save_unpacked(pipeline, unfinished / folder.name)
     return str(folder)

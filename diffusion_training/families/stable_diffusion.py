@@ -6,7 +6,20 @@ from typing import Any
 import torch
 
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
+from diffusion_training.families.original_layout import (
+    merge_clip,
+    merge_open_clip,
+    merge_vae,
+    rename_unet,
+)
 from diffusion_training.models import call_unet
+
+# {kohya's name of a weight of a LoRA: PEFT's}
+KOHYA_PARTS = {
+    "lora_down.weight": "lora_A.weight",
+    "lora_up.weight": "lora_B.weight",
+    "dora_scale": "dora_scale",
+}
 
 
 class Float32(torch.nn.Module):
@@ -104,18 +117,87 @@ class StableDiffusion(Family):
     def read_lora(
         self, path: Any, model: torch.nn.Module
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        import diffusers
+        """Kohya's files are read here: diffusers' reader guesses names, and drops magnitudes.
 
-        weights, alphas, metadata = getattr(diffusers, self.pipeline).lora_state_dict(
-            str(path.parent),
-            weight_name=path.name,
-            unet_config=model.config,
-            return_lora_metadata=True,
-        )
-        return weights, alphas or {}, metadata or {}
+        They name the layers as diffusers or as the U-Net was published, with _ for each dot.
+        """
+        from safetensors.torch import load_file
 
-    def name_for_sd_scripts(self, model: torch.nn.Module) -> str:
-        return "sd_v2" if model.config.cross_attention_dim == 1024 else "sd_v1"
+        file = load_file(path)
+        if not any(key.startswith(("lora_unet_", "lora_te")) for key in file):
+            return super().read_lora(path, model)
+        names = [name for name, _ in model.named_modules()]
+        published = rename_unet(names, model.config.layers_per_block)
+        layers = {published[name].replace(".", "_"): name for name in names}
+        layers |= {name.replace(".", "_"): name for name in names}
+        weights = {}
+        alphas = {}
+        for key, value in file.items():
+            kohya, _, part = key.partition(".")
+            layer = layers.get(kohya.removeprefix("lora_unet_"))
+            if key.startswith("lora_te"):
+                weights[f"text_encoder.{key}"] = value
+            elif layer is None or part not in [*KOHYA_PARTS, "alpha"]:
+                raise ValueError(f"it holds {key}, which is not used here")
+            elif part == "alpha":
+                alphas[f"unet.{layer}"] = value
+            else:
+                weights[f"unet.{layer}.{KOHYA_PARTS[part]}"] = value
+        return weights, alphas, {}
+
+    def is_second(self, model: torch.nn.Module) -> bool:
+        """Whether a U-Net is of Stable Diffusion 2, whose text encoder is OpenCLIP's."""
+        return model.config.cross_attention_dim == 1024
+
+    def describe_for_sd_scripts(self, model: torch.nn.Module) -> dict[str, str]:
+        is_second = self.is_second(model)
+        version = "sd_v2" if is_second else "sd_v1"
+        return {"ss_base_model_version": version, "ss_v2": str(is_second)}  # A1111 reads the second
+
+    def name_architecture(self, model: torch.nn.Module, predicts_velocity: bool) -> str:
+        if not self.is_second(model):
+            return "stable-diffusion-v1"
+        return f"stable-diffusion-v2-{'768-v' if predicts_velocity else '512'}"
+
+    def read_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
+        """v-prediction, and a last timestep of pure noise, by the marks that ComfyUI looks for."""
+        objective: dict[str, Any] = {}
+        says_velocity = header.get("modelspec.prediction_type", "").lower().startswith("v")
+        if "v_pred" in names or says_velocity:
+            objective["prediction_type"] = "v_prediction"
+        if "ztsnr" in names:
+            objective |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        return objective
+
+    def merge(self, pipeline: Any) -> dict[str, torch.Tensor]:
+        unet = pipeline.unet
+        vae = pipeline.vae
+        if type(vae).__name__ != "AutoencoderKL":
+            raise ValueError(f"its VAE is an {type(vae).__name__}, no AutoencoderKL")
+        names = rename_unet(unet.state_dict(), unet.config.layers_per_block)
+        levels = len(vae.config.block_out_channels)
+        parts = {
+            "model.diffusion_model.": {names[k]: x for k, x in unet.state_dict().items()},
+            "first_stage_model.": merge_vae(vae.state_dict(), levels),
+            **self.merge_text_encoders(pipeline),
+        }
+        merged = {}
+        for prefix, weights in parts.items():
+            for name, value in weights.items():
+                merged[prefix + name] = value.detach().cpu().contiguous()
+        config = pipeline.scheduler.config
+        if config.prediction_type == "v_prediction":
+            merged["v_pred"] = torch.tensor([])
+            if config.get("rescale_betas_zero_snr"):
+                merged["ztsnr"] = torch.tensor([])
+        return merged
+
+    def merge_text_encoders(self, pipeline: Any) -> dict[str, dict[str, torch.Tensor]]:
+        """{prefix: weights} of the text encoders in a single file."""
+        weights = pipeline.text_encoder.state_dict()
+        if self.is_second(pipeline.unet):
+            return {"cond_stage_model.model.": merge_open_clip(weights)}
+        return {"cond_stage_model.transformer.": merge_clip(weights)}
 
 
 class StableDiffusionXL(StableDiffusion):
@@ -208,5 +290,16 @@ class StableDiffusionXL(StableDiffusion):
     def usage_before(self, clip_skip: int | None) -> str:
         return ""
 
-    def name_for_sd_scripts(self, model: torch.nn.Module) -> str:
-        return "sdxl_base_v1-0"
+    def describe_for_sd_scripts(self, model: torch.nn.Module) -> dict[str, str]:
+        return {"ss_base_model_version": "sdxl_base_v1-0"}
+
+    def name_architecture(self, model: torch.nn.Module, predicts_velocity: bool) -> str:
+        return "stable-diffusion-xl-v1-base"
+
+    def merge_text_encoders(self, pipeline: Any) -> dict[str, dict[str, torch.Tensor]]:
+        first = merge_clip(pipeline.text_encoder.state_dict())
+        second = merge_open_clip(pipeline.text_encoder_2.state_dict())
+        return {
+            "conditioner.embedders.0.transformer.": first,
+            "conditioner.embedders.1.model.": second,
+        }

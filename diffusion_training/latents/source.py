@@ -39,6 +39,7 @@ from diffusion_training.latents.encoders import (
     try_encoders,
 )
 from diffusion_training.latents.reader import Cache, load_cache
+from diffusion_training.latents.shards import Shards
 from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
 from diffusion_training.latents.text_encoders import (
     describe_prompts,
@@ -50,6 +51,7 @@ from diffusion_training.latents.text_encoders import (
 from diffusion_training.launch import Launch
 from diffusion_training.models import check_shapes, put_on_device
 from diffusion_training.order import Key, draw_choices
+from diffusion_training.remote import is_address
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Data:
     caption_weights: list[float] | None
     mask_column: str | None
     num_workers: int  # processes that load the data
+    # at most 10,000, on the first process; none if they are at an address
+    captions: Sequence[str] = ()
 
     def modules(self) -> list[torch.nn.Module]:
         """The encoders on the device."""
@@ -246,6 +250,7 @@ def open_caches(
         caption_weights=caption_weights,
         mask_column=args.mask_column,
         num_workers=0,  # a thread reads faster than processes, which would have to pass it on
+        captions=look_at_cached(first.shards) if launch.is_main else [],
     )
 
 
@@ -255,6 +260,7 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     num_workers = launch.choose_workers(args.dataloader_num_workers)
     caption_weights = weigh_captions(args)
     images = load_rows(args, args.streaming, [args.caption_column])
+    texts: list[str] = []
     encoders = load_encoders(base, launch.dtype)
     check_sides(base.family.downscale(encoders.vae), resolution, args.bucket_step)
     validation = encode_validation(launch, base, encoders, args.validation_prompts)
@@ -297,7 +303,21 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
         caption_weights=caption_weights,
         mask_column=images.mask_column,
         num_workers=num_workers,
+        captions=texts,
     )
+
+
+def look_at_cached(shards: Shards) -> list[str]:
+    """The captions of the first rows of a cache, the first one of each row."""
+    captions: list[str] = []
+    if is_address(shards.folder):  # whose shards are fetched when they are needed
+        return captions
+    for _, batch in shards:
+        rows = batch["text"].slice(0, 10**4 - len(captions)).to_pylist()
+        captions += [text[0] if isinstance(text, list) else text for text in rows]
+        if len(captions) == 10**4:
+            break
+    return [text for text in captions if isinstance(text, str)]
 
 
 def count_length(empty_prompt: dict[str, torch.Tensor]) -> int:

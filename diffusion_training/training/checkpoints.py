@@ -78,14 +78,14 @@ def save_checkpoint(
     state: dict[str, Any],
     output_dir: str | Path,
     total_limit: int | None = None,
-    kohya_base: str | None = None,
+    lora_metadata: dict[str, str] | None = None,
 ) -> None:
     """Write checkpoint-N and then prune the oldest: call it on every process.
 
     It holds the weights of `models`, each in a folder named after it, the optimizer and `state`.
     This is all that a resumed run needs: data order and noise follow from the step.
 
-    kohya_base: see `save_lora`.
+    lora_metadata: see `save_lora`.
     """
     path = Path(output_dir) / f"checkpoint-{state['global_step']}"
     scaler = accelerator.scaler
@@ -96,7 +96,7 @@ def save_checkpoint(
                 save_weights(model, folder / name)
             # a LoRA file for other programs, to compare the images of checkpoints
             if any(map(is_adapted, models.values())):
-                save_lora(models, folder, kohya_base)
+                save_lora(models, folder, lora_metadata)
             torch.save(optimizer.state_dict(), folder / "optimizer.bin")
             torch.save(scaler.state_dict() if scaler else {}, folder / "scaler.bin")
             state = {**state, "version": __version__, "keys": KEYS}

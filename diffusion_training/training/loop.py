@@ -11,6 +11,7 @@ from diffusion_training.launch import Launch, StopSignal, end_stopped
 from diffusion_training.report import Description, save_model_card, save_report
 from diffusion_training.training.checkpoints import prune_checkpoints
 from diffusion_training.training.held_out import digest_held_out
+from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.output import Run, end_run, keep_best, samples_path
 from diffusion_training.training.progress import Progress
 from diffusion_training.training.records import Records
@@ -28,7 +29,6 @@ class Results:
     describe(step, loss, settings): the texts of the model card and the report.
     """
 
-    script: str  # its file
     name: str  # "pipeline" or "LoRA"
     files: list[str]  # patterns of what is uploaded
     save: Callable[[Path], None]
@@ -63,9 +63,9 @@ class Loop:
         results: Results,
         settings: Namespace,
         recorded: dict[str, Any],
-        kohya_base: str | None = None,
+        lora_metadata: dict[str, str] | None = None,
     ) -> None:
-        """recorded: of `record_settings`. kohya_base: see `save_lora`."""
+        """recorded: of `record_settings`. lora_metadata: see `save_lora`."""
         self.launch = launch
         self.run = run
         self.trained = trained
@@ -74,24 +74,62 @@ class Loop:
         self.results = results
         self.settings = settings
         self.recorded = recorded
-        self.kohya_base = kohya_base
+        self.lora_metadata = lora_metadata
 
     def save_checkpoint(self) -> None:
         state = self.progress.state() | {"settings": self.recorded}
-        self.trained.save(state, self.kohya_base)
+        self.trained.save(state, self.lora_metadata)
 
-    def look(self, stop_signal: StopSignal) -> int:
+    def look(self, stop_signal: StopSignal, keeps_best: bool = True) -> int:
         """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0."""
         step = self.progress.global_step
         settings = self.settings
         self.results.log_held_out_loss()
-        if settings.save_best and self.launch.is_main:
+        if settings.save_best and keeps_best and self.launch.is_main:
             folder = Path(settings.output_dir)
             keep_best(folder, self.records.held_out, step, self.results.save)
         self.results.log_validation()
         if self.launch.is_main:
-            save_report(step, self.results.script, self.results.describe, settings)
+            save_report(step, self.run.script, self.results.describe, settings)
         return stop_signal.agree()
+
+    def look_first(
+        self,
+        stop_signal: StopSignal,
+        samples_every: tuple[int | None, int | None],
+        is_pretrained: bool,
+    ) -> int:
+        """Look before the first step, if there is reason to. Returns a signal, or 0.
+
+        A pretrained model is shown as it was before training, for comparison; it is no result of
+        this run, so it never is the best. A resumed run draws the samples that a kill prevented.
+        """
+        step = self.progress.global_step
+        resumed = self.run.checkpoint is not None
+        if resumed:
+            has_samples = samples_path(self.settings.output_dir, step).exists()
+            looks = self.progress.is_due(*samples_every) and not has_samples
+        else:
+            looks = is_pretrained and self.settings.validate_first
+        if not looks:
+            return 0
+        with self.records.paused():
+            return self.look(stop_signal, keeps_best=resumed)
+
+    def take_step(self, step: Step, batches: Iterator[Batch]) -> None:
+        """Take the next optimizer step, and note its result."""
+        trained = self.trained
+        progress = self.progress
+        epoch = progress.epoch
+        images, micro_batches = progress.next_step()
+        sums = step(
+            trained.called, trained.optimizer, batches, micro_batches, progress.data_step,
+            self.records.look,
+        )  # fmt: skip
+        progress.advance(images, not self.launch.accelerator.optimizer_step_was_skipped)
+        if progress.stepped:  # else fp16 overflowed: the scaler lowers its scale
+            self.records.add(sums, images, epoch, trained.lr_scheduler.get_last_lr()[0])
+            trained.advance(progress.global_step)
 
     def train(
         self,
@@ -99,48 +137,38 @@ class Loop:
         batches: Iterator[Batch],
         stop_signal: StopSignal,
         samples_every: tuple[int | None, int | None],
+        is_pretrained: bool = False,
         save_epochs: int | None = None,
     ) -> int:
         """Train to the end. Returns a signal that stopped it, or 0.
 
         samples_every: (steps, epochs) between samples. save_epochs: epochs between results.
+        is_pretrained: whether the weights had been trained before this run.
         """
-        trained = self.trained
         progress = self.progress
         records = self.records
         settings = self.settings
         stop = stop_signal.agree()  # one that came earlier and was swallowed
-        has_samples = samples_path(settings.output_dir, progress.global_step).exists()
-        if self.run.checkpoint and progress.is_due(*samples_every) and not has_samples and not stop:
-            stop = self.look(stop_signal)  # a kill came between the checkpoint and its samples
-        for model in trained.models.values():
+        if not stop:
+            stop = self.look_first(stop_signal, samples_every, is_pretrained)
+        for model in self.trained.models.values():
             model.train()
         while progress.global_step < settings.max_train_steps and not stop:
-            epoch = progress.epoch
-            images, micro_batches = progress.next_step()
-            sums = step(
-                trained.called, trained.optimizer, batches, micro_batches, progress.data_step,
-                records.look,
-            )  # fmt: skip
-            progress.advance(images, not self.launch.accelerator.optimizer_step_was_skipped)
-            if progress.stepped:  # else fp16 overflowed: the scaler lowers its scale
-                records.add(sums, images, epoch, trained.lr_scheduler.get_last_lr()[0])
-                trained.advance(progress.global_step)
+            self.take_step(step, batches)
             stop = stop_signal.agree()
-            due = progress.what_is_due(settings, samples_every, stop)
-            result_due = progress.is_due(None, save_epochs)
-            if due.log or due.checkpoint or result_due:  # the only wait for the device
+            due = progress.what_is_due(settings, samples_every, save_epochs, stop)
+            if due.log or due.checkpoint or due.result:  # the only wait for the device
                 records.update(progress.global_step, due.log, due.last)
             with records.paused():
                 if due.checkpoint:  # before the samples, which may take longer than there is
                     self.save_checkpoint()
-                if result_due and not due.last and not stop and self.launch.is_main:
+                if due.result and self.launch.is_main:
                     self.results.save(Path(settings.output_dir))
                 if due.samples:
                     stop = self.look(stop_signal)
-                    if stop and not due.checkpoint:  # a run that resumes here draws them
-                        records.update(progress.global_step, False, due.last)
-                        self.save_checkpoint()
+            if stop and not due.checkpoint:  # it broke off the samples; a resumed run draws them
+                records.update(progress.global_step, False, due.last)
+                self.save_checkpoint()
         records.bar.close()
         return stop
 
@@ -164,4 +192,6 @@ class Loop:
         if not getattr(settings, "validation_prompts", True):
             samples = "no samples (no --validation_prompts)"
         done = f"Done: {self.results.name}, {samples} and report.html are in {settings.output_dir}"
+        if readers := name_readers(settings, for_unet="unet" in self.trained.models):
+            done += f". {readers.replace('`', '')}"
         end_run(self.launch, self.run, done, self.results.files, settings)

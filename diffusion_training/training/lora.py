@@ -1,24 +1,29 @@
 """LoRA: an adapter beside frozen layers, saved for resuming and in formats of other programs."""
 
 import json
+import math
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from diffusers.utils.state_dict_utils import (
-    convert_state_dict_to_kohya,
-    convert_unet_state_dict_to_peft,
-)
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 
 from diffusion_training.batches import Models
-from diffusion_training.errors import explained, fail
-from diffusion_training.files import find_differences
+from diffusion_training.errors import explained, fail, is_local_main
+from diffusion_training.files import find_differences, sort_header
 from diffusion_training.models import list_quantized
-
-# (weights, alphas, metadata) of a LoRA file; see `Family.read_lora`
-ReadLora = Callable[[Path, torch.nn.Module], tuple[dict, dict, dict]]
+from diffusion_training.training.lora_files import (
+    DORA_SCALE,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    PEFT_FILE,
+    PEFT_PREFIX,
+    LoraFile,
+    ReadLora,
+    read_lora_file,
+    split_name,
+)
 
 
 def add_lora(
@@ -78,51 +83,109 @@ def add_lora(
         model.adapter["quantization"] = "nf4"
 
 
+def list_further_layers(
+    model: torch.nn.Module, layers: list[str], path: str | Path, name: str, read_lora: ReadLora
+) -> list[str]:
+    """The layers of a LoRA file that `layers`, ends of names, leave out.
+
+    For example, kohya's files with conv_dim have the convolutions that change the size, too.
+    name: see `load_network_weights`.
+    """
+    with explained(f"--network_weights {path} can't be used"):
+        file = read_lora_file(Path(path), model, name, read_lora)
+    ends = tuple(f".{end}" for end in layers)
+    return [layer for layer in file.layers if not f".{layer}".endswith(ends)]
+
+
 def load_network_weights(
     model: torch.nn.Module, path: str | Path, name: str, read_lora: ReadLora
 ) -> None:
     """Load a LoRA file into the adapter of `add_lora`, with the same effect on the model.
 
-    The file may be from diffusers, kohya's scripts or this package. Its weights for text encoders
-    are ignored. Stops with an error if it has other layers or another rank.
+    The file may be from diffusers, PEFT, kohya's scripts or this package. Weights for text encoders
+    are left out, which is printed. Stops with an error if it has other layers or another rank, or
+    if it holds anything that is not used.
 
     name: what the file calls the model.
     """
+    with explained(f"--network_weights {path} can't be used"):
+        file = read_lora_file(Path(path), model, name, read_lora)
     own = {key: layer for key, layer in model.named_modules() if getattr(layer, "lora_A", None)}
-    with explained(
-        f"--network_weights {path} does not fit; choose --rank and --lora_layers as it was trained"
-    ):
-        weights, alphas, metadata = (
-            {
-                key.removeprefix(f"{name}."): value
-                for key, value in part.items()
-                if key.startswith(f"{name}.")
-            }
-            for part in read_lora(Path(path), model)
+    sentence = f"--network_weights {path} does not fit"
+    advice = "choose --rank and --lora_layers as it was trained"
+    with explained(f"{sentence}; {advice}"), torch.no_grad():
+        for layer in sorted(file.layers.keys() ^ own.keys()):
+            article = "an" if layer in file.layers else "no"
+            raise ValueError(f"it has {article} adapter at {layer}")
+        rank = max(len(weights[LORA_A]) for weights in file.layers.values())
+        if rank != model.adapter["r"]:
+            raise ValueError(f"its rank is {rank}")
+        for layer, module in own.items():
+            load_layer(module, layer, file)
+    if file.num_left_out and is_local_main():
+        print(
+            f"--network_weights: {file.num_left_out} weights for text encoders are left out, "
+            "because text encoders are not trained"
         )
-        if not any(".lora_A." in key for key in weights):  # kohya's, with alphas beside them
-            weights, alphas = map(convert_unet_state_dict_to_peft, (weights, alphas))
-        alphas = {
-            key.split(".lora_A.")[0].removesuffix(".alpha"): alpha for key, alpha in alphas.items()
-        }
-        end = ".lora_A.weight"
-        given = {key.removesuffix(end): a for key, a in weights.items() if key.endswith(end)}
-        for layer in sorted(given.keys() ^ own.keys()):
-            raise ValueError(f"it has {'an' if layer in given else 'no'} adapter at {layer}")
-        for layer, a in given.items():
-            own_a = own[layer].lora_A["default"].weight
-            own_b = own[layer].lora_B["default"].weight
-            rank = len(a)
-            if rank != len(own_a):
-                raise ValueError(f"its rank is {rank}")
-            if a.shape != own_a.shape:
-                raise ValueError(f"{layer} has another width")
-            scale = metadata.get("lora_alpha", rank) / metadata.get("r", rank)
-            if layer in alphas:
-                scale = float(alphas[layer] / rank)
-            own_a.data.copy_(a)
-            b = weights[f"{layer}.lora_B.weight"].float()
-            own_b.data.copy_(b * (float(scale) / own[layer].scaling["default"]))
+
+
+def load_layer(module: torch.nn.Module, layer: str, file: LoraFile) -> None:
+    """Load one layer of a LoRA file. Raises ValueError if it does not fit.
+
+    A lower rank than the adapter's is filled up: B is 0 there, so nothing else changes.
+    """
+    weights = file.layers[layer]
+    own_a = module.lora_A["default"].weight
+    own_b = module.lora_B["default"].weight
+    rank = len(weights[LORA_A])
+    shape_a = (rank, *own_a.shape[1:])
+    shape_b = (len(own_b), rank, *own_b.shape[2:])
+    for part, shape in ((LORA_A, shape_a), (LORA_B, shape_b)):
+        if weights[part].numel() != math.prod(shape):
+            raise ValueError(f"{layer} has another width")
+    own_a[:rank] = weights[LORA_A].reshape(shape_a).float()
+    scale = file.scales[layer] / module.scaling["default"]
+    own_b.zero_()
+    own_b[:, :rank] = weights[LORA_B].reshape(shape_b).float() * scale
+    is_dora = bool(weights.keys() & {MAGNITUDE, DORA_SCALE})
+    if is_dora and "default" not in module.lora_magnitude_vector:
+        raise ValueError("it is a DoRA: add --use_dora")
+    if "default" in module.lora_magnitude_vector:
+        magnitude = module.lora_magnitude_vector["default"].weight
+        magnitude.copy_(read_magnitude(module, layer, file).reshape(magnitude.shape))
+
+
+def read_magnitude(module: torch.nn.Module, layer: str, file: LoraFile) -> torch.Tensor:
+    """The magnitudes of a layer, float32 [out]; of a plain LoRA those that change nothing.
+
+    Raises ValueError if they are not one for each output.
+    """
+    weights = file.layers[layer]
+    norms = norm_rows(module, adapted=True)
+    if MAGNITUDE in weights:
+        if weights[MAGNITUDE].numel() != len(norms):
+            raise ValueError(f"{layer} has another width")
+        return weights[MAGNITUDE].flatten().float()
+    if DORA_SCALE not in weights:
+        return norms
+    scale = weights[DORA_SCALE]
+    if len(scale) != len(norms) or scale.numel() != len(norms):
+        raise ValueError(
+            f"the {DORA_SCALE} of {layer} is one for each input, and PEFT's DoRA has one for each "
+            "output"
+        )
+    scale = scale.flatten().float()
+    return scale * norms / norm_rows(module, adapted=False) if file.is_relative else scale
+
+
+def norm_rows(module: torch.nn.Module, adapted: bool) -> torch.Tensor:
+    """The norm of a layer's weights for each output, float32 [out]. adapted: with the adapter."""
+    weight = module.base_layer.weight.float()
+    if adapted:
+        a = module.lora_A["default"].weight.flatten(1)
+        b = module.lora_B["default"].weight.flatten(1)
+        weight = weight + module.scaling["default"] * (b @ a).view_as(weight)
+    return weight.flatten(1).norm(dim=1)
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
@@ -149,9 +212,13 @@ def list_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_adapter(model: torch.nn.Module, folder: Path) -> None:
-    """Write an adapter as it is trained, in float32, and the settings and base it belongs to."""
+    """Write an adapter as it is trained, in float32, and the settings and base it belongs to.
+
+    `PeftModel.from_pretrained` opens the folder.
+    """
     folder.mkdir(parents=True)
-    save_file(list_adapter(model), folder / "adapter_model.safetensors")
+    weights = {f"{PEFT_PREFIX}{name}": value for name, value in list_adapter(model).items()}
+    save_file(weights, folder / PEFT_FILE)
     (folder / "adapter_config.json").write_text(json.dumps(model.adapter, indent=2))
 
 
@@ -175,46 +242,94 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
         advice = advice.replace("were", f"were (--lora_layers {layers})")
     if differences:
         fail(f"{folder} is of another LoRA ({', '.join(differences)}): {advice}")
-    weights = load_file(folder / "adapter_model.safetensors")
+    weights = {
+        name.removeprefix(PEFT_PREFIX): value  # which older versions did not write
+        for name, value in load_file(folder / PEFT_FILE).items()
+    }
     if weights.keys() != list_adapter(model).keys():
-        raise ValueError("adapter_model.safetensors has other layers")
+        raise ValueError(f"{PEFT_FILE} has other layers")
     set_peft_model_state_dict(model, weights)
 
 
-def save_lora(models: Models, folder: Path, kohya_base: str | None) -> None:
+def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> None:
     """Write the adapters among {name: model}, averaged if possible, in files for other programs.
 
     Some programs read alpha from the header, some from each layer, and some assume that it is the
-    rank. So B is stored multiplied by alpha / rank, and all of them reproduce the trained model at
-    strength 1. The files are float16, as is usual.
+    rank. So alpha / rank is multiplied into the weights, and all of them reproduce the trained
+    model at strength 1. The files are float16, as is usual.
 
-    kohya_base: sd-scripts' name of the base, for a second file with kohya's keys; None: without it.
+    metadata: the header of a second file, which has kohya's names; None: without it.
     """
     weights = {}
-    metadata = {"ss_network_module": "networks.lora"}
+    kohya = {}
+    header = {**(metadata or {})}
     for name, model in models.items():
         if not is_adapted(model) or name.endswith("_ema"):
             continue
+        averaged = models.get(f"{name}_ema", model)
         rank = model.adapter["r"]
-        scale = model.adapter["lora_alpha"] / rank
-        for key, value in list_adapter(models.get(f"{name}_ema", model)).items():
-            scaled = value * scale if ".lora_B." in key else value
-            weights[f"{name}.{key}"] = scaled.half().cpu()
-        metadata |= {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
-    if not all(value.isfinite().all() for value in weights.values()):
-        raise ValueError("the weights of the adapter are not finite in float16")
+        adapter = fold_scale(list_adapter(averaged), model.adapter["lora_alpha"] / rank)
+        adapter = {key: value.half().cpu() for key, value in adapter.items()}
+        weights |= {f"{name}.{key}": value for key, value in adapter.items()}
+        if metadata is not None:
+            kohya |= convert_to_kohya(adapter, averaged, f"lora_{name}_")
+        header |= {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
+        if model.adapter["use_dora"]:
+            header["diffusion_training.dora_scale"] = "relative to the base"
+        else:
+            header["ss_network_module"] = "networks.lora"
+    for value in (weights | kohya).values():
+        if not value.isfinite().all():
+            raise ValueError("the weights of the adapter are not finite in float16")
     save_file(weights, folder / "pytorch_lora_weights.safetensors", {"format": "pt"})
-    if kohya_base is not None:  # the keys that ComfyUI and A1111 know
-        metadata["ss_base_model_version"] = kohya_base
-        data = save(convert_state_dict_to_kohya(weights), metadata)
-        (folder / "pytorch_lora_weights_kohya.safetensors").write_bytes(sort_header(data))
+    if metadata is not None:
+        path = folder / "pytorch_lora_weights_kohya.safetensors"
+        save_file(kohya, path, header)
+        sort_header(path)
 
 
-def sort_header(data: bytes) -> bytes:
-    """Sort the metadata of a safetensors file: the library's order differs each time."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + data[start:]
+def fold_scale(adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """Multiply a scale into the weights of an adapter.
+
+    A scale below 1 is shared by A and B, so that the largest numbers of both are equal. B alone
+    would become so small that float16 cuts its bits off.
+    """
+    folded = dict(adapter)
+    for name, b in adapter.items():
+        layer, part = split_name(name)
+        if part != LORA_B:
+            continue
+        a = adapter[f"{layer}.{LORA_A}"]
+        share = torch.tensor(1.0)
+        if scale < 1 and a.any() and b.any():
+            share = (scale * b.abs().max() / a.abs().max()).sqrt()
+        folded[f"{layer}.{LORA_A}"] = a * share
+        folded[name] = b * (scale / share)
+    return folded
+
+
+def convert_to_kohya(
+    adapter: dict[str, torch.Tensor], model: torch.nn.Module, prefix: str
+) -> dict[str, torch.Tensor]:
+    """Give weights the names of kohya's scripts, which ComfyUI and A1111 know too.
+
+    Magnitudes of DoRA become dora_scale, [out, 1, ...]. A program multiplies the adapted weights
+    with dora_scale / norm. ComfyUI's norm is the base's, not that of the adapted weights (its pull
+    request 15458 is about it), so dora_scale holds the quotient of the two norms.
+    """
+    converted = {}
+    for name, value in adapter.items():
+        layer, part = split_name(name)
+        kohya = prefix + layer.replace(".", "_")
+        if part == LORA_A:
+            converted[f"{kohya}.lora_down.weight"] = value
+            converted[f"{kohya}.alpha"] = torch.tensor(len(value))
+        elif part == LORA_B:
+            converted[f"{kohya}.lora_up.weight"] = value
+        else:
+            module = model.get_submodule(layer)
+            quotient = norm_rows(module, adapted=False) / norm_rows(module, adapted=True)
+            scale = value.flatten().float() * quotient.detach().cpu()
+            ones = [1] * (module.base_layer.weight.dim() - 1)
+            converted[f"{kohya}.{DORA_SCALE}"] = scale.half().view(-1, *ones)
+    return converted

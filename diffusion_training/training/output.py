@@ -19,6 +19,7 @@ from diffusers import DiffusionPipeline
 from filelock import BaseFileLock
 from huggingface_hub import create_repo, repo_info, upload_folder
 from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import save_file
 
 from diffusion_training.arguments import Flags, format_args
 from diffusion_training.errors import UNDO, explained, fail
@@ -29,17 +30,21 @@ from diffusion_training.files import (
     leave_nothing,
     lock_folder,
     saving,
+    sort_header,
 )
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.order import step_seed
 from diffusion_training.training.checkpoints import find_checkpoint, find_checkpoints, read_state
 from diffusion_training.training.signs import read_best
 
+SINGLE_FILE = "single_file.safetensors"  # of --output_single_file
+
 
 @dataclass(frozen=True)
 class Run:
     """The folder of a run, locked, and what it holds of an earlier one."""
 
+    script: str  # the file that is run
     lock: BaseFileLock | None  # None except on the first process
     checkpoint: Path | None  # to resume from
     before: dict[str, Any]  # the settings of that checkpoint
@@ -100,7 +105,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             (unfinished / "run.args").write_bytes(os.fsencode(text))
         if args.push_to_hub:
             hub_model_id = make_repository(args)
-    return Run(lock, checkpoint, state["settings"], hub_model_id)
+    return Run(script, lock, checkpoint, state["settings"], hub_model_id)
 
 
 def make_repository(args: Namespace) -> str:
@@ -221,6 +226,15 @@ def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
             config = json.loads(path.read_text())
             if os.path.exists(config.pop("_name_or_path", "")):
                 path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_single_file(
+    weights: dict[str, torch.Tensor], metadata: dict[str, str], output_dir: str | Path
+) -> None:
+    """Write a model as one file, beside its pipeline folder. weights: see `Family.merge`."""
+    with saving(output_dir, f"the single file in {output_dir}") as unfinished:
+        save_file(weights, unfinished / SINGLE_FILE, {"format": "pt", **metadata})
+        sort_header(unfinished / SINGLE_FILE)
 
 
 def restore_best(output_dir: Path, reached: int) -> None:

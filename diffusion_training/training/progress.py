@@ -19,6 +19,7 @@ class Due(NamedTuple):
 
     log: bool
     checkpoint: bool
+    result: bool  # the pipeline, as at the end
     samples: bool
     last: bool  # was it the last step?
 
@@ -101,17 +102,25 @@ class Progress:
         return epochs is not None and self.images_seen % (epochs * self.num_images) == 0
 
     def what_is_due(
-        self, settings: Any, samples_every: tuple[int | None, int | None], stop: int
+        self,
+        settings: Any,
+        samples_every: tuple[int | None, int | None],
+        save_epochs: int | None,
+        stop: int,
     ) -> Due:
         """Return what is due after a step; stop: a signal that was received, or 0.
 
-        samples_every: (steps, epochs), as for `is_due`.
+        After the last step, `Loop.finish` writes the result and draws samples.
+
+        samples_every: (steps, epochs), as for `is_due`. save_epochs: epochs between results.
         """
         last = self.global_step == settings.max_train_steps
+        goes_on = not last and not stop
         return Due(
             log=self.is_due(settings.logging_steps) or (self.stepped and last),
-            checkpoint=bool(stop) or last or self.is_due(settings.checkpointing_steps),
-            samples=self.is_due(*samples_every) and not last and not stop,
+            checkpoint=not goes_on or self.is_due(settings.checkpointing_steps),
+            result=goes_on and self.is_due(None, save_epochs),
+            samples=goes_on and self.is_due(*samples_every),
             last=last,
         )
 

@@ -16,6 +16,7 @@ from diffusion_training.training.checkpoints import (
 )
 from diffusion_training.training.costs import count_disk
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
+from diffusion_training.training.replicas import check_replicas
 
 
 class Trained:
@@ -75,8 +76,12 @@ class Trained:
             update_ema(self.averaged, self.models, global_step, self.settings)
         self.lr_scheduler.step()
 
-    def save(self, state: dict[str, Any], kohya_base: str | None = None) -> None:
-        """Write a checkpoint: call it on every process."""
+    def save(self, state: dict[str, Any], lora_metadata: dict[str, str] | None = None) -> None:
+        """Write a checkpoint, if all processes have the same weights: call it on every process.
+
+        lora_metadata: see `save_lora`.
+        """
+        check_replicas(self.accelerator, self.models, self.averaged, state["global_step"])
         save_checkpoint(
             self.accelerator,
             self.saved,
@@ -84,7 +89,7 @@ class Trained:
             state,
             self.settings.output_dir,
             self.settings.checkpoints_total_limit,
-            kohya_base,
+            lora_metadata,
         )
 
 

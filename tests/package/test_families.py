@@ -528,8 +528,12 @@ def test_a_lora_is_read_back_and_by_the_pipeline(tmp_path, opened, which):
     assert {key.replace(".default_0", "") for key in loaded} == one.keys()
 
 
-def name_originals(family, model):
+def name_originals(family, model, program):
     """{a layer's name in the original model: the layers that it is in diffusers}, for attention."""
+    if family.name == "z-image" and program != "ai-toolkit":  # which has diffusers' own names
+        blocks = [name for name, m in model.named_modules() if name.endswith(".attention")]
+        names = {f"{name}.qkv": [f"{name}.to_{letter}" for letter in "qkv"] for name in blocks}
+        return names | {f"{name}.out": [f"{name}.to_out.0"] for name in blocks}
     if family.name != "flux2-klein":
         layers = [name for name, _ in model.named_modules()]
         ends = tuple(f".{end}" for end in family.attention)
@@ -551,24 +555,26 @@ def name_originals(family, model):
 
 @pytest.mark.parametrize("name", ["z-image", "flux2-klein", "qwen-image"])
 @pytest.mark.parametrize("clip_skip", [None])
-@pytest.mark.parametrize("program", ["ai-toolkit", "kohya"])
+@pytest.mark.parametrize("program", ["ai-toolkit", "kohya", "ComfyUI"])
 def test_loras_of_other_programs_have_their_effect(tmp_path, opened, program):
     family, model = opened.family, copy.deepcopy(opened.denoiser)
     layers = dict(model.named_modules())
     weights, expected = {}, {}
     generator = torch.Generator().manual_seed(0)
-    for original, parts in name_originals(family, model).items():
+    for original, parts in name_originals(family, model, program).items():
         a = torch.randn(2, layers[parts[0]].in_features, generator=generator)
         width = sum(layers[part].out_features for part in parts)
         b = torch.randn(width, 2, generator=generator)
-        if program == "kohya":
+        if program != "ai-toolkit":
             key = f"lora_unet_{original.replace('.', '_')}"
+            if program == "ComfyUI":
+                key = f"diffusion_model.{original}"
             weights |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
             weights[f"{key}.alpha"] = torch.tensor(1.0)
         else:
             key = f"diffusion_model.{original}"
             weights |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
-        effect = b @ a * (0.5 if program == "kohya" else 1)
+        effect = b @ a * (1 if program == "ai-toolkit" else 0.5)
         for part, rows in zip(parts, effect.chunk(len(parts)), strict=True):
             expected[part] = rows
     path = tmp_path / "lora.safetensors"

@@ -1,6 +1,7 @@
 """The launch: impossible flags end in an error, signals are agreed on, memory is kept and freed."""
 
 import argparse
+import contextlib
 import os
 import platform
 import resource
@@ -14,6 +15,7 @@ from filelock import FileLock
 
 import train_unconditional
 from diffusion_training.arguments import Flags
+from diffusion_training.errors import fail, in_one_sentence
 from diffusion_training.launch import Launch, StopSignal, end_stopped, keep_memory, make_launch
 from diffusion_training.training import output
 from diffusion_training.training.output import Run, end_run, open_run
@@ -155,7 +157,8 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
         lock = FileLock(tmp_path / ".lock", is_singleton=True)
         lock.acquire()
         lock.acquire()  # as by a run before it that failed in a notebook
-        run = Run(lock, None, {}, "me/it")  # the repository's whole name, which the hub said
+        # with the repository's whole name, which the hub said
+        run = Run("train.py", lock, None, {}, "me/it")
         end_run(launch, run, "Done: it is there", ["unet/*"], args)
         with FileLock(tmp_path / ".lock", timeout=0):
             assert "Done: it is there" in capsys.readouterr().out
@@ -177,7 +180,49 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
         SystemExit, match=r"upload to me/it failed; all is whole in .* \(no network\)"
     ):
         end_run(launch, run, "Done", [], args)
-    assert Run(None, None, {}, "me/it").settings() == {"hub_model_id": "me/it"}
+    assert Run("train.py", None, None, {}, "me/it").settings() == {"hub_model_id": "me/it"}
+
+
+def test_deterministic_kernels_are_for_one_run(tmp_path, monkeypatch):
+    """Whether it ends well or badly, the process then has the settings of before."""
+
+    def settings():
+        cudnn = torch.backends.cudnn
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            cudnn.benchmark,
+            cudnn.deterministic,
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        )
+
+    @in_one_sentence
+    def main(args):
+        make_launch(args)
+        seen.append(settings())
+        if len(seen) > 2:
+            fail("no")
+
+    seen = []
+    trainer = train_unconditional.parse_args
+    argv = [f"--train_data_dir={tmp_path}", f"--output_dir={tmp_path}/out", "--report_to=none"]
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = settings()
+    assert before == (False, False, True, False, None)
+    for flags in ([], ["--deterministic"], ["--deterministic"], ["--no-deterministic"]):
+        reset()
+        with pytest.raises(SystemExit) if len(seen) > 1 else contextlib.nullcontext():
+            main(trainer([*argv, *flags]))
+        assert settings() == before
+    exact = (True, False, False, True, ":4096:8")
+    assert seen == [before, exact, exact, before]
+    # a user's own value is kept
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    reset()
+    with pytest.raises(SystemExit):
+        main(trainer([*argv, "--deterministic"]))
+    assert seen[-1] == (*exact[:-1], ":16:8") and settings() == (*before[:-1], ":16:8")
 
 
 def test_a_range_test_makes_no_repository(tmp_path, monkeypatch):

@@ -131,7 +131,8 @@ def test_every_reader_gets_the_trained_model_at_strength_1(
     """Whatever alpha was, through diffusers' own reader; rounding to float16 is left out."""
     unet = adapted(base, **flags)
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
-    save_lora({"unet": unet}, tmp_path, FAMILY.name_for_sd_scripts(unet) if kohya else None)
+    metadata = FAMILY.describe_for_sd_scripts(unet)
+    save_lora({"unet": unet}, tmp_path, metadata if kohya else None)
     name = "pytorch_lora_weights_kohya.safetensors" if kohya else "pytorch_lora_weights.safetensors"
     pipeline = open_pipeline(base)
     without = predict(pipeline.unet.eval())
@@ -149,7 +150,7 @@ def test_every_reader_gets_the_trained_model_at_strength_1(
         }
         assert about == {
             "ss_network_module": "networks.lora", "ss_network_dim": rank, "ss_network_alpha": rank,
-            "ss_base_model_version": "sd_v1",
+            "ss_base_model_version": "sd_v1", "ss_v2": "False",
         }  # fmt: skip
         assert (
             "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight"
@@ -188,7 +189,9 @@ def test_what_is_loaded_is_what_was_saved_and_no_base_weight_is_in_it(tmp_path, 
     )
 
 
-@pytest.mark.parametrize("flags", [{}, {"lora_alpha": 16}, {"lora_alpha": 3, "lora_layers": "all"}])
+@pytest.mark.parametrize("flags", [
+    {}, {"lora_alpha": 16}, {"lora_alpha": 3, "lora_layers": "all", "use_dora": True},
+])  # fmt: skip
 @pytest.mark.parametrize("form", ["ours", "kohya", "diffusers"])
 def test_an_adapters_file_goes_on_with_the_same_effect_whatever_alpha(
     tmp_path, base, flags, form, monkeypatch
@@ -202,17 +205,26 @@ def test_an_adapters_file_goes_on_with_the_same_effect_whatever_alpha(
             tmp_path, unet_lora_layers=list_adapter(one), **about
         )
     else:
-        save_lora({"unet": one}, tmp_path, "sd_v1" if form == "kohya" else None)
+        save_lora({"unet": one}, tmp_path, {} if form == "kohya" else None)
     for more in ({}, {"lora_alpha": 2}):
         other = adapted(base, seed=1, **{**flags, **more})
         assert (predict(other) - predict(one)).abs().max() > 0.01
         load_file_into(other, path)
-        assert (predict(other) - predict(one)).abs().max() < 1e-6
+        assert (predict(other) - predict(one)).abs().max() < 2e-6
         assert {weight.dtype for weight in list_parameters({"unet": other})} == {torch.float32}
     half = adapted(base, torch.bfloat16, seed=1, **flags)
     load_file_into(half, path)  # beside a base of another precision
-    pairs = zip(list_lora_b({"unet": half}), list_lora_b({"unet": one}), strict=True)
-    assert all(torch.allclose(*pair, rtol=1e-6) for pair in pairs)
+    pairs = zip(list_products(half), list_products(one), strict=True)
+    assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in pairs)
+
+
+def list_products(unet):
+    """B @ A of all layers."""
+    layers = [layer for layer in unet.modules() if getattr(layer, "lora_A", None)]
+    return [
+        layer.lora_B["default"].weight.flatten(1) @ layer.lora_A["default"].weight.flatten(1)
+        for layer in layers
+    ]
 
 
 def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
@@ -233,7 +245,7 @@ def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
         load_file_into(adapted(tmp_path / "narrow"), path)
     for name in ("nothing.safetensors", "test.safetensors"):
         (tmp_path / "test.safetensors").write_bytes(b"no weights")
-        with pytest.raises(SystemExit, match="--network_weights .* does not fit"):
+        with pytest.raises(SystemExit, match="--network_weights .* can't be used"):
             load_file_into(adapted(base), tmp_path / name)
 
 

@@ -27,7 +27,7 @@ SCRIPTS = [
 LAYERS = """
 __init__ arguments batches errors pillow standalone
 files order loading heartbeat cluster memory models web.pictures web.filters
-remote quantization web.downloads families.base
+remote quantization web.downloads families.base families.original_layout
 launch
 web.tables families.flux2 families.prx families.qwen_image families.z_image
 families.stable_diffusion
@@ -46,10 +46,12 @@ latents.cache
 latents.reader latents.remote_cache
 latents.stream
 latents.source
+training.lora_files
 training.signs training.lora training.progress training.optimizers training.objective
+training.replicas
 training.checkpoints training.costs training.held_out
 training.trained training.output training.records report
-training.tuning
+training.metadata training.tuning
 training.loop
 """
 # Modules that the workers of a download import. torch would take 0.8 GB in each worker.
@@ -257,6 +259,7 @@ def test_a_package_that_lacks_what_a_script_imports_is_one_sentence(tmp_path):
 DEFAULTS = {
     "--resolution", "--output_dir", "--lr_scheduler", "--adam_beta1", "--adam_weight_decay",
     "--tracker_project_name", "--model_family", "--guidance_scale", "--num_inference_steps",
+    "--output_kohya_format", "--no-output_kohya_format",
 }  # fmt: skip
 
 

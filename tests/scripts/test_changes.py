@@ -75,6 +75,7 @@ def prepare(tmp_path, name):
             *common,
             f"--pretrained_model_name_or_path={models}",
             f"--train_data_dir={tmp_path / 'images'}",
+            "--no-validate_first",
         ]
     make_images(tmp_path / "images", 8)
     for i in range(8):

@@ -30,7 +30,9 @@ from conftest import (
     free_port,
     make_captioned,
     make_images,
+    make_klein,
     make_masked,
+    make_qwen_image,
     make_sdxl,
     reset,
     start,
@@ -278,6 +280,19 @@ def test_caches_without_padding_have_the_same_bytes_too(tmp_path, flags, here):
         assert code == 0, said
         assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
         assert b'"ragged embeddings"' in contents(tmp_path / kind / "ray")["cache.json"]
+
+
+@pytest.mark.parametrize("make", [make_klein, make_qwen_image])
+def test_caches_of_published_transformers_have_the_same_bytes_too(tmp_path, flags, here, make):
+    """Latents in patches with a scale a channel; ids without padding, or with a template."""
+    base = f"--pretrained_model_name_or_path={make(tmp_path / 'base')}"
+    for kind in ("embeddings", "ids"):
+        argv = [*flags, base, f"--text_cache={kind}", "--latents=moments"]
+        precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
+        code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
+        assert code == 0, said
+        assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
+        assert b'"scaling_factor": [' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
 def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_path, flags, here):

@@ -174,7 +174,8 @@ def test_of_a_lora_it_is_the_adapters_file(tmp_path, losses):
     )
     file = "pytorch_lora_weights.safetensors"
     names = {path.name for path in (tmp_path / "out/best").iterdir()}
-    assert steps(tmp_path / "out") == [3, None] and names == {file, "held_out.json"}
+    assert steps(tmp_path / "out") == [3, None]
+    assert names == {file, "pytorch_lora_weights_kohya.safetensors", "held_out.json"}
     files = [
         (tmp_path / "out" / name / file).read_bytes()
         for name in ("best", "checkpoint-3", "checkpoint-4")

@@ -1,17 +1,21 @@
 """A base in one file, as it was published: the same bits as its folder, or one sentence."""
 
 import json
+import shutil
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import finish, make_captioned, make_models, make_sdxl, open_pipeline, reset, start
 from original_layout import save_original
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import precompute_latents
 import train_text_to_image as script
+from diffusion_training.families.known import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -118,6 +122,11 @@ def test_of_processes_one_unpacks_and_a_lora_names_the_file_and_how_it_is_opened
     card = (tmp_path / "out/README.md").read_text()
     assert 'pipeline = StableDiffusionPipeline.from_single_file("sd.safetensors")' in card
     assert "from diffusers import StableDiffusionPipeline\n" in card
+    with safe_open(tmp_path / "out/pytorch_lora_weights_kohya.safetensors", "pt") as file:
+        header = file.metadata()
+    assert header["ss_sd_model_name"] == "sd.safetensors"
+    tags = {"a digit one": 2, "a digit zero": 2, "a digit two": 1}
+    assert json.loads(header["ss_tag_frequency"]) == {"images": tags}
 
 
 def test_float16_is_read_as_it_is(bases, tmp_path):
@@ -199,3 +208,99 @@ def test_weights_that_are_missing_are_one_sentence(bases, tmp_path, capsys, part
         bases, tmp_path, capsys, tmp_path / "part.safetensors", f"--single_file_config={folder}"
     )
     assert "part.safetensors can't be unpacked; --single_file_config says" in said and why in said
+
+
+# ------------------------------------------------------------------- a base that predicts v
+
+
+@pytest.mark.parametrize("keys, header, expected", [
+    ([], {}, ("epsilon", None)),
+    ([], {"modelspec.prediction_type": "epsilon"}, ("epsilon", None)),
+    (["v_pred"], {}, ("v_prediction", None)),
+    ([], {"modelspec.prediction_type": "v"}, ("v_prediction", None)),
+    (["v_pred", "ztsnr"], {}, ("v_prediction", True)),
+])  # fmt: skip
+def test_a_base_that_says_that_it_predicts_v_is_trained_so(bases, tmp_path, keys, header, expected):
+    folder, path = bases["sd"]
+    base = tmp_path / "base.safetensors"
+    save_file(load_file(path) | {key: torch.tensor([]) for key in keys}, base, header)
+    config = tmp_path / "config"
+    shutil.copytree(folder, config, ignore=shutil.ignore_patterns("*.safetensors"))
+    scheduler = json.loads((config / "scheduler/scheduler_config.json").read_text())
+    scheduler |= {"prediction_type": "epsilon"}
+    (config / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
+    train(bases, tmp_path, base, "out", f"--single_file_config={config}")
+    trained = json.loads((tmp_path / "out/scheduler/scheduler_config.json").read_text())
+    assert trained["prediction_type"] == expected[0]
+    assert (trained.get("rescale_betas_zero_snr") or None) == expected[1]
+    if expected[1]:
+        assert trained["timestep_spacing"] == "trailing"
+
+
+# ------------------------------------------------------------------- a fine-tune in one file
+
+
+def read_modules(pipeline):
+    """{part.weight: tensor} of a pipeline."""
+    parts = {"unet": pipeline.unet, "vae": pipeline.vae, "text": pipeline.text_encoder}
+    if hasattr(pipeline, "text_encoder_2"):
+        parts["text_2"] = pipeline.text_encoder_2
+    return {f"{n}.{key}": x for n, part in parts.items() for key, x in part.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", ["sd", "xl"])
+def test_a_fine_tune_in_one_file_is_the_pipeline_beside_it(bases, tmp_path, family, capsys):
+    folder, _ = bases[family]
+    train(bases, tmp_path, folder, "out", "--output_single_file")
+    out = tmp_path / "out"
+    path = out / "single_file.safetensors"
+    kind = getattr(diffusers, FAMILIES["sdxl" if family == "xl" else "sd"].pipeline)
+    pipeline = kind.from_pretrained(out)
+    one = read_modules(pipeline)
+    other = read_modules(kind.from_single_file(path, config=str(folder)))
+    assert one.keys() == other.keys() and len(one) > 100
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+    # the names that ComfyUI and A1111 know, of this trained U-Net and of each other weight
+    save_original(out, tmp_path / "expected.safetensors", sdxl=family == "xl")
+    expected = load_file(tmp_path / "expected.safetensors")
+    written = load_file(path)
+    assert "v_pred" in written and written.keys() - expected.keys() <= {"v_pred", "ztsnr"}
+    assert all(torch.equal(value, written[name]) for name, value in expected.items())
+    before = load_file(folder / "unet/diffusion_pytorch_model.safetensors")
+    assert not torch.equal(one["unet.conv_in.weight"], before["conv_in.weight"])
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    with path.open("rb") as file:  # in an order, so that equal files have equal bytes
+        length = int.from_bytes(file.read(8), "little")
+        assert [*json.loads(file.read(length))["__metadata__"]] == sorted(header)
+    name = {"sd": "stable-diffusion-v1", "xl": "stable-diffusion-xl-v1-base"}[family]
+    assert header["modelspec.architecture"] == name and header["modelspec.title"] == "out"
+    assert header["modelspec.prediction_type"] == "v" and str(tmp_path) not in str(header)
+    readers = "single_file.safetensors is for ComfyUI and A1111, the folder for diffusers."
+    assert capsys.readouterr().out.strip().endswith(f"report.html are in {out}. {readers}")
+    assert readers in (out / "README.md").read_text().replace("`", "")
+
+
+def test_the_text_encoder_of_stable_diffusion_2_has_open_clips_layout(bases, tmp_path):
+    """Query, key and value are one matrix there. Its width tells it from Stable Diffusion 1."""
+    folder, _ = bases["sd"]
+    shutil.copytree(folder, tmp_path / "sd2")
+    config = transformers.CLIPTextConfig.from_pretrained(folder / "text_encoder")
+    config.update({"hidden_size": 1024, "num_attention_heads": 16, "hidden_act": "gelu"})
+    transformers.CLIPTextModel(config).save_pretrained(tmp_path / "sd2/text_encoder")
+    unet = diffusers.UNet2DConditionModel.load_config(folder / "unet")
+    unet = diffusers.UNet2DConditionModel.from_config({**unet, "cross_attention_dim": 1024})
+    unet.save_pretrained(tmp_path / "sd2/unet")
+    pipeline = open_pipeline(tmp_path / "sd2")
+    weights = FAMILIES["sd"].merge(pipeline)
+    start = "cond_stage_model.model.transformer.resblocks.0.attn"
+    assert weights[f"{start}.in_proj_weight"].shape == (3 * 1024, 1024)
+    assert FAMILIES["sd"].name_architecture(unet, True) == "stable-diffusion-v2-768-v"
+    save_file(weights, tmp_path / "sd2.safetensors")
+    read = diffusers.StableDiffusionPipeline.from_single_file(
+        tmp_path / "sd2.safetensors", config=str(tmp_path / "sd2")
+    )
+    one, other = read_modules(pipeline), read_modules(read)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())

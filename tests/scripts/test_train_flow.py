@@ -643,6 +643,7 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
     ]
     second += [
         f"--output_dir={tmp_path / 'second'}",
+        "--validation_prompts=a",
         "--checkpointing_steps=1",
         "--resume_from_checkpoint=latest",
     ]
@@ -666,10 +667,14 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
             before = weights(tmp_path / f"out/checkpoint-4/{name}")
             assert all(torch.equal(before[key], value) for key, value in model.items())
         assert (begun[1]["global_step"], begun[1]["images_seen"]) == (4, 0)
-        assert [record["step"] for record in metrics(tmp_path / "second") if "loss" in record] == [
-            5,
-            6,
-        ]
+        records = metrics(tmp_path / "second")
+        assert [record["step"] for record in records if "loss" in record] == [5, 6]
+        # the first record is of the weights that it starts from
+        first = records[0]
+        assert first["step"] == 4 and first["held_out_loss"] != first["held_out_loss_ema"]
+        samples = tmp_path / "second/samples"
+        assert sorted(path.name[-5:] for path in samples.iterdir()) == ["4.png", "6.png"]
+        assert "the oldest, then newest first" in (tmp_path / "second/report.html").read_text()
         train(*second, "--max_train_steps=8")  # from its own
         assert len(begun) == 2 and max(checkpoints(tmp_path / "second")) == "checkpoint-8"
     assert (

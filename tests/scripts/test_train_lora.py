@@ -30,7 +30,9 @@ from conftest import (
     start,
 )
 from diffusers import StableDiffusionPipeline
+from other_programs import comfy_names, list_applied
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import precompute_latents
@@ -44,6 +46,7 @@ import evaluate_samples
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 FILE = "pytorch_lora_weights.safetensors"
+KOHYA = "pytorch_lora_weights_kohya.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -136,17 +139,19 @@ def test_a_lora_that_is_resumed_is_that_of_an_uninterrupted_run(
         "--validation_epochs=1",
         "--holdout=2",
     ]
-    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    # of one name, which the files hold
+    whole, rest = tmp_path / "whole/lora", tmp_path / "rest/lora"
     again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
     for argv in ([f"--output_dir={whole}"], [f"--output_dir={rest}", again]):
         pids = start(lambda argv=argv: train(*flags, *argv), num_processes, tmp_path / "log")
         assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
     one, other = contents(whole), contents(rest)
-    assert (
-        FILE in other
-        and f"checkpoint-4/{FILE}" in other
-        and "checkpoint-4/unet/adapter_model.safetensors" in other
-    )
+    assert {
+        FILE,
+        KOHYA,
+        f"checkpoint-4/{FILE}",
+        f"checkpoint-4/{KOHYA}",
+    } <= other.keys() and "checkpoint-4/unet/adapter_model.safetensors" in other
     assert {name for name in one if one[name] != other.get(name)} == {
         n for n in one if n.startswith("checkpoint-2/")
     }
@@ -172,13 +177,17 @@ def test_a_file_goes_on_being_trained(tmp_path, flags, capfd):
     assert "its rank is 2" in refused(
         capfd, *again, "--rank=4", f"--output_dir={tmp_path / 'other'}"
     )
-    for wrong, said in (
-        ("--rank=0", "--rank"),
-        ("--use_dora", "--network_weights has no form for --use_dora"),
-    ):
-        with pytest.raises(SystemExit):
-            script.parse_args([str(flag) for flag in (*again, wrong)])
-        assert said in capfd.readouterr().err
+
+
+def test_a_dora_goes_on_being_trained_with_its_magnitudes(tmp_path, flags):
+    train(*flags, "--use_dora", "--lora_layers=all")
+    for name in (FILE, KOHYA):
+        again = [*flags, f"--network_weights={tmp_path / 'out' / name}", "--learning_rate=0"]
+        train(*again, "--use_dora", "--lora_layers=all", f"--output_dir={tmp_path / name}")
+        one, other = (load_file(tmp_path / folder / FILE) for folder in ("out", name))
+        assert one.keys() == other.keys() and len(one) % 3 == 0
+        for key, value in one.items():
+            torch.testing.assert_close(value, other[key], rtol=4e-3, atol=1e-6)
 
 
 def test_what_is_trained_is_float32_and_nothing_of_the_base_is_written(tmp_path, flags):
@@ -244,7 +253,7 @@ def test_clipping_acts(tmp_path, flags):
 
 def test_samples_and_held_out_losses_change_no_bit(tmp_path, flags):
     """Also without an average, where the trained weights themselves are sampled from."""
-    flags = [*flags, "--mixed_precision=bf16", "--no-use_ema"]
+    flags = [*flags, "--mixed_precision=bf16", "--no-use_ema", "--no-validate_first"]
     looking = ["--validation_prompts=a", "--validation_steps=1", "--holdout=1"]
     train(*flags, *looking, f"--output_dir={tmp_path / 'looked'}")
     train(*flags, "--holdout=1", f"--output_dir={tmp_path / 'not'}", "--validation_epochs=9")
@@ -253,7 +262,7 @@ def test_samples_and_held_out_losses_change_no_bit(tmp_path, flags):
     assert len(records) == 3 and len({record["held_out_loss"] for record in records}) == 3
 
 
-@pytest.mark.parametrize("kohya", [False, True])
+@pytest.mark.parametrize("kohya", [True, False])
 def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
     tmp_path, flags, inputs, kohya, monkeypatch, capfd
 ):
@@ -268,13 +277,21 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
         "--guidance_scale=3",
         "--push_to_hub",
         "--lora_alpha=4",
-        *["--output_kohya_format"] * kohya,
+        *["--no-output_kohya_format"] * (not kohya),
     )
-    out, files = tmp_path / "out", {FILE, *["pytorch_lora_weights_kohya.safetensors"] * kohya}
+    out, files = tmp_path / "out", {FILE, *[KOHYA] * kohya}
     assert {path.name for path in out.glob("*.safetensors")} == files
     assert {path.name for path in (out / "checkpoint-2").glob("*.safetensors")} == files
     assert not (out / "model_index.json").exists() and not (out / "unet").exists()
-    assert "Done: LoRA, samples/ and report.html are in" in capfd.readouterr().out
+    assert {path.name for path in (out / "checkpoint-4").glob("*.safetensors")} == files
+    assert (out / "checkpoint-4" / max(files)).read_bytes() == (out / max(files)).read_bytes()
+    readers = f"{FILE} is for diffusers; other programs need --output_kohya_format."
+    if kohya:
+        readers = f"{FILE} is for diffusers, {KOHYA} for ComfyUI, A1111 and sd-scripts."
+    done = capfd.readouterr().out.strip().splitlines()[-1]
+    assert done == f"Done: LoRA, samples/ and report.html are in {out}. {readers}"
+    for page in ("README.md", "report.html"):
+        assert readers in (out / page).read_text().replace("`", "")
     assert calls["allow_patterns"][-1] == "pytorch_lora_weights*"
     card = (out / "README.md").read_text()
     assert (
@@ -296,6 +313,30 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
         image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
         differences.append(np.abs(grid[:64, -68:-4] - image).max())
     assert differences[0] > 20 and differences[1] <= 1
+
+
+@pytest.mark.parametrize("more", [["--lora_layers=all"], ["--use_dora"]])
+def test_comfyui_reads_all_of_the_second_file_and_it_says_what_it_is_of(
+    tmp_path, flags, inputs, more
+):
+    train(*flags, *more)
+    unet = open_pipeline(inputs / "sd").unet
+    plain = {name.rsplit(".lora_", 1)[0] for name in load_file(tmp_path / "out" / FILE)}
+    for path in tmp_path.glob("out/**/*_kohya.safetensors"):
+        applied, left_out = list_applied(load_file(path), comfy_names(unet))
+        assert {f"unet.{name}" for name in applied} == plain and not left_out
+    assert len(list(tmp_path.glob("out/**/*_kohya.safetensors"))) == 3
+    with safe_open(tmp_path / "out" / KOHYA, "pt") as file:
+        header = file.metadata()
+    assert header["modelspec.architecture"] == "stable-diffusion-v1/lora"
+    assert header["modelspec.title"] == header["ss_output_name"] == "out"
+    assert header["modelspec.resolution"] == "16x16" and header["ss_resolution"] == "(16, 16)"
+    assert header["modelspec.prediction_type"] == "v" and header["ss_clip_skip"] == "None"
+    assert header["ss_sd_model_name"] == "sd" and header["ss_base_model_version"] == "sd_v1"
+    tags = {"a digit zero": 3, "a digit one": 2, "a digit two": 2}
+    assert json.loads(header["ss_tag_frequency"]) == {"cache": tags}
+    assert json.loads(header["ss_dataset_dirs"])["cache"]["img_count"] == 7
+    assert str(tmp_path) not in str(header) and str(inputs) not in str(header)
 
 
 def test_another_objective_than_the_bases_is_told_in_the_card(tmp_path, flags):
@@ -374,11 +415,7 @@ def test_a_lora_that_learns_nothing_is_worth_a_look(flags, capfd):
         (["--rank=0"], "0 is not between 1 and 4096"),
         (["--use_dora"], "--use_dora does nothing without --rank"),
         (["--lora_alpha=8"], "--lora_alpha does nothing without --rank"),
-        (["--output_kohya_format"], "--output_kohya_format does nothing without --rank"),
-        (
-            ["--rank=4", "--use_dora", "--output_kohya_format"],
-            "--output_kohya_format has no form for --use_dora",
-        ),
+        (["--rank=4", "--output_single_file"], "--output_single_file is for a whole pipeline"),
     ],
 )
 def test_flags_that_make_no_lora_end_with_one_line(argv, sentence, capsys):

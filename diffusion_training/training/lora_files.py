@@ -1,0 +1,151 @@
+"""LoRA files of other programs: which weights and settings they hold, and at which scale."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+# (weights, alphas, settings) of a LoRA file; see `Family.read_lora`
+ReadLora = Callable[[Path, torch.nn.Module], tuple[dict, dict, dict]]
+
+PEFT_FILE = "adapter_model.safetensors"  # of a PeftModel, with adapter_config.json beside it
+PEFT_PREFIX = "base_model.model."
+LORA_A = "lora_A.weight"
+LORA_B = "lora_B.weight"
+MAGNITUDE = "lora_magnitude_vector"  # of DoRA, as PEFT and diffusers name it
+DORA_SCALE = "dora_scale"  # the same, as kohya's LyCORIS names it
+# Settings of PEFT that are read, or that do not change what the file does. Any other one must have
+# PEFT's default.
+KNOWN_SETTINGS = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "base_sha256", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
+    "lora_alpha", "lora_dropout", "peft_version", "quantization", "r", "rank_pattern", "revision",
+    "target_modules", "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+# Other ways to begin (PiSSA, OLoRA, LoftQ, ...) change the base, too.
+KNOWN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """What a LoRA file does to a model.
+
+    layers: {layer: {LORA_A, LORA_B, and of a DoRA MAGNITUDE or DORA_SCALE: tensor}}.
+    """
+
+    layers: dict[str, dict[str, torch.Tensor]]
+    scales: dict[str, float]  # of each layer: what B @ A is multiplied with
+    is_relative: bool  # is dora_scale as `convert_to_kohya` writes it?
+    num_left_out: int  # weights for text encoders
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split the name of a weight: (layer, one of the four parts). Raises ValueError."""
+    for part in (LORA_A, LORA_B, MAGNITUDE, DORA_SCALE):
+        if name.endswith(f".{part}"):
+            return name.removesuffix(f".{part}"), part
+    raise ValueError(f"it holds {name}, which is not used here")
+
+
+def read_lora_file(path: Path, model: torch.nn.Module, name: str, read_lora: ReadLora) -> LoraFile:
+    """Read a LoRA file of diffusers, PEFT, kohya's scripts or this package.
+
+    name: what the file calls the model. Raises ValueError for weights and settings that are not
+    used, except weights for text encoders.
+    """
+    with safe_open(path, "pt") as opened:
+        is_peft = any(key.startswith(PEFT_PREFIX) for key in opened.keys())
+        header = opened.metadata() or {}
+    if is_peft or path.name == PEFT_FILE:
+        weights, alphas, settings = read_peft_file(path, name)
+    else:
+        weights, alphas, settings = read_lora(path, model)
+    named = {key: value for key, value in weights.items() if not key.startswith("text_encoder")}
+    for key in named:
+        if not key.startswith(f"{name}."):
+            raise ValueError(f"it holds {key}, which is not used here")
+    own = strip(named, name)
+    alphas = strip(alphas, name)
+    settings = strip(settings, name)
+    if not any(f".{LORA_A}" in key for key in own):  # as diffusers wrote them before PEFT
+        own = convert_unet_state_dict_to_peft(own)
+        alphas = convert_unet_state_dict_to_peft(alphas)
+    alphas = {key.split(".lora_A.")[0].removesuffix(".alpha"): x for key, x in alphas.items()}
+    check_settings(settings)
+    layers = group_by_layer(own)
+    if not layers:
+        raise ValueError(f"it holds no LoRA of {name}")
+    scales = {}
+    for layer, parts in layers.items():
+        rank = len(parts[LORA_A])
+        if layer in alphas:
+            scales[layer] = float(alphas[layer]) / rank
+        else:
+            scales[layer] = read_scale(settings, layer, rank)
+    return LoraFile(
+        layers=layers,
+        scales=scales,
+        is_relative="diffusion_training.dora_scale" in header,
+        num_left_out=len(weights) - len(named),
+    )
+
+
+def strip(named: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entries that belong to a model, without its name."""
+    prefix = f"{name}."
+    return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
+
+
+def group_by_layer(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """{layer: {part: weight}} of {name: weight}. Raises ValueError for a part that is not known."""
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in weights.items():
+        layer, part = split_name(key)
+        layers.setdefault(layer, {})[part] = value
+    for layer, parts in layers.items():
+        if not {LORA_A, LORA_B} <= parts.keys():
+            raise ValueError(f"at {layer} it has only {' and '.join(parts)}")
+    return layers
+
+
+def read_peft_file(path: Path, name: str) -> tuple[dict, dict, dict]:
+    """(weights, no alphas, settings) of a PeftModel's file, or of an adapter in a checkpoint."""
+    weights = {
+        f"{name}.{key.removeprefix(PEFT_PREFIX)}": value for key, value in load_file(path).items()
+    }
+    config = path.with_name("adapter_config.json")
+    if not config.is_file():
+        raise ValueError(f"{config.name} is not beside it, and has its alpha")
+    settings = json.loads(config.read_text())
+    return weights, {}, {f"{name}.{key}": value for key, value in settings.items()}
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raise ValueError for a setting of PEFT that is not used, such as lora_bias."""
+    from peft import LoraConfig  # imported here because it takes a second
+
+    defaults = LoraConfig().to_dict()
+    for key, value in settings.items():
+        if key == "init_lora_weights":
+            is_known = value in KNOWN_BEGINNINGS
+        else:
+            is_known = key in KNOWN_SETTINGS or not value or value == defaults.get(key)
+        if not is_known:
+            raise ValueError(f"its setting {key} is {value!r}, which is not used here")
+
+
+def read_scale(settings: dict[str, Any], layer: str, rank: int) -> float:
+    """The scale of a layer as PEFT computes it; 1 without settings."""
+    alpha = settings.get("lora_alpha", rank)
+    for pattern, other in (settings.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", layer):
+            alpha = other
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)

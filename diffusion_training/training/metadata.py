@@ -1,0 +1,87 @@
+"""The headers of files for other programs: what A1111, ComfyUI and sd-scripts show of a model.
+
+They hold no dates and no local paths, so that a repeated run writes the same bytes.
+"""
+
+import json
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from diffusion_training.families.base import Family
+from diffusion_training.report import name_run
+
+MOST_TAGS = 500  # in a header; A1111 shows 24
+
+
+def describe_file(
+    family: Family,
+    model: torch.nn.Module,
+    scheduler: Any,
+    captions: Sequence[str],
+    num_images: int,
+    settings: Namespace,
+) -> dict[str, str]:
+    """The header of a LoRA with kohya's names, or of a model in a single file.
+
+    captions: some or all of the images'. num_images: of an epoch; sys.maxsize if it is not known.
+    """
+    name, base, data, _ = name_run(settings)
+    resolution = settings.resolution
+    predicts_velocity = scheduler.config.prediction_type == "v_prediction"
+    architecture = family.name_architecture(model, predicts_velocity)
+    original = "https://github.com/Stability-AI/generative-models"
+    header = {
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": f"{architecture}/lora" if settings.rank else architecture,
+        "modelspec.implementation": "diffusers" if settings.rank else original,
+        "modelspec.title": name,
+        "modelspec.resolution": f"{resolution}x{resolution}",
+        "modelspec.prediction_type": "v" if predicts_velocity else scheduler.config.prediction_type,
+    }
+    if not settings.rank:
+        return header
+    header |= family.describe_for_sd_scripts(model)
+    header["ss_output_name"] = name
+    header["ss_sd_model_name"] = str(base)
+    header["ss_resolution"] = f"({resolution}, {resolution})"
+    # sd-scripts count the last layer, too
+    header["ss_clip_skip"] = str(settings.clip_skip + 1 if settings.clip_skip else None)
+    if num_images < sys.maxsize:
+        header["ss_num_train_images"] = str(num_images)
+        folders = {data: {"n_repeats": 1, "img_count": num_images}}
+        header["ss_dataset_dirs"] = json.dumps(folders)
+    if tags := count_tags(captions):
+        header["ss_tag_frequency"] = json.dumps({data: tags})
+    return header
+
+
+def count_tags(captions: Sequence[str]) -> dict[str, int]:
+    """How often each tag, text between commas, is in the captions, as sd-scripts count them."""
+    counts: Counter[str] = Counter()
+    for caption in captions:
+        counts.update(tag.strip().lower() for tag in caption.split(",") if tag.strip())
+    in_order = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    return dict(in_order[:MOST_TAGS])
+
+
+def name_readers(settings: Namespace, for_unet: bool) -> str:
+    """A sentence on which program reads which file; empty if there is only a pipeline folder."""
+    if not getattr(settings, "rank", None):
+        if not getattr(settings, "output_single_file", False):
+            return ""
+        return "`single_file.safetensors` is for ComfyUI and A1111, the folder for diffusers."
+    file = "`pytorch_lora_weights.safetensors`"
+    if not for_unet:
+        return f"{file} is for diffusers and ComfyUI."
+    if not settings.output_kohya_format:
+        return f"{file} is for diffusers; other programs need --output_kohya_format."
+    programs = "ComfyUI" if settings.use_dora else "ComfyUI, A1111 and sd-scripts"
+    return (
+        f"{file} is for diffusers, `pytorch_lora_weights_kohya.safetensors` for {programs}"
+        f"{' (A1111 and sd-scripts know no such DoRA)' if settings.use_dora else ''}."
+    )

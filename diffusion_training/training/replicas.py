@@ -1,0 +1,53 @@
+"""Do all processes have the same weights? DDP relies on it, and does not check it."""
+
+import torch
+from accelerate import Accelerator
+
+from diffusion_training.batches import Models
+from diffusion_training.errors import fail
+
+
+def list_replicas(models: Models, averaged: Models) -> dict[str, torch.Tensor]:
+    """Return what every process computes for itself: trained weights, then their averages."""
+    replicas = {}
+    for name, model in models.items():
+        for key, weight in model.named_parameters():
+            if weight.requires_grad:
+                replicas[f"{name}/{key}"] = weight
+    trained = list(replicas)
+    for path in trained:
+        name, key = path.split("/", 1)
+        if name in averaged:
+            replicas[f"{name}_ema/{key}"] = averaged[name].get_parameter(key)
+    return replicas
+
+
+def sum_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's numbers, their bits read as integers: int64, a scalar on its device.
+
+    Unlike a sum of floats it depends on no order, and any one bit changes it.
+    """
+    integers = getattr(torch, f"int{8 * tensor.element_size()}")
+    return tensor.detach().view(integers).sum(dtype=torch.int64)
+
+
+def check_replicas(accelerator: Accelerator, models: Models, averaged: Models, step: int) -> None:
+    """End the run if a weight or an average differs between the processes: call it on all of them.
+
+    Only the first process writes checkpoints, so another one's weights would be lost at the next
+    resume, and until then its gradients are of another model.
+    """
+    if accelerator.num_processes == 1:
+        return
+    replicas = list_replicas(models, averaged)
+    sums = torch.stack([sum_bits(tensor) for tensor in replicas.values()])
+    rows = accelerator.gather(sums).view(accelerator.num_processes, -1).tolist()
+    for name, values in zip(replicas, zip(*rows, strict=True), strict=True):
+        others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            fail(
+                f"the processes no longer train the same model: at step {step}, {name} of process "
+                f"0 is not that of {', '.join(others)}. No checkpoint was written; go back to the "
+                "last one with --resume_from_checkpoint latest. If this happens again, a device is "
+                "faulty, or the devices are not of one kind"
+            )

@@ -1,0 +1,81 @@
+"""What other programs look for in a LoRA file, and what they do with it.
+
+The names follow from a U-Net's config: ComfyUI and A1111 number its blocks as they were published,
+sd-scripts as diffusers does, and of SDXL as they were published. Read in ComfyUI's comfy/lora.py
+and comfy/weight_adapter, and in sd-scripts' networks/lora.py.
+"""
+
+import torch
+from original_layout import name_unet
+
+PREFIX = "model.diffusion_model."
+# Names of B in ComfyUI, after the name of a layer
+UPS = (".lora_up.weight", "_lora.up.weight", ".lora_B.weight", ".lora.up.weight")
+RESIZE = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # with sd-scripts' conv_dim
+
+
+def list_layers(unet):
+    """{diffusers' name: the published one} of the layers with a weight."""
+    names = name_unet(unet)
+    return {
+        name.removesuffix(".weight"): names[name].removeprefix(PREFIX).removesuffix(".weight")
+        for name, weight in unet.named_parameters()
+        if name.endswith(".weight") and weight.dim() > 1
+    }
+
+
+def comfy_names(unet):
+    """{name that ComfyUI looks for: diffusers' name of the layer}."""
+    known = {}
+    for name, published in list_layers(unet).items():
+        known[f"diffusion_model.{published}"] = name
+        known[f"lora_unet_{published.replace('.', '_')}"] = name
+        known[f"lora_unet_{name.replace('.', '_')}"] = name
+        plain = name.replace(".to_", ".processor.to_")  # as diffusers named them before PEFT
+        plain = plain[:-2] if plain.endswith(".to_out.0") else plain
+        known |= {plain: name, f"unet.{plain}": name}
+    return known
+
+
+def sd_scripts_names(unet):
+    """{name that sd-scripts look for: diffusers' name of the layer}; SDXL's are translated first.
+
+    Only layers inside of transformers, and of the blocks that change the size, can have a LoRA.
+    """
+    kinds = ("Transformer2DModel", *RESIZE)
+    blocks = [name for name, module in unet.named_modules() if type(module).__name__ in kinds]
+    return {
+        f"lora_unet_{name.replace('.', '_')}": name
+        for name in list_layers(unet)
+        if name.startswith(tuple(f"{block}." for block in blocks))
+    }
+
+
+def list_applied(keys, known):
+    """The layers of a file that a program applies, and the keys that it leaves out."""
+    applied = {known[name] for name in known if any(f"{name}{end}" in keys for end in UPS)}
+    ends = (
+        ".lora_down.weight", ".lora_up.weight", ".alpha", ".dora_scale", ".lora_A.weight",
+        ".lora_B.weight",
+    )  # fmt: skip
+    used = {f"{name}{end}" for name in known if known[name] in applied for end in ends}
+    return applied, set(keys) - used
+
+
+@torch.no_grad()
+def apply_as_comfy(unet, file):
+    """Add a file to a U-Net's weights with ComfyUI's arithmetic, at strength 1."""
+    for name, layer in comfy_names(unet).items():
+        if f"{name}.lora_up.weight" not in file:
+            continue
+        up, down = (file[f"{name}.lora_{way}.weight"].float() for way in ("up", "down"))
+        weight = unet.get_submodule(layer).weight
+        delta = (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
+        adapted = weight + delta * file[f"{name}.alpha"].item() / len(down)
+        if f"{name}.dora_scale" in file:
+            scale = file[f"{name}.dora_scale"].float()
+            assert len(scale) == len(weight)  # else ComfyUI takes it for one of each input
+            norm = weight.flatten(1).norm(dim=1).view(-1, *[1] * (weight.dim() - 1))
+            adapted = adapted * (scale / (norm + torch.finfo(torch.float32).eps))
+        weight.copy_(adapted)
+    return unet

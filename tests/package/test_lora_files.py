@@ -1,0 +1,301 @@
+"""LoRA files of other programs: all that they hold is used, or refused by name.
+
+And files for other programs: each of their keys is one that those look for.
+"""
+
+import argparse
+import json
+
+import peft
+import pytest
+import torch
+from conftest import make_models, make_sdxl
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.training_utils import _collate_lora_metadata
+from other_programs import apply_as_comfy, comfy_names, list_applied, list_layers, sd_scripts_names
+from safetensors.torch import load_file, save_file
+from test_lora import list_products
+
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.training.lora import (
+    add_lora,
+    convert_to_kohya,
+    list_adapter,
+    list_further_layers,
+    list_lora_b,
+    load_network_weights,
+    save_adapter,
+    save_lora,
+)
+
+FAMILY = FAMILIES["sd"]
+FILE, KOHYA = "pytorch_lora_weights.safetensors", "pytorch_lora_weights_kohya.safetensors"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("base"))
+
+
+def adapt(unet, layers="attention", seed=0, **flags):
+    """An adapter whose B, and magnitudes, are as if it had been trained."""
+    flags = {"rank": 4, "lora_alpha": None, "lora_dropout": 0.0, "use_dora": False} | flags
+    args = argparse.Namespace(**flags, lora_layers=layers)
+    torch.manual_seed(seed)
+    if isinstance(layers, str):
+        layers = FAMILY.choose_layers(unet, layers)
+    add_lora(unet, layers, "base", torch.float32, args)
+    with torch.no_grad():
+        for weight in list_lora_b({"unet": unet}):
+            weight.normal_(std=0.3)
+        for name, weight in unet.named_parameters():
+            if "magnitude" in name:
+                weight.mul_(torch.rand_like(weight) + 0.5)
+    return unet
+
+
+def open_unet(base):
+    return UNet2DConditionModel.from_pretrained(base, subfolder="unet").eval()
+
+
+def predict(unet):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return unet(torch.randn(2, 4, 8, 8), torch.tensor([5, 900]), torch.randn(2, 8, 32)).sample
+
+
+def load(unet, path):
+    load_network_weights(unet, path, "unet", FAMILY.read_lora)
+    return unet
+
+
+def refused(unet, path):
+    with pytest.raises(SystemExit) as stop:
+        load(unet, path)
+    return str(stop.value)
+
+
+# ------------------------------------------------------------------- what others look for
+
+
+@pytest.fixture(scope="module")
+def known():
+    """The U-Net of Stable Diffusion 1.5 without numbers."""
+    with torch.device("meta"):
+        return UNet2DConditionModel(cross_attention_dim=768, attention_head_dim=8)
+
+
+@pytest.mark.parametrize("which, plain, layers", [("attention", 0, 128), ("all", 122, 250)])
+def test_comfyui_and_sd_scripts_apply_all_layers_of_the_second_file_only(
+    known, which, plain, layers
+):
+    """So one would see it if it was the other way round."""
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(known.config)
+        adapter = list_adapter(adapt(unet, which))
+        kohya = convert_to_kohya(adapter, unet, "lora_unet_")
+    assert len(adapter) == 2 * layers and len(kohya) == 3 * layers
+    applied, left_out = list_applied([f"unet.{name}" for name in adapter], comfy_names(known))
+    assert (len(applied), len(left_out)) == (plain, 2 * (layers - plain))
+    for names in (comfy_names(known), sd_scripts_names(known)):
+        applied, left_out = list_applied(kohya, names)
+        assert len(applied) == layers and not left_out
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"lora_alpha": 1}, {"use_dora": True}, {"use_dora": True, "layers": "all", "lora_alpha": 9},
+])  # fmt: skip
+def test_comfyui_computes_the_trained_model(tmp_path, base, flags, monkeypatch):
+    """Rounding to float16 is left out. Magnitudes are divided by the norm of the base there."""
+    monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
+    trained = adapt(open_unet(base), **flags)
+    save_lora({"unet": trained}, tmp_path, {})
+    expected, without = predict(trained), predict(open_unet(base))
+    found = predict(apply_as_comfy(open_unet(base), load_file(tmp_path / KOHYA)))
+    assert (found - expected).abs().max() < 4e-5 * (expected - without).abs().max()
+
+
+@pytest.mark.parametrize("alpha", [1, 1e-3])
+def test_a_small_alpha_keeps_its_bits_in_float16(tmp_path, base, alpha):
+    trained = adapt(open_unet(base), lora_alpha=alpha)
+    with torch.no_grad():
+        for weight in list_lora_b({"unet": trained}):
+            weight.mul_(1e-4)  # as after a few steps at a low rate
+    save_lora({"unet": trained}, tmp_path, {})
+    for name in (FILE, KOHYA):
+        read = load(adapt(open_unet(base), seed=1, lora_alpha=alpha), tmp_path / name)
+        for one, other in zip(list_products(trained), list_products(read), strict=True):
+            assert (one - other).norm() < 1e-3 * one.norm()
+
+
+# ------------------------------------------------------------------- what others write
+
+
+def save_peft(unet, folder, settings):
+    """A file as `PeftModel.save_pretrained` writes it. Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "adapter_model.safetensors"
+    weights = {f"base_model.model.{name}": x for name, x in list_adapter(unet).items()}
+    save_file(weights, path)
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def wrap(base, **settings):
+    """A PeftModel with other settings than ours, and B as if it had been trained."""
+    settings = {"r": 4, "lora_alpha": 2, "target_modules": ["to_q", "to_v"]} | settings
+    model = peft.get_peft_model(open_unet(base), peft.LoraConfig(**settings))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name or "magnitude" in name:
+                weight.add_(0.3 * torch.rand_like(weight))
+    return model.eval()
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"use_rslora": True}, {"alpha_pattern": {"to_q": 7}}, {"use_dora": True},
+    {"rank_pattern": {"attn2.to_q": 2}, "alpha_pattern": {"attn1.to_v": 3}, "use_rslora": True},
+])  # fmt: skip
+@pytest.mark.parametrize("form", ["peft", "diffusers"])
+def test_a_file_of_peft_has_the_same_effect(tmp_path, base, settings, form):
+    model = wrap(base, **settings)
+    path = tmp_path / "adapter_model.safetensors"
+    if form == "peft":
+        model.save_pretrained(tmp_path)
+    else:
+        path = tmp_path / FILE
+        about = _collate_lora_metadata({"unet": model.get_base_model()})
+        StableDiffusionPipeline.save_lora_weights(
+            tmp_path, unet_lora_layers=list_adapter(model.get_base_model()), **about
+        )
+    flags = {"use_dora": settings.get("use_dora", False)}
+    for alpha in (None, 3):
+        read = adapt(open_unet(base), ["to_q", "to_v"], seed=2, lora_alpha=alpha, **flags)
+        assert (predict(read) - predict(model)).abs().max() > 1e-3
+        load(read, path)
+        torch.testing.assert_close(predict(read), predict(model), rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoints_open_as_a_peftmodel_and_both_spellings_are_read(tmp_path, base):
+    trained = adapt(open_unet(base), "all", lora_alpha=3, use_dora=True)
+    save_adapter(trained, tmp_path / "unet")
+    opened = peft.PeftModel.from_pretrained(open_unet(base), tmp_path / "unet").eval()
+    torch.testing.assert_close(predict(opened), predict(trained))
+    path = tmp_path / "unet/adapter_model.safetensors"
+    for strip in (False, True):  # as it is, and as older versions wrote it
+        if strip:
+            weights = load_file(path).items()
+            save_file({name.removeprefix("base_model.model."): x for name, x in weights}, path)
+        read = load(adapt(open_unet(base), "all", seed=1, use_dora=True), path)
+        torch.testing.assert_close(predict(read), predict(trained), rtol=1e-5, atol=1e-5)
+
+
+def test_a_plain_lora_goes_on_as_a_dora_and_no_dora_as_a_plain_one(tmp_path, base):
+    trained = adapt(open_unet(base))
+    path = save_peft(trained, tmp_path / "lora", {"r": 4, "lora_alpha": 4})
+    read = load(adapt(open_unet(base), seed=1, use_dora=True), path)
+    torch.testing.assert_close(predict(read), predict(trained), rtol=1e-5, atol=1e-5)
+    dora = adapt(open_unet(base), use_dora=True)
+    save_lora({"unet": dora}, tmp_path, {})
+    other = save_peft(dora, tmp_path / "dora", {"r": 4, "lora_alpha": 4})
+    for path in (other, tmp_path / FILE, tmp_path / KOHYA):
+        assert "it is a DoRA: add --use_dora" in refused(adapt(open_unet(base)), path)
+
+
+def test_kohyas_file_with_conv_dim_is_read_by_all_layers(tmp_path, base):
+    """It has layers that `all` has not, and a lower rank at convolutions of 3x3."""
+    unet = open_unet(base)
+    inside = set(sd_scripts_names(unet).values())
+    torch.manual_seed(0)
+    weights, deltas = {}, {}
+    for number, (name, published) in enumerate(list_layers(unet).items()):
+        if name not in inside:
+            continue
+        weight = unet.get_submodule(name).weight
+        rank = 2 if weight[0, 0].numel() == 9 else 4
+        down = torch.randn(rank, *weight.shape[1:])
+        up = torch.randn(len(weight), rank, *[1] * (weight.dim() - 2))
+        # sd-scripts name the layers of SDXL as they were published
+        spelled = (name if number % 2 else published).replace(".", "_")
+        weights[f"lora_unet_{spelled}.lora_down.weight"] = down
+        weights[f"lora_unet_{spelled}.lora_up.weight"] = up
+        weights[f"lora_unet_{spelled}.alpha"] = torch.tensor(1.0)
+        deltas[name] = (up.flatten(1) @ down.flatten(1)).view_as(weight) / rank
+    weights["lora_te_text_model_encoder_layers_0_mlp_fc1.alpha"] = torch.tensor(1.0)
+    path = tmp_path / "kohya.safetensors"
+    save_file(weights, path)
+    layers = FAMILY.choose_layers(unet, "all")
+    further = list_further_layers(unet, layers, path, "unet", FAMILY.read_lora)
+    assert {name.split(".")[-1] for name in further} == {"time_emb_proj", "conv"}
+    read = load(adapt(unet, [*layers, *further], lora_alpha=8), path)
+    merged = open_unet(base)
+    with torch.no_grad():
+        for name, delta in deltas.items():
+            merged.get_submodule(name).weight += delta
+    torch.testing.assert_close(predict(read), predict(merged), rtol=1e-4, atol=1e-4)
+
+
+def test_sdxls_second_file_has_names_that_comfyui_knows(tmp_path):
+    folder = make_sdxl(tmp_path)
+    unet = adapt(open_unet(folder), "all")
+    save_lora({"unet": unet}, tmp_path, {})
+    plain = open_unet(folder)
+    for names in (comfy_names(plain), sd_scripts_names(plain)):
+        applied, left_out = list_applied(load_file(tmp_path / KOHYA), names)
+        assert len(applied) == len(list_lora_b({"unet": unet})) and not left_out
+
+
+# ------------------------------------------------------------------- what is refused
+
+LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+KOHYA_LAYER = f"lora_unet_{LAYER.replace('.', '_')}"
+
+
+@pytest.mark.parametrize("kohya, key", [
+    (True, "bundle_emb.sks.string_to_param.*"),
+    (True, "emb_params"),
+    (True, f"{KOHYA_LAYER}.lora_mid.weight"),
+    (True, f"{KOHYA_LAYER}.hada_w1_a"),
+    (True, "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight"),
+    (False, "bundle_emb.sks.clip_l"),
+    (False, f"unet.{LAYER}.lora_B.bias"),
+    (False, "transformer.blocks.0.to_q.lora_A.weight"),
+])  # fmt: skip
+def test_a_key_that_is_not_used_is_refused_by_name(tmp_path, base, kohya, key):
+    save_lora({"unet": adapt(open_unet(base))}, tmp_path, {})
+    path = tmp_path / (KOHYA if kohya else FILE)
+    save_file({**load_file(path), key: torch.zeros(4)}, path)
+    said = refused(adapt(open_unet(base)), path)
+    assert f"can't be used (it holds {key.removeprefix('unet.')}, which is not used" in said
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"lora_bias": True}, "its setting lora_bias is True, which is not used here"),
+    ({"bias": "all"}, "its setting bias is 'all'"),
+    ({"modules_to_save": ["conv_in"]}, "its setting modules_to_save is ['conv_in']"),
+    ({"init_lora_weights": "pissa"}, "its setting init_lora_weights is 'pissa'"),
+    ({"peft_type": "LOHA"}, "its setting peft_type is 'LOHA'"),
+    ({"something_new": 3}, "its setting something_new is 3"),
+    (None, "adapter_config.json is not beside it"),
+])  # fmt: skip
+def test_a_setting_that_is_not_used_is_refused_by_name(tmp_path, base, settings, said):
+    path = save_peft(adapt(open_unet(base)), tmp_path, {"r": 4, "lora_alpha": 4} | (settings or {}))
+    if settings is None:
+        (tmp_path / "adapter_config.json").unlink()
+    assert f"can't be used ({said}" in refused(adapt(open_unet(base)), path)
+
+
+def test_magnitudes_for_inputs_are_refused_and_text_encoders_are_left_out_aloud(
+    tmp_path, base, capsys
+):
+    save_lora({"unet": adapt(open_unet(base), use_dora=True)}, tmp_path, {})
+    path = tmp_path / KOHYA
+    weights = load_file(path)
+    save_file({**weights, "lora_te_text_model_x.lora_down.weight": torch.zeros(4)}, path)
+    load(adapt(open_unet(base), use_dora=True), path)
+    assert "1 weights for text encoders are left out" in capsys.readouterr().out
+    key = f"{KOHYA_LAYER}.dora_scale"
+    save_file({**weights, key: weights[key].view(1, -1).contiguous()}, path)
+    said = refused(adapt(open_unet(base), use_dora=True), path)
+    assert f"the dora_scale of {LAYER} is one for each input" in said

@@ -1,0 +1,193 @@
+"""Step 0: a pretrained model is measured and drawn before training, and that changes nothing."""
+
+import os
+import signal
+
+import pytest
+from conftest import (
+    MODELS,
+    checkpoints,
+    finish,
+    make_captioned,
+    make_models,
+    metrics,
+    patch,
+    reset,
+    start,
+)
+
+import precompute_latents
+import train_text_to_image as script
+import train_unconditional
+from diffusion_training.order import step_seed
+from diffusion_training.training.signs import read_best
+
+pytestmark = pytest.mark.usefixtures("without_figures")
+FIRST = "samples/step-0000000.png"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A pipeline in `sd`, and a cache of 6 images."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_models(folder)
+    make_captioned(folder / "images", 6)
+    argv = [
+        f"--train_data_dir={folder / 'images'}",
+        f"--pretrained_model_name_or_path={MODELS}",
+        f"--cache_dir={folder / 'datasets'}",
+        f"--output_dir={folder / 'cache'}",
+        "--resolution=16",
+        "--dataloader_num_workers=0",
+    ]
+    train(*argv, script=precompute_latents)
+    reset()
+    return folder
+
+
+@pytest.fixture
+def flags(tmp_path, inputs):
+    """4 steps on 3 images, and 3 that are held out."""
+    return [
+        f"--pretrained_model_name_or_path={inputs / 'sd'}",
+        f"--latents_dir={inputs / 'cache'}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--rank=2",
+        "--holdout=3",
+        "--validation_prompts=a",
+        "--validation_steps=2",
+        "--checkpointing_steps=2",
+        "--train_batch_size=1",
+        "--max_train_steps=4",
+        "--learning_rate=1e-3",
+        "--lr_warmup_steps=0",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--num_inference_steps=2",
+        "--num_validation_images=2",
+    ]
+
+
+def train(*argv, script=script):
+    reset()
+    script.main(script.parse_args([str(arg) for arg in argv]))
+
+
+def outcome(folder):
+    """What must be equal in two runs: bytes of files, and records without times."""
+    kinds = (".safetensors", ".bin", ".png")
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.name.endswith(kinds) and path.name != "loss.png"
+    }
+    times = ("images_per_second", "data_wait", "tflops", "memory_gb")
+    records = [
+        {key: value for key, value in record.items() if key not in times}
+        for record in metrics(folder)
+    ]
+    return files, records
+
+
+def test_it_adds_a_record_and_a_picture_and_changes_nothing_else(tmp_path, flags, monkeypatch):
+    """It is no result of the run, so it never is the best, however low its held-out loss."""
+
+    def measure(accelerator, records, *rest):
+        step = rest[-1]
+        if records.held_out.get("step") != step:
+            records.add_held_out(step, {"held_out_loss": 0.5, "held_out_loss_ema": 0.1 + step / 10})
+
+    patch(monkeypatch, "log_held_out_loss", measure)
+    # equally named, because the header of a LoRA for sd-scripts has the name
+    with_it, without = tmp_path / "with/out", tmp_path / "without/out"
+    flags = [*flags, "--save_best"]
+    train(*flags, f"--output_dir={with_it}")
+    train(*flags, f"--output_dir={without}", "--no-validate_first")
+    files, records = outcome(with_it)
+    assert files.pop(FIRST) and (files, records[1:]) == outcome(without)
+    assert records[0] == {"step": 0, "held_out_loss": 0.5, "held_out_loss_ema": 0.1}
+    assert read_best(with_it / "best")["step"] == 2
+    page = (with_it / "report.html").read_text()
+    assert "<h2>Samples, the oldest, then newest first</h2>" in page
+    captions = [part.split("</figure>")[0] for part in page.split('">step ')[1:]]
+    assert captions == ["0, before training", "4", "2"]
+    page = (without / "report.html").read_text()
+    assert "<h2>Samples, newest first</h2>" in page and '">step 4</figure>' in page
+
+
+def test_it_shows_the_pretrained_model(tmp_path, flags):
+    """With a learning rate of 0 the model of step 2 is still the pretrained one."""
+    train(*flags, "--learning_rate=0", "--lr_scheduler=constant", "--max_train_steps=2")
+    files, records = outcome(tmp_path / "out")
+    assert files[FIRST] == files["samples/step-0000002.png"]
+    first, last = (record for record in records if "held_out_loss" in record)
+    assert {**first, "step": 2} == last
+
+
+def test_a_run_that_is_stopped_in_it_saves_nothing_and_begins_again(tmp_path, flags, monkeypatch):
+    """In the first noise of the held-out loss, in the first sample, and right before step 1."""
+    sent = []
+    log = tmp_path / "log"
+    whole, out = tmp_path / "whole/out", tmp_path / "out"  # equally named, as above
+    train(*flags, f"--output_dir={whole}")
+    again = [*flags, "--resume_from_checkpoint=latest"]
+    for moment, number, num_processes, code in (
+        ("held out", signal.SIGTERM, 2, 143),
+        ("sample", signal.SIGINT, 1, 130),
+        ("step", signal.SIGKILL, 1, -signal.SIGKILL),
+    ):
+
+        def sending(*key, moment=moment, number=number):
+            if key[0] == moment and os.environ.get("RANK", "0") == "0" and not sent:
+                sent.append(os.kill(os.getpid(), number))
+            return step_seed(*key)
+
+        with monkeypatch.context() as stopped:
+            patch(stopped, "step_seed", sending)
+            codes = finish(start(lambda: train(*again), num_processes, log))
+        assert set(codes) == {code}, log.read_text()
+        assert checkpoints(out) == set() and not list(out.glob("*.safetensors"))
+        assert (out / FIRST).exists() == (moment == "step")
+        assert [record["step"] for record in metrics(out)] == [0] * (moment != "held out")
+    train(*again)
+    assert outcome(out) == outcome(whole)
+
+
+def test_a_resumed_run_has_it_already(tmp_path, flags, monkeypatch):
+    drawn = []
+    log_validation = script.log_validation
+
+    def drawing(*args):
+        drawn.append(args[3])
+        log_validation(*args)
+
+    monkeypatch.setattr(script, "log_validation", drawing)
+    train(*flags, "--max_train_steps=2")
+    train(*flags, "--resume_from_checkpoint=latest")
+    assert drawn == [0, 2, 4]
+    assert [r["step"] for r in metrics(tmp_path / "out") if "held_out_loss" in r] == [0, 2, 4]
+
+
+def test_a_new_model_has_none_and_a_pretrained_one_has(tmp_path, inputs, unet_config):
+    argv = [
+        f"--train_data_dir={inputs / 'images'}",
+        "--resolution=16",
+        "--dataloader_num_workers=0",
+        "--ddpm_num_inference_steps=2",
+        "--eval_batch_size=1",
+        "--holdout=2",
+        "--train_batch_size=2",
+        "--max_train_steps=1",
+        "--lr_warmup_steps=0",
+        "--report_to=none",
+    ]
+    new, pretrained = tmp_path / "new", tmp_path / "pretrained"
+    train(*argv, f"--model_config_name_or_path={unet_config}", f"--output_dir={new}",
+          script=train_unconditional)  # fmt: skip
+    train(*argv, f"--pretrained_model_name_or_path={new}", f"--output_dir={pretrained}",
+          script=train_unconditional)  # fmt: skip
+    for folder, steps in ((new, [1]), (pretrained, [0, 1])):
+        assert [r["step"] for r in metrics(folder) if "held_out_loss" in r] == steps
+        assert (folder / FIRST).exists() == (0 in steps)
+    # where the first run ended
+    assert metrics(pretrained)[0]["held_out_loss_ema"] == metrics(new)[-1]["held_out_loss_ema"]
