@@ -73,7 +73,7 @@ from diffusion_training.flags import (
     check_data_args,
     check_training_args,
 )
-from diffusion_training.latents.encoders import hash_weights, load_parts
+from diffusion_training.latents.encoders import load_parts
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.source import Data, check_denoiser, encode_batch, open_data
 from diffusion_training.launch import Launch, StopSignal, make_launch
@@ -84,9 +84,9 @@ from diffusion_training.models import (
     freeze_unreached,
     list_parameters,
     load_weights,
-    read_precision,
 )
 from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.quantization import load_base
 from diffusion_training.report import Description, name_run
 from diffusion_training.training.checkpoints import find_start, load_start, read_start, read_state
 from diffusion_training.training.costs import Costs
@@ -247,18 +247,13 @@ def predict_velocity(
 
 
 def make_transformer(
-    base: Base,
-    data: Data,
-    predict: Predict,
-    start: Path | None,
-    dtype: torch.dtype,
-    args: Namespace,
+    base: Base, data: Data, predict: Predict, start: Path | None, launch: Launch, args: Namespace
 ) -> torch.nn.Module:
     """Make the transformer to train.
 
     It is new (from a config), the pretrained pipeline's, or like the one of a checkpoint, `start`.
-    With --rank it is frozen, in precision `dtype`, and has an adapter that is trained. Stops with
-    an error if it does not fit the latents and embeddings.
+    With --rank it is frozen, in the precision of the launch or in 4 bits, and has an adapter that
+    is trained. Stops with an error if it does not fit the latents and embeddings.
     """
     model_class = getattr(diffusers, base.family.model)
     # Only the config of a checkpoint is read here. Its weights and averaged weights come later.
@@ -276,13 +271,17 @@ def make_transformer(
         else:
             options |= {"subfolder": "transformer", "revision": args.revision}
             options["variant"] = args.variant
-            precision = {"torch_dtype": read_precision(source, **options)} if args.rank else {}
-            transformer = load_weights(model_class, source, **options, **precision)
+            if args.rank:
+                transformer, base_hash = load_base(
+                    model_class, source, args.base_precision, launch.device, launch.dtype, **options
+                )
+            else:
+                transformer = load_weights(model_class, source, **options)
     models = {"transformer": transformer}
     unreached = check_denoiser(models, predict, "transformer", source, data)
     if args.rank:
         layers = base.family.choose_layers(transformer, args.lora_layers)
-        add_lora(transformer, layers, hash_weights(transformer), dtype, args)
+        add_lora(transformer, layers, base_hash, launch.dtype, args)
         if args.network_weights:
             read_lora = base.family.read_lora
             load_network_weights(transformer, args.network_weights, "transformer", read_lora)
@@ -580,7 +579,7 @@ def main(args: Namespace) -> None:
     predict = partial(predict_velocity, base.family)
     start = None if run.checkpoint else find_start(args.init_from)
     form = (run.checkpoint or start) if args.init_from else None
-    transformer = make_transformer(base, data, predict, form, launch.dtype, args)
+    transformer = make_transformer(base, data, predict, form, launch, args)
     models: Models = {"transformer": transformer}  # each is trained, averaged, saved in its folder
     loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)

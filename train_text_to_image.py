@@ -79,19 +79,14 @@ from diffusion_training.flags import (
     check_data_args,
     check_training_args,
 )
-from diffusion_training.latents.encoders import hash_weights, load_parts
+from diffusion_training.latents.encoders import load_parts
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.source import Data, check_denoiser, encode_batch, open_data
 from diffusion_training.launch import Launch, StopSignal, make_launch
 from diffusion_training.loading import load_batches
-from diffusion_training.models import (
-    compile_model,
-    freeze_on_device,
-    list_parameters,
-    load_weights,
-    read_precision,
-)
+from diffusion_training.models import compile_model, freeze_on_device, list_parameters, load_weights
 from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.quantization import load_base
 from diffusion_training.report import Description, name_run
 from diffusion_training.training.checkpoints import read_state
 from diffusion_training.training.costs import Costs
@@ -234,12 +229,12 @@ def predict_noise(
 
 
 def make_unet(
-    base: Base, data: Data, predict: Predict, dtype: torch.dtype, args: Namespace
-) -> UNet2DConditionModel:
+    base: Base, data: Data, predict: Predict, launch: Launch, args: Namespace
+) -> torch.nn.Module:
     """Make the U-Net to train: the pretrained pipeline's, or a new one from a config.
 
-    With --rank it is frozen, in precision `dtype`, and has an adapter that is trained. Stops with
-    an error if it does not fit the latents and embeddings.
+    With --rank it is frozen, in the precision of the launch or in 4 bits, and has an adapter that
+    is trained. Stops with an error if it does not fit the latents and embeddings.
     """
     config_source = args.unet_config_name_or_path
     source = str(config_source or base.source)
@@ -250,8 +245,13 @@ def make_unet(
             unet = UNet2DConditionModel.from_config(config)
         else:
             options |= {"subfolder": "unet", "revision": args.revision, "variant": args.variant}
-            precision = {"torch_dtype": read_precision(source, **options)} if args.rank else {}
-            unet = load_weights(UNet2DConditionModel, source, **options, **precision)
+            if args.rank:
+                unet, base_hash = load_base(
+                    UNet2DConditionModel, source, args.base_precision, launch.device, launch.dtype,
+                    **options,
+                )  # fmt: skip
+            else:
+                unet = load_weights(UNet2DConditionModel, source, **options)
     # The default size of the pipeline's images. The version is set because the pipeline would
     # replace sizes below 64 in a config of an old one.
     side = data.latents.shape[1]
@@ -263,7 +263,7 @@ def make_unet(
         read_lora = base.family.read_lora
         if network and args.lora_layers == "all":
             layers += list_further_layers(unet, layers, network, "unet", read_lora)
-        add_lora(unet, layers, hash_weights(unet), dtype, args)
+        add_lora(unet, layers, base_hash, launch.dtype, args)
         if network:
             load_network_weights(unet, network, "unet", read_lora)
     return unet
@@ -532,7 +532,7 @@ def main(args: Namespace) -> None:
     # The model, and what the loop, the searches, the held-out loss and the costs call.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_noise, base.family)
-    unet = make_unet(base, data, predict, launch.dtype, args)
+    unet = make_unet(base, data, predict, launch, args)
     models: Models = {"unet": unet}  # each is trained, averaged, and saved in a folder of its name
     loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)

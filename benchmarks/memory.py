@@ -1,38 +1,62 @@
-"""Memory of training published U-Nets, counted from their shapes without any weights.
+"""What training takes: memory of the device and disk, counted from published shapes.
 
-    python benchmarks/memory.py            # seconds, on any machine
+    python benchmarks/memory.py                       # some minutes, on any machine, without a GPU
+    python benchmarks/memory.py --models SDXL Z-Image # seconds
 
-Prints four tables, for one process:
+Prints tables, for one process. GB is 1e9 bytes. No weights are loaded:
 
-1. Weights, gradients, optimizer state and averaged weights, in GB of 1e9 bytes. The activations
-   that the forward pass keeps are added to them, and grow with the number and size of the images.
-   A GPU needs some more.
-2. Text encoders: what tokens in place of embeddings (`--text_cache ids`) add to a step.
-3. Operations of a training step, per image.
-4. Activations that the forward pass keeps, per image, in float32 and with attention in one fused
-   kernel, which keeps queries, keys, values and result.
+1. Cards: the first way, of those that are tried in order, which fits into a card's memory.
+2. A training step with one image: everything that the device holds, in each way to train.
+3. What each further image adds to a step.
+4. Samples: what is on the device while they are drawn.
+5. Disk: a row of the cache, a checkpoint, the result.
+6. Text encoders: their size, and what tokens in place of embeddings (`--text_cache ids`) add to a
+   step of a U-Net.
+7. Operations of a training step of a U-Net, per image.
+8. Activations that the forward pass keeps, per image, in float32.
+
+Weights, gradients, moments and averages are counted by the code that prints them before step 1. For
+activations the forward pass runs on tensors without numbers on a GPU that is not there, under
+autocast as on a real one. Attention is one fused kernel. With `--gradient_checkpointing` the inputs
+of blocks are kept, and one block is computed again. A GPU needs some more for its own purposes and
+for gaps between tensors, so a tenth of a card stays free.
 """
 
 import argparse
+import contextlib
+import copy
+import functools
 import json
 import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import diffusers
 import torch
-from diffusers import UNet2DConditionModel, UNet2DModel
+import transformers
+from accelerate import init_empty_weights
+from diffusers import UNet2DModel
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from diffusion_training.batches import Prepared
-from diffusion_training.models import call_unet
-from diffusion_training.training.costs import count_flops, count_moments
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.models import call_unet, start_average
+from diffusion_training.quantization import BLOCK, list_quantizable
+from diffusion_training.training.costs import count_disk, count_flops, count_memory
+from diffusion_training.training.lora import add_lora
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-SD2 = json.loads((CONFIGS / "stable_diffusion_v2_base_unet.json").read_text())
+ROOT = Path(__file__).parent.parent
+SD2 = json.loads((ROOT / "configs/stable_diffusion_v2_base_unet.json").read_text())
 SD1 = {**SD2, "attention_head_dim": 8, "cross_attention_dim": 768, "use_linear_projection": False}
-SDXL = json.loads((CONFIGS / "stable_diffusion_xl_base_unet.json").read_text())
+SDXL = json.loads((ROOT / "configs/stable_diffusion_xl_base_unet.json").read_text())
 VIT_L = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -50,163 +74,589 @@ VIT_G = {
     "intermediate_size": 5120,
     "num_hidden_layers": 32,
     "num_attention_heads": 20,
+    "projection_dim": 1280,
 }
-VIT_G["projection_dim"] = 1280
-# Name: (U-Net, text encoders, resolutions that it is trained at).
+QWEN3_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN3_8B = QWEN3_4B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+QWEN_VL_7B = {
+    "text_config": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+    },
+    "tie_word_embeddings": False,
+}
+KL = {
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+}
+FLUX_KL = KL | {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+KLEIN = {"guidance_embeds": False, "num_layers": 5, "num_single_layers": 20}
+KLEIN |= {"num_attention_heads": 24, "joint_attention_dim": 7680}
+KLEIN_9B = KLEIN | {"num_layers": 8, "num_single_layers": 24}
+KLEIN_9B |= {"num_attention_heads": 32, "joint_attention_dim": 12288}
+RANK = 16
+CARDS = (8, 12, 16, 24, 48, 80)  # GB as they are sold, which are 2**30 bytes
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model as it was published.
+
+    Its parts are (name of a class, config): of diffusers, and the text encoders of transformers.
+    """
+
+    family: str
+    config: dict[str, Any]  # of what is trained
+    vae: tuple[str, dict[str, Any]]
+    encoders: tuple[tuple[str, dict[str, Any]], ...]
+    side: int  # pixels of its images
+    tokens: int  # of a caption, with padding
+
+
+def read_prx(name: str) -> Published:
+    config = json.loads((ROOT / f"configs/{name}.json").read_text())
+    return Published("prx", config, ("AutoencoderKL", FLUX_KL), (("Gemma2Model", {}),), 512, 256)
+
+
+CLIP_L = ("CLIPTextModel", VIT_L)
+CLIP_G = ("CLIPTextModelWithProjection", VIT_G)
+SD_KL = ("AutoencoderKL", KL)
+FLUX2_KL = ("AutoencoderKLFlux2", {})
+QWEN_KL = ("AutoencoderKLQwenImage", {})
+QWEN_VL = ("Qwen2_5_VLForConditionalGeneration", QWEN_VL_7B)
+# To add a family: a line with its published configs.
 MODELS = {
-    "Stable Diffusion 1.5": (SD1, [(CLIPTextModel, VIT_L)], (256, 512)),
-    "Stable Diffusion 2": (SD2, [(CLIPTextModel, VIT_H)], (256, 512)),
-    "SDXL": (SDXL, [(CLIPTextModel, VIT_L), (CLIPTextModelWithProjection, VIT_G)], (512, 1024)),
+    "Stable Diffusion 1.5": Published("sd", SD1, SD_KL, (CLIP_L,), 512, 77),
+    "Stable Diffusion 2": Published("sd", SD2, SD_KL, (("CLIPTextModel", VIT_H),), 512, 77),
+    "SDXL": Published("sdxl", SDXL, SD_KL, (CLIP_L, CLIP_G), 1024, 77),
+    "PRX 163M": read_prx("prx_163m"),
+    "PRX 1.2B": read_prx("prx_1.2b"),
+    "Z-Image": Published(
+        "z-image", {}, ("AutoencoderKL", FLUX_KL), (("Qwen3Model", QWEN3_4B),), 1024, 512
+    ),
+    "FLUX.2 klein 4B": Published(
+        "flux2-klein", KLEIN, FLUX2_KL, (("Qwen3ForCausalLM", QWEN3_4B),), 1024, 512
+    ),
+    "FLUX.2 klein 9B": Published(
+        "flux2-klein", KLEIN_9B, FLUX2_KL, (("Qwen3ForCausalLM", QWEN3_8B),), 1024, 512
+    ),
+    "Qwen-Image": Published("qwen-image", {}, QWEN_KL, (QWEN_VL,), 1024, 512),
 }
-# Models of the last table and their resolutions; the files are for train_unconditional.py.
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train. name: in the tables."""
+
+    name: str
+    rank: int | None = None
+    mixed_precision: str = "bf16"
+    gradient_checkpointing: bool = True
+    optimizer: str = "adamw"
+    use_ema: bool = True
+    nf4: bool = False
+    half_side: bool = False  # at half of the usual resolution
+
+
+FULL = (
+    Way("float32", mixed_precision="no", gradient_checkpointing=False),
+    Way("bf16", gradient_checkpointing=False),
+    Way("bf16, GC"),
+    Way("bf16, GC, 8-bit", optimizer="adamw8bit"),
+    Way("bf16, GC, 8-bit, no EMA", optimizer="adamw8bit", use_ema=False),
+    Way("bf16, GC, Adafactor, no EMA", optimizer="adafactor", use_ema=False),
+    Way(
+        "bf16, GC, Adafactor, no EMA, half the side",
+        optimizer="adafactor",
+        use_ema=False,
+        half_side=True,
+    ),
+)
+LORA = (
+    Way("float32", RANK, mixed_precision="no", gradient_checkpointing=False),
+    Way("bf16", RANK, gradient_checkpointing=False),
+    Way("bf16, GC", RANK),
+    Way("bf16, GC, nf4", RANK, nf4=True),
+    Way("bf16, GC, nf4, half the side", RANK, nf4=True, half_side=True),
+)
+# Models of the last tables and their resolutions; the files are for train_unconditional.py.
+U_NETS = {"Stable Diffusion 1.5": (256, 512), "Stable Diffusion 2": (256, 512)}
+U_NETS |= {"SDXL": (512, 1024)}
 KEPT = {"unet_64.json": (64, 128, 256), "unet_256.json": (64, 128, 256)}
-KEPT |= {name: sides for name, (_, _, sides) in MODELS.items() if name != "Stable Diffusion 1.5"}
-# Flags: (optimizer, whether weights are averaged, rank of the adapter).
-WAYS = {
-    "as it stands: AdamW, averaged weights": ("adamw", True, None),
-    "`--optimizer adamw8bit`": ("adamw8bit", True, None),
-    "`--no-use_ema`": ("adamw", False, None),
-    "`--optimizer adamw8bit --no-use_ema`": ("adamw8bit", False, None),
-    "`--rank 16 --mixed_precision bf16`": ("adamw", True, 16),
-}
+KEPT |= {"Stable Diffusion 2": (256, 512), "SDXL": (512, 1024)}
 
 
-def make_unet(config, rank=None):
-    """Build a U-Net on the meta device, without weights.
-
-    With a rank, everything is frozen except for LoRA adapters at its attention layers.
-    """
-    with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(config)
-        if rank:
-            from peft import LoraConfig
-
-            unet.requires_grad_(False)
-            unet.add_adapter(
-                LoraConfig(r=rank, target_modules=["to_k", "to_q", "to_v", "to_out.0"])
-            )
-    return unet
+# -------------------------------------------------------------------------------------------------
+# models without numbers, and what they hold
 
 
-def count_bytes(unet, optimizer, averaged):
-    """Count the bytes of a training step by kind.
+def make_denoiser(model: Published) -> Any:
+    return getattr(diffusers, FAMILIES[model.family].model).from_config(model.config)
 
-    Trainable weights are in float32, frozen ones in 16 bits.
-    """
-    trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
-    frozen = sum(
-        parameter.numel() for parameter in unet.parameters() if not parameter.requires_grad
+
+def make_vae(model: Published) -> Any:
+    name, config = model.vae
+    return getattr(diffusers, name)(**config)
+
+
+def make_encoders(model: Published) -> list[Any]:
+    classes = [(getattr(transformers, name), config) for name, config in model.encoders]
+    return [kind(kind.config_class(**config)) for kind, config in classes]
+
+
+def count_numbers(module: torch.nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def prepare_lora(model: Published, denoiser: Any, mixed_precision: str) -> None:
+    """Add the adapter of --rank 16 to the attention layers."""
+    flags = argparse.Namespace(
+        rank=RANK, lora_alpha=None, lora_layers="attention", lora_dropout=0.0, use_dora=False
     )
-    numbers = sum(parameter.numel() for parameter in trained)
-    moments = sum(count_moments(parameter, optimizer) for parameter in trained)
-    return {
-        "weights": 4 * numbers + 2 * frozen, "gradients": 4 * numbers, "moments": moments,
-        "averaged": 4 * numbers * averaged,
-    }  # fmt: skip
+    layers = FAMILIES[model.family].choose_layers(denoiser, "attention")
+    dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+    add_lora(denoiser, layers, "", dtype, flags)
 
 
-def give_inputs(config, resolution):
-    """Return (latents of one image of `resolution` pixels, the U-Net's other inputs)."""
-    condition = {"encoder_hidden_states": torch.zeros(1, 77, config["cross_attention_dim"])}
-    if config.get("addition_embed_type"):
-        condition |= {"text_embeds": torch.zeros(1, 1280), "time_ids": torch.zeros(1, 6)}
-    return torch.zeros(1, 4, resolution // 8, resolution // 8), condition
+@functools.cache
+def count_held(name: str, way: Way) -> dict[str, int]:
+    """The bytes that a step holds without activations, by kind; see `count_memory`."""
+    model = MODELS[name]
+    with torch.device("meta"):
+        denoiser = make_denoiser(model)
+        numbers = [0]
+        if way.nf4:
+            layers = [denoiser.get_submodule(layer) for layer in list_quantizable(denoiser)]
+            numbers = [layer.in_features * layer.out_features for layer in layers]
+        if way.rank:
+            prepare_lora(model, denoiser, way.mixed_precision)
+        averaged = start_average({"model": denoiser}) if way.use_ema else {}
+        held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
+    # 4 bits in place of 16, a float32 scale for each block, and one layer at a time in 16 bits
+    held["weights"] -= int(sum(numbers) * (2 - 0.5 - 4 / BLOCK)) - 2 * max(numbers)
+    return held
 
 
-def count_step(config, resolution):
-    """Count the operations of a forward and backward pass on one image, as the trainers do."""
+# -------------------------------------------------------------------------------------------------
+# activations
 
-    def loss(models, prepared, weight):
-        timesteps = torch.zeros(1)
-        return call_unet(models["unet"], prepared.images, timesteps, prepared.condition).sum()
 
-    prepared = Prepared(*give_inputs(config, resolution), {})
-    return count_flops({"unet": make_unet(config)}, loss, prepared)
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive. `peak` is the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = 0
+        self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                self.note(value.untyped_storage())
+        return result
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.known:
+            self.known.add(key)
+            self.held += storage.nbytes()
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self.free, key, storage.nbytes())
+
+    def free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.held -= size
 
 
 class OneKernel(torch.autograd.Function):
     """Attention that keeps the same tensors as a fused kernel; shapes only."""
 
     @staticmethod
-    def forward(ctx, query, key, value):
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         result = torch.empty_like(query)
         ctx.save_for_backward(query, key, value, result)
         return result
 
 
-def count_kept(name, resolution):
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+) -> torch.Tensor:
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value = (each.bfloat16() for each in (query, key, value))
+    return OneKernel.apply(query, key, value)
+
+
+@contextlib.contextmanager
+def imagined_gpu() -> Iterator[PeakMemory]:
+    """A GPU on which tensors have no numbers. autocast must not find out that there is none."""
+    with (
+        patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
+        patch("torch.cuda.is_bf16_supported", lambda *args, **options: True),
+        patch("torch.nn.functional.scaled_dot_product_attention", attend),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.device("cuda"),
+        PeakMemory() as memory,
+    ):
+        yield memory
+
+
+def make_on_gpu(model: Published, rank: int | None, mixed_precision: str) -> Any:
+    """What is trained, on the GPU of `imagined_gpu`, where `add_lora` would not work."""
+    with unset_fake_temporarily(), torch.device("cpu"), init_empty_weights(include_buffers=False):
+        denoiser = make_denoiser(model)
+        if rank:
+            prepare_lora(model, denoiser, mixed_precision)
+    moved: dict[int, Any] = {}
+    for weight in denoiser.parameters():
+        copied = torch.empty(weight.shape, dtype=weight.dtype)
+        moved[id(weight)] = torch.nn.Parameter(copied, weight.requires_grad)
+    for buffer in denoiser.buffers():
+        moved[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    with unset_fake_temporarily():
+        return copy.deepcopy(denoiser, moved)
+
+
+class Checkpointing:
+    """Stands for torch's checkpoint: keeps the inputs of blocks, and notes the largest block."""
+
+    def __init__(self, memory: PeakMemory) -> None:
+        self.memory = memory
+        self.inputs: list[Any] = []
+        self.largest = 0
+
+    def __call__(self, block: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.inputs.append((args, options))
+        before = self.memory.held
+        result = block(*args, **options)
+        self.largest = max(self.largest, self.memory.held - before)
+        # without its graph, so that what the block keeps is freed
+        return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(), result)
+
+
+def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[Any, Any, Any]:
+    """Latents, times and prompts of some images of `side` pixels."""
+    family = FAMILIES[model.family]
+    with torch.device("meta"):
+        vae = make_vae(model)
+    _, channels = family.count_channels(vae)
+    side //= family.downscale(vae)
+    prompts: dict[str, Any] = {
+        "prompt_embeds": torch.zeros(images, model.tokens, config[family.embeds_width])
+    }
+    if family.masked:
+        prompts["prompt_mask"] = torch.ones(images, model.tokens, dtype=torch.bool)
+    if family.needs_lengths:
+        prompts["prompt_lengths"] = torch.zeros(images, device="meta")  # no numbers: all tokens
+    if family.needs_sizes:
+        prompts["pooled_prompt_embeds"] = torch.zeros(images, VIT_G["projection_dim"])
+        prompts["time_ids"] = torch.zeros(images, 6)
+    return torch.zeros(images, channels, side, side), torch.zeros(images), prompts
+
+
+@functools.cache
+def count_activations(
+    name: str,
+    side: int,
+    rank: int | None,
+    mixed_precision: str,
+    gradient_checkpointing: bool,
+    images: int,
+) -> int:
+    """Bytes that a step holds at most besides weights, gradients, moments and averages.
+
+    They are what the forward pass keeps, with autocast's copies of trained weights.
+    """
+    model = MODELS[name]
+    family = FAMILIES[model.family]
+    with imagined_gpu() as memory:
+        denoiser = make_on_gpu(model, rank, mixed_precision).train()
+        checkpointing = Checkpointing(memory)
+        if gradient_checkpointing:
+            denoiser.enable_gradient_checkpointing(checkpointing)
+        memory.peak = before = memory.held
+        latents, times, prompts = make_inputs(model, denoiser.config, side, images)
+        with torch.autocast("cuda", torch.bfloat16, enabled=mixed_precision == "bf16"):
+            prediction = family.predict(denoiser, latents, times, prompts)
+        in_backward = memory.held + checkpointing.largest
+        assert prediction.requires_grad
+        return max(memory.peak, in_backward) - before
+
+
+@functools.cache
+def count_samples(name: str, side: int, rank: int | None) -> tuple[int, int]:
+    """Bytes on the device while samples are drawn: (of the VAE, of activations at most).
+
+    Two images pass through the denoiser for guidance. One at a time is decoded, in float32.
+    """
+    model = MODELS[name]
+    family = FAMILIES[model.family]
+    with imagined_gpu() as memory, torch.no_grad():
+        denoiser = make_on_gpu(model, rank, "bf16").eval()
+        memory.peak = before = memory.held
+        latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
+        with torch.autocast("cuda", torch.bfloat16):
+            family.predict(denoiser, latents, times, prompts)
+        most = memory.peak - before
+        del denoiser
+        vae = make_vae(model).eval()
+        memory.peak = before = memory.held
+        vae.decode(family.unpack_latents(latents[:1]))
+        return 4 * count_numbers(vae), max(most, memory.peak - before)
+
+
+def count_step(name: str, way: Way, images: int = 1) -> int:
+    """Bytes of a training step with some images, all together."""
+    side = MODELS[name].side // (2 if way.half_side else 1)
+    activations = count_activations(
+        name, side, way.rank, way.mixed_precision, way.gradient_checkpointing, images
+    )
+    return sum(count_held(name, way).values()) + activations
+
+
+def count_drawing(name: str, way: Way) -> int:
+    """Bytes on the device while samples are drawn, all together: then there are no gradients."""
+    held = count_held(name, way)
+    side = MODELS[name].side // (2 if way.half_side else 1)
+    return sum(held.values()) - held["gradients"] + sum(count_samples(name, side, way.rank))
+
+
+# -------------------------------------------------------------------------------------------------
+# U-Nets
+
+
+def count_flops_of(name: str, side: int) -> int:
+    """Count the operations of a forward and backward pass on one image, as the trainers do."""
+    model = MODELS[name]
+
+    def loss(models: Any, prepared: Prepared, weight: torch.Tensor) -> torch.Tensor:
+        times = torch.zeros(1)
+        prompts: Any = prepared.condition
+        return FAMILIES[model.family].predict(models["unet"], prepared.images, times, prompts).sum()
+
+    with torch.device("meta"):
+        unet = make_denoiser(model)
+        latents, _, prompts = make_inputs(model, unet.config, side, 1)
+    return count_flops({"unet": unet}, loss, Prepared(latents, prompts, {}))
+
+
+def count_kept(name: str, side: int) -> int:
     """Count the bytes of activations per image of a model in KEPT."""
     with torch.device("meta"):
         if name in MODELS:
-            unet, inputs = make_unet(MODELS[name][0]), give_inputs(MODELS[name][0], resolution)
+            model = MODELS[name]
+            unet = make_denoiser(model)
+            latents, times, prompts = make_inputs(model, unet.config, side, 1)
+            predict = functools.partial(FAMILIES[model.family].predict, unet.train())
         else:
-            unet = UNet2DModel.from_config(UNet2DModel.load_config(CONFIGS / name))
-            inputs = torch.zeros(1, 3, resolution, resolution), {}
-        weights, kept = {id(weight) for weight in unet.parameters()}, {}
+            unet = UNet2DModel.from_config(UNet2DModel.load_config(ROOT / "configs" / name))
+            latents, times, prompts = torch.zeros(1, 3, side, side), torch.zeros(1), {}
+            predict = functools.partial(call_unet, unet.train())
+        weights = {id(weight) for weight in unet.parameters()}
+        kept = {}
 
-        def keep(tensor):
-            base, storage = (
-                tensor if tensor._base is None else tensor._base,
-                tensor.untyped_storage(),
-            )
-            if id(base) not in weights:
-                kept[storage._cdata] = storage  # kept alive, so that no address is reused
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            whole = tensor if tensor._base is None else tensor._base
+            if id(whole) not in weights:
+                # kept alive, so that no address is reused
+                kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
             return tensor
 
-        attend = lambda query, key, value, **options: OneKernel.apply(query, key, value)  # noqa: E731
         with patch("torch.nn.functional.scaled_dot_product_attention", attend):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                result = call_unet(unet.train(), inputs[0], torch.zeros(1), inputs[1])
+                result = predict(latents, times, prompts)
     assert result.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def count_encoders(config, kinds, resolution):
-    """Return the size and the relative cost of text encoders.
-
-    (bytes in 16 bits, their operations divided by those of a training step of the U-Net).
-    """
+def count_encoding(name: str, side: int) -> float:
+    """The operations of the text encoders, as a share of those of a training step."""
+    model = MODELS[name]
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        encoders = [kind(CLIPTextConfig(**shape)) for kind, shape in kinds]
-        for encoder in encoders:
-            encoder(torch.ones(1, 77).long())
-    share = counter.get_total_flops() / count_step(config, resolution)
-    return 2 * sum(p.numel() for encoder in encoders for p in encoder.parameters()), share
+        for encoder in make_encoders(model):
+            encoder(torch.ones(1, model.tokens).long())
+    return counter.get_total_flops() / count_flops_of(name, side)
 
 
-def main(argv=None):
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(argv)
-    print(
-        "| U-Net | flags | weights | gradients | moments | averaged | in a step, GB |\n"
-        "|---|---|---|---|---|---|---|"
-    )
-    for name, (config, _, _) in MODELS.items():
-        unets = {rank: make_unet(config, rank) for rank in {rank for _, _, rank in WAYS.values()}}
-        for way, (optimizer, averaged, rank) in WAYS.items():
-            counts = count_bytes(unets[rank], optimizer, averaged)
-            cells = [f"{count / 1e9:.2f}" for count in (*counts.values(), sum(counts.values()))]
-            print(f"| {name} | {way} | {' | '.join(cells)} |", flush=True)
-    print(
-        "\n| text encoders of | GB in 16 bits | operations, beside those of a step |\n|---|---|---|"
-    )
-    for name, (config, kinds, resolutions) in MODELS.items():
-        found = [count_encoders(config, kinds, resolution) for resolution in resolutions]
-        shares = ", ".join(
-            f"{100 * share:.1f} % at {side} px"
-            for (_, share), side in zip(found, resolutions, strict=True)
-        )
-        print(f"| {name} | {found[0][0] / 1e9:.1f} | {shares} |", flush=True)
-    print("\n| U-Net | px | TFLOP an image |\n|---|---|---|")
-    for name, (config, _, resolutions) in MODELS.items():
-        for side in resolutions:
-            print(f"| {name} | {side} | {count_step(config, side) / 1e12:.2f} |", flush=True)
-    print("\n| U-Net | px | MB an image | times the smallest |\n|---|---|---|---|")
+# -------------------------------------------------------------------------------------------------
+# the tables
+
+
+def print_table(title: str, columns: list[str], rows: Iterator[list[str]]) -> None:
+    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.1f}"
+
+
+def can_have_lora(name: str) -> bool:
+    return bool(FAMILIES[MODELS[name].family].attention)
+
+
+def choose_way(name: str, ways: tuple[Way, ...], card: int) -> str:
+    """The first way that fits into nine tenths of a card; with *, if samples fit in none."""
+    room = 0.9 * card * 2**30
+    fitting = [way for way in ways if count_step(name, way) <= room]
+    for way in fitting:
+        if count_drawing(name, way) <= room:
+            return way.name
+    return f"{fitting[0].name}*" if fitting else "no"
+
+
+def list_cards(names: list[str], ways: tuple[Way, ...]) -> Iterator[list[str]]:
+    for name in names:
+        yield [name, *(choose_way(name, ways[1:], card) for card in CARDS)]
+
+
+def list_steps(names: list[str], ways: tuple[Way, ...]) -> Iterator[list[str]]:
+    for name in names:
+        yield [name, *(gigabytes(count_step(name, way)) for way in ways)]
+
+
+def list_images(names: list[str]) -> Iterator[list[str]]:
+    for name in names:
+        cells = [name, f"{MODELS[name].side}"]
+        for way in (*FULL[1:3], *LORA[1:3]):
+            if way.rank and not can_have_lora(name):
+                cells.append("")
+            else:
+                cells.append(gigabytes(count_step(name, way, 2) - count_step(name, way)))
+        yield cells
+
+
+def list_samples(names: list[str]) -> Iterator[list[str]]:
+    for name in names:
+        rank = RANK if can_have_lora(name) else None
+        for side in (MODELS[name].side // 2, MODELS[name].side):
+            yield [name, str(side), *map(gigabytes, count_samples(name, side, rank))]
+
+
+def list_parts(names: list[str]) -> Iterator[list[str]]:
+    """What is held without activations: whole models, and the base of a LoRA."""
+    for name in names:
+        held = count_held(name, FULL[1])
+        cells = [name, f"{held['gradients'] / 4e9:.2f}", gigabytes(sum(held.values()))]
+        cells += [gigabytes(sum(count_held(name, way).values())) for way in FULL[3:6]]
+        lora = LORA[2:4] if can_have_lora(name) else ()
+        cells += [gigabytes(sum(count_held(name, way).values())) for way in lora]
+        yield cells + [""] * (2 - len(lora))
+
+
+def list_disk(names: list[str]) -> Iterator[list[str]]:
+    for name in names:
+        model = MODELS[name]
+        family = FAMILIES[model.family]
+        with torch.device("meta"):
+            denoiser = make_denoiser(model)
+            latents, _, prompts = make_inputs(model, denoiser.config, model.side, 1)
+            frozen = [make_vae(model), *make_encoders(model)]
+            checkpoint, result = count_disk({"model": denoiser}, True, "adamw")
+            small, _ = count_disk({"model": denoiser}, False, "adafactor")
+            lora = 0
+            if can_have_lora(name):
+                prepare_lora(model, denoiser, "bf16")
+                lora, _ = count_disk({"model": denoiser}, True, "adamw")
+        embeds = prompts["prompt_embeds"].numel()
+        if family.ragged and family.masked:
+            text = f"{2 * embeds / model.tokens / 1e3:.1f} kB a token"
+        else:
+            text = f"{2 * embeds / 1e3:,.0f} kB"
+        yield [
+            name,
+            f"{2 * 2 * latents.numel() / 1e3:,.0f} kB",  # mean and deviation, in 16 bits
+            text,
+            gigabytes(checkpoint),
+            gigabytes(small),
+            gigabytes(result + 4 * sum(map(count_numbers, frozen))),
+            f"{lora / 1e9:.2f}" if lora else "",
+        ]
+
+
+def list_encoders(names: list[str]) -> Iterator[list[str]]:
+    for name in names:
+        with torch.device("meta"):
+            numbers = sum(map(count_numbers, make_encoders(MODELS[name])))
+        shares = [f"{100 * count_encoding(name, side):.1f} %" for side in U_NETS.get(name, ())]
+        yield [name, gigabytes(4 * numbers), gigabytes(2 * numbers), " / ".join(shares)]
+
+
+def list_operations(names: list[str]) -> Iterator[list[str]]:
+    for name in names:
+        for side in U_NETS.get(name, ()):
+            yield [name, str(side), f"{count_flops_of(name, side) / 1e12:.2f}"]
+
+
+def list_kept(names: list[str]) -> Iterator[list[str]]:
     for name, sides in KEPT.items():
+        if name in MODELS and name not in names:
+            continue
         counts = [count_kept(name, side) for side in sides]
         for side, count in zip(sides, counts, strict=True):
-            print(f"| {name} | {side} | {count / 1e6:,.0f} | {count / counts[0]:.1f} |", flush=True)
+            yield [name, str(side), f"{count / 1e6:,.0f}", f"{count / counts[0]:.1f}"]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
+    names = parser.parse_args(argv).models
+    with_lora = [name for name in names if can_have_lora(name)]
+    cards = [f"{card} GB" for card in CARDS]
+    full = [way.name for way in FULL]
+    lora = [way.name for way in LORA]
+    print_table("Cards: the whole model", ["model", *cards], list_cards(names, FULL))
+    print_table("Cards: a LoRA", ["model", *cards], list_cards(with_lora, LORA))
+    print_table("A step, the whole model", ["model", *full], list_steps(names, FULL))
+    print_table("A step, a LoRA", ["model", *lora], list_steps(with_lora, LORA))
+    columns = ["model", "billion weights", "AdamW, EMA", "8-bit, EMA", "8-bit", "Adafactor"]
+    columns += ["LoRA, bf16 base", "LoRA, nf4 base"]
+    print_table("Held without activations", columns, list_parts(names))
+    columns = ["model", "px", "whole, bf16", "whole, GC", "LoRA, bf16", "LoRA, GC"]
+    print_table("Each further image", columns, list_images(names))
+    columns = ["model", "px", "VAE", "activations"]
+    print_table("Samples", columns, list_samples(names))
+    columns = ["model", "latents", "embeddings", "checkpoint", "the same, Adafactor, no EMA"]
+    columns += ["pipeline", "checkpoint of a LoRA"]
+    print_table("Disk", columns, list_disk(names))
+    columns = ["text encoders of", "float32", "16 bits", "operations, as a share of a step's"]
+    print_table("Text encoders", columns, list_encoders(names))
+    print_table("Operations", ["U-Net", "px", "TFLOP an image"], list_operations(names))
+    columns = ["U-Net", "px", "MB an image", "times the smallest"]
+    print_table("Activations in float32", columns, list_kept(names))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,14 @@ IMAGES_ONLY = (
     "shuffle_buffer",
 )
 # flags that do nothing without --rank
-LORA_ONLY = ("lora_alpha", "lora_layers", "lora_dropout", "use_dora", "network_weights")
+LORA_ONLY = (
+    "lora_alpha",
+    "lora_layers",
+    "lora_dropout",
+    "use_dora",
+    "network_weights",
+    "base_precision",
+)
 
 
 def add_source_flags(add: Add, captions: bool = False) -> None:
@@ -445,6 +452,11 @@ def add_lora_flags(add: Add, output_kohya_format: bool) -> None:
     add("--use_dora", **SWITCH, help="train magnitudes as well (DoRA), slower (arXiv:2402.09353)")
     add("--network_weights", type=PATH, help="file of a LoRA to continue training")
     add(
+        "--base_precision",
+        choices=["nf4"],
+        help="nf4: the frozen base in 4 bits, by bitsandbytes (None: as --mixed_precision says)",
+    )
+    add(
         "--output_kohya_format",
         action=argparse.BooleanOptionalAction,
         default=output_kohya_format,
@@ -563,6 +575,14 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         )
     if args.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         parser.error("--optimizer adamw8bit: `pip install bitsandbytes` first, or choose another")
+    if getattr(args, "base_precision", None):
+        if importlib.util.find_spec("bitsandbytes") is None:
+            parser.error("--base_precision nf4: `pip install bitsandbytes` first, or leave it out")
+        if args.use_dora:
+            parser.error(
+                "--use_dora computes with the exact weights of the base: leave it or "
+                "--base_precision out"
+            )
     if "rank" in args:
         for name in LORA_ONLY if args.rank is None else ():
             if getattr(args, name) != parser.get_default(name):

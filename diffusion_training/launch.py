@@ -26,6 +26,7 @@ from accelerate.utils import (
 from diffusion_training.errors import CHANGED, SIGNALS, explained, fail, handling
 from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.models import DTYPES
+from diffusion_training.quantization import check_quantization
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
     backend = args.compile
     if backend is None and dynamo.backend != DynamoBackend.NO:
         backend = dynamo.backend.value.lower()
+    if getattr(args, "base_precision", None):
+        check_quantization(precision, backend)
     accumulation_steps = read_accumulation(accelerator, args)
     if device.type == "cpu":
         keep_memory()

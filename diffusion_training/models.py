@@ -3,14 +3,19 @@
 import argparse
 import contextlib
 import copy
+import hashlib
+import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
+from torch.nn import Linear
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from diffusion_training.batches import Models, Predict
@@ -26,12 +31,63 @@ def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Modu
     """
     model, info = kind.from_pretrained(source, output_loading_info=True, **options)
     for what in ("missing_keys", "mismatched_keys"):
-        if info[what]:
-            raise ValueError(
-                f"{len(info[what])} {what.replace('_', ' ')}, such as "
-                f"{sorted(map(str, info[what]))[0]}"
-            )
+        raise_for_keys(what.replace("_", " "), info[what])
     return model
+
+
+def raise_for_keys(what: str, keys: Collection[Any]) -> None:
+    """Raise ValueError if there are any `keys`. what: "missing keys", say."""
+    if keys:
+        raise ValueError(f"{len(keys)} {what}, such as {sorted(map(str, keys))[0]}")
+
+
+def find_weight_files(
+    source: str, subfolder: str, variant: str | None = None, **options: Any
+) -> list[str]:
+    """The .safetensors files that `from_pretrained` reads, several if the model is in parts.
+
+    Raises FileNotFoundError if there are none. options: revision and cache_dir.
+    """
+
+    def locate(name: str) -> str | None:
+        if os.path.isdir(source):
+            path = os.path.join(source, subfolder, name)
+            return path if os.path.isfile(path) else None
+        try:
+            return hf_hub_download(source, f"{subfolder}/{name}", **options)
+        except EntryNotFoundError:
+            return None
+
+    end = f".{variant}" if variant else ""
+    names = {f"diffusion_pytorch_model{end}.safetensors"}
+    index = locate(f"diffusion_pytorch_model.safetensors.index{end}.json")
+    if index:
+        with open(index) as file:
+            names = set(json.load(file)["weight_map"].values())
+    paths = []
+    for name in sorted(names):
+        path = locate(name)
+        if path is None:
+            raise FileNotFoundError(f"{source}/{subfolder} has no {name}")
+        paths.append(path)
+    return paths
+
+
+def hash_weights(model: torch.nn.Module) -> str:
+    """SHA-256 of a model's weights: of values and shapes, whatever the library calls them."""
+    with ThreadPoolExecutor() as pool:  # gigabytes, and all wait; hashing lets other threads run
+        return combine_hashes(pool.map(hash_weight, model.parameters()))
+
+
+def hash_weight(weight: torch.Tensor) -> str:
+    digest = hashlib.sha256(str(tuple(weight.shape)).encode())
+    digest.update(weight.detach().float().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def combine_hashes(digests: Iterable[str]) -> str:
+    """The hash of a model, of the hashes of its weights in any order."""
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
 def call_unet(
@@ -150,9 +206,20 @@ def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
     return weight.dim() == 2 and ".blocks." in f".{name}"
 
 
+def list_quantized(model: torch.nn.Module) -> list[Any]:
+    """The layers that `load_quantized` keeps in 4 bits."""
+    modules = model.modules()
+    return [each for each in modules if isinstance(each, Linear) and hasattr(each, "quant_state")]
+
+
 def copy_trained(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy that shares the frozen weights, which are gigabytes when a LoRA is trained."""
-    frozen = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
+    frozen: dict[int, Any] = {}
+    for weight in model.parameters():
+        if not weight.requires_grad:
+            frozen[id(weight)] = weight
+    for layer in list_quantized(model):
+        frozen[id(layer.quant_state)] = layer.quant_state  # the scales of its weights
     return copy.deepcopy(model, frozen)
 
 
@@ -180,19 +247,16 @@ def update_ema(averaged: Models, models: Models, step: int, args: argparse.Names
 
 
 def read_precision(source: str, subfolder: str, **options: Any) -> torch.dtype:
-    """Return the precision of a model's safetensors file; float32 if it has several or no file.
+    """Return the precision of a model's safetensors files; float32 if they have several, or none.
 
     options: those of `from_pretrained`. Without it, diffusers would load weights of two bytes each
     into four.
     """
-    variant = options.pop("variant", None)
-    name = f"diffusion_pytorch_model{f'.{variant}' if variant else ''}.safetensors"
-    path = f"{source}/{subfolder}/{name}"
-    with contextlib.suppress(Exception):  # files of another kind, or in several parts
-        if not os.path.isdir(source):
-            path = hf_hub_download(source, f"{subfolder}/{name}", **options)
-        with safe_open(path, "pt") as file:
-            kinds = {file.get_slice(name).get_dtype() for name in file.keys()}
-        if kinds in ({"F16"}, {"BF16"}):
-            return torch.float16 if kinds == {"F16"} else torch.bfloat16
+    kinds = set()
+    with contextlib.suppress(Exception):  # files of another kind
+        for path in find_weight_files(source, subfolder, **options):
+            with safe_open(path, "pt") as file:
+                kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}
+    if kinds in ({"F16"}, {"BF16"}):
+        return torch.float16 if kinds == {"F16"} else torch.bfloat16
     return torch.float32

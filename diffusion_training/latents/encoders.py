@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.latents.text_encoders import encode_prompts, load_text_encoders, locating
-from diffusion_training.models import compile_model, put_on_device
+from diffusion_training.models import compile_model, hash_weights, put_on_device
 
 
 @dataclass(frozen=True)
@@ -125,19 +124,6 @@ def encode_images(encoders: Encoders, pixel_values: torch.Tensor) -> torch.Tenso
     """Images uint8 [N, C, H, W] -> latents float32, as `Family.encode_images` gives them."""
     images = (pixel_values / 127.5 - 1).to(encoders.vae.dtype)
     return encoders.family.encode_images(encoders.vae, images)
-
-
-def hash_weights(model: torch.nn.Module) -> str:
-    """SHA-256 of a model's weights: of values and shapes, whatever the library calls them."""
-
-    def hash_weight(weight: torch.Tensor) -> str:
-        digest = hashlib.sha256(str(tuple(weight.shape)).encode())
-        digest.update(weight.detach().float().cpu().contiguous().numpy())
-        return digest.hexdigest()
-
-    with ThreadPoolExecutor() as pool:  # gigabytes, and all wait; hashing lets other threads run
-        digests = pool.map(hash_weight, model.parameters())
-    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from diffusion_training.batches import Models, Prepared
 from diffusion_training.errors import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import measure_memory
-from diffusion_training.models import is_block_matrix
+from diffusion_training.models import is_block_matrix, list_quantized
+from diffusion_training.training.lora import is_adapted
 
 Copied = TypeVar("Copied")
 # the script's `compute_loss`, with all bound but (models, prepared batch, weight)
@@ -142,7 +143,8 @@ def count_memory(
     def count(modules: Iterable[torch.nn.Module], shared: Container[int] = ()) -> int:
         tensors = {}
         for module in modules:
-            for tensor in (*module.parameters(), *module.buffers()):
+            scales = [layer.quant_state.absmax for layer in list_quantized(module)]
+            for tensor in (*module.parameters(), *module.buffers(), *scales):
                 if id(tensor) not in shared:
                     tensors[id(tensor)] = tensor.numel() * tensor.element_size()
         return sum(tensors.values())
@@ -150,6 +152,7 @@ def count_memory(
     own = set()
     gradients = moments = 0
     for model in models.values():
+        own |= {id(layer.quant_state.absmax) for layer in list_quantized(model)}
         for name, weight in model.named_parameters():
             own.add(id(weight))
             if weight.requires_grad:
@@ -163,6 +166,23 @@ def count_memory(
         "encoders": count(others),
         "exchanged gradients": gradients * (num_processes > 1),
     }
+
+
+def count_disk(models: Models, use_ema: bool, optimizer: str) -> tuple[int, int]:
+    """Return the bytes of (a checkpoint, the result).
+
+    Parts of the result that are not trained, such as a pipeline's VAE, are left out.
+    """
+    weights = moments = 0
+    for model in models.values():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                weights += weight.numel() * weight.element_size()
+                moments += count_moments(weight, optimizer, is_block_matrix(name, weight))
+    checkpoint = weights * (1 + use_ema) + moments
+    if any(map(is_adapted, models.values())):
+        checkpoint += weights  # the files for other programs: two in float16 are as large
+    return checkpoint, weights
 
 
 def find_peak(name: str, mixed_precision: str, allow_tf32: bool) -> float | None:
@@ -188,6 +208,10 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
             empty[id(weight)] = torch.nn.Parameter(shape, weight.requires_grad)
         for buffer in module.buffers():
             empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+        for layer in list_quantized(module):  # whose product would not be counted
+            bias = layer.bias is not None
+            whole = torch.nn.Linear(layer.in_features, layer.out_features, bias, "meta")
+            empty[id(layer)] = whole.requires_grad_(False)
     copied = {name: copy.deepcopy(model, empty) for name, model in models.items()}
     for model in copied.values():
         # checkpointing repeats the forward pass, which is not counted as work of the model

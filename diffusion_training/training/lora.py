@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail, is_local_main
 from diffusion_training.files import find_differences, sort_header
+from diffusion_training.models import list_quantized
 from diffusion_training.training.lora_files import (
     DORA_SCALE,
     LORA_A,
@@ -31,7 +32,7 @@ def add_lora(
     """Freeze a model and put an adapter of --rank beside each of some layers.
 
     Only the adapters are trained, in float32. A is drawn from torch's generator, B starts at 0
-    (arXiv:2106.09685). Then the frozen weights are cast to `dtype`.
+    (arXiv:2106.09685). Then the frozen weights are cast to `dtype`, except for those in 4 bits.
 
     layers: ends of their names. base: hash of the weights. Stops with an error if a layer does not
     exist, does not support adapters, or is smaller than the rank.
@@ -62,15 +63,24 @@ def add_lora(
             if not any(f".{name}".endswith(f".{layer}") for name in adapted):
                 raise ValueError(f"the model has no {layer}")
         for name, module in adapted.items():
-            own_rank = min(module.weight.flatten(1).shape)
+            if isinstance(module, torch.nn.Linear):  # in 4 bits its weight has another shape
+                own_rank = min(module.in_features, module.out_features)
+            else:
+                own_rank = min(module.weight.flatten(1).shape)
             if args.rank > own_rank:
                 raise ValueError(f"{name} has a rank of {own_rank} itself")
     exact = getattr(model, "_keep_in_fp32_modules", None) or ()
     for name, weight in model.named_parameters():
-        if not weight.requires_grad and not any(part in exact for part in name.split(".")):
+        is_exact = weight.requires_grad or any(part in exact for part in name.split("."))
+        if weight.is_floating_point() and not is_exact:
             weight.data = weight.data.to(dtype)
+    quantized = list_quantized(model)
+    for layer in quantized:
+        layer.compute_dtype = dtype
     # a checkpoint must agree with this
     model.adapter = {"peft_type": "LORA", **config, "base_sha256": base}
+    if quantized:
+        model.adapter["quantization"] = "nf4"
 
 
 def list_further_layers(

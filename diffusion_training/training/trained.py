@@ -1,13 +1,20 @@
 """What a run trains: the models with their averages, the optimizer and the learning rate."""
 
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from diffusion_training.batches import Models
+from diffusion_training.errors import fail
 from diffusion_training.launch import Launch
 from diffusion_training.models import checkpoint_gradients, put_on_device, start_average, update_ema
-from diffusion_training.training.checkpoints import load_checkpoint, save_checkpoint
+from diffusion_training.training.checkpoints import (
+    find_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from diffusion_training.training.costs import count_disk
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.replicas import check_replicas
 
@@ -27,6 +34,8 @@ class Trained:
         self.accelerator = launch.accelerator
         self.settings = settings
         self.models = models
+        if not settings.find_lr:  # which saves nothing
+            check_free_space(models, settings)
         for model in models.values():
             put_on_device(model, launch.device)
         self.averaged = start_average(models) if settings.use_ema else {}
@@ -81,4 +90,21 @@ class Trained:
             self.settings.output_dir,
             self.settings.checkpoints_total_limit,
             lora_metadata,
+        )
+
+
+def check_free_space(models: Models, settings: Namespace) -> None:
+    """Stop with an error if --output_dir has no room for two checkpoints and the result.
+
+    Checkpoints that are there count, but the next one is written before an old one is deleted.
+    """
+    checkpoint, result = count_disk(models, settings.use_ema, settings.optimizer)
+    count = max(1, 2 - len(find_checkpoints(settings.output_dir)))
+    needed = count * checkpoint + result
+    free = shutil.disk_usage(settings.output_dir).free
+    if free < needed:
+        what = "two checkpoints" if count == 2 else "a checkpoint"
+        fail(
+            f"--output_dir {settings.output_dir} has {free / 1e9:.3g} GB free, and {what} and the "
+            f"result take {needed / 1e9:.3g} GB: make room, or choose another folder"
         )

@@ -2,15 +2,17 @@
 
 import argparse
 import re
+import shutil
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import make_captioned, make_models, metrics, patch
+from conftest import make_captioned, make_models, metrics, patch, reset
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
+from safetensors.torch import load_file
 from test_lora import adapted
 
 import train_text_to_image as script
@@ -18,7 +20,7 @@ from diffusion_training.batches import Prepared
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.launch import Launch
 from diffusion_training.models import call_unet, list_parameters, start_average
-from diffusion_training.training import costs
+from diffusion_training.training import costs, trained
 from diffusion_training.training.costs import (
     Costs,
     copy_shapes,
@@ -292,3 +294,59 @@ def test_a_run_says_what_it_holds_what_was_tried_and_what_came_of_it(
     ]
     for record in metrics(tmp_path / "out"):
         assert record["memory_gb"] > 0.1 and record["tflops"] > 0 and "mfu" not in record
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_too_little_space_for_two_checkpoints_and_the_result_is_one_sentence(
+    tmp_path, base, without_figures, monkeypatch, capsys, rank
+):
+    make_captioned(tmp_path / "images", 4)
+    flags = [
+        f"--pretrained_model_name_or_path={base}",
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--resolution=16",
+        "--max_train_steps=1",
+        "--report_to=none",
+        "--dataloader_num_workers=0",
+        *([f"--rank={rank}", "--output_kohya_format"] if rank else []),
+    ]
+    counted = []
+    count = trained.count_disk
+
+    def note(*args):
+        counted.append(count(*args))
+        return counted[-1]
+
+    monkeypatch.setattr(trained, "count_disk", note)
+
+    def train(*more):
+        reset()
+        script.main(script.parse_args([*flags, *more]))
+
+    def leave(free):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: argparse.Namespace(free=free))
+
+    leave(0)
+    with pytest.raises(SystemExit):
+        train()
+    ((checkpoint, result),) = counted
+    needed = 2 * checkpoint + result
+    said = f"out has 0 GB free, and two checkpoints and the result take {needed / 1e9:.3g} GB: make"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    leave(needed)
+    train()
+    folder = tmp_path / "out/checkpoint-1"
+    tensors = [x for path in folder.rglob("*.safetensors") for x in load_file(path).values()]
+    for state in torch.load(folder / "optimizer.bin", weights_only=True)["state"].values():
+        tensors += [x for x in state.values() if torch.is_tensor(x)]
+    # without alphas and numbers of steps
+    assert checkpoint == sum(x.nbytes for x in tensors if x.dim() > 0)
+    leave(needed - 1)
+    train("--resume_from_checkpoint=latest", "--max_train_steps=2")  # which has written one of them
+    leave(checkpoint)
+    with pytest.raises(SystemExit):
+        train("--resume_from_checkpoint=latest", "--max_train_steps=3")
+    assert "and a checkpoint and the result take" in capsys.readouterr().err
+    assert (tmp_path / "out/checkpoint-2").exists()

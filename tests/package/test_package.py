@@ -27,7 +27,8 @@ SCRIPTS = [
 LAYERS = """
 __init__ arguments batches errors pillow standalone
 files order loading heartbeat cluster memory models web.pictures web.filters
-remote launch web.downloads families.base families.original_layout
+remote quantization web.downloads families.base families.original_layout
+launch
 web.tables families.flux2 families.prx families.qwen_image families.z_image
 families.stable_diffusion
 web.shards

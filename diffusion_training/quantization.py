@@ -1,0 +1,167 @@
+"""A frozen base in 4 bits (NF4, arXiv:2305.14314), quantized while it is read.
+
+bitsandbytes is imported only where it is needed, because most runs do without it.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from diffusers.models.modeling_utils import no_init_weights
+from safetensors import safe_open
+
+from diffusion_training.errors import fail
+from diffusion_training.models import (
+    combine_hashes,
+    find_weight_files,
+    hash_weight,
+    hash_weights,
+    load_weights,
+    raise_for_keys,
+    read_precision,
+)
+
+BLOCK = 64  # weights that share a scale
+
+
+def load_base(
+    model_class: Any,
+    source: str,
+    base_precision: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    **options: Any,
+) -> tuple[torch.nn.Module, str]:
+    """Load the model that a LoRA is trained beside. Returns (model, `hash_weights` of it).
+
+    base_precision: "nf4", or None for the precision of its files. device: where layers in 4 bits
+    go. dtype: of the computation. options: subfolder, variant, revision and cache_dir.
+    """
+    if base_precision == "nf4":
+        return load_quantized(model_class, source, device, dtype, **options)
+    precision = read_precision(source, **options)
+    model = load_weights(model_class, source, **options, torch_dtype=precision)
+    return model, hash_weights(model)
+
+
+def check_quantization(mixed_precision: str, compile_backend: str | None) -> None:
+    """End in a sentence if a base in 4 bits can't be trained with what the launch says."""
+    if mixed_precision == "fp16":
+        fail("--base_precision nf4 computes in bfloat16 or float32: use --mixed_precision bf16")
+    if compile_backend:
+        fail("--base_precision nf4 can't be compiled: leave --compile out, or use --no-compile")
+
+
+def load_quantized(
+    model_class: Any,
+    source: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    subfolder: str,
+    variant: str | None = None,
+    **options: Any,
+) -> tuple[torch.nn.Module, str]:
+    """`model_class.from_pretrained`, with the layers of `list_quantizable` in NF4 on `device`.
+
+    Weights are read, hashed and quantized a few at a time: nothing ever holds the whole model in
+    the precision of its files. The hash is that of the exact weights. Raises ValueError if weights
+    are missing or have other shapes.
+    """
+    config = model_class.load_config(source, subfolder=subfolder, **options)
+    with no_init_weights(), init_empty_weights():
+        model = model_class.from_config(config).eval()
+    layers = list_quantizable(model)
+    if not layers:
+        fail(f"--base_precision nf4: no layer of {source} can be kept in 4 bits: leave it out")
+    for name in layers:
+        model.set_submodule(name, make_quantized_layer(model.get_submodule(name)))
+    model.is_loaded_in_4bit = True  # peft chooses its layers by this
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    parameters = {name for name, _ in model.named_parameters()}
+    mismatched: list[str] = []
+    digests: list[str] = []
+
+    def place(name: str, value: torch.Tensor) -> None:
+        if value.shape != shapes[name]:
+            mismatched.append(name)
+            return
+        layer_name, _, attribute = name.rpartition(".")
+        layer = model.get_submodule(layer_name)
+        if name in parameters:
+            digests.append(hash_weight(value))
+            if attribute == "weight" and layer_name in layers:
+                quantize(layer, value.to(device), dtype)
+                return
+            value = torch.nn.Parameter(value, requires_grad=False)
+        setattr(layer, attribute, value)
+
+    for path in find_weight_files(source, subfolder, variant, **options):
+        with safe_open(path, "pt") as file, ThreadPoolExecutor(4) as pool:
+            names = [name for name in file.keys() if name in shapes]
+            # threads, because hashing takes longest, and lets others run
+            list(pool.map(lambda name, file=file: place(name, file.get_tensor(name)), names))
+    raise_for_keys("mismatched keys", mismatched)
+    missing = [name for name, value in model.state_dict().items() if value.is_meta]
+    raise_for_keys("missing keys", missing)
+    return model, combine_hashes(digests)
+
+
+def list_quantizable(model: torch.nn.Module) -> set[str]:
+    """The names of the linear layers in a model's repeated blocks, except for small ones.
+
+    Layers outside of the blocks stay exact: embedders, and the last one.
+    """
+    names = set()
+    for block_name, block in model.named_modules():
+        if type(block).__name__ not in model._repeated_blocks:
+            continue
+        for name, layer in block.named_modules(prefix=block_name):
+            is_linear = isinstance(layer, torch.nn.Linear)
+            # a scale must not be shared by two rows
+            if is_linear and layer.in_features % BLOCK == 0 and layer.out_features >= BLOCK:
+                names.add(name)
+    return names
+
+
+def make_quantized_layer(layer: torch.nn.Linear) -> torch.nn.Linear:
+    """A 4-bit layer in place of `layer`, without weights.
+
+    It computes in float32 until `add_lora` has added an adapter, which takes that precision.
+    """
+    import bitsandbytes
+
+    quantized = bitsandbytes.nn.Linear4bit(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        compute_dtype=torch.float32,
+        compress_statistics=False,
+        quant_type="nf4",
+        device="meta",
+    )
+    # On a CPU with AVX-512, bitsandbytes would rearrange the weights at the first sample, for
+    # kernels through which no gradient comes.
+    quantized.support_avx512bf16_for_cpu = False
+    quantized.register_forward_pre_hook(cast_input)
+    return quantized
+
+
+def cast_input(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+    """Do what autocast does for other layers: else the output would be in the input's precision."""
+    return (inputs[0].to(layer.compute_dtype),)
+
+
+def quantize(layer: torch.nn.Linear, weight: torch.Tensor, dtype: torch.dtype) -> None:
+    """Put a weight [out, in] into a layer of `make_quantized_layer`, on the weight's device."""
+    import bitsandbytes
+
+    exact = bitsandbytes.nn.Params4bit(
+        weight.float(),
+        requires_grad=False,
+        compress_statistics=False,
+        quant_type="nf4",
+        module=layer,
+    )
+    layer.weight = exact.to(weight.device)  # which quantizes it
+    layer.quant_state.dtype = dtype  # of what the backward pass makes of it

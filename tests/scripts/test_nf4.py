@@ -1,0 +1,317 @@
+"""A LoRA beside a base in 4 bits: the base that is read, exact resume, files that fit the base."""
+
+import argparse
+import json
+import weakref
+
+import pytest
+import torch
+from conftest import (
+    MODELS,
+    finish,
+    make_captioned,
+    make_models,
+    make_z_image,
+    metrics,
+    open_pipeline,
+    reset,
+    start,
+)
+from diffusers import UNet2DConditionModel, ZImageTransformer2DModel
+from safetensors.torch import load_file, save_file
+
+import precompute_latents
+import train_flow
+import train_text_to_image
+from diffusion_training import quantization
+from diffusion_training.batches import Prepared
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.models import (
+    copy_trained,
+    hash_weights,
+    list_parameters,
+    list_quantized,
+    read_precision,
+    start_average,
+)
+from diffusion_training.quantization import list_quantizable, load_quantized
+from diffusion_training.training.costs import copy_shapes, count_flops, count_memory
+from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights
+
+pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.usefixtures("without_figures")
+FILE = "pytorch_lora_weights.safetensors"
+CPU = torch.device("cpu")
+FLAGS = {
+    "rank": 4,
+    "lora_alpha": None,
+    "lora_layers": "attention",
+    "lora_dropout": 0.0,
+    "use_dora": False,
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Two bases that are wide enough for 4 bits, of which one is in parts; a cache for each."""
+    folder = tmp_path_factory.mktemp("inputs")
+    base = make_models(folder)
+    config = UNet2DConditionModel.load_config(base / "unet") | {"block_out_channels": [64, 64]}
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel.from_config(config | {"attention_head_dim": 16})
+    unet.save_pretrained(base / "unet")
+    base = make_z_image(folder / "z-image")
+    config = ZImageTransformer2DModel.load_config(base / "transformer")
+    config = {**config, "dim": 64, "axes_dims": [8, 12, 12]}
+    transformer = ZImageTransformer2DModel.from_config(config).bfloat16()
+    for path in (base / "transformer").glob("*.safetensors"):
+        path.unlink()
+    transformer.save_pretrained(base / "transformer", max_shard_size="100KB")
+    make_captioned(folder / "images", 7)
+    for name, family in (("sd", "sd"), ("z-image", "z-image")):
+        reset()
+        flags = [
+            f"--train_data_dir={folder / 'images'}",
+            f"--pretrained_model_name_or_path={MODELS if name == 'sd' else base}",
+            f"--model_family={family}",
+            "--resolution=16",
+            f"--output_dir={folder / f'cache-{name}'}",
+            "--dataloader_num_workers=0",
+        ]
+        precompute_latents.main(precompute_latents.parse_args(flags))
+    reset()
+    return folder
+
+
+def list_flags(inputs, name, output_dir, *more):
+    return [
+        f"--pretrained_model_name_or_path={inputs / name}",
+        f"--latents_dir={inputs / f'cache-{name}'}",
+        *([f"--model_family={name}"] if name == "z-image" else []),
+        f"--output_dir={output_dir}",
+        "--rank=2",
+        "--base_precision=nf4",
+        "--mixed_precision=bf16",
+        "--train_batch_size=2",
+        "--max_train_steps=6",
+        "--learning_rate=1e-2",
+        "--lr_warmup_steps=1",
+        "--checkpointing_steps=3",
+        "--logging_steps=1",
+        "--report_to=none",
+        "--num_inference_steps=2",
+        "--num_validation_images=1",
+        *more,
+    ]
+
+
+def train(name, flags):
+    reset()
+    script = train_flow if name == "z-image" else train_text_to_image
+    script.main(script.parse_args(flags))
+
+
+def load_unet(inputs, dtype=torch.float32):
+    return load_quantized(UNet2DConditionModel, str(inputs / "sd"), CPU, dtype, subfolder="unet")
+
+
+def adapt(unet, base_hash, dtype=torch.float32, **flags):
+    """A U-Net with an adapter whose B are as if it had been trained."""
+    torch.manual_seed(0)
+    flags = argparse.Namespace(**FLAGS | flags)
+    layers = FAMILIES["sd"].choose_layers(unet, flags.lora_layers)
+    add_lora(unet, layers, base_hash, dtype, flags)
+    with torch.no_grad():
+        for weight in list_lora_b({"unet": unet}):
+            weight.normal_(std=0.3)
+    return unet
+
+
+def predict(unet):
+    torch.manual_seed(1)
+    return unet(torch.randn(2, 4, 8, 8), torch.tensor([5, 900]), torch.randn(2, 8, 32)).sample
+
+
+def test_a_base_is_read_part_by_part_and_hashed_before_it_is_quantized(inputs, monkeypatch):
+    folder = str(inputs / "z-image")
+    exact = ZImageTransformer2DModel.from_pretrained(folder, subfolder="transformer")
+    assert len(list((inputs / "z-image/transformer").glob("*.safetensors"))) > 3
+    assert read_precision(folder, "transformer") == torch.bfloat16
+    names = list_quantizable(exact)
+    assert 10 < len(names) < sum(isinstance(x, torch.nn.Linear) for x in exact.modules())
+    references, held = [], []
+    quantize = quantization.quantize
+
+    def watch(layer, weight, dtype):
+        references.append(weakref.ref(weight))
+        held.append(sum(reference() is not None for reference in references))
+        quantize(layer, weight, dtype)
+
+    monkeypatch.setattr(quantization, "quantize", watch)
+    model, base_hash = load_quantized(
+        ZImageTransformer2DModel, folder, CPU, torch.float32, subfolder="transformer"
+    )
+    assert base_hash == hash_weights(exact) and len(held) == len(names)
+    assert max(held) <= 4  # one in each thread
+    weights = dict(exact.named_parameters())
+    for name, layer in model.named_modules():
+        if name in names:
+            found = layer(torch.eye(layer.in_features)).T - (
+                0 if layer.bias is None else layer.bias[:, None]
+            )
+            weight = weights[f"{name}.weight"].detach()
+            assert 0 < (found - weight).norm() < 0.15 * weight.norm()
+    kept = {name: x for name, x in model.named_parameters() if x.is_floating_point()}
+    assert kept.keys() == weights.keys() - {f"{name}.weight" for name in names}
+    assert all(torch.equal(x, weights[name]) for name, x in kept.items())
+
+
+def test_weights_that_are_missing_or_have_other_shapes_are_named(inputs, tmp_path):
+    folder = tmp_path / "unet"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((inputs / "sd/unet/config.json").read_bytes())
+    weights = load_file(inputs / "sd/unet/diffusion_pytorch_model.safetensors")
+    path = folder / "diffusion_pytorch_model.safetensors"
+    for changes, said in (
+        ({"conv_in.bias": torch.zeros(3)}, "1 mismatched keys, such as conv_in.bias"),
+        ({}, "1 missing keys, such as conv_in.bias"),
+    ):
+        kept = {name: x for name, x in weights.items() if name != "conv_in.bias"}
+        save_file(kept | changes, path)
+        with pytest.raises(ValueError, match=said):
+            load_quantized(
+                UNet2DConditionModel, str(tmp_path), CPU, torch.float32, subfolder="unet"
+            )
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="has no diffusion_pytorch_model.safetensors"):
+        load_quantized(UNet2DConditionModel, str(tmp_path), CPU, torch.float32, subfolder="unet")
+
+
+def test_only_the_adapter_is_trained_in_float32_and_copies_share_the_base(inputs):
+    unet = adapt(*load_unet(inputs, torch.bfloat16), torch.bfloat16)
+    for name, weight in unet.named_parameters():
+        assert weight.requires_grad == ("lora_" in name)
+        kinds = (torch.float32,) if "lora_" in name else (torch.bfloat16, torch.uint8)
+        assert weight.dtype in kinds
+    layers = list_quantized(unet)
+    assert len(layers) > 10 and {layer.compute_dtype for layer in layers} == {torch.bfloat16}
+    assert {layer.weight.dtype for layer in layers} == {torch.uint8}
+    for copied in (copy_trained(unet), start_average({"unet": unet})["unet"]):
+        for one, other in zip(unet.parameters(), copied.parameters(), strict=True):
+            assert (one is other) != one.requires_grad
+        pairs = zip(layers, list_quantized(copied), strict=True)
+        assert all(one.quant_state is other.quant_state for one, other in pairs)
+
+
+def test_samples_leave_the_weights_as_they_are(inputs):
+    """A CPU's kernels for drawing would rearrange them, and give no gradient afterwards."""
+    unet = adapt(*load_unet(inputs)).train()
+    before = [weight.clone() for weight in unet.parameters()]
+    gradients = []
+    for _ in range(2):
+        predict(unet).square().sum().backward()
+        gradients.append([weight.grad.clone() for weight in list_parameters({"unet": unet})])
+        unet.zero_grad()
+        with torch.no_grad():
+            predict(unet.eval())
+        unet.train()
+    assert all(map(torch.equal, before, unet.parameters()))
+    assert all(x.any() for x in gradients[0]) and all(map(torch.equal, *gradients))
+
+
+def test_operations_and_memory_are_counted(inputs):
+    """The same operations as of an exact base; half a byte a weight, and scales on top."""
+    exact = UNet2DConditionModel.from_pretrained(inputs / "sd", subfolder="unet")
+    unets = [adapt(exact, "hash"), adapt(*load_unet(inputs))]
+
+    def loss(models, prepared, weight):
+        embeds = prepared.condition["prompt_embeds"]
+        times = torch.zeros(1)
+        return models["unet"](prepared.images, times, embeds).sample.sum()
+
+    prepared = Prepared(torch.zeros(1, 4, 8, 8), {"prompt_embeds": torch.zeros(1, 8, 32)}, {})
+    flops = [
+        count_flops(*copy_shapes(({"unet": unet}, loss), {"unet": unet}), prepared)
+        for unet in unets
+    ]
+    assert flops[0] == flops[1] > 0
+    sizes = [
+        count_memory({"unet": unet}, start_average({"unet": unet}), [], 1, "adamw")
+        for unet in unets
+    ]
+    numbers = sum(layer.in_features * layer.out_features for layer in list_quantized(unets[1]))
+    assert sizes[0].pop("weights") - sizes[1].pop("weights") == numbers * (4 - 0.5 - 4 / 64)
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("name, num_processes, more", [
+    ("sd", 1, ["--lora_layers=all", "--lora_dropout=0.1", "--optimizer=adamw8bit"]),
+    ("z-image", 2, ["--gradient_checkpointing"]),
+])  # fmt: skip
+def test_resumed_is_bit_identical_and_the_file_fits_the_exact_base(
+    tmp_path, inputs, name, num_processes, more
+):
+    looked = ["--holdout=2", "--validation_prompts=a", "--validation_steps=3"]
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    resume = [f"--resume_from_checkpoint={whole / 'checkpoint-3'}"]
+    for folder, again in ((whole, []), (rest, resume)):
+        flags = list_flags(inputs, name, folder, *more, *looked, *again)
+        pids = start(lambda flags=flags: train(name, flags), num_processes, tmp_path / "log")
+        assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    model = "transformer" if name == "z-image" else "unet"
+    for path in (
+        FILE,
+        f"checkpoint-6/{model}/adapter_model.safetensors",
+        f"checkpoint-6/{model}_ema/adapter_model.safetensors",
+        "checkpoint-6/optimizer.bin",
+        "samples/step-0000006.png",
+    ):
+        assert (whole / path).read_bytes() == (rest / path).read_bytes(), path
+    records = [record for record in metrics(whole) if "held_out_loss" in record]
+    assert len(records) == 2 and records[-1] in metrics(rest)
+    config = json.loads((whole / f"checkpoint-6/{model}/adapter_config.json").read_text())
+    assert config["quantization"] == "nf4"
+    if name == "sd":
+        pipeline = open_pipeline(inputs / name)
+        assert config["base_sha256"] == hash_weights(pipeline.unet)
+        before = predict(pipeline.unet.eval())
+        pipeline.load_lora_weights(whole)
+        trained = adapt(*load_unet(inputs), lora_layers="all", rank=2)
+        load_network_weights(trained, whole / FILE, "unet", FAMILIES["sd"].read_lora)
+        effect = (predict(pipeline.unet) - before).abs().max()
+        rounding = (predict(trained.eval()) - predict(pipeline.unet)).abs().max()
+        assert 0 < rounding < effect / 3
+
+
+def test_a_run_keeps_its_precision_and_says_what_it_can_not_do(tmp_path, inputs, capfd):
+    out = tmp_path / "out"
+    few = ["--max_train_steps=1"]
+    train("sd", list_flags(inputs, "sd", out, *few))
+    assert "Memory: " in capfd.readouterr().out
+    flags = list_flags(inputs, "sd", out, "--resume_from_checkpoint=latest")
+    exact = [flag for flag in flags if flag != "--base_precision=nf4"]
+    for argv, said in (
+        (exact, "checkpoint-1/unet is of another LoRA (quantization nf4 -> None): keep base"),
+        ([*flags, "--mixed_precision=fp16"], "fp16 does nothing on a CPU"),
+        ([*flags, "--compile"], "--base_precision nf4 can't be compiled: leave --compile out"),
+        (
+            [*flags, f"--pretrained_model_name_or_path={make_models(tmp_path)}"],
+            "--base_precision nf4: no layer of ",
+        ),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            train("sd", argv)
+        assert stop.value.code == 1 and said in capfd.readouterr().err
+    whole = [flag for flag in flags if flag != "--rank=2"]
+    for argv, said in (
+        ([*flags, "--use_dora"], "--use_dora computes with the exact weights of the base"),
+        (whole, "--base_precision does nothing without --rank"),
+    ):
+        with pytest.raises(SystemExit):
+            train_text_to_image.parse_args(argv)
+        assert said in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="nf4 computes in bfloat16 or float32: use"):
+        quantization.check_quantization("fp16", None)
+    again = list_flags(inputs, "sd", tmp_path / "more", *few, f"--network_weights={out / FILE}")
+    train("sd", [*again, "--learning_rate=0"])
+    assert (tmp_path / "more" / FILE).read_bytes() == (out / FILE).read_bytes()
