@@ -180,10 +180,11 @@ def test_a_file_goes_on_being_trained(tmp_path, flags, capfd):
 
 
 def test_a_dora_goes_on_being_trained_with_its_magnitudes(tmp_path, flags):
-    train(*flags, "--use_dora", "--lora_layers=all")
+    flags = [*flags, "--use_dora", "--max_train_steps=1"]
+    train(*flags)
     for name in (FILE, KOHYA):
         again = [*flags, f"--network_weights={tmp_path / 'out' / name}", "--learning_rate=0"]
-        train(*again, "--use_dora", "--lora_layers=all", f"--output_dir={tmp_path / name}")
+        train(*again, f"--output_dir={tmp_path / name}")
         one, other = (load_file(tmp_path / folder / FILE) for folder in ("out", name))
         assert one.keys() == other.keys() and len(one) % 3 == 0
         for key, value in one.items():
