@@ -1,5 +1,7 @@
 """Do all processes have the same weights? DDP relies on it, and does not check it."""
 
+import time
+
 import torch
 from accelerate import Accelerator
 
@@ -45,6 +47,8 @@ def check_replicas(accelerator: Accelerator, models: Models, averaged: Models, s
     for name, values in zip(replicas, zip(*rows, strict=True), strict=True):
         others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
         if others:
+            # torch 2.11 can hang at exit if gloo's thread has not finished the last gather
+            time.sleep(0.1)
             fail(
                 f"the processes no longer train the same model: at step {step}, {name} of process "
                 f"0 is not that of {', '.join(others)}. No checkpoint was written; go back to the "

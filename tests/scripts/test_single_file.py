@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import precompute_latents
 import train_text_to_image as script
 from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.opening import open_base
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -229,12 +230,12 @@ def test_a_base_that_says_that_it_predicts_v_is_trained_so(bases, tmp_path, keys
     scheduler = json.loads((config / "scheduler/scheduler_config.json").read_text())
     scheduler |= {"prediction_type": "epsilon"}
     (config / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
-    train(bases, tmp_path, base, "out", f"--single_file_config={config}")
-    trained = json.loads((tmp_path / "out/scheduler/scheduler_config.json").read_text())
-    assert trained["prediction_type"] == expected[0]
-    assert (trained.get("rescale_betas_zero_snr") or None) == expected[1]
-    if expected[1]:
-        assert trained["timestep_spacing"] == "trailing"
+    argv = [f"--pretrained_model_name_or_path={base}", f"--single_file_config={config}"]
+    args = script.parse_args([*argv, *flags(bases, tmp_path)])
+    for trained in script.make_schedulers(open_base(args), args):
+        assert trained.config.prediction_type == expected[0]
+        assert (trained.config.get("rescale_betas_zero_snr") or None) == expected[1]
+        assert not expected[1] or trained.config.timestep_spacing == "trailing"
 
 
 # ------------------------------------------------------------------- a fine-tune in one file

@@ -153,7 +153,7 @@ def test_a_lora_that_is_resumed_is_that_of_an_uninterrupted_run(
         f"checkpoint-4/{KOHYA}",
     } <= other.keys() and "checkpoint-4/unet/adapter_model.safetensors" in other
     assert {name for name in one if one[name] != other.get(name)} == {
-        n for n in one if n.startswith("checkpoint-2/")
+        n for n in one if n.startswith(("checkpoint-2/", "samples/step-0000000.png"))
     }
     for record, same in zip(*(metrics(folder)[-3:] for folder in (whole, rest)), strict=True):
         assert record == same or all(
@@ -180,10 +180,11 @@ def test_a_file_goes_on_being_trained(tmp_path, flags, capfd):
 
 
 def test_a_dora_goes_on_being_trained_with_its_magnitudes(tmp_path, flags):
-    train(*flags, "--use_dora", "--lora_layers=all")
+    flags = [*flags, "--use_dora", "--max_train_steps=1"]
+    train(*flags)
     for name in (FILE, KOHYA):
         again = [*flags, f"--network_weights={tmp_path / 'out' / name}", "--learning_rate=0"]
-        train(*again, "--use_dora", "--lora_layers=all", f"--output_dir={tmp_path / name}")
+        train(*again, f"--output_dir={tmp_path / name}")
         one, other = (load_file(tmp_path / folder / FILE) for folder in ("out", name))
         assert one.keys() == other.keys() and len(one) % 3 == 0
         for key, value in one.items():
