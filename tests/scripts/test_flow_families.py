@@ -225,10 +225,10 @@ def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
     assert np.abs(grid[:64, -68:-4] - image).max() <= 1
 
 
-@each_family
+@pytest.mark.parametrize("name", ["flux2-klein", "qwen-image"])
 @pytest.mark.usefixtures("without_figures")
 def test_killed_and_resumed_is_bit_identical(name, tmp_path, cached):
-    """On two processes; a LoRA of Qwen-Image, the others whole."""
+    """On two processes; klein whole, and a LoRA of Qwen-Image."""
     argv = [*cached, "--num_train_epochs=3", "--checkpointing_steps=2", "--holdout=2"]
     argv += ["--checkpoints_total_limit=2", *["--rank=2"] * (name == "qwen-image")]
     whole, killed = [f"--output_dir={tmp_path / folder}" for folder in ("whole", "killed")]
@@ -258,8 +258,7 @@ def test_killed_and_resumed_is_bit_identical(name, tmp_path, cached):
 @pytest.mark.usefixtures("without_figures")
 def test_a_lora_is_trained_that_the_pipeline_loads(root, name, tmp_path, flags):
     lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]
-    lora += ["--learning_rate=1e-2", "--checkpointing_steps=5"]
-    train(*lora, "--validation_prompts", "one")
+    train(*lora, "--learning_rate=1e-2", "--validation_prompts", "one")
     pipeline = DiffusionPipeline.from_pretrained(root / "base")
     pipeline.set_progress_bar_config(disable=True)
     options = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
@@ -273,14 +272,11 @@ def test_a_lora_is_trained_that_the_pipeline_loads(root, name, tmp_path, flags):
     layers = dict(pipeline.transformer.named_modules())
     adapted = {layer for layer in layers if hasattr(layers[layer], "base_layer")}
     assert {key.split(".lora_")[0] for key in trained} == {f"transformer.{n}" for n in adapted}
-    train(*lora, "--num_train_epochs=2", "--resume_from_checkpoint=latest")
-    resumed = load_file(path)
     again = [f"--network_weights={path}", "--max_train_steps=1", "--learning_rate=0"]
     train(*lora, *again, f"--output_dir={tmp_path / 'again'}")
     loaded = load_file(tmp_path / "again" / path.name)
-    assert loaded.keys() == resumed.keys() == trained.keys()
-    assert all(torch.equal(resumed[key], loaded[key]) for key in trained)
-    assert any(not torch.equal(resumed[key], trained[key]) for key in trained)
+    assert loaded.keys() == trained.keys()
+    assert all(torch.equal(trained[key], loaded[key]) for key in trained)
 
 
 def test_a_lora_of_all_layers_that_were_fewer_resumes_with_their_names(tmp_path, roots, capfd):
