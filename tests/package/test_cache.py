@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 import xxhash
 from diffusers.configuration_utils import FrozenDict
 from filelock import FileLock
@@ -124,9 +125,10 @@ ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_R
 
 # 64 pixels a side of a latent
 VAE = argparse.Namespace(
+    device=torch.device("cpu"),
     config=FrozenDict(
         in_channels=3, latent_channels=1, block_out_channels=[8] * 7, scaling_factor=0.2
-    )
+    ),
 )
 
 

@@ -24,6 +24,7 @@ import datasets
 import fsspec
 import pytest
 from conftest import (
+    CHILDREN,
     MODELS,
     ROOT,
     finish,
@@ -390,9 +391,7 @@ def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_byt
     assert contents(tmp_path / "two") == whole
     (tmp_path / "mine.py").write_text(make_standalone(ROOT / "precompute_latents_ray.py"))
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "RAY_TMPDIR": folder
-    }
+    env = {**os.environ, "PYTHONPATH": CHILDREN, "RAY_TMPDIR": folder}
     command = [
         sys.executable,
         tmp_path / "mine.py",

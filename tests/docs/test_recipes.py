@@ -1,0 +1,95 @@
+"""The recipes for published models run on tiny pipelines: only paths, sizes and steps change."""
+
+import pytest
+from conftest import (
+    make_captioned,
+    make_klein,
+    make_models,
+    make_qwen_image,
+    make_sdxl,
+    make_z_image,
+    metrics,
+    open_pipeline,
+    reset,
+)
+from test_docs import blocks, commands, find_script
+
+import precompute_latents
+import train_flow
+import train_text_to_image
+
+MODULES = {
+    "precompute_latents.py": precompute_latents,
+    "train_flow.py": train_flow,
+    "train_text_to_image.py": train_text_to_image,
+}
+SHORT = ["--max_train_steps=1", "--lr_warmup_steps=0", "--num_inference_steps=1"]
+SHORT += ["--num_validation_images=1", "--report_to=none"]
+
+
+def make_sd(folder):
+    open_pipeline(make_models(folder / "parts")).save_pretrained(folder / "pipeline")
+    return folder / "pipeline"
+
+
+MAKE = {
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": make_sd,
+    "stabilityai/stable-diffusion-xl-base-1.0": make_sdxl,
+    "Tongyi-MAI/Z-Image": make_z_image,
+    "black-forest-labs/FLUX.2-klein-base-4B": make_klein,
+    "Qwen/Qwen-Image": make_qwen_image,
+}
+
+
+@pytest.mark.usefixtures("without_figures")
+@pytest.mark.parametrize(
+    "page, expected",
+    [
+        ("README.md", ["sd"]),
+        ("docs/training.md", ["sdxl", "sdxl LoRA"]),
+        (
+            "docs/models.md",
+            [
+                "flux2-klein",
+                "flux2-klein LoRA",
+                "qwen-image",
+                "qwen-image LoRA",
+                "z-image",
+                "z-image LoRA",
+            ],
+        ),
+    ],
+)
+def test_every_recipe_trains(tmp_path, monkeypatch, page, expected):
+    monkeypatch.chdir(tmp_path)
+    make_captioned(tmp_path / "images", 3)
+    folders = {"path/to/images": "images"}
+    trained = []
+    for need, language, text in blocks(page):
+        hub = [name for name in MAKE if name in text]
+        if need != "hub" or language != "bash" or not hub:
+            continue
+        for name in {*hub} - folders.keys():
+            folders[name] = str(MAKE[name](tmp_path / name.replace("/", "-")))
+        for words in commands(text):
+            script, flags = find_script(words)
+            flags = [folders.get(flag, flag) for flag in flags]
+            if script == "precompute_latents.py":
+                flags += ["--resolution=16", "--dataloader_num_workers=0"]
+                flags += ["--bucket_step=4"] * ("--bucket_step" in flags)
+            else:
+                flags += [*SHORT, *["--rank=2"] * ("--rank" in flags)]
+            reset()
+            args = MODULES[script].parse_args(flags)
+            MODULES[script].main(args)
+            reset()
+            if script == "precompute_latents.py":
+                continue
+            name = "pytorch_lora_weights.safetensors" if args.rank else "model_index.json"
+            assert (tmp_path / args.output_dir / name).is_file()
+            assert metrics(args.output_dir)[-1]["step"] == 1
+            assert len(list((tmp_path / args.output_dir / "samples").iterdir())) == 2
+            (family,) = [each for each in MAKE if folders.get(each) in flags]
+            family = getattr(args, "model_family", None) or ("sdxl" if "xl" in family else "sd")
+            trained.append(family + " LoRA" * bool(args.rank))
+    assert sorted(trained) == expected
