@@ -126,7 +126,10 @@ def check_shapes(
         prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), shapes)
         if list(prediction.shape[1:]) != list(shape):
             raise ValueError(f"it gives {list(prediction.shape[1:])} for {list(shape)}")
-        prediction.sum().backward()
+        try:
+            prediction.sum().backward()
+        except NotImplementedError:  # an operation whose gradient can't be tried without numbers
+            return []
     return [
         name
         for model in empty.values()
