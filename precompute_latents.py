@@ -315,7 +315,7 @@ def describe_encoders(
         empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][mask]
     rounded = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
     if not all(np.isfinite(embeds).all() for embeds in rounded.values()):
-        fail("embeddings of this text encoder exceed float16: cache --text_cache ids instead")
+        fail("the embeddings of this text encoder do not fit into float16: use --text_cache ids")
     return rounded, settings, kind
 
 

@@ -90,7 +90,7 @@ class Data:
     caption_weights: list[float] | None
     mask_column: str | None
     num_workers: int  # processes that load the data
-    # at most 10,000, on the first process; none if they are at an address
+    # at most 10,000, on the first process, for the tags in a LoRA's header; none from an address
     captions: Sequence[str] = ()
 
     def modules(self) -> list[torch.nn.Module]:
@@ -198,6 +198,7 @@ def open_caches(
     )
     caption_weights = args.caption_weights or transform.get("caption_weights")
     resolution = args.resolution or transform["resolution"]
+    wants_tags = args.rank and args.output_kohya_format
     exact = None
     if launch.is_main:
         exact = check_caches(caches, base, caption_weights, args)
@@ -250,7 +251,7 @@ def open_caches(
         caption_weights=caption_weights,
         mask_column=args.mask_column,
         num_workers=0,  # a thread reads faster than processes, which would have to pass it on
-        captions=look_at_cached(first.shards) if launch.is_main else [],
+        captions=look_at_cached(first.shards) if launch.is_main and wants_tags else [],
     )
 
 

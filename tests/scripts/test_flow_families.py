@@ -182,7 +182,7 @@ def test_embeddings_beyond_float16_are_refused_before_a_row_is_encoded(
     monkeypatch.setattr(family_class, "encode", encode_large)
     with pytest.raises(SystemExit):
         precompute(*describe_data(root), f"--output_dir={tmp_path / 'cache'}")
-    assert "exceed float16: cache --text_cache ids instead" in capfd.readouterr().err
+    assert "do not fit into float16: use --text_cache ids" in capfd.readouterr().err
     assert not (tmp_path / "cache").exists()
 
 
