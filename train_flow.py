@@ -367,19 +367,21 @@ def compute_loss(
     weight: [N]. Over a step's micro-batches, averaged over the processes, the weights add up to 1;
         a placeholder has weight 0. So return (weight * loss per image).sum(), whatever the loss.
     """
-    latents, condition, loss_inputs = prepared
-    noise = torch.randn(latents.shape, device=latents.device)
+    images, condition, loss_inputs = prepared
+    noise = torch.randn(images.shape, device=images.device)
     if args.weighting_scheme == "logit_normal":
         # more levels in the middle, between image and noise (arXiv:2403.03206, 3.1)
-        sigmas = torch.randn(len(latents), device=latents.device)
+        sigmas = torch.randn(len(images), device=images.device)
         sigmas = torch.sigmoid(args.logit_mean + args.logit_std * sigmas)
     else:
-        sigmas = torch.rand(len(latents), device=latents.device)
-    shift = shift_for_size(*latents.shape[2:])
+        sigmas = torch.rand(len(images), device=images.device)
+    shift = shift_for_size(*images.shape[2:])
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     # Sigmas are continuous and in float32: bfloat16 has a precision of 8 bits only.
-    velocity = predict(models, add_noise(latents, noise, sigmas), sigmas, condition)
-    error = F.mse_loss(velocity, noise - latents, reduction="none")
+    noisy_images = add_noise(images, noise, sigmas)
+    prediction = predict(models, noisy_images, sigmas, condition)
+    target = noise - images
+    error = F.mse_loss(prediction, target, reduction="none")
     error = error * loss_inputs.get("mask", 1)  # in [0, 1], for each pixel
     loss = error.mean(dim=(1, 2, 3))  # of each image
     return (weight * loss).sum()

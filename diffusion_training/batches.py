@@ -17,7 +17,7 @@ class Batch(TypedDict, total=False):
     pixel_values: torch.Tensor  # [N, C, H, W], uint8 from 0 to 255, or float32 from 0 to 1
     latents: torch.Tensor  # float16 [N, numbers of a row]
     latents_shape: list[int]  # of a row of them: channels, height, width
-    mask: torch.Tensor  # uint8, 255 where the loss counts; mirrored only in `encode_batch`
+    mask: torch.Tensor  # uint8, 255 where the loss counts; mirrored as the image is
     input_ids: torch.Tensor  # [N, tokens]
     input_ids_2: torch.Tensor
     prompt_embeds: torch.Tensor  # float16 [N, numbers of a row]

@@ -5,7 +5,6 @@ python -m diffusion_training.standalone train_unconditional.py > mine.py
 
 import ast
 import functools
-import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -54,13 +53,13 @@ class Module:
     """
 
     def __init__(self, path: Path) -> None:
-        text = path.read_text(encoding="utf-8")
+        text, direct = name_directly(path.read_text(encoding="utf-8"), path)
         lines = text.splitlines()
         tree = ast.parse(text)
         self.path = path
         self.doc = ast.get_docstring(tree) or ""
         self.chunks = []
-        self.imports = {}
+        self.imports = {name: {(source, name, None)} for name, source in direct.items()}
         end = 0
         for node in tree.body[1 if self.doc else 0 :]:
             decorators = getattr(node, "decorator_list", ())
@@ -79,12 +78,61 @@ class Module:
         self.home = {name: chunk for chunk in self.chunks for name in chunk.bound}
 
 
+def name_directly(text: str, path: Path) -> tuple[str, dict[str, str]]:
+    """Write `flags.add_x` of an imported module `flags` as `add_x`.
+
+    Returns (the text, {name: the module that it is now to be imported from}).
+    """
+    tree = ast.parse(text)
+    modules = {}
+    taken = set()  # names of the text's own
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            source = getattr(node, "module", None)
+            for alias in node.names:
+                name = f"{source}.{alias.name}" if source else alias.name
+                if find_module(name, path.parent):
+                    modules[alias.asname or alias.name] = name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            taken.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            taken.add(node.name)
+        elif isinstance(node, ast.arg):
+            taken.add(node.arg)
+    uses = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+    ]
+    lines = text.splitlines()
+    direct = {}
+    for node in sorted(uses, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+        source = modules[node.value.id]
+        if node.attr in taken or direct.setdefault(node.attr, source) != source:
+            sys.exit(f"{path}: {node.attr} of {source} has a namesake: rename one of them")
+        line = lines[node.lineno - 1].encode()  # offsets count bytes
+        end = line.index(b".", node.value.end_col_offset) + 1
+        lines[node.lineno - 1] = (line[: node.col_offset] + line[end:]).decode()
+    return "\n".join(lines), direct
+
+
+def find_module(name: str | None, folder: Path) -> Path | None:
+    """The file of a module if it is in this package or beside the script; else None."""
+    first, *rest = (name or "").split(".")
+    path = Path(__file__).parent.joinpath(*rest) if first == __package__ else folder / first
+    if rest and first != __package__:
+        return None
+    files = (Path(f"{path}.py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
 @functools.cache
 def open_module(name: str | None, folder: Path) -> Module | None:
     """The Module of a name if it is in this package or beside the script; else None."""
-    spec = importlib.util.find_spec(name) if name and name.split(".")[0] == __package__ else None
-    path = Path(spec.origin) if spec and spec.origin else folder / f"{name}.py"
-    return Module(path) if path.is_file() else None
+    path = find_module(name, folder)
+    return Module(path) if path else None
 
 
 def look_up(chunk: Chunk, name: str, folder: Path) -> tuple[Chunk | None, Iterable[Import]]:

@@ -34,6 +34,7 @@ class Column:
     is_of_caption: bool = False  # does it hold a value for each caption of an image?
     num_values: int = 1  # of a row: its captions
     mirrored: str | None = None  # the column of the mirrored image's values
+    is_map: bool = False  # are a mirrored image's values these, with the last axis reversed?
     is_in_batch: bool = True  # is it part of a trainer's batch?
     is_optional: bool = False  # does a trainer read it only where it asks for it?
 
@@ -122,7 +123,7 @@ def list_columns(cache: dict) -> list[Column]:
             Column("latents_flipped", "float16", shape, is_ragged=ragged, is_in_batch=False)
         )
     if "masks" in features:
-        columns.append(Column("mask", "uint8", shape[1:], is_ragged=ragged))
+        columns.append(Column("mask", "uint8", shape[1:], is_ragged=ragged, is_map=True))
     if ragged:  # height and width of the latents
         columns.append(Column("size", "int32", (2,), is_in_batch=False))
     return columns + [column for column in EXTRA_COLUMNS if name_feature(column) in features]

@@ -175,6 +175,7 @@ class CachedLatents(torch.utils.data.Dataset):
         rows = np.array([row for _, row, _ in keys]) % len(self)
         shards = np.searchsorted(self.ends, rows, side="right")
         indices = rows - self.ends[shards] + self.lengths[shards]  # in their shards
+        size = self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist()
         values: list[list[np.ndarray]] = [[] for _ in self.columns]
         flipped = []
         texts = []
@@ -193,6 +194,9 @@ class CachedLatents(torch.utils.data.Dataset):
             for column, numbers_of_rows in zip(self.columns, values, strict=True):
                 name = column.mirrored if flip and column.mirrored else column.name
                 numbers = views[name][index]
+                if flip and column.is_map:
+                    width = size[1] if column.is_ragged else column.shape[-1]
+                    numbers = numbers.reshape(-1, width)[:, ::-1].ravel()
                 if self.caption_weights and column.is_of_caption:
                     numbers = column.choose_caption_part(numbers, lengths, caption)
                 numbers_of_rows.append(numbers)
@@ -207,7 +211,6 @@ class CachedLatents(torch.utils.data.Dataset):
             batch[column.name] = torch.from_numpy(padded)
         if self.reads_captions:
             batch |= tokenize_batch(*self.reads_captions, texts, keys)
-        size = self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist()
         batch["latents_shape"] = [self.shape[0], *size]
         batch["flipped"] = torch.tensor(flipped)
         batch["weight"] = torch.tensor([weight for _, _, weight in keys])

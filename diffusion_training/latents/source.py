@@ -145,8 +145,8 @@ class CaptionedImages(RowDataset):
             item = transform_row(number, epoch, row, self.transform, target)
             flip = draw_choices(self.transform.seed, epoch, number)[2] < 0.5
             flips.append(bool(self.transform.random_flip and flip))
-            if flips[-1]:
-                item["pixel_values"] = item["pixel_values"].flip(-1)
+            for name in item.keys() & {"pixel_values", "mask"} if flips[-1] else ():
+                item[name] = item[name].flip(-1)
             weights.append(0.0 if item["skipped"] else weight)
             items.append(item)
         batch: dict[str, Any] = {}
@@ -413,11 +413,18 @@ def encode_validation(
 
 
 def check_denoiser(
-    models: Models, predict: Predict, what: str, source: str, data: Data
+    models: Models,
+    predict: Predict,
+    what: str,
+    source: str,
+    data: Data,
+    further: dict[str, torch.Tensor] | None = None,
 ) -> list[str]:
     """Stop with an error if the model to be trained does not fit the data.
 
     models: it alone, under its name. what: people's word for it. source: where it is from.
+    further: what the script's `prepare_batch` adds to the condition, for one image, of any values.
+        An entry [1, C, h, w] counts as C further channels.
 
     Returns the names of the weights that the prediction does not depend on.
     """
@@ -426,10 +433,13 @@ def check_denoiser(
     name = f"the {what} of {source}"
     embeds_width = data.empty_prompt["prompt_embeds"].shape[-1]
     own_width = model.config[family.embeds_width]
-    if (model.config.in_channels, own_width) != (data.latents.channels, embeds_width):
+    further = further or {}
+    channels = sum(value.shape[1] for value in further.values() if value.dim() == 4)
+    channels += data.latents.channels
+    if (model.config.in_channels, own_width) != (channels, embeds_width):
         fail(
             f"{name} takes {model.config.in_channels} channels and embeddings of {own_width}; the "
-            f"latents have {data.latents.channels}, the embeddings {embeds_width}"
+            f"latents have {channels}, the embeddings {embeds_width}"
         )
     if sentence := family.check_model(model.config):
         fail(f"{name} {sentence}")
@@ -443,7 +453,7 @@ def check_denoiser(
     if family.needs_sizes:
         condition["time_ids"] = torch.zeros(1, 6)
     shape = [data.latents.channels, *data.latents.shape[1:]]
-    return check_shapes(models, predict, name, shape, condition)
+    return check_shapes(models, predict, name, shape, condition | further)
 
 
 def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
@@ -483,8 +493,7 @@ def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
             mask = batch["mask"].unflatten(1, (1, *size))
         else:
             mask = shrink_masks(batch["mask"], data.latents.downscale)
-        flipped = batch["flipped"].view(-1, 1, 1, 1)
-        loss_inputs["mask"] = torch.where(flipped, mask.flip(-1), mask) / 255
+        loss_inputs["mask"] = mask / 255
     return Prepared(latents, prompts, loss_inputs)
 
 

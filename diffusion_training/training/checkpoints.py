@@ -181,6 +181,12 @@ def load_models_from(path: Path, models: Models, state: dict) -> None:
         read_weights(model, folder)
 
 
+def list_added(models: Models, state: dict) -> list[str]:
+    """The models that a checkpoint has no weights of, because the script has got them since."""
+    written = {Path(name).parts[0] for name in state["checksums"]}
+    return [name for name in models if not {name, name.removesuffix("_ema")} & written]
+
+
 def find_start(init_from: str | None) -> Path | None:
     """Return the checkpoint that --init_from means, which may name a run; None without it."""
     if init_from is None:
@@ -219,9 +225,16 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
 
 
 def load_start(accelerator: Accelerator, start: Path, models: Models, state: dict) -> None:
-    """Load the weights of --init_from; the averaged weights start from its averaged weights."""
+    """Load the weights of --init_from; the averaged weights start from its averaged weights.
+
+    Models that the other run did not have start as they are.
+    """
+    added = list_added(models, state)
+    known = {name: model for name, model in models.items() if name not in added}
     with explained(f"{start} is damaged or from another model"):
-        load_models_from(start, models, state)
+        load_models_from(start, known, state)
+    if added:
+        accelerator.print(f"Not in {start}, so they start anew: {', '.join(added)}")
     accelerator.print(f"Going on from the weights of {start}, at step {state['global_step']}")
 
 
@@ -243,6 +256,11 @@ def load_checkpoint(
         fail(
             f"{path} was trained with --optimizer {kind}, not {settings['optimizer']}: go on with "
             "it, or choose a new --output_dir"
+        )
+    if added := list_added(models, state):
+        fail(
+            f"{path} has no weights of {', '.join(added)}: a module can be added only to a new "
+            "run; begin one with --init_from or --pretrained_model_name_or_path"
         )
     try:
         load_models_from(path, models, state)
