@@ -14,6 +14,7 @@ from diffusers import UNet2DModel
 from PIL import Image
 
 from diffusion_training.batches import Prepared
+from diffusion_training.standalone import make_standalone
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 PAGE = (ROOT / "docs/new-trainer.md").read_text()
@@ -52,7 +53,7 @@ def flags(tmp_path):
 
 
 def test_it_is_short():
-    assert len(CODE.splitlines()) < 190 and max(map(len, CODE.splitlines())) <= 100
+    assert len(CODE.splitlines()) < 230 and max(map(len, CODE.splitlines())) <= 100
 
 
 def test_it_learns_and_leaves_what_it_says(script, flags, tmp_path):
@@ -98,6 +99,32 @@ def test_the_line_leads_from_noise_to_the_image(script):
         - 1
     )
     assert (drawn - image).abs().max() < 0.01
+
+
+def test_it_obeys_its_flags_as_one_file_too(script, flags, tmp_path, monkeypatch, capsys):
+    """The flags that a trainer can forget, in the one file, which can't import the package."""
+    path = tmp_path / "one.py"
+    path.write_text(make_standalone(script.__file__))
+    spec = importlib.util.spec_from_file_location("one", path)
+    one = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "one", one)
+    spec.loader.exec_module(one)
+    assert "diffusion_training" not in {*vars(one)} and "import diffusion_training" not in CODE
+    compiled = []
+    monkeypatch.setattr(one, "compile_model", lambda model, backend: compiled.append(backend))
+    monkeypatch.setattr(one, "draw_curves", lambda *args, **options: None)
+    one.main(one.parse_args([*flags, "--holdout=8", "--save_best", "--no-use_ema", "--compile"]))
+    held_out = [record for record in metrics(tmp_path / "out") if "held_out_loss" in record]
+    assert len(held_out) == 1 and "held_out_loss_ema" not in held_out[0] and compiled
+    assert (tmp_path / "out/best/unet").is_dir()
+    assert not list((tmp_path / "out").rglob("unet_ema"))
+    reset()
+    rate = [*flags, f"--output_dir={tmp_path / 'rate'}", "--find_lr", "--find_lr_steps=10"]
+    one.main(one.parse_args(rate))
+    assert (tmp_path / "rate/find_lr.json").exists() and not (tmp_path / "rate/unet").exists()
+    with pytest.raises(SystemExit):
+        one.parse_args([])
+    assert "--train_data_dir or --dataset_name is needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

@@ -1,24 +1,30 @@
-"""The changes of docs/changing.md: applied and trained with, on one and two processes."""
+"""The changes of docs/changing.md: each is applied to every trainer that it names, and trained."""
 
 import importlib.util
 import json
 import re
+import shutil
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import (
     ROOT,
     finish,
     make_captioned,
     make_images,
     make_models,
+    make_prx,
     metrics,
+    patch,
     reset,
     start,
     weights,
 )
-from diffusers import DDPMScheduler, UNet2DModel
+from diffusers import DDPMScheduler, StableDiffusionInpaintPipeline, UNet2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -27,29 +33,50 @@ from diffusion_training.training.costs import count_flops, count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/changing.md").read_text(), re.S)
-NAMES = ["huber", "labels", "second", "masked", "module", "loss_model"]
+SMALL = ["huber", "labels", "second", "masked", "module"]
+NAMES = [*SMALL, "perceptual", "inpainting", "repa"]
+TRAINERS = {
+    "unconditional": "train_unconditional.py",
+    "text": "train_text_to_image.py",
+    "flow": "train_flow.py",
+}
 
 
-def apply(change, folder):
-    """Apply a change to a copy of its script.
+def change_text(change, name):
+    """Apply a change to one of the files that it names: (the new text, the changed lines)."""
+    text = (ROOT / name).read_text()
+    _, *sections = re.split(r"^--- (.*)\n", change, flags=re.M)
+    changed = []
+    for names, hunks in zip(sections[::2], sections[1::2], strict=True):
+        if name not in names.split(", "):
+            continue
+        changed += [line for line in hunks.splitlines() if line[0] in "+-"]
+        for hunk in re.split(r"^@@.*\n", hunks, flags=re.M)[1:]:
+            # old lines, then added ones; only at the beginning added ones may come first
+            pattern = r"\A(?:^\+.*\n)+(?:^[ -].*\n)+|(?:^[ -].*\n)+(?:^\+.*\n)+"
+            for part in re.findall(pattern, hunk, flags=re.M):
+                lines = part.splitlines()
+                old = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
+                new = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
+                assert text.count(old) == 1, f"the change no longer fits {name}:\n{old}"
+                text = text.replace(old, new)
+    return text, changed
 
-    Returns (the copy as a module, the lines that the change adds).
-    """
-    name, hunks = change.removeprefix("--- ").split("\n", 1)
-    source = (ROOT / name).read_text()
-    for hunk in re.split(r"^@@.*\n", hunks, flags=re.M)[1:]:
-        # old lines, then added ones
-        for part in re.findall(r"(?:^[ -].*\n)+(?:^\+.*\n)+", hunk, flags=re.M):
-            old = "".join(line[1:] + "\n" for line in part.splitlines() if line[0] in " -")
-            new = "".join(line[1:] + "\n" for line in part.splitlines() if line[0] in " +")
-            assert source.count(old) == 1, f"the change no longer fits {name}:\n{old}"
-            source = source.replace(old, new)
+
+def apply(change, trainer, folder):
+    """The changed copy of a script, as a module."""
+    name = TRAINERS.get(trainer, trainer)
     path = folder / f"changed_{name}"
-    path.write_text(source)
+    path.write_text(change_text(change, name)[0])
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module, [line for line in hunks.splitlines() if line[0] in "+-"]
+    return module
+
+
+def train(script, *argv):
+    reset()
+    script.main(script.parse_args([str(arg) for arg in argv]))
 
 
 def save_config(folder, **options):
@@ -60,115 +87,196 @@ def save_config(folder, **options):
     ).save_config(folder)  # fmt: skip
 
 
-def prepare(tmp_path, name):
-    """Data and model of a change; returns the flags of its training."""
-    common = [
-        f"--output_dir={tmp_path / 'out'}", "--train_batch_size=2", "--max_train_steps=4",
-        "--logging_steps=1", "--report_to=none", "--dataloader_num_workers=0", "--center_crop",
-        "--holdout=2", "--lr_warmup_steps=0", "--checkpointing_steps=2", "--resolution=16",
-        "--lr_scheduler=constant",
-    ]  # fmt: skip
-    if name in ("module", "loss_model"):
-        make_captioned(tmp_path / "images", 8)
-        models = make_models(tmp_path)
-        return [
-            *common,
-            f"--pretrained_model_name_or_path={models}",
-            f"--train_data_dir={tmp_path / 'images'}",
-            "--no-validate_first",
-        ]
-    make_images(tmp_path / "images", 8)
+def make_others(folder, column):
+    """Images with a second column of images; the right half of masks is black."""
+    make_images(folder, 8)
+    lines = []
     for i in range(8):
-        if name == "labels":  # a folder a class
-            (tmp_path / f"images/{i % 3}").mkdir(exist_ok=True)
-            (tmp_path / f"images/{i}.png").rename(tmp_path / f"images/{i % 3}/{i}.png")
-        if name in ("second", "masked"):
-            (tmp_path / "others").mkdir(exist_ok=True)
-            pixels = np.full((20, 24), 250 - i, np.uint8)
-            pixels[:, 12:] *= name == "second"  # the right half does not count
-            Image.fromarray(pixels).save(tmp_path / f"images/other{i}.png")
-    if name in ("second", "masked"):
-        column = {"second": "depth", "masked": "mask"}[name]
-        lines = [
-            json.dumps({"image_file_name": f"{i}.png", f"{column}_file_name": f"other{i}.png"})
-            for i in range(8)
-        ]
-        (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
-    options = {
-        "labels": {"num_class_embeds": 10},
-        "second": {"in_channels": 4, "out_channels": 4},
-    }.get(name, {})
-    save_config(tmp_path / "unet", **options)
-    common += [
-        f"--model_config_name_or_path={tmp_path / 'unet'}",
-        f"--train_data_dir={tmp_path / 'images'}",
-    ]
-    return [*common, "--ddpm_num_inference_steps=2", "--eval_batch_size=12"]
+        pixels = np.full((20, 24), 250 - i, np.uint8)
+        pixels[:, 12:] *= column != "mask"
+        Image.fromarray(pixels).save(folder / f"other{i}.png")
+        files = {"image_file_name": f"{i}.png", f"{column}_file_name": f"other{i}.png"}
+        lines.append(json.dumps(files | {"text": "a digit zero"}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
-@pytest.fixture(params=NAMES)
-def changed(request, tmp_path):
-    """(the name of a change, the changed script as a module, the flags of its training)."""
-    script, _ = apply(CHANGES[NAMES.index(request.param)], tmp_path)
-    return request.param, script, prepare(tmp_path, request.param)
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Images of all kinds, tiny models, and what stands for DINOv2."""
+    folder = tmp_path_factory.mktemp("changes")
+    make_models(folder)
+    make_prx(folder / "prx")
+    save_config(folder / "unet")
+    save_config(folder / "labels-unet", num_class_embeds=10)
+    save_config(folder / "second-unet", in_channels=4, out_channels=4)
+    make_captioned(folder / "images", 8)
+    make_others(folder / "second", "depth")
+    make_others(folder / "masked", "mask")
+    make_images(folder / "labels", 8)
+    for i in range(8):  # a folder a class
+        (folder / f"labels/{i % 3}").mkdir(exist_ok=True)
+        (folder / f"labels/{i}.png").rename(folder / f"labels/{i % 3}/{i}.png")
+    torch.manual_seed(0)
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 1}
+    config = transformers.Dinov2Config(hidden_size=384, image_size=224, patch_size=14, **small)
+    transformers.Dinov2Model(config).save_pretrained(folder / "dino")
+    return folder
 
 
-def train(script, *argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
+@pytest.fixture(autouse=True)
+def without_downloads(monkeypatch):
+    """In place of VGG's weights, a layer that sees colours."""
+    features = lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3))
+    fake = lambda weights: types.SimpleNamespace(features=features())
+    monkeypatch.setattr("torchvision.models.vgg16", fake)
 
 
-def test_there_are_six_changes_of_less_than_ten_lines(tmp_path):
-    changes = [apply(change, tmp_path)[1] for change in CHANGES]
-    assert len(changes) == len(NAMES) == 6 and max(map(len, changes)) < 10
-    assert max(len(line) for lines in changes for line in lines) <= 101  # with the + before it
+def list_flags(root, output, name, trainer, kind="images"):
+    """A run of 4 steps on 6 images; later flags win over these."""
+    source = name if name in ("labels", "second", "masked") else "images"
+    source = "masked" if name == "inpainting" else source
+    common = [
+        f"--output_dir={output}", "--train_batch_size=2", "--max_train_steps=4",
+        "--logging_steps=1", "--report_to=none", "--holdout=2", "--lr_warmup_steps=0",
+        "--lr_scheduler=constant", "--checkpointing_steps=2",
+    ]  # fmt: skip
+    if kind == "images":
+        common += [f"--train_data_dir={root / source}", "--dataloader_num_workers=0"]
+        common += ["--center_crop", "--resolution=16"]
+    else:
+        common += [f"--latents_dir={kind}"]
+    if trainer == "unconditional":
+        unet = f"{source}-unet" if source in ("labels", "second") else "unet"
+        common += [f"--model_config_name_or_path={root / unet}"]
+        return [*common, "--ddpm_num_inference_steps=2", "--eval_batch_size=12"]
+    common += [f"--pretrained_model_name_or_path={root / 'sd'}", "--no-validate_first"]
+    common += ["--random_flip"]
+    if trainer == "flow":
+        common += [f"--transformer_config_name_or_path={root / 'prx'}"]
+    if name == "inpainting":
+        common += ["--mask_column=mask"] if kind == "images" else []
+        common += ["--validation_prompts", "a digit", "--num_inference_steps=2"]
+        common += ["--num_validation_images=2"]
+    return common
+
+
+def use_column(monkeypatch, change):
+    """Put the columns of a change in place of those of the package."""
+    text, _ = change_text(change, "diffusion_training/latents/columns.py")
+    changed = types.ModuleType("changed_columns")
+    monkeypatch.setitem(sys.modules, "changed_columns", changed)  # its data class looks for it
+    exec(text.replace("(8, 64, 64)", "(8, 8, 8)"), vars(changed))  # of 16 pixels, not 512
+    patch(monkeypatch, "EXTRA_COLUMNS", changed.EXTRA_COLUMNS)
+
+
+def make_cache(root, folder, name, trainer, change, *more):
+    """A cache with the columns of a change."""
+    script = apply(change, "precompute_latents.py", folder)
+    script.DINO = str(root / "dino")
+    source = "masked" if name == "inpainting" else "images"
+    flags = [f"--train_data_dir={root / source}", "--resolution=16", "--center_crop"]
+    flags += [f"--pretrained_model_name_or_path={root / 'sd'}", "--dataloader_num_workers=0"]
+    flags += ["--model_family=prx"] * (trainer == "flow")
+    flags += ["--mask_column=mask"] * (name == "inpainting")
+    train(script, *flags, "--random_flip", f"--output_dir={folder / 'cache'}", *more)
+    return folder / "cache"
+
+
+def list_runs():
+    """All pairs of a change and a trainer that it names; inpainting from a cache besides."""
+    for name, change in zip(NAMES, CHANGES, strict=True):
+        for trainer, script in TRAINERS.items():
+            if re.search(rf"^--- .*{script}", change, re.M):
+                yield name, trainer, "cache" if name == "repa" else "images"
+    yield "inpainting", "text", "cache"
+
+
+def test_changes_are_short_and_are_for_every_trainer_that_can_have_them():
+    sizes = {}
+    for name, trainer, _ in list_runs():
+        _, lines = change_text(CHANGES[NAMES.index(name)], TRAINERS[trainer])
+        sizes.setdefault(name, []).append(len(lines))
+        assert max(map(len, lines)) <= 101  # with the + before it
+    assert all(max(sizes[name]) < 10 for name in SMALL) and max(map(max, sizes.values())) < 30
+    assert [name for name in NAMES if len(sizes[name]) == 3] == ["huber", "module", "perceptual"]
 
 
 @pytest.mark.ci
-def test_a_change_trains_with_held_out_images_resumes_and_finds_a_rate(tmp_path, changed):
-    """The same bits whether it was stopped half-way or not."""
-    name, script, flags = changed
+@pytest.mark.parametrize("name, trainer, kind", [*list_runs()])
+def test_a_change_trains_and_resumes_to_the_same_bits(
+    root, tmp_path, monkeypatch, name, trainer, kind
+):
+    """With gradient checkpointing, a search for the batch size, and held-out images at once."""
+    change = CHANGES[NAMES.index(name)]
+    if kind == "cache":
+        use_column(monkeypatch, change)
+        kind = make_cache(root, tmp_path, name, trainer, change)
+    script = apply(change, trainer, tmp_path)
+    flags = list_flags(root, tmp_path / "out", name, trainer, kind)
+    flags += ["--gradient_checkpointing", "--train_batch_size=auto"]
+    step = script.train_step
+
+    def copy_at_step_3(*given):
+        """What a kill would leave: step 3 is lost, checkpoint-2 is there."""
+        if given[9] == 3 and not (tmp_path / "killed").exists():
+            shutil.copytree(tmp_path / "out", tmp_path / "killed")
+        return step(*given)
+
+    script.train_step = copy_at_step_3
     train(script, *flags)
     records = metrics(tmp_path / "out")
-    assert sum("held_out_loss_ema" in record for record in records) == 1
+    assert any("held_out_loss_ema" in record for record in records)
     assert all(np.isfinite(record.get("loss", 0)) for record in records)
-    again = [*flags, f"--output_dir={tmp_path / 'again'}"]
-    train(script, *again, "--max_train_steps=2")
-    train(script, *again, "--resume_from_checkpoint=latest")
+    resumed = [*flags, f"--output_dir={tmp_path / 'killed'}", "--resume_from_checkpoint=latest"]
+    train(script, *resumed)
+    names = {"unconditional": "unet", "text": "unet", "flow": "transformer"}[trainer]
+    names = {names, f"{names}_ema"}
+    if module := {"module": "log_variance", "repa": "projection"}.get(name):
+        names |= {module, f"{module}_ema"}
     folders = {path.parent for path in (tmp_path / "out/checkpoint-4").rglob("*.safetensors")}
-    assert {path.name for path in folders} == {"unet", "unet_ema"} | (
-        {"log_variance", "log_variance_ema"} if name == "module" else set()
-    )
+    assert {folder.name for folder in folders} == names
     for folder in folders:
-        (one,), (other,) = (
-            folder.glob("*.safetensors"),
-            (tmp_path / "again/checkpoint-4" / folder.name).glob("*.saf*"),
-        )
-        one, other = load_file(one), load_file(other)
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    train(script, *flags, "--find_lr", "--find_lr_steps=10", f"--output_dir={tmp_path / 'rate'}")
-    assert len(json.loads((tmp_path / "rate/find_lr.json").read_text())["rates"]) > 1
+        (path,) = folder.glob("*.safetensors")
+        expected = load_file(path)
+        found = load_file(tmp_path / "killed/checkpoint-4" / folder.name / path.name)
+        before = load_file(tmp_path / "out/checkpoint-2" / folder.name / path.name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+        assert any(not torch.equal(expected[key], before[key]) for key in expected)
+    if name == "inpainting":
+        assert weights(tmp_path / "out/unet")["conv_in.weight"][:, 4:].any()
+        assert (tmp_path / "out/samples/step-0000004.png").exists()
+        pipeline = StableDiffusionInpaintPipeline.from_pretrained(tmp_path / "out")
+        assert pipeline.unet.config.in_channels == 9
 
 
-def test_a_change_trains_on_two_processes(tmp_path, changed):
-    _, script, flags = changed
+@pytest.mark.parametrize("name, trainer", [("labels", "unconditional"), ("repa", "flow")])
+def test_a_change_trains_on_two_processes(root, tmp_path, monkeypatch, name, trainer):
+    change = CHANGES[NAMES.index(name)]
+    kind = "images"
+    if name == "repa":
+        use_column(monkeypatch, change)
+        kind = make_cache(root, tmp_path, name, trainer, change)
+    script = apply(change, trainer, tmp_path)
+    flags = list_flags(root, tmp_path / "out", name, trainer, kind)
     log = tmp_path / "log"
     assert finish(start(lambda: train(script, *flags), 2, log)) == [0, 0], log.read_text()
-    assert sum("held_out_loss" in record for record in metrics(tmp_path / "out")) == 1
+    assert any("held_out_loss" in record for record in metrics(tmp_path / "out"))
 
 
-def test_a_huber_loss_is_trained_on(tmp_path):
-    script, _ = apply(CHANGES[0], tmp_path)
-    flags, losses = prepare(tmp_path, "huber"), []
+def test_a_huber_loss_is_trained_on(root, tmp_path):
+    script = apply(CHANGES[0], "unconditional", tmp_path)
+    losses = []
     for kind in ("l2", "huber"):
-        train(script, *flags, f"--loss_type={kind}", f"--output_dir={tmp_path / kind}")
+        flags = list_flags(root, tmp_path / kind, "huber", "unconditional")
+        train(script, *flags, f"--loss_type={kind}", "--max_train_steps=1")
         losses.append(metrics(tmp_path / kind)[0]["loss"])
     assert losses[1] < 0.6 * losses[0]  # half the square, or less beyond 1
 
 
-def test_class_labels_of_a_column_reach_the_unet(tmp_path, monkeypatch):
-    script, _ = apply(CHANGES[1], tmp_path)
-    flags = [flag for flag in prepare(tmp_path, "labels") if "holdout" not in flag]
+def test_class_labels_of_a_column_reach_the_unet(root, tmp_path, monkeypatch):
+    script = apply(CHANGES[1], "unconditional", tmp_path)
+    flags = [*list_flags(root, tmp_path / "out", "labels", "unconditional"), "--holdout=0"]
     seen, forward = [], UNet2DModel.forward
 
     def spy(self, sample, timestep, class_labels=None, **rest):
@@ -192,9 +300,9 @@ def test_class_labels_of_a_column_reach_the_unet(tmp_path, monkeypatch):
     assert drawn and drawn[0] == [i % 10 for i in range(12)]
 
 
-def test_a_second_image_column_is_trained_on_as_further_channels(tmp_path):
-    script, _ = apply(CHANGES[2], tmp_path)
-    flags = [flag for flag in prepare(tmp_path, "second") if "holdout" not in flag]
+def test_a_second_image_column_is_trained_on_as_further_channels(root, tmp_path):
+    script = apply(CHANGES[2], "unconditional", tmp_path)
+    flags = [*list_flags(root, tmp_path / "out", "second", "unconditional"), "--holdout=0"]
     batches, prepare_batch = [], script.prepare_batch
     script.prepare_batch = lambda batch: (
         batches.append(batch["pixel_values"]) or prepare_batch(batch)
@@ -205,12 +313,12 @@ def test_a_second_image_column_is_trained_on_as_further_channels(tmp_path):
     assert np.asarray(Image.open(tmp_path / "out/samples/step-0000004.png")).ndim == 3
 
 
-def test_a_masked_loss_counts_where_the_mask_is_white(tmp_path):
+def test_a_masked_loss_counts_where_the_mask_is_white(root, tmp_path):
     """Errors in the masked half do not count: a constant there leaves the other half's loss."""
-    script, _ = apply(CHANGES[3], tmp_path)
+    script = apply(CHANGES[3], "unconditional", tmp_path)
     noise_scheduler, mask = DDPMScheduler(), torch.zeros(2, 1, 8, 8)
     mask[..., :4] = 1
-    args = script.parse_args(prepare(tmp_path, "masked"))
+    args = script.parse_args(list_flags(root, tmp_path / "out", "masked", "unconditional"))
 
     batch = torch.cat([torch.full((2, 3, 8, 8), 127), 255 * mask.byte()], dim=1)
     prepared = script.prepare_batch({"pixel_values": batch})
@@ -231,21 +339,8 @@ def test_a_masked_loss_counts_where_the_mask_is_white(tmp_path):
     assert losses == [0.0, 0.0]
 
 
-def test_a_further_module_is_trained_and_averaged(tmp_path):
-    script, _ = apply(CHANGES[4], tmp_path)
-    train(script, *prepare(tmp_path, "module"))
-    first, last = (
-        load_file(tmp_path / f"out/checkpoint-{i}/log_variance/model.safetensors") for i in (2, 4)
-    )
-    average = load_file(tmp_path / "out/checkpoint-4/log_variance_ema/model.safetensors")
-    assert not torch.equal(first["weight"], last["weight"]) and not torch.equal(
-        average["weight"], last["weight"]
-    )
-    assert weights(tmp_path / "out/unet")  # and the pipeline opens as before
-
-
-def test_a_model_of_the_loss_is_counted_and_not_trained(tmp_path, monkeypatch):
-    """The test above shows that no checkpoint has it."""
+def test_what_a_change_adds_is_counted_and_only_models_are_trained(root, tmp_path, monkeypatch):
+    """Operations and memory of a further trained module, and of a network of the loss."""
     seen = {}
 
     def spy_on_loss(copies, loss, prepared):
@@ -254,23 +349,28 @@ def test_a_model_of_the_loss_is_counted_and_not_trained(tmp_path, monkeypatch):
 
     def spy_on_memory(models, averaged, frozen, num_processes, optimizer):
         seen["memory"] = count_memory(models, averaged, frozen, num_processes, optimizer)
-        seen["frozen"] = [module for module in frozen if isinstance(module, torch.nn.Conv2d)]
-        seen["before"] = [weight.clone() for x in seen["frozen"] for weight in x.parameters()]
+        seen["frozen"] = [weight for module in frozen for weight in module.parameters()]
+        seen["before"] = [weight.clone() for weight in seen["frozen"]]
         return seen["memory"]
 
     monkeypatch.setattr("diffusion_training.training.costs.count_flops", spy_on_loss)
     monkeypatch.setattr("diffusion_training.training.costs.count_memory", spy_on_memory)
-    script, _ = apply(CHANGES[5], tmp_path)
-    flags = prepare(tmp_path, "loss_model")
-    found = []
-    for name, module in {"plain": train_text_to_image, "changed": script}.items():
-        train(module, *flags, f"--output_dir={tmp_path / name}")
-        found.append({**seen, "loss": metrics(tmp_path / name)[0]["loss"]})
-    plain, changed = found
-    (network,) = changed["frozen"]
-    assert changed["memory"]["encoders"] - plain["memory"]["encoders"] == 4 * (4 * 8 * 9 + 8)
-    # two of 6 x 6 latents forward, and one of them backward to what was predicted
-    assert changed["operations"] - plain["operations"] == 3 * 2 * (4 * 9) * 8 * 6**2
-    assert changed["loss"] > plain["loss"]
-    assert not any(weight.requires_grad for weight in network.parameters())
-    assert all(map(torch.equal, changed["before"], network.parameters()))
+    found = {}
+    for name in ("plain", "module", "perceptual"):
+        script = train_text_to_image
+        if name != "plain":
+            script = apply(CHANGES[NAMES.index(name)], "text", tmp_path)
+        flags = list_flags(root, tmp_path / name, name, "text")
+        train(script, *flags, "--max_train_steps=1", "--holdout=0")
+        found[name] = {**seen, "loss": metrics(tmp_path / name)[0]["loss"]}
+        assert not any(weight.requires_grad for weight in seen["frozen"])
+        assert all(map(torch.equal, seen["before"], seen["frozen"]))
+    plain, module, perceptual = found.values()
+    # 64 numbers to one, forward, and backward to the weights
+    assert module["operations"] - plain["operations"] == 2 * 2 * 64
+    assert module["memory"]["weights"] - plain["memory"]["weights"] == 4 * 65
+    # VGG's place: two of 14 x 14 pixels forward and one of them backward; the VAE comes on top
+    vgg = 3 * 2 * (3 * 9) * 8 * 14**2
+    assert perceptual["operations"] - plain["operations"] > 2 * vgg
+    assert perceptual["memory"]["encoders"] > plain["memory"]["encoders"] + 4 * 8 * (3 * 9 + 1)
+    assert perceptual["loss"] > plain["loss"]
