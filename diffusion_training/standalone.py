@@ -59,7 +59,9 @@ class Module:
         self.path = path
         self.doc = ast.get_docstring(tree) or ""
         self.chunks = []
-        self.imports = {name: {(source, name, None)} for name, source in direct.items()}
+        self.imports: dict[str, set[Import]] = {}
+        for name, source in direct.items():
+            self.imports[name] = {(source, name, None)}
         end = 0
         for node in tree.body[1 if self.doc else 0 :]:
             decorators = getattr(node, "decorator_list", ())
@@ -99,22 +101,18 @@ def name_directly(text: str, path: Path) -> tuple[str, dict[str, str]]:
             taken.add(node.name)
         elif isinstance(node, ast.arg):
             taken.add(node.arg)
-    uses = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id in modules
-    ]
+    places = []
+    direct: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if source := modules.get(node.value.id):
+                if node.attr in taken or direct.setdefault(node.attr, source) != source:
+                    sys.exit(f"{path}: {node.attr} of {source} has a namesake: rename one of them")
+                places.append((node.lineno - 1, node.col_offset, node.value.end_col_offset))
     lines = text.splitlines()
-    direct = {}
-    for node in sorted(uses, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-        source = modules[node.value.id]
-        if node.attr in taken or direct.setdefault(node.attr, source) != source:
-            sys.exit(f"{path}: {node.attr} of {source} has a namesake: rename one of them")
-        line = lines[node.lineno - 1].encode()  # offsets count bytes
-        end = line.index(b".", node.value.end_col_offset) + 1
-        lines[node.lineno - 1] = (line[: node.col_offset] + line[end:]).decode()
+    for number, start, end in sorted(places, reverse=True):
+        line = lines[number].encode()  # offsets count bytes
+        lines[number] = (line[:start] + line[line.index(b".", end) + 1 :]).decode()
     return "\n".join(lines), direct
 
 

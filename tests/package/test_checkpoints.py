@@ -430,6 +430,15 @@ def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(
         one, other = model.state_dict(), found[name].state_dict()
         assert all(torch.equal(one[key], other[key]) for key in one), name
     assert capsys.readouterr().out == f"Going on from the weights of {start}, at step 3\n"
+    # a module that a script trains since then starts anew; a run that is resumed can't get one
+    added = {name: torch.nn.Linear(2, 2) for name in ("added", "added_ema")}
+    fresh = added["added"].weight.clone()
+    load_start(accelerator, start, found | added, state)
+    assert torch.equal(added["added"].weight, fresh)
+    assert f"Not in {start}, so they start anew: added, added_ema" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="checkpoint-3 has no weights of added, added_ema: a mod"):
+        state = read_state(start, 4)
+        load_checkpoint(accelerator, start, found | added, None, state, SETTINGS)
     (start / "unet/config.json").write_text("{}")
     with pytest.raises(
         SystemExit, match=r"checkpoint-3 is damaged or from another model \(unet/config.json is not"

@@ -21,23 +21,30 @@ def test_what_lies_beside_the_script_comes_along_or_is_refused(tmp_path):
     # a module without a docstring
     (tmp_path / "my_losses.py").write_text("def half(x):\n    return x / 2\n")
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT % ("from my_losses import half", "half"))
-    one = make_standalone(script)
-    assert "my_losses import" not in one
+    for line, name in {
+        "from my_losses import half": "half",
+        "import my_losses": "my_losses.half",
+        "import my_losses as mine": "mine.half",
+    }.items():
+        script.write_text(SCRIPT % (line, name))
+        one = make_standalone(script)
+        assert "import my_losses" not in one and "print(half(math.tau))" in one
     said = subprocess.run(
         [sys.executable, "-I", "-c", one], capture_output=True, text=True, check=True
     ).stdout
     assert said.startswith("3.14159")
-    for line in (
-        "import my_losses",
-        "import my_losses as mine",
-        "from diffusion_training.training import order as x",
-    ):
-        script.write_text(SCRIPT % (line, f"{line.split()[-1]}.half"))
+    for line, name in {
+        "from my_losses import half as mine": "mine",
+        "import my_losses": "vars(my_losses)['half']",
+    }.items():
+        script.write_text(SCRIPT % (line, name))
         with pytest.raises(
             SystemExit, match="script.py imports .* as a module or under another name"
         ):
             make_standalone(script)
+    script.write_text(SCRIPT % ("import my_losses\n\nhalf = 1", "my_losses.half"))
+    with pytest.raises(SystemExit, match="script.py: half of my_losses has a namesake: rename one"):
+        make_standalone(script)
 
 
 def test_no_file_is_the_usage(tmp_path):

@@ -140,13 +140,22 @@ def test_a_cache_holds_each_size_and_its_mask(tmp_path, data, monkeypatch):
     again = make_cache(tmp_path, models, "--center_crop", name="again")
     mask = np.array(datasets.load_from_disk(str(again))["mask"][3]).reshape(8, 8)
     assert mask[:, :3].min() > 250 and mask[:, 5:].max() < 5
-    flags = [*train_flags(tmp_path, models), f"--latents_dir={again}", "--random_flip"]
-    found = load(flags)
-    for epoch in range(4):
-        batch = found.dataset[[(epoch, 3, 1.0)]]
-        mask = script.prepare_batch(found, 0.0, batch).loss_inputs["mask"]
-        white = mask[..., 5:] if batch["flipped"] else mask[..., :3]
-        assert mask.shape == (1, 1, 8, 8) and white.min() > 0.98 and mask.mean() < 0.52
+    sources = {
+        "latents": [f"--latents_dir={again}", "--random_flip"],
+        "pixel_values": transform_flags(tmp_path, "--center_crop"),
+    }
+    for name, source in sources.items():
+        found = load([*train_flags(tmp_path, models), *source])
+        for epoch in range(4):
+            batch = found.dataset[[(epoch, 3, 1.0)]]
+            mask = script.prepare_batch(found, 0.0, batch).loss_inputs["mask"]
+            white = mask[..., 5:] if batch["flipped"] else mask[..., :3]
+            assert mask.shape == (1, 1, 8, 8) and white.min() > 0.98 and mask.mean() < 0.52
+            # who reads the batch finds the mask mirrored with what is beside it
+            given = batch["mask"].view(mask.shape) if name == "latents" else batch["mask"]
+            side = given.shape[-1] * 3 // 8
+            white = given[..., -side:] if batch["flipped"] else given[..., :side]
+            assert name in batch and white.min() > 250 and given.float().mean() < 135
 
 
 def load(flags):
