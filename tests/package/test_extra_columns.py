@@ -9,7 +9,7 @@ import precompute_latents
 from diffusion_training.latents.columns import Column
 from diffusion_training.latents.reader import CachedLatents, load_cache
 
-COLUMN = Column("brightness", "float16", (2, 2), is_optional=True)
+COLUMN = Column("brightness", "float16", (2, 2), is_optional=True, is_map=True)
 
 
 @pytest.fixture
@@ -36,8 +36,9 @@ def cached(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def read(folder, optional=()):
-    dataset = CachedLatents({str(folder): load_cache(folder)}, 0, False, optional_columns=optional)
+def read(folder, optional=(), random_flip=False):
+    caches = {str(folder): load_cache(folder)}
+    dataset = CachedLatents(caches, 0, random_flip, optional_columns=optional)
     return dataset[[(0, row, 1.0) for row in range(len(dataset))]]
 
 
@@ -46,6 +47,11 @@ def test_it_is_read_only_where_it_is_asked_for(cached):
     values = read(cached, ["brightness"])["brightness"]
     assert values.shape == (6, 4) and values.dtype == torch.float16
     assert values.mean(dim=1).diff().gt(5).all()  # image i has the grey level 20 * i
+    mirrored = read(cached, ["brightness"], random_flip=True)
+    assert 0 < mirrored["flipped"].sum() < 6
+    for plain, found, flip in zip(values, mirrored["brightness"], mirrored["flipped"], strict=True):
+        plain = plain.view(2, 2)
+        assert torch.equal(found.view(2, 2), plain.flip(-1) if flip else plain)
 
 
 def rewrite(folder, name, change):
