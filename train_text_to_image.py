@@ -287,6 +287,11 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
             raise ValueError(f"{sampler_class.__name__} is none")
         sampler = sampler_class.from_pretrained(source, **options, **objective)
         sampler.set_timesteps(1)  # raises an error for an unknown timestep_spacing
+    if not hasattr(sampler, "betas"):
+        fail(
+            f"{source} has a {type(sampler).__name__}, which has no betas: a U-Net is trained with "
+            "a scheduler such as DDIMScheduler"
+        )
     check_objective(noise_scheduler)
     timesteps = noise_scheduler.config.num_train_timesteps
     if args.num_inference_steps > timesteps:

@@ -1,7 +1,6 @@
 """Rows with captions -> images and tokens, and warnings about captions."""
 
 import contextlib
-import os
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -44,9 +43,7 @@ def transform_row(
     - "mask": uint8 [1, *target], if there is a column of masks
     - "skipped": why the row can't be used, else None
     """
-    key = name_image(row, item[transform.image_column])
-    if os.path.isabs(key) and os.path.isabs(transform.source):
-        key = os.path.relpath(key, transform.source)  # the same wherever the data is stored
+    key = name_image(row, item[transform.image_column], transform.source)
     weights = transform.caption_weights
     mask_column = transform.mask_column
     try:

@@ -27,9 +27,20 @@ def find_source(args: Namespace) -> str:
     return resolve(os.path.join(os.getcwd(), source)) if os.path.isdir(source) else source
 
 
+def list_paths(folder: str) -> list[str]:
+    """The paths of all files and folders in a local folder; none if the data is no folder."""
+    return [str(path) for path in Path(folder).rglob("*")]
+
+
+def has_images(folder: str) -> bool:
+    """Whether a local folder holds a file with an image's suffix."""
+    suffixes = Image.registered_extensions()
+    return any(os.path.splitext(path)[1].lower() in suffixes for path in list_paths(folder))
+
+
 def has_caption_files(folder: str, extension: str) -> bool:
     """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
-    paths = list(Path(folder).rglob("*"))  # none if the data is not a folder
+    paths = [Path(path) for path in list_paths(folder)]
     named = {path.with_suffix("") for path in paths if path.suffix == extension}
     images = Image.registered_extensions()
     return any(path.suffix.lower() in images and path.with_suffix("") in named for path in paths)
@@ -83,6 +94,9 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
         if not any(matches):
             fail(f"--folder_repeats: {source} has no folder that is named like 10_name")
         repeats = [int(match[1]) if match else 1 for match in matches]
+        if 0 in repeats:
+            never = folders[repeats.index(0)]
+            print(printable(f"{repeats.count(0)} images are not used: their folder is {never}"))
         captions = [match[2] if match else prompt for match in matches]
     elif prompt is None:
         return rows

@@ -171,6 +171,14 @@ def make_time_ids(
     return torch.stack([height, width, crop_top_left[:, 0], left, *target], dim=1).float()
 
 
-def name_image(row: int, source: dict[str, Any] | None) -> str:
-    """The name of an image in messages and records: its path, or the number of its row."""
-    return printable((source and source["path"]) or f"row {row}")
+def name_image(row: int, image: dict[str, Any] | None, source: str = "") -> str:
+    """The name of an image in messages and records: its path, or the number of its row.
+
+    In a local folder `source` the path is relative to it, also that of an archive in it, so that
+    the name is the same wherever the folder is.
+    """
+    name = (image and image["path"]) or f"row {row}"
+    if os.path.isabs(source):
+        name = os.path.relpath(name, source) if os.path.isabs(name) else name
+        name = name.replace(f"::{source}/", "::")  # zip://photo.jpg::photos.zip
+    return printable(name)

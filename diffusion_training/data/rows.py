@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
+from PIL import Image
 
 from diffusion_training.arguments import list_values
 from diffusion_training.data.folders import (
@@ -24,12 +26,18 @@ from diffusion_training.data.folders import (
     apply_folder_flags,
     find_source,
     has_caption_files,
+    has_images,
+    list_paths,
 )
 from diffusion_training.data.images import name_image
 from diffusion_training.data.streams import identify_stream
 from diffusion_training.errors import explained, fail, passing_rows_faults, printable
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
+
+METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# How `datasets` would load files that other programs put beside images, such as photo.json.
+SIDECARS = ("audiofolder", "csv", "json", "pdffolder", "text", "videofolder", "xml")
 
 
 class ImageRows(NamedTuple):
@@ -56,7 +64,12 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[Any] = 
     wanted = [name for names in others for name in list_values(names)]
     wanted += [mask_column] if mask_column else []
     wanted = [*dict.fromkeys(wanted)]
-    if has_captions and caption_column in wanted and caption_column not in rows.features:
+    if has_captions and caption_column in wanted:
+        if caption_column in rows.features:
+            fail(
+                f"{source} has captions in a metadata file and in {extension} files beside the "
+                "images: move one of them away, or take another column with --caption_column"
+            )
         if streaming:
             fail(
                 f"{source} has captions in files beside the images, which a stream passes by: "
@@ -100,19 +113,37 @@ def open_builder(
     source: str, has_captions: bool, streaming: bool, args: Namespace
 ) -> tuple[datasets.DatasetBuilder, Rows]:
     """The builder of a data set, and its rows as it gives them."""
-    with explained(f"{source} can't be loaded as a data set"):
-        with listed_once():
-            # "imagefolder", or the lines of the captions might be loaded as a data set of text
-            builder = datasets.load_dataset_builder(
-                "imagefolder" if has_captions else source,
-                args.dataset_config_name,
-                data_dir=source if has_captions else None,
-                cache_dir=args.cache_dir,
-            )
+
+    def open_as(kind: str) -> datasets.DatasetBuilder:
+        folder = None if kind == source else source
+        return datasets.load_dataset_builder(
+            kind, args.dataset_config_name, data_dir=folder, cache_dir=args.cache_dir
+        )
+
+    if os.path.isdir(source) and "::" in source:
+        fail(f"{source}: `datasets` takes '::' in a path for an archive: rename the folder")
+    with explained(f"{source} can't be loaded as a data set"), listed_once(source):
+        # "imagefolder", or the lines of the captions might be loaded as a data set of text
+        builder = open_as("imagefolder" if has_captions else source)
+        # `datasets` goes by the most frequent suffix, which other files beside images may have
+        if builder.name in SIDECARS and has_images(source):
+            builder = open_as("imagefolder")
+    metadata = []
+    if builder.name == "imagefolder":
+        files = (builder.config.data_files or {}).get(args.dataset_split, [])
+        metadata = [path for path in files if os.path.basename(path) in METADATA_FILES]
+    described = f"{source} (with {' and '.join(metadata[:2])})" if metadata else source
+    with explained(f"{described} can't be loaded as a data set"):
         if streaming:
             return builder, builder.as_streaming_dataset(split=args.dataset_split)
         builder.download_and_prepare()
-        return builder, builder.as_dataset(split=args.dataset_split)
+        rows = builder.as_dataset(split=args.dataset_split)
+    if len(metadata) > 1:
+        paths = pc.struct_field(rows.data["image"], "path").to_pylist()
+        path, count = collections.Counter(paths).most_common(1)[0]
+        if count > 1:
+            fail(f"{described} names {path} {count} times: keep one of these files")
+    return builder, rows
 
 
 def list_image_columns(features: Any) -> list[str]:
@@ -150,13 +181,26 @@ def choose_image_column(
     return column
 
 
-def is_mask(path: str | None) -> bool:
-    """Whether a file is a mask that lies beside an image."""
-    return (path or "").endswith(".mask.png")
+def find_masked(path: str | None) -> str | None:
+    """The image that a mask is beside, as its path without suffix; None if a file is no mask.
+
+    For example, a/photo for a/photo.mask.png, and zip://photo::a.zip for a mask in an archive.
+    """
+    stem, suffix = split_suffix(path or "")
+    masked, end = split_suffix(stem)
+    is_mask = suffix.lower() in Image.registered_extensions() and end.lower() == ".mask"
+    return masked if is_mask else None
+
+
+def split_suffix(path: str) -> tuple[str, str]:
+    """Split a path into (the path without the suffix of its file, the suffix)."""
+    file, *archives = path.split("::")
+    stem, suffix = os.path.splitext(file)
+    return "::".join([stem, *archives]), suffix
 
 
 def put_masks_beside(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
-    """Take masks (photo.mask.png beside photo.jpg) out of a folder's rows.
+    """Take masks (photo.mask.png beside photo.jpg, with any suffix of images) out of the rows.
 
     They are added as a column "mask" if the script has --mask_column and it is not set, or set to
     "mask". Returns (the rows, the column of masks or None). The fingerprint of the rows depends on
@@ -168,43 +212,61 @@ def put_masks_beside(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     if not isinstance((rows.features or {}).get("image"), datasets.Image):
         return rows, mask_column
     if isinstance(rows, datasets.IterableDataset):
-        if may_add and mask_column is None and any(Path(source).rglob("*.mask.png")):
+        if may_add and mask_column is None and any(map(find_masked, list_paths(source))):
             fail(
                 f"{source} has masks beside the images, which a stream passes by: "
                 "leave --streaming out"
             )
         rows = rows.cast_column("image", datasets.Image(decode=False))
-        rows = rows.filter(lambda item: not is_mask(item["image"]["path"]))
+        rows = rows.filter(lambda item: not find_masked(item["image"]["path"]))
         return rows.cast_column("image", datasets.Image()), mask_column
     paths = pc.struct_field(rows.data["image"], "path").to_pylist()
-    if any(map(is_mask, paths)):  # there are none if a metadata file names the images
-        rows = rows.select([row for row, path in enumerate(paths) if not is_mask(path)])
-    masks = {}
-    if may_add and "mask" not in rows.features:
-        masks = {os.path.abspath(path): path.stat() for path in Path(source).rglob("*.mask.png")}
+    images = [row for row, path in enumerate(paths) if not find_masked(path)]
+    if len(images) < len(paths):  # a metadata file that names the images leaves masks out
+        rows = rows.select(images)
+    if not may_add or "mask" in rows.features:
+        return rows, mask_column
+    masks: dict[str, str] = {}
+    for path in sorted({*paths, *list_paths(source)}, key=str):
+        masked = find_masked(path)
+        if masked and masks.setdefault(masked, path) != path:
+            fail(f"{masks[masked]} and {path} are masks of the same image: delete one")
     if not masks:
         return rows, mask_column
-    stems = [os.path.splitext(os.path.abspath(path))[0] for path in paths if not is_mask(path)]
-    beside = [f"{stem}.mask.png" for stem in stems]
-    content = [f"{path} {stat.st_mtime_ns} {stat.st_size}" for path, stat in masks.items()]
+    stems = [split_suffix(paths[row] or "")[0] for row in images]
+    content = []
+    for path in masks.values():
+        if os.path.isfile(path):  # else in an archive, which the fingerprint of the rows covers
+            stat = os.stat(path)
+            content.append(f"{path} {stat.st_mtime_ns} {stat.st_size}")
     content = json.dumps(sorted([rows._fingerprint, *content]))
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
-    column = [path if path in masks else None for path in beside]
+    column = [masks.get(stem) for stem in stems]
     return rows.add_column("mask", column, new_fingerprint=fingerprint), "mask"
 
 
 @contextlib.contextmanager
-def listed_once() -> Iterator[None]:
-    """List a local folder only once.
+def listed_once(source: str) -> Iterator[None]:
+    """List a local folder only once, and take its path literally.
 
-    `datasets` would list it for each of the 66 patterns that a split's files may match.
+    `datasets` would list it for each of the 66 patterns that a split's files may match, and would
+    read the `[` in its path as part of a pattern.
     """
     find = LocalFileSystem.find
+    glob_pattern = LocalFileSystem.glob
+
+    def glob_in_folder(fs: LocalFileSystem, path: str, *args: Any, **options: Any) -> Any:
+        if path.startswith(f"{source}/"):
+            path = glob.escape(source) + path.removeprefix(source)
+        return glob_pattern(fs, path, *args, **options)
+
     LocalFileSystem.find = functools.cache(find)
+    LocalFileSystem.glob = glob_in_folder
     try:
         yield
     finally:
         LocalFileSystem.find = find
+        LocalFileSystem.glob = glob_pattern
 
 
 def report_unused(folder: str, builder: datasets.DatasetBuilder, rows: Rows, split: str) -> None:
@@ -282,10 +344,7 @@ class RowDataset(torch.utils.data.Dataset):
         paths = pc.struct_field(self.rows.data[self.column], "path").to_pylist()
         if self.rows._indices is not None:  # drawn by --max_train_samples
             paths = [paths[i] for i in self.rows._indices.column(0).to_pylist()]
-        names = [name_image(row, {"path": path}) for row, path in enumerate(paths)]
-        return [
-            os.path.relpath(name, self.source) if os.path.isabs(name) else name for name in names
-        ]
+        return [name_image(row, {"path": path}, self.source) for row, path in enumerate(paths)]
 
     def digest(self, row: int) -> str:
         """A hash of a row's content: its text, and the bytes of its images.

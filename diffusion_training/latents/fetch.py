@@ -166,9 +166,11 @@ def make_fetch_folder(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("run-*"):
-        with contextlib.suppress(Timeout, OSError), FileLock(f"{old}.lock", timeout=0):
-            shutil.rmtree(old)
+    for old in {path.name.partition(".")[0] for path in folder.glob("run-*")}:
+        with contextlib.suppress(Timeout, OSError), FileLock(folder / f"{old}.lock", timeout=0):
+            shutil.rmtree(folder / old, ignore_errors=True)
+            for lock_file in folder.glob(f"{old}.lock*"):
+                lock_file.unlink()
     run_folder = folder / f"run-{uuid.uuid4().hex[:12]}"
     # locked before the folder exists, or another process would delete it as abandoned
     lock = FileLock(f"{run_folder}.lock")

@@ -87,6 +87,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             lambda names: own & names and "cache.json" not in names,
             "run of this script",
         )
+        best = output_dir / "best"
+        if args.save_best and best.exists() and not (best / "held_out.json").exists():
+            fail(f"--save_best would replace {best}, which no run has written: rename it")
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
     launch.accelerator.wait_for_everyone()
@@ -278,7 +281,7 @@ def keep_best(
             save(unfinished / "best")
             content = json.dumps({"step": step, "held_out_loss": loss})
             (unfinished / "best/held_out.json").write_text(content)
-    if read_best(best)["step"] <= reached:
+    if read_best(best).get("step", math.inf) <= reached:  # none if no loss was finite
         delete(before)
 
 

@@ -51,8 +51,10 @@ def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[di
 
 def read_best(folder: str | Path) -> dict[str, Any]:
     """Return {"step", "held_out_loss"} that `keep_best` has written, or {} if it has not."""
-    path = Path(folder) / "held_out.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    with contextlib.suppress(OSError, ValueError):
+        best = json.loads((Path(folder) / "held_out.json").read_text())
+        return best if fits(best, HELD_OUT) else {}
+    return {}
 
 
 def find_signs(

@@ -21,25 +21,28 @@ def find_columns(where: str | None) -> list[str]:
     """Names of the columns in an expression such as "similarity > 0.3 and width >= 512".
 
     Returns no names for None. Raises ValueError if the text is not a valid expression. Allowed are
-    comparisons of columns, numbers and texts, `in [...]`, `and`, `or` and `not`.
+    comparisons of columns, numbers and texts, `in [...]`, `is None`, `and`, `or` and `not`.
     """
     if where is None:
         return []
     make_filter(where, None)
-    nodes = ast.walk(ast.parse(where, mode="eval"))
+    nodes = ast.walk(ast.parse(where.strip(), mode="eval"))
     return sorted({node.id for node in nodes if isinstance(node, ast.Name)})
 
 
 def make_filter(where: str, schema: pa.Schema | None) -> pc.Expression:
     """Turn an expression into a pyarrow expression for tables of a schema.
 
-    A text column that is compared with a number is cast to a number. With schema None, the
-    expression is only checked. Raises ValueError if it is not valid.
+    A text column that is compared with a number is cast to a number. A missing value fulfils no
+    comparison, as in SQL: `width != 512 or width is None` keeps its row, `width != 512` does not.
+    With schema None, the expression is only checked. Raises ValueError if it is not valid.
     """
     try:
         return build(ast.parse(where.strip(), mode="eval").body, schema)
     except SyntaxError as error:
         raise ValueError(f"{where!r} is no expression ({error.msg})") from None
+    except RecursionError:
+        raise ValueError(f"{where[:60]!r}... has too many parts in each other") from None
 
 
 def build(node: ast.AST, schema: pa.Schema | None) -> pc.Expression:
@@ -56,9 +59,12 @@ def build(node: ast.AST, schema: pa.Schema | None) -> pc.Expression:
             return pc.field(name)
         case ast.Constant(bool() | int() | float() | str() as value):
             return pc.scalar(value)
+        case ast.Compare(left, [ast.Is() | ast.IsNot() as kind], [ast.Constant(None)]):
+            is_missing = build(left, schema).is_null()
+            return is_missing if isinstance(kind, ast.Is) else ~is_missing
         case ast.Compare(
             left, [ast.In() | ast.NotIn() as kind], [ast.List(items) | ast.Tuple(items)]
-        ):
+        ) if items:
             matches = [compare(ast.Eq(), left, item, schema) for item in items]
             is_member = functools.reduce(operator.or_, matches)
             return is_member if isinstance(kind, ast.In) else ~is_member

@@ -4,6 +4,7 @@ It is complete after any kill.
 """
 
 import json
+import math
 import os
 
 import diffusers
@@ -95,12 +96,26 @@ def killed(flags, monkeypatch, name, at):
         assert finish(start(lambda: train(*flags))) == [9]
 
 
+def test_a_folder_of_the_users_own_is_not_replaced(tmp_path, flags, capfd):
+    (tmp_path / "out/best").mkdir(parents=True)
+    (tmp_path / "out/run.args").touch()
+    with pytest.raises(SystemExit):
+        train(*flags)
+    assert "out/best, which no run has written: rename it" in capfd.readouterr().err
+
+
+def test_a_damaged_record_of_the_best_is_none(tmp_path):
+    for content in ("", "{", "[]", '{"step": 1}'):
+        (tmp_path / "held_out.json").write_text(content)
+        assert read_best(tmp_path) == {}
+
+
 def steps(folder):
     return [read_best(folder / name).get("step") for name in ("best", "best-before")]
 
 
 def test_it_is_the_average_of_the_lowest_step_and_named_in_card_and_report(tmp_path, flags, losses):
-    losses[:] = [0.9, 0.4, 0.5, 0.6, 0.45, float("nan")]
+    losses[:] = [math.nan, 0.4, 0.5, 0.6, 0.45, math.nan]
     train(*flags, "--checkpoints_total_limit=9")
     out = tmp_path / "out"
     assert json.loads((out / "best/held_out.json").read_text()) == {"step": 2, "held_out_loss": 0.4}

@@ -866,6 +866,10 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         path.write_text(json.dumps({**json.loads(scheduler), **change}))
         with pytest.raises(SystemExit, match="scheduler"):
             script.make_schedulers(base, args)
+    for name in ("FlowMatchEulerDiscreteScheduler", "EDMEulerScheduler"):
+        path.write_text(json.dumps({**json.loads(scheduler), "_class_name": name}))
+        with pytest.raises(SystemExit, match=f"{name}, which has no betas"):
+            script.make_schedulers(base, args)
     path.write_text(scheduler)
     with pytest.raises(
         SystemExit, match="--num_inference_steps 1001 exceeds the 1000 training timesteps"

@@ -1,0 +1,109 @@
+"""Folders of images as other programs leave them: what lies beside images, and in archives."""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import make_captioned, make_images
+
+from diffusion_training.data.rows import RowDataset, load_rows
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`load_rows` of a folder, with flags and captions in a column `text`, if it has any."""
+
+    def load(folder, captions=False, **flags):
+        none = ["dataset_name", "dataset_config_name", "image_column", "max_train_samples"]
+        args = dict.fromkeys(none) | {"dataset_split": "train", "seed": 0, "mask_column": None}
+        args |= {"cache_dir": str(tmp_path / "cached"), "train_data_dir": str(folder)}
+        args |= {"caption_column": "text"} | flags
+        return load_rows(argparse.Namespace(**args), others=["text"] if captions else [])
+
+    return load
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "xml", "wav", "mp4", "pdf", "txt"])
+def test_files_of_other_programs_beside_images_are_no_data(tmp_path, load, suffix):
+    folder = Path(make_images(tmp_path / "images", 3))
+    for i in range(4):
+        (folder / f"photo-{i}.{suffix}").write_text('{"tags": 1}')
+    assert len(load(folder).rows) == 3
+
+
+def test_a_caption_extension_that_no_file_has_is_named(tmp_path, load):
+    folder = Path(make_images(tmp_path / "images", 3))
+    for i in range(3):
+        (folder / f"{i}.txt").write_text("a dog")
+    with pytest.raises(SystemExit, match=r"no column 'text' but image: .*photo\.caption for"):
+        load(folder, captions=True, caption_extension="caption")
+
+
+def test_a_path_is_taken_literally(tmp_path, load):
+    folder = Path(make_images(tmp_path / "by [artist] *", 2))
+    assert len(load(folder).rows) == 2
+    (folder / "0.txt").write_text("a dog")
+    assert load(folder, captions=True).rows["text"][:] == ["a dog", None]
+    with pytest.raises(SystemExit, match="rename the folder"):
+        load(make_images(tmp_path / "a::b", 2))
+
+
+def test_captions_from_two_places_are_refused(tmp_path, load):
+    make_captioned(tmp_path / "images", 3)
+    (tmp_path / "images/0.txt").write_text("a dog")
+    with pytest.raises(SystemExit, match="a metadata file and in .txt files"):
+        load(tmp_path / "images", captions=True)
+    assert len(load(tmp_path / "images").rows) == 3  # no captions are wanted
+
+
+def test_an_image_that_two_metadata_files_name_is_refused(tmp_path, load):
+    make_captioned(tmp_path / "images/sub", 2)
+    lines = [json.dumps({"file_name": "sub/1.png", "text": text}) for text in ("one", "two")]
+    (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
+    sentence = r"images/metadata.jsonl and .*sub/metadata.jsonl\) names .*sub/1.png 3 times"
+    with pytest.raises(SystemExit, match=sentence):
+        load(tmp_path / "images")
+    (tmp_path / "images/sub/metadata.jsonl").unlink()
+    assert load(tmp_path / "images", captions=True).rows["text"][:] == ["one", "two"]
+
+
+def test_a_metadata_file_that_can_not_be_read_is_named(tmp_path, load):
+    folder = Path(make_images(tmp_path / "images", 2))
+    (folder / "metadata.csv").write_bytes("file_name,text\n0.png,café\n".encode("latin1"))
+    with pytest.raises(SystemExit, match=r"\(with .*images/metadata.csv\) can't be loaded"):
+        load(folder)
+
+
+@pytest.mark.parametrize("suffix", ["png", "PNG", "jpg", "webp"])
+@pytest.mark.parametrize("archived", [False, True])
+def test_a_mask_may_be_any_image_and_in_an_archive(tmp_path, load, suffix, archived):
+    folder = Path(make_images(tmp_path / "images", 3))
+    shutil.copy(folder / "0.png", folder / f"1.mask.{suffix}")
+    if archived:
+        (tmp_path / "archive").mkdir()
+        shutil.make_archive(str(tmp_path / "archive/photos"), "zip", folder)
+        folder = tmp_path / "archive"
+    rows, column, mask_column = load(folder)
+    assert len(rows) == 3 and mask_column == "mask"
+    name = f"1.mask.{suffix}"
+    path = f"zip://{name}::{folder}/photos.zip" if archived else f"{folder}/{name}"
+    assert [mask and mask["path"] for mask in rows["mask"][:]] == [None, path, None]
+    names = RowDataset(load(folder), str(folder)).names()
+    assert names == [f"zip://{i}.png::photos.zip" if archived else f"{i}.png" for i in range(3)]
+
+
+def test_two_masks_of_an_image_are_refused(tmp_path, load):
+    folder = Path(make_images(tmp_path / "images", 2))
+    for suffix in ("png", "jpg"):
+        shutil.copy(folder / "0.png", folder / f"1.mask.{suffix}")
+    with pytest.raises(SystemExit, match="are masks of the same image: delete one"):
+        load(folder)
+
+
+def test_images_that_a_folders_name_leaves_out_are_counted(tmp_path, load, capsys):
+    for name in ("0_later", "2_cat"):
+        make_images(tmp_path / "images" / name, 2)
+    assert len(load(tmp_path / "images", captions=True, folder_repeats=True).rows) == 4
+    assert "2 images are not used: their folder is 0_later" in capsys.readouterr().out
