@@ -29,6 +29,17 @@ can change:
 python -m diffusion_training.standalone train_flow.py > mine.py
 """
 
+from pathlib import Path
+
+try:
+    from diffusion_training import check_version
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
+        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+    ) from None
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
+
 import contextlib
 import math
 import os
@@ -37,7 +48,6 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import diffusers
@@ -48,11 +58,7 @@ import transformers
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
-from diffusion_training import check_version
-
-check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
-
-from diffusion_training.arguments import PATH, Flags, make_parser, number, parse_demo
+from diffusion_training.arguments import PATH, make_parser, number, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
 from diffusion_training.errors import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
@@ -132,7 +138,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     A bad argument stops the script with one line and status 2 before anything is loaded.
     """
-    parser = make_parser(__file__, __doc__)
+    parser = make_parser(__file__, __doc__, "docs/from-scratch.md")
 
     add_captioned_data_flags(parser)
 
@@ -178,7 +184,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--shift",
         type=number(1e-2, 100),
-        help="shift of the noise levels (None: the pipeline's; without one 1, or 3 from 512 px on)",
+        help="shift of the noise levels, above 1 for more noise (default: the pipeline's; a new "
+        "pipeline has 1, and 3 from 512 px on)",
     )
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
@@ -221,7 +228,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("--output_kohya_format knows U-Nets only: leave it out")
     check_data_args(parser, args)
     check_training_args(parser, args)
-    return Flags(**vars(args))
+    return parser.freeze(args)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -30,6 +30,17 @@ can change:
 python -m diffusion_training.standalone train_text_to_image.py > mine.py
 """
 
+from pathlib import Path
+
+try:
+    from diffusion_training import check_version
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
+        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+    ) from None
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
+
 import contextlib
 import math
 import os
@@ -37,7 +48,6 @@ import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import diffusers
@@ -54,11 +64,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
-from diffusion_training import check_version
-
-check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
-
-from diffusion_training.arguments import PATH, SWITCH, Flags, make_parser, parse_demo
+from diffusion_training.arguments import PATH, SWITCH, make_parser, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
@@ -149,7 +155,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     A bad argument stops the script with one line and status 2 before anything is loaded.
     """
-    parser = make_parser(__file__, __doc__)
+    parser = make_parser(__file__, __doc__, "docs/training.md")
 
     add_captioned_data_flags(parser)
 
@@ -170,7 +176,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--prediction_type",
         choices=["epsilon", "sample", "v_prediction"],
-        help="what the U-Net predicts (None: as the pretrained pipeline, or epsilon)",
+        help="what the U-Net predicts (default: as the pretrained pipeline, or epsilon)",
     )
     add_noise_flags(add)
 
@@ -204,7 +210,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("--output_single_file is for a whole pipeline: leave it or --rank out")
     check_data_args(parser, args)
     check_training_args(parser, args)
-    return Flags(**vars(args))
+    return parser.freeze(args)
 
 
 # -------------------------------------------------------------------------------------------------
