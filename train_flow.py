@@ -41,6 +41,7 @@ except ModuleNotFoundError:
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 import contextlib
+import json
 import math
 import os
 import shlex
@@ -93,7 +94,7 @@ from diffusion_training.models import (
 )
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
-from diffusion_training.report import Description, name_run
+from diffusion_training.report import About, Description, call_pipeline, write_usage
 from diffusion_training.training.checkpoints import find_start, load_start, read_start, read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
@@ -523,39 +524,34 @@ def log_validation(
     draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
 
 
-def describe_model(
-    family: Family, step: int, loss: float | None, settings: Namespace
-) -> Description:
-    """Return (tags for the hub, a description, example code) for the model card and the report."""
-    name, base, data, prompt = name_run(settings)
-    steps = f"{step} steps{f', to a loss of {loss:.4g}' if loss else ''}"
-    is_new = settings.transformer_config_name_or_path or settings.init_from
+def describe_model(family: Family, about: About, settings: Namespace) -> Description:
+    """What the model card and the report say of the result, with example code."""
+    is_new = bool(settings.transformer_config_name_or_path or settings.init_from)
     how = "trained from scratch" if is_new else "fine-tuned"
     what = (
-        f"A {family.title} pipeline whose transformer was {how} on `{data}`\n"
-        f"for {steps}, by flow matching."
+        f"A {family.title} pipeline whose transformer was {how} on `{about.data}`\n"
+        f"for {about.step} steps, by flow matching."
     )
-    if base:
-        what += f" The other models are those of\n`{base}`."
-    source = name
-    setup = ""
+    if about.base:
+        what += f" The other models are those of\n`{about.base}`."
+    source = about.name
+    setup = []
+    more = ""
     if settings.rank:
         what = (
-            f"A LoRA of rank {settings.rank} for the transformer of `{base}`,\n"
-            f"trained on `{data}` for {steps}."
+            f"A LoRA of rank {settings.rank} for the transformer of `{about.base}`,\n"
+            f"trained on `{about.data}` for {about.step} steps."
         )
         what += f"\n{name_readers(settings, for_unet=False)}"
-        source = str(base)
-        setup = f'\npipeline.load_lora_weights("{name}")'
-    side = settings.resolution
-    more = family.usage(side, settings.clip_skip, settings.max_sequence_length)
-    call = f"prompt={prompt}, height={side}, width={side}{more}"
-    usage = f"""from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("{source}"){setup}
-image = pipeline({call}).images[0]"""
+        source = str(about.base)
+        more = f', variant="{settings.variant}"' if settings.variant else ""
+        setup.append(f"pipeline.load_lora_weights({json.dumps(about.name)})")
+    call = call_pipeline(about, settings, family.guide(settings.guidance_scale))
+    call += family.usage(settings.resolution, settings.clip_skip, settings.max_sequence_length)
+    usage = write_usage(source, call, setup, precision=family.precision, more=more)
     tags = ["text-to-image", family.name, "diffusers-training"]
-    return tags + ["lora"] * bool(settings.rank), what, usage
+    base = None if is_new else settings.pretrained_model_name_or_path
+    return Description(tags + ["lora"] * bool(settings.rank), what, usage, base)
 
 
 # -------------------------------------------------------------------------------------------------

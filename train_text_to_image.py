@@ -42,6 +42,7 @@ except ModuleNotFoundError:
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 import contextlib
+import json
 import math
 import os
 import shlex
@@ -93,7 +94,7 @@ from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device, list_parameters, load_weights
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
-from diffusion_training.report import Description, name_run
+from diffusion_training.report import About, Description, call_pipeline, write_usage
 from diffusion_training.training.checkpoints import read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
@@ -472,44 +473,42 @@ def log_validation(
     draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
 
 
-def describe_model(
-    family: Family, step: int, loss: float | None, settings: Namespace
-) -> Description:
-    """Return (tags for the hub, a description, example code) for the model card and the report."""
-    name, base, data, prompt = name_run(settings)
-    steps = f"{step} steps{f', to a loss of {loss:.4g}' if loss else ''}"
-    how = "trained from scratch" if settings.unet_config_name_or_path else "fine-tuned"
-    what = f"""A {family.title} pipeline whose U-Net was {how} on `{data}`
-for {steps}; the other models are those of
-`{base}`."""
-    source = name
-    setup = ""
+def describe_model(family: Family, about: About, settings: Namespace) -> Description:
+    """What the model card and the report say of the result, with example code."""
+    is_new = settings.unet_config_name_or_path is not None
+    how = "trained from scratch" if is_new else "fine-tuned"
+    what = (
+        f"A {family.title} pipeline whose U-Net was {how} on `{about.data}`\n"
+        f"for {about.step} steps; the other models are those of `{about.base}`."
+    )
+    source = about.name
+    setup = []
+    more = ""
     if settings.rank:
         what = (
-            f"A LoRA of rank {settings.rank} for the U-Net of `{base}`,\n"
-            f"trained on `{data}` for {steps}."
+            f"A LoRA of rank {settings.rank} for the U-Net of `{about.base}`,\n"
+            f"trained on `{about.data}` for {about.step} steps."
         )
-        source = str(base)
-        setup = f'\npipeline.load_lora_weights("{name}")'
+        source = str(about.base)
+        more = f', variant="{settings.variant}"' if settings.variant else ""
+        setup.append(f"pipeline.load_lora_weights({json.dumps(about.name)})")
         if objective := objective_flags(settings):  # the base's scheduler does not have it
-            setup += (
-                "\npipeline.scheduler = DDIMScheduler.from_config("
+            setup.append(
+                "pipeline.scheduler = DDIMScheduler.from_config("
                 f"{{**pipeline.scheduler.config, **{objective}}})"
             )
     setup += family.usage_before(settings.clip_skip)
     if readers := name_readers(settings, for_unet=True):
         what += f"\n{readers}"
-    pipeline_class, method = "DiffusionPipeline", "from_pretrained"
+    opener = "DiffusionPipeline.from_pretrained"
     if source.endswith(".safetensors"):
-        pipeline_class, method = family.pipeline, "from_single_file"
-    side = settings.resolution
-    call = f"{prompt}, height={side}, width={side}{family.usage(side, settings.clip_skip, None)}"
-    usage = f"""from diffusers import {"DDIMScheduler, " * ("DDIM" in setup)}{pipeline_class}
-
-pipeline = {pipeline_class}.{method}("{source}"){setup}
-image = pipeline({call}).images[0]"""
+        opener = f"{family.pipeline}.from_single_file"
+    call = call_pipeline(about, settings, family.guide(settings.guidance_scale))
+    call += family.usage(settings.resolution, settings.clip_skip, None)
+    usage = write_usage(source, call, setup, opener, family.precision, more)
     tags = ["text-to-image", family.title.lower().replace(" ", "-"), "diffusers-training"]
-    return tags + ["lora"] * bool(settings.rank), what, usage
+    base = None if is_new else settings.pretrained_model_name_or_path
+    return Description(tags + ["lora"] * bool(settings.rank), what, usage, base)
 
 
 # -------------------------------------------------------------------------------------------------

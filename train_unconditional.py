@@ -89,7 +89,7 @@ from diffusion_training.models import (
     load_weights,
 )
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
-from diffusion_training.report import Description
+from diffusion_training.report import About, Description, write_usage
 from diffusion_training.training.checkpoints import read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
@@ -567,17 +567,12 @@ def log_validation(
     return images
 
 
-def describe_model(step: int, loss: float | None, settings: Namespace) -> Description:
-    """Return (tags for the hub, a description, example code) for the model card and the report."""
-    name = settings.hub_model_id or Path(settings.output_dir).resolve().name
-    data = Path(settings.dataset_name or settings.train_data_dir).name
-    what = f"An unconditional diffusion model, trained on `{data}` for {step} steps"
-    what += f", to a loss of {loss:.4g}." if loss else "."
-    usage = f"""from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("{name}")
-image = pipeline(num_inference_steps={settings.ddpm_num_inference_steps}).images[0]"""
-    return ["unconditional-image-generation", "diffusion-models-class"], what, usage
+def describe_model(about: About, settings: Namespace) -> Description:
+    """What the model card and the report say of the result, with example code."""
+    what = f"An unconditional diffusion model, trained on `{about.data}` for {about.step} steps."
+    usage = write_usage(about.name, f"num_inference_steps={settings.ddpm_num_inference_steps}")
+    tags = ["unconditional-image-generation", "diffusion-models-class"]
+    return Description(tags, what, usage, settings.pretrained_model_name_or_path)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -51,10 +51,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows a default once, where there is one, and keeps the lines of commands."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False) or "(default:" in (action.help or ""):
+        if action.default is None or "(default:" in (action.help or ""):
             return action.help
-        if action.default is True:
-            return f"{action.help} (default: on)"
+        if action.nargs == 0:  # a switch
+            return f"{action.help} (default: on)" if action.default is True else action.help
         if isinstance(action.default, list):
             return f"{action.help} (default: {' '.join(action.default) or 'none'})"
         return super()._get_help_string(action)

@@ -246,6 +246,12 @@ def in_one_sentence(
     return guarded
 
 
+def amount(count: int, noun: str) -> str:
+    """Such as "1 thread", "2 processes"."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
+
+
 def printable(text: str) -> str:
     """Text from the data, safe to print: unprintable characters become question marks.
 

@@ -63,7 +63,7 @@ def settings_of(args: Namespace, *values: Any, **others: Any) -> Flags:
     settings = dict(vars(args))
     for value in values:
         settings |= value.settings()
-    return Flags(**settings | others)
+    return Flags(getattr(args, "given", ()), **settings | others)
 
 
 def open_run(launch: Launch, script: str, args: Namespace) -> Run:
