@@ -129,22 +129,22 @@ from diffusion_training.training.tuning import find_learning_rate, plan_run
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
-DEMO_BOTH = """
-    --validation_prompts "a handwritten digit zero" "a handwritten digit one" "a handwritten digit two"
-        "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
-        "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
-    --guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest
-"""  # noqa: E501
+DEMO_BOTH = "--guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest"
 DEMO = f"""
     --latents_dir latents-digits --pretrained_model_name_or_path {HERE}/demo/models
     --unet_config_name_or_path {HERE}/demo/digits_text_to_image_unet.json
     --output_dir sd-digits --train_batch_size 64 --num_train_epochs 80 --validation_epochs 40
     --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 100 --snr_gamma 5 {DEMO_BOTH}
-"""
+    --validation_prompts "a handwritten digit zero" "a handwritten digit one" "a handwritten digit two"
+        "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
+        "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
+"""  # noqa: E501
 DEMO_LORA = f"""
     --train_data_dir {HERE}/demo/nines --pretrained_model_name_or_path {HERE}/demo/zero_to_eight
     --output_dir lora-nine --resolution 8 --train_batch_size 64 --num_train_epochs 60 --validation_epochs 30
     --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 20 --snr_gamma 5 {DEMO_BOTH}
+    --validation_prompts "a handwritten digit nine" "a handwritten digit four" "a handwritten digit eight"
+        "a handwritten digit zero"
 """  # noqa: E501
 
 # -------------------------------------------------------------------------------------------------

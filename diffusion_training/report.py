@@ -141,8 +141,8 @@ def list_settings(settings: Namespace) -> dict[str, Any]:
     listed = {}
     for key, value in vars(settings).items():
         if value is not None and not key.endswith("_dir"):
-            is_local = isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)
-            listed[key] = Path(value).name if is_local else value
+            is_local = isinstance(value, str) and os.path.exists(value)
+            listed[key] = Path(value).resolve().name if is_local else value
     return listed
 
 

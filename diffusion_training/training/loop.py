@@ -224,6 +224,6 @@ class Loop:
         done = f"Done in {duration}: {name}, {samples} and report.html are in {output_dir}"
         if readers := name_readers(settings, for_unet="unet" in self.trained.models):
             done += f". {readers.replace('`', '')}"
-        done += f"\nNext: open {output_dir / 'report.html'} in a browser. It has the samples, and "
-        done += f"code to use the {name} with"
+        report = output_dir / "report.html"
+        done += f"\nNext: open {report} in a browser. It has the samples, and code that uses the {name}"
         end_run(self.launch, self.run, done, self.results.files, settings)
