@@ -187,7 +187,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--pretrained_model_name_or_path",
         type=PATH,
-        help="pipeline to start from: hub id or folder",
+        help="pretrained pipeline: hub id, folder, or (text to image) a .safetensors file",
     )
     add_device_flags(add)
 

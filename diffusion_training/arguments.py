@@ -36,7 +36,9 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             typo = next((word for word in unknown if word.startswith("-")), unknown[0])
-            near = difflib.get_close_matches(typo.split("=")[0], self._option_string_actions, 1)
+            near = difflib.get_close_matches(
+                typo.split("=")[0], self._option_string_actions, 1, 0.7
+            )
             advice = f": did you mean {near[0]}?" if near else " (--help lists the flags)"
             self.error(f"there is no flag {typo}{advice}")
         return parsed, unknown
@@ -114,7 +116,7 @@ def make_parser(script: str, doc: str | None, page: str | None = None) -> Parser
     commands = "\n".join(lines[2 : indented[0]]) if indented else ""
     parts = [
         f"examples:\n\n{commands}" if commands else "",
-        "@FILE reads the flags in a file, such as the run.args of a run: @sd-photos/run.args.",
+        "@FILE stands for the flags in a file, such as a run's run.args.",
         f"Documentation: {os.path.relpath(Path(script).parent / page)}" if page else "",
     ]
     return Parser(

@@ -655,7 +655,7 @@ def add_pipeline_flags(add: Add) -> None:
     add(
         "--pretrained_model_name_or_path",
         type=PATH,
-        help="pipeline to start from: hub id, folder, or a .safetensors file of the whole model",
+        help="pretrained pipeline: hub id, folder, or (text to image) a .safetensors file",
     )
     add("--revision", help="branch, tag or commit of the models on the hub")
     add("--variant", help="variant of the weight files to load: fp16 loads *.fp16.safetensors")

@@ -35,7 +35,7 @@ grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }
 .pair { grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)) } \
 .curves img { width: 100% } .strip { display: flex; gap: 1rem; overflow-x: auto } \
 .strip img { max-width: none; max-height: 20rem } \
-pre { background: #8882; padding: 1rem; white-space: pre-wrap }
+.strip { margin-top: 1.5rem } pre { background: #8882; padding: 1rem; overflow-x: auto }
 .sign { border-left: 4px solid #d70 } .sign, td { padding-left: 1rem } \
 summary { cursor: pointer; margin: .5rem 0 }
 td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } \
@@ -240,7 +240,7 @@ def save_report(
             "what": described.what,
             "usage": described.usage,
             "facts": facts,
-            "command": " ".join([start, *format_args(given, script).splitlines()[1:]]),
+            "command": " \\\n    ".join([start, *format_args(given, script).splitlines()[1:]]),
             "again": f"{start} {shlex.join(again)}",
             "num_skipped": len(skipped),
             "skipped": dict(list(skipped.items())[:100]),
@@ -273,8 +273,9 @@ def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[s
     ]
     told = []
     for names, log in pictures:
-        values = [[record[name] for record in records if name in record] for name in names]
-        if any(len(set(line)) > 1 for line in values):  # a constant needs no curve
+        lines = [[record[name] for record in records if name in record] for name in names]
+        # a constant needs no curve
+        if any(line and (log or max(line) > 1.02 * min(line)) for line in lines):
             told.append((names, log))
     return told
 

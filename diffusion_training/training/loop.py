@@ -94,8 +94,10 @@ class Loop:
         libraries = ("torch", "diffusers", "transformers", "accelerate")
         versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
         python = f"Python {platform.python_version()}"
+        costs = self.records.costs
         return {
             "processes": self.launch.describe(),
+            "memory in use": costs.describe().partition(": ")[2] if costs else "",
             "time": f"{format_duration(time.monotonic() - begin)}{since}",
             "images": images,
             "trained": describe_trained(self.trained.models),
@@ -225,5 +227,7 @@ class Loop:
         if readers := name_readers(settings, for_unet="unet" in self.trained.models):
             done += f". {readers.replace('`', '')}"
         report = output_dir / "report.html"
-        done += f"\nNext: open {report} in a browser. It has the samples, and code that uses the {name}"
+        done += (
+            f"\nNext: open {report} in a browser. It has the samples, and code that uses the {name}"
+        )
         end_run(self.launch, self.run, done, self.results.files, settings)

@@ -216,7 +216,7 @@ def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: 
     warmup = args.lr_warmup_steps
     if warmup > steps / 10 and not has_no_warmup:
         what = f"takes {warmup} of {steps} steps"
-        if warmup >= steps:
+        if warmup > steps:
             what = f"of {warmup} steps is longer than the run of {steps}, so the rate only rises"
         accelerator.print(
             f"The warm-up of the learning rate {what}. As a rule it takes a twentieth of a run: "
