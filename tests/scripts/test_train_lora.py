@@ -279,6 +279,7 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
     open_pipeline(inputs / "sd").save_pretrained(tmp_path / "sd")
+    monkeypatch.chdir(tmp_path)
     train(
         *flags,
         f"--pretrained_model_name_or_path={tmp_path / 'sd'}",
@@ -336,14 +337,16 @@ def run_what_is_copied(out, monkeypatch):
     """The code and the commands of the report and of the card, in the folder that they name."""
     page = (out / "report.html").read_text()
     usage, command, again = map(unescape, re.findall(r"<pre>(.*?)</pre>", page, re.S))
-    monkeypatch.chdir(out.parent)
     # every diffusers takes torch_dtype, and new ones warn of it
     warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
     exec(usage, {})
     assert Image.open("image.png").size == (16, 16)
     args = script.parse_args([f"@{out / 'run.args'}"])
     for words, others in (
-        (shlex.split(command), {"mixed_precision": None}),  # what the launch said is in run.args
+        (
+            shlex.split(command.replace("\\\n", "")),
+            {"mixed_precision": None},
+        ),  # what the launch said is in run.args
         (shlex.split(again), {"output_dir": f"{out}-again", "push_to_hub": False}),
     ):
         assert words[0] == "python" and os.path.samefile(words[1], script.__file__)
