@@ -35,7 +35,8 @@ grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }
 .pair { grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)) } \
 .curves img { width: 100% } .strip { display: flex; gap: 1rem; overflow-x: auto } \
 .strip img { max-width: none; max-height: 20rem } \
-.strip { margin-top: 1.5rem } pre { background: #8882; padding: 1rem; overflow-x: auto }
+.strip { margin-top: 1.5rem } \
+pre { background: #8882; padding: 1rem; white-space: pre-wrap } table { border-collapse: collapse }
 .sign { border-left: 4px solid #d70 } .sign, td { padding-left: 1rem } \
 summary { cursor: pointer; margin: .5rem 0 }
 td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } \

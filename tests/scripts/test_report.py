@@ -233,7 +233,7 @@ def test_curves_are_of_finite_numbers_and_of_at_most_300_points():
     one, other = figure.axes[0].lines
     assert (
         len(one.get_xdata()) == 300
-        and said == "loss 0.001, lr 0"
+        and said == "loss 0.001, learning rate 0"
         and figure.axes[0].get_yscale() == "linear"
     )
     assert (
