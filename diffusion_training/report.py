@@ -40,7 +40,7 @@ pre { background: #8882; padding: 1rem; white-space: pre-wrap } table { border-c
 .sign { border-left: 4px solid #d70 } .sign, td { padding-left: 1rem } \
 summary { cursor: pointer; margin: .5rem 0 }
 td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } \
-th { font-weight: normal; white-space: nowrap }"""
+th { font-weight: normal; white-space: nowrap } .files th { white-space: normal }"""
 # What a curve is called in the report and in loss.png
 WORDS = {
     "loss": "loss",
@@ -352,7 +352,8 @@ def make_report(output_dir: str | Path) -> None:
     count = max(len(skipped) + about["num_skipped"], count)
     if count:
         rows = list((skipped | about["skipped"]).items())[:100]
-        left_out = f"<h2>Left out: {amount(count, 'image')}</h2>{tabulate(rows)}"
+        left_out = f"<h2>Left out: {amount(count, 'image')}</h2>"
+        left_out += f'<div class="files">{tabulate(rows)}</div>'
     defaults = {key: value for key, value in settings.items() if key not in given}
     name = escape(about["name"])
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>\
