@@ -32,6 +32,17 @@ Requests, images, tables and shards are in diffusion_training/web/: downloads.py
 tables.py, shards.py.
 """
 
+from pathlib import Path
+
+try:
+    from diffusion_training import check_version
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
+        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+    ) from None
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
+
 import asyncio
 import collections
 import functools
@@ -45,15 +56,10 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from tqdm.auto import tqdm
-
-from diffusion_training import check_version
-
-check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 from diffusion_training.arguments import COUNT, PATH, Flags, make_parser, number
 from diffusion_training.cluster import connect, find_modules, work_off
@@ -112,7 +118,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     A bad argument stops the script with one line and status 2 before anything is written.
     """
-    parser = make_parser(__file__, __doc__)
+    parser = make_parser(__file__, __doc__, "docs/data.md")
     add = parser.add_argument_group("table").add_argument
     add("--input", type=PATH, help="parquet, CSV, TSV or JSON lines: file, folder or glob")
     add(
@@ -125,8 +131,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--url_column", default="url", help="column of URLs")
     add("--caption_column", default="text", help="column of captions, or lists of captions")
     add("--keep_columns", nargs="+", default=[], help="columns to copy into the shards")
-    add("--where", help="rows to use, such as 'similarity > 0.3 and width >= 512' (None: all)")
-    add("--limit", type=COUNT, help="use only the first rows, as many as given here (None: all)")
+    add("--where", help="rows to use, such as 'similarity > 0.3 and width >= 512' (default: all)")
+    add("--limit", type=COUNT, help="use only so many rows, the first ones (default: all)")
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", type=PATH, help="folder or address for all output")
     add(
@@ -145,7 +151,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--max_aspect_ratio",
         type=number(1, 10**9),
-        help="largest ratio of the long side to the short side (None: any)",
+        help="largest ratio of the long side to the short side (default: any)",
     )
     add(
         "--skip_repeated",
@@ -153,7 +159,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default=None,
         help="skip a row if an earlier row has the same file, by sha256",
     )
-    add("--resize_to", type=COUNT, help="shrink to this short side, pixels (None: keep the files)")
+    add(
+        "--resize_to",
+        type=COUNT,
+        help="shrink to this short side, pixels (default: keep the files)",
+    )
     add(
         "--jpeg_quality",
         type=number(1, 100, int),
@@ -165,9 +175,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--connections",
         type=number(1, 10_000, int),
         default=64,
-        help="concurrent requests of a task",
+        help="requests at the same time in each task",
     )
-    add("--per_host", type=COUNT, default=8, help="concurrent requests of a task to one host")
+    add(
+        "--per_host",
+        type=COUNT,
+        default=8,
+        help="requests at the same time to one host in each task",
+    )
     add(
         "--timeout",
         type=number(0.001, 10**6),
@@ -190,7 +205,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--max_bytes",
         type=number(1, 10**15, int),
         default=10_000_000,
-        help="size of the largest file to download",
+        help="bytes of the largest file to download",
     )
     add(
         "--user_agent",
@@ -211,12 +226,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("Ray").add_argument
     add(
         "--address",
-        help="address of a Ray cluster (None: RAY_ADDRESS, or start Ray on this machine)",
+        help="address of a Ray cluster (default: RAY_ADDRESS, or start Ray on this machine)",
     )
     add(
         "--num_cpus",
         type=number(1, 10_000, int),
-        help="concurrent tasks, if Ray is started on this machine (None: one per core)",
+        help="concurrent tasks, if Ray is started on this machine (default: one per core)",
     )
 
     args = parser.parse_args(argv)

@@ -28,6 +28,17 @@ diffusion_training/latents/. To get all of it in one file that you can change:
 python -m diffusion_training.standalone precompute_latents.py > mine.py
 """
 
+from pathlib import Path
+
+try:
+    from diffusion_training import check_version
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
+        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+    ) from None
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
+
 import argparse
 import itertools
 import math
@@ -37,7 +48,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, cast
 
 import numpy as np
@@ -46,15 +56,10 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
-from diffusion_training import check_version
-
-check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
-
 from diffusion_training.arguments import (
     COUNT,
     PATH,
     SWITCH,
-    Flags,
     OneOrMore,
     check_source,
     list_values,
@@ -141,10 +146,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=side,
         nargs="+",
         action=OneOrMore,
-        help="side of the square images in pixels; several values make several caches",
+        help="side of the square images in pixels; several values make several caches "
+        "(default: that of the family: 512, SDXL 1024)",
     )
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
-    add("--random_flip", **SWITCH, help="use mirrored images too")
+    add(
+        "--random_flip",
+        **SWITCH,
+        help="use mirrored images too: a trainer mirrors at random, a cache holds both",
+    )
     add_transform_flags(add)
     add_bucket_flags(add)
 
@@ -159,13 +169,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--latents",
         choices=["moments", "sample"],
-        help="store mean and std, or one sample (None: moments if the VAE has them)",
+        help="what to store of an image: mean and standard deviation of its latents (moments), or "
+        "one sample of them (default: moments if the VAE has them)",
     )
     add(
         "--text_cache",
         choices=["embeddings", "ids"],
         default="embeddings",
-        help="ids: a small cache of token ids, encoded by the trainer",
+        help="what to store of a caption: its embeddings, or token ids, which the trainer encodes",
     )
     add(
         "--rows_per_shard",
@@ -179,9 +190,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=16,
         help="images per forward pass of a process; auto: the largest that fits",
     )
-    add("--max_skipped", type=number(0, 1), default=0.05, help="share of rows that may fail")
+    add(
+        "--max_skipped", type=number(0, 1), default=0.05, help="largest share of rows that may fail"
+    )
     add("--seed", type=number(0, 2**63 - 1, int), default=0, help="seed of all random choices")
-    add("--dry_run", **SWITCH, help="print the size of the cache, and stop")
+    add("--dry_run", **SWITCH, help="print how large the cache will be, and stop")
 
 
 def check_args(parser: argparse.ArgumentParser, args: Namespace) -> None:
@@ -196,7 +209,7 @@ def check_args(parser: argparse.ArgumentParser, args: Namespace) -> None:
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Parse and check the command line."""
-    parser = make_parser(__file__, __doc__)
+    parser = make_parser(__file__, __doc__, "docs/latent-cache.md")
     add_flags(parser)
     add_stream_flags(parser.add_argument_group("stream").add_argument, trains=False)
     args = parser.parse_args(argv)
@@ -208,7 +221,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args = parse_demo(parser, demo, argv)
     check_args(parser, args)
     check_stream_args(parser, args)
-    return Flags(**vars(args))
+    return parser.freeze(args)
 
 
 # -------------------------------------------------------------------------------------------------

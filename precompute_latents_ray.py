@@ -24,6 +24,17 @@ state. A shard file is either complete or missing, even if a process is killed, 
 matter which process makes a shard, when, or how often.
 """
 
+from pathlib import Path
+
+try:
+    from diffusion_training import check_version
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
+        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+    ) from None
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
+
 import argparse
 import collections
 import contextlib
@@ -42,7 +53,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -50,10 +60,6 @@ import torch
 import transformers
 from accelerate import Accelerator
 from tqdm.auto import tqdm
-
-from diffusion_training import check_version
-
-check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 from diffusion_training.arguments import Flags, make_parser, number, parse_demo
 from diffusion_training.cluster import connect, find_modules, work_off
@@ -125,31 +131,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     A bad argument stops the script with one line and status 2 before anything is loaded.
     """
-    parser = make_parser(__file__, __doc__)
+    parser = make_parser(__file__, __doc__, "docs/cluster.md")
     add_flags(parser)
     add = parser.add_argument_group("ray").add_argument
     add(
         "--address",
-        help="address of a Ray cluster (None: RAY_ADDRESS, or start Ray on this machine)",
+        help="address of a Ray cluster (default: RAY_ADDRESS, or start Ray on this machine)",
     )
     add(
         "--num_encoders",
         type=number(1, 10**5, int),
-        help="number of encoders (None: one per GPU, or 1 on CPUs)",
+        help="number of encoders (default: one per GPU, or 1 on CPUs)",
     )
     add(
         "--gpus_per_encoder",
         type=number(0, 8),
-        help="GPUs of each encoder; 0: encode on CPUs (None: 1 if there are GPUs)",
+        help="GPUs of each encoder, such as 0.5; 0 encodes on CPUs (default: 1 if there are GPUs)",
     )
     add(
         "--accelerator_type",
-        help="Ray's name of the GPU type, such as T4; one type gives equal bytes (None: any)",
+        help="Ray's name of the GPU type, such as T4; one type gives equal bytes (default: any)",
     )
     add(
         "--num_transform_cpus",
         type=number(1, 10**6, int),
-        help="cores that decode images (None: all that the encoders leave)",
+        help="cores that decode images (default: all that the encoders leave)",
     )
 
     args = parser.parse_args(argv)

@@ -29,7 +29,19 @@ can change:
 python -m diffusion_training.standalone train_flow.py > mine.py
 """
 
+from pathlib import Path
+
+try:
+    from diffusion_training import check_version
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
+        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+    ) from None
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
+
 import contextlib
+import json
 import math
 import os
 import shlex
@@ -37,7 +49,6 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import diffusers
@@ -48,11 +59,7 @@ import transformers
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
-from diffusion_training import check_version
-
-check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
-
-from diffusion_training.arguments import PATH, Flags, make_parser, number, parse_demo
+from diffusion_training.arguments import PATH, make_parser, number, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
 from diffusion_training.errors import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
@@ -87,7 +94,7 @@ from diffusion_training.models import (
 )
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
-from diffusion_training.report import Description, name_run
+from diffusion_training.report import About, Description, call_pipeline, write_usage
 from diffusion_training.training.checkpoints import find_start, load_start, read_start, read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
@@ -132,7 +139,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     A bad argument stops the script with one line and status 2 before anything is loaded.
     """
-    parser = make_parser(__file__, __doc__)
+    parser = make_parser(__file__, __doc__, "docs/from-scratch.md")
 
     add_captioned_data_flags(parser)
 
@@ -178,7 +185,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--shift",
         type=number(1e-2, 100),
-        help="shift of the noise levels (None: the pipeline's; without one 1, or 3 from 512 px on)",
+        help="shift of the noise levels, above 1 for more noise (default: the pipeline's; a new "
+        "pipeline has 1, and 3 from 512 px on)",
     )
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
@@ -221,7 +229,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("--output_kohya_format knows U-Nets only: leave it out")
     check_data_args(parser, args)
     check_training_args(parser, args)
-    return Flags(**vars(args))
+    return parser.freeze(args)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -518,39 +526,34 @@ def log_validation(
     draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
 
 
-def describe_model(
-    family: Family, step: int, loss: float | None, settings: Namespace
-) -> Description:
-    """Return (tags for the hub, a description, example code) for the model card and the report."""
-    name, base, data, prompt = name_run(settings)
-    steps = f"{step} steps{f', to a loss of {loss:.4g}' if loss else ''}"
-    is_new = settings.transformer_config_name_or_path or settings.init_from
+def describe_model(family: Family, about: About, settings: Namespace) -> Description:
+    """What the model card and the report say of the result, with example code."""
+    is_new = bool(settings.transformer_config_name_or_path or settings.init_from)
     how = "trained from scratch" if is_new else "fine-tuned"
     what = (
-        f"A {family.title} pipeline whose transformer was {how} on `{data}`\n"
-        f"for {steps}, by flow matching."
+        f"A {family.title} pipeline whose transformer was {how} on `{about.data}`\n"
+        f"for {about.step} steps, by flow matching."
     )
-    if base:
-        what += f" The other models are those of\n`{base}`."
-    source = name
-    setup = ""
+    if about.base:
+        what += f" The other models are those of\n`{about.base}`."
+    source = about.name
+    setup = []
+    more = ""
     if settings.rank:
         what = (
-            f"A LoRA of rank {settings.rank} for the transformer of `{base}`,\n"
-            f"trained on `{data}` for {steps}."
+            f"A LoRA of rank {settings.rank} for the transformer of `{about.base}`,\n"
+            f"trained on `{about.data}` for {about.step} steps."
         )
         what += f"\n{name_readers(settings, for_unet=False)}"
-        source = str(base)
-        setup = f'\npipeline.load_lora_weights("{name}")'
-    side = settings.resolution
-    more = family.usage(side, settings.clip_skip, settings.max_sequence_length)
-    call = f"prompt={prompt}, height={side}, width={side}{more}"
-    usage = f"""from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("{source}"){setup}
-image = pipeline({call}).images[0]"""
+        source = str(about.base)
+        more = f', variant="{settings.variant}"' if settings.variant else ""
+        setup.append(f"pipeline.load_lora_weights({json.dumps(about.name)})")
+    call = call_pipeline(about, settings, family.guide(settings.guidance_scale))
+    call += family.usage(settings.resolution, settings.clip_skip, settings.max_sequence_length)
+    usage = write_usage(source, call, setup, precision=family.precision, more=more)
     tags = ["text-to-image", family.name, "diffusers-training"]
-    return tags + ["lora"] * bool(settings.rank), what, usage
+    base = None if is_new else settings.pretrained_model_name_or_path
+    return Description(tags + ["lora"] * bool(settings.rank), what, usage, base)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -30,14 +30,25 @@ can change:
 python -m diffusion_training.standalone train_text_to_image.py > mine.py
 """
 
+from pathlib import Path
+
+try:
+    from diffusion_training import check_version
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
+        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+    ) from None
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
+
 import contextlib
+import json
 import math
 import os
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import diffusers
@@ -54,11 +65,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
-from diffusion_training import check_version
-
-check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
-
-from diffusion_training.arguments import PATH, SWITCH, Flags, make_parser, parse_demo
+from diffusion_training.arguments import PATH, SWITCH, make_parser, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
@@ -87,7 +94,7 @@ from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device, list_parameters, load_weights
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
-from diffusion_training.report import Description, name_run
+from diffusion_training.report import About, Description, call_pipeline, write_usage
 from diffusion_training.training.checkpoints import read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
@@ -122,22 +129,22 @@ from diffusion_training.training.tuning import find_learning_rate, plan_run
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
-DEMO_BOTH = """
-    --validation_prompts "a handwritten digit zero" "a handwritten digit one" "a handwritten digit two"
-        "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
-        "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
-    --guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest
-"""  # noqa: E501
+DEMO_BOTH = "--guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest"
 DEMO = f"""
     --latents_dir latents-digits --pretrained_model_name_or_path {HERE}/demo/models
     --unet_config_name_or_path {HERE}/demo/digits_text_to_image_unet.json
     --output_dir sd-digits --train_batch_size 64 --num_train_epochs 80 --validation_epochs 40
     --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 100 --snr_gamma 5 {DEMO_BOTH}
-"""
+    --validation_prompts "a handwritten digit zero" "a handwritten digit one" "a handwritten digit two"
+        "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
+        "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
+"""  # noqa: E501
 DEMO_LORA = f"""
     --train_data_dir {HERE}/demo/nines --pretrained_model_name_or_path {HERE}/demo/zero_to_eight
     --output_dir lora-nine --resolution 8 --train_batch_size 64 --num_train_epochs 60 --validation_epochs 30
     --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 20 --snr_gamma 5 {DEMO_BOTH}
+    --validation_prompts "a handwritten digit nine" "a handwritten digit four" "a handwritten digit eight"
+        "a handwritten digit zero"
 """  # noqa: E501
 
 # -------------------------------------------------------------------------------------------------
@@ -149,7 +156,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     A bad argument stops the script with one line and status 2 before anything is loaded.
     """
-    parser = make_parser(__file__, __doc__)
+    parser = make_parser(__file__, __doc__, "docs/training.md")
 
     add_captioned_data_flags(parser)
 
@@ -170,7 +177,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--prediction_type",
         choices=["epsilon", "sample", "v_prediction"],
-        help="what the U-Net predicts (None: as the pretrained pipeline, or epsilon)",
+        help="what the U-Net predicts (default: as the pretrained pipeline, or epsilon)",
     )
     add_noise_flags(add)
 
@@ -204,7 +211,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("--output_single_file is for a whole pipeline: leave it or --rank out")
     check_data_args(parser, args)
     check_training_args(parser, args)
-    return Flags(**vars(args))
+    return parser.freeze(args)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -471,44 +478,42 @@ def log_validation(
     draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
 
 
-def describe_model(
-    family: Family, step: int, loss: float | None, settings: Namespace
-) -> Description:
-    """Return (tags for the hub, a description, example code) for the model card and the report."""
-    name, base, data, prompt = name_run(settings)
-    steps = f"{step} steps{f', to a loss of {loss:.4g}' if loss else ''}"
-    how = "trained from scratch" if settings.unet_config_name_or_path else "fine-tuned"
-    what = f"""A {family.title} pipeline whose U-Net was {how} on `{data}`
-for {steps}; the other models are those of
-`{base}`."""
-    source = name
-    setup = ""
+def describe_model(family: Family, about: About, settings: Namespace) -> Description:
+    """What the model card and the report say of the result, with example code."""
+    is_new = settings.unet_config_name_or_path is not None
+    how = "trained from scratch" if is_new else "fine-tuned"
+    what = (
+        f"A {family.title} pipeline whose U-Net was {how} on `{about.data}`\n"
+        f"for {about.step} steps; the other models are those of `{about.base}`."
+    )
+    source = about.name
+    setup = []
+    more = ""
     if settings.rank:
         what = (
-            f"A LoRA of rank {settings.rank} for the U-Net of `{base}`,\n"
-            f"trained on `{data}` for {steps}."
+            f"A LoRA of rank {settings.rank} for the U-Net of `{about.base}`,\n"
+            f"trained on `{about.data}` for {about.step} steps."
         )
-        source = str(base)
-        setup = f'\npipeline.load_lora_weights("{name}")'
+        source = str(about.base)
+        more = f', variant="{settings.variant}"' if settings.variant else ""
+        setup.append(f"pipeline.load_lora_weights({json.dumps(about.name)})")
         if objective := objective_flags(settings):  # the base's scheduler does not have it
-            setup += (
-                "\npipeline.scheduler = DDIMScheduler.from_config("
+            setup.append(
+                "pipeline.scheduler = DDIMScheduler.from_config("
                 f"{{**pipeline.scheduler.config, **{objective}}})"
             )
     setup += family.usage_before(settings.clip_skip)
     if readers := name_readers(settings, for_unet=True):
         what += f"\n{readers}"
-    pipeline_class, method = "DiffusionPipeline", "from_pretrained"
+    opener = "DiffusionPipeline.from_pretrained"
     if source.endswith(".safetensors"):
-        pipeline_class, method = family.pipeline, "from_single_file"
-    side = settings.resolution
-    call = f"{prompt}, height={side}, width={side}{family.usage(side, settings.clip_skip, None)}"
-    usage = f"""from diffusers import {"DDIMScheduler, " * ("DDIM" in setup)}{pipeline_class}
-
-pipeline = {pipeline_class}.{method}("{source}"){setup}
-image = pipeline({call}).images[0]"""
+        opener = f"{family.pipeline}.from_single_file"
+    call = call_pipeline(about, settings, family.guide(settings.guidance_scale))
+    call += family.usage(settings.resolution, settings.clip_skip, None)
+    usage = write_usage(source, call, setup, opener, family.precision, more)
     tags = ["text-to-image", family.title.lower().replace(" ", "-"), "diffusers-training"]
-    return tags + ["lora"] * bool(settings.rank), what, usage
+    base = None if is_new else settings.pretrained_model_name_or_path
+    return Description(tags + ["lora"] * bool(settings.rank), what, usage, base)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -25,6 +25,17 @@ can change:
 python -m diffusion_training.standalone train_unconditional.py > mine.py
 """
 
+from pathlib import Path
+
+try:
+    from diffusion_training import check_version
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
+        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+    ) from None
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
+
 import contextlib
 import math
 import os
@@ -32,7 +43,6 @@ import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -43,15 +53,10 @@ from PIL import Image
 from torchvision.utils import make_grid
 from tqdm.auto import tqdm
 
-from diffusion_training import check_version
-
-check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
-
 from diffusion_training.arguments import (
     COUNT,
     PATH,
     SWITCH,
-    Flags,
     check_source,
     make_parser,
     number,
@@ -84,7 +89,7 @@ from diffusion_training.models import (
     load_weights,
 )
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
-from diffusion_training.report import Description
+from diffusion_training.report import About, Description, write_usage
 from diffusion_training.training.checkpoints import read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
@@ -127,7 +132,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     A bad argument stops the script with one line and status 2 before anything is loaded.
     """
-    parser = make_parser(__file__, __doc__)
+    parser = make_parser(__file__, __doc__, "docs/training.md")
 
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add)
@@ -141,10 +146,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--resolution",
         type=number(2, 16384, int),
         default=64,
-        help="side of the square images, pixels",
+        help="side of the square images in pixels",
     )
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
-    add("--random_flip", **SWITCH, help="use mirrored images too")
+    add(
+        "--random_flip",
+        **SWITCH,
+        help="use mirrored images too: a trainer mirrors at random, a cache holds both",
+    )
     add(
         "--min_size",
         type=number(0, 16384, int),
@@ -155,40 +164,48 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--holdout",
         type=number(0, 10**9),
         default=0.0,
-        help="share or number of images to hold out for the held-out loss",
+        help="share (below 1) or number of images that are not trained on, for the held-out loss",
     )
     add("--preserve_input_precision", **SWITCH, help="keep 16 and 32 bit grey images in float32")
     add(
         "--dataloader_num_workers",
         type=number(0, 1024, int),
-        help="processes that decode images (None: depends on the number of cores)",
+        help="processes that decode images (default: the cores of each process but one, at most 8)",
     )
     add(
         "--prefetch_factor",
         type=COUNT,
-        help="batches that each process of --dataloader_num_workers loads ahead (None: 2)",
+        help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
     )
 
     add = parser.add_argument_group("model").add_argument
-    add("--model_config_name_or_path", type=PATH, help="U-Net config: hub id, folder or JSON file")
-    add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
+    add(
+        "--model_config_name_or_path",
+        type=PATH,
+        help="config of a new U-Net to train: hub id, folder or JSON file",
+    )
+    add(
+        "--pretrained_model_name_or_path",
+        type=PATH,
+        help="pretrained pipeline: hub id, folder, or (text to image) a .safetensors file",
+    )
     add_device_flags(add)
 
     add = parser.add_argument_group("objective").add_argument
     add(
         "--prediction_type",
         choices=["epsilon", "sample", "v_prediction"],
-        help="what the U-Net predicts (None: as the pretrained pipeline, or epsilon)",
+        help="what the U-Net predicts (default: as the pretrained pipeline, or epsilon)",
     )
     add(
         "--ddpm_num_steps",
         type=number(2, 10**5, int),
-        help="training timesteps (None: as the pretrained pipeline, or 1000)",
+        help="training timesteps (default: as the pretrained pipeline, or 1000)",
     )
     add(
         "--ddpm_beta_schedule",
         choices=["linear", "scaled_linear", "squaredcos_cap_v2"],
-        help="noise schedule (None: as the pretrained pipeline, or linear)",
+        help="noise schedule (default: as the pretrained pipeline, or linear)",
     )
     add_noise_flags(add)
 
@@ -201,20 +218,25 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         type=COUNT,
         help="optimizer steps between samples and held-out losses; overrides the epochs",
     )
-    add("--save_images_epochs", type=COUNT, default=10, help="epochs between samples")
+    add(
+        "--save_images_epochs",
+        type=COUNT,
+        default=10,
+        help="epochs between samples, and held-out losses",
+    )
     add(
         "--eval_batch_size",
         type=number(1, 10**4, int),
         default=16,
-        help="number of images to sample, over all processes",
+        help="number of samples to draw, on all processes together",
     )
     add(
         "--validation_scheduler",
         choices=["ddpm", "ddim"],
         default="ddpm",
-        help="sampler, saved with the pipeline",
+        help="sampler of the samples, and of the pipeline",
     )
-    add("--ddpm_num_inference_steps", type=COUNT, default=1000, help="sampling steps")
+    add("--ddpm_num_inference_steps", type=COUNT, default=1000, help="denoising steps of a sample")
 
     add = parser.add_argument_group("saving").add_argument
     add("--output_dir", type=PATH, default="ddpm-model-64", help="folder for all output")
@@ -242,7 +264,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             "precision"
         )
     check_training_args(parser, args)
-    return Flags(**vars(args))
+    return parser.freeze(args)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -545,17 +567,12 @@ def log_validation(
     return images
 
 
-def describe_model(step: int, loss: float | None, settings: Namespace) -> Description:
-    """Return (tags for the hub, a description, example code) for the model card and the report."""
-    name = settings.hub_model_id or Path(settings.output_dir).resolve().name
-    data = Path(settings.dataset_name or settings.train_data_dir).name
-    what = f"An unconditional diffusion model, trained on `{data}` for {step} steps"
-    what += f", to a loss of {loss:.4g}." if loss else "."
-    usage = f"""from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained("{name}")
-image = pipeline(num_inference_steps={settings.ddpm_num_inference_steps}).images[0]"""
-    return ["unconditional-image-generation", "diffusion-models-class"], what, usage
+def describe_model(about: About, settings: Namespace) -> Description:
+    """What the model card and the report say of the result, with example code."""
+    what = f"An unconditional diffusion model, trained on `{about.data}` for {about.step} steps."
+    usage = write_usage(about.name, f"num_inference_steps={settings.ddpm_num_inference_steps}")
+    tags = ["unconditional-image-generation", "diffusion-models-class"]
+    return Description(tags, what, usage, settings.pretrained_model_name_or_path)
 
 
 # -------------------------------------------------------------------------------------------------

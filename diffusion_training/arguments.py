@@ -1,11 +1,13 @@
 """Flags: a parser that reads @FILE, numbers with bounds, a demo's command line, run.args."""
 
 import argparse
+import difflib
+import functools
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": F
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reads the flags in @FILE as a shell would.
+    """A parser that reads the flags in @FILE as a shell would, and knows what was meant by a typo.
 
     argparse itself takes each line as one argument, but a value may span several lines.
     """
@@ -31,7 +33,40 @@ class Parser(argparse.ArgumentParser):
                     words.append(word)
             except (OSError, ValueError) as error:
                 self.error(f"{word} can't be read: {error}")
-        return super().parse_known_args(words, namespace)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            typo = next((word for word in unknown if word.startswith("-")), unknown[0])
+            near = difflib.get_close_matches(
+                typo.split("=")[0], self._option_string_actions, 1, 0.7
+            )
+            advice = f": did you mean {near[0]}?" if near else " (--help lists the flags)"
+            self.error(f"there is no flag {typo}{advice}")
+        return parsed, unknown
+
+    def freeze(self, args: argparse.Namespace) -> "Flags":
+        """The parsed flags, read-only."""
+        given = [name for name, value in vars(args).items() if value != self.get_default(name)]
+        return Flags(given, **vars(args))
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default once, where there is one, and keeps the lines of commands."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or "(default:" in (action.help or ""):
+            return action.help
+        if action.nargs == 0:  # a switch
+            return f"{action.help} (default: on)" if action.default is True else action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(action.default) or 'none'})"
+        return super()._get_help_string(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(
+            part if part.startswith(" ") else super(HelpFormatter, self)._fill_text(part, width, "")
+            for part in paragraphs
+        )
 
 
 class OneOrMore(argparse.Action):
@@ -47,10 +82,20 @@ class OneOrMore(argparse.Action):
 
 
 class Flags(argparse.Namespace):
-    """What the user said, read-only: what a run finds out is a value of its own."""
+    """What the user said, read-only: what a run finds out is a value of its own.
 
-    def __init__(self, **values: Any) -> None:
+    given: the names of those that differ from their defaults. It is a slot, so that `vars` holds
+    only flags.
+    """
+
+    __slots__ = ("given",)
+
+    def __init__(self, given: Collection[str] = (), **values: Any) -> None:
+        object.__setattr__(self, "given", tuple(given))
         vars(self).update(values)
+
+    def __reduce__(self) -> tuple:
+        return functools.partial(Flags, **vars(self)), (self.given,)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"args.{name} is read-only: pass what was found out as a value")
@@ -61,14 +106,25 @@ def list_values(value: Any) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def make_parser(script: str, doc: str | None) -> Parser:
-    """Make the parser of a script from its file name and docstring. It reads @FILE too."""
+def make_parser(script: str, doc: str | None, page: str | None = None) -> Parser:
+    """Make the parser of a script from its file name and docstring. It reads @FILE too.
+
+    page: of the documentation. --help ends with it, and with the commands of the docstring.
+    """
+    lines = (doc or "").split("\n")  # None under `python -OO`
+    indented = [i for i, line in enumerate(lines) if i > 1 and not line.startswith("    ")]
+    commands = "\n".join(lines[2 : indented[0]]) if indented else ""
+    parts = [
+        f"examples:\n\n{commands}" if commands else "",
+        "@FILE stands for the flags in a file, such as a run's run.args.",
+        f"Documentation: {os.path.relpath(Path(script).parent / page)}" if page else "",
+    ]
     return Parser(
         prog=Path(script).name,
-        description=(doc or "").split("\n")[0],  # None under `python -OO`
+        description=lines[0],
         usage="%(prog)s [flags]  (--help lists them)",  # the full list would hide an error
-        epilog="@FILE stands for the flags in a file, such as a run's run.args",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="\n\n".join(filter(None, parts)),
+        formatter_class=HelpFormatter,
     )
 
 

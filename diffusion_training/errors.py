@@ -75,9 +75,18 @@ def explained(sentence: str, alone: bool = False) -> Iterator[None]:
 def explain(error: BaseException) -> str:
     """Describe an error in one line.
 
-    An error that `datasets` or a loader process wrapped is replaced by its cause. The address of a
-    buffer in Pillow's message is cut off.
+    An error that `datasets` or a loader process wrapped is replaced by its cause, and so is what
+    diffusers makes of a hub that can't be reached. The address of a buffer in Pillow's message is
+    cut off.
     """
+    cause: BaseException | None = error
+    while cause:
+        if is_a(cause, "LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+            return (
+                "neither a folder here nor the local cache holds it, and the hub can't be reached: "
+                "is the network up, and HF_HUB_OFFLINE not set?"
+            )
+        cause = cause.__context__
     if is_a(error, "DatasetGenerationError") and error.__cause__:
         error = error.__cause__
     text = str(error).strip()
@@ -244,6 +253,12 @@ def in_one_sentence(
         raise SystemExit(1)
 
     return guarded
+
+
+def amount(count: int, noun: str) -> str:
+    """Such as "1 thread", "2 processes"."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def printable(text: str) -> str:

@@ -30,8 +30,10 @@ def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
         delete(unfinished)  # left by a run that was killed
         unfinished.mkdir()
         yield unfinished
+        mode = unfinished.stat().st_mode & 0o666  # of the umask; safetensors writes for its user
         for path in unfinished.rglob("*"):
             if path.is_file():
+                path.chmod(mode)
                 write_out(path)
         for item in unfinished.iterdir():  # one by one: other items in `folder` stay
             path = folder / item.name

@@ -13,7 +13,7 @@ from diffusion_training.arguments import COUNT, PATH, SWITCH, check_source, numb
 from diffusion_training.data.streams import add_stream_flags, check_stream_args
 from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
 from diffusion_training.families.base import Family
-from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES
+from diffusion_training.families.known import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY, FAMILIES
 from diffusion_training.remote import is_address
 
 Add = Callable[..., argparse.Action]  # add_argument of a parser or of a group
@@ -53,7 +53,11 @@ LORA_ONLY = (
 
 def add_source_flags(add: Add, captions: bool = False) -> None:
     """Add the flags for the source of the images, which `load_rows` reads."""
-    add("--dataset_name", type=PATH, help="data set on the hub, or a local folder")
+    add(
+        "--dataset_name",
+        type=PATH,
+        help="data set on the hub, such as your-name/photos, or a local folder",
+    )
     add("--dataset_config_name", help="configuration of the data set, if it has several")
     add("--dataset_split", default="train", help="split to read")
     add(
@@ -61,7 +65,9 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
         type=PATH,
         help="local folder of images, parquet files or webdataset tars",
     )
-    add("--image_column", help="column of images (None: `image`, or the only column with images)")
+    add(
+        "--image_column", help="column of images (default: `image`, or the only column with images)"
+    )
     if captions:
         add_caption_flags(add)
         add("--instance_prompt", help="caption of images that have none")
@@ -75,8 +81,16 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
             default=".txt",
             help="extension of caption files beside the images, read if there is no caption column",
         )
-    add("--max_train_samples", type=COUNT, help="drawn at random; of a stream the first")
-    add("--cache_dir", type=PATH, help="folder for downloads and prepared data sets")
+    add(
+        "--max_train_samples",
+        type=COUNT,
+        help="use so many images, drawn at random; from a stream the first (default: all)",
+    )
+    add(
+        "--cache_dir",
+        type=PATH,
+        help="folder for downloads and prepared data sets (default: those of the libraries)",
+    )
 
 
 def add_transform_flags(add: Add) -> None:
@@ -97,7 +111,7 @@ def add_transform_flags(add: Add) -> None:
     add(
         "--dataloader_num_workers",
         type=number(0, 1024, int),
-        help="processes that decode images (None: depends on the number of cores)",
+        help="processes that decode images (default: the cores of each process but one, at most 8)",
     )
 
 
@@ -106,7 +120,7 @@ def add_bucket_flags(add: Add) -> None:
     add(
         "--bucket_step",
         type=number(1, 4096, int),
-        help="keep aspect ratios, with sides that are multiples of this (None: square images)",
+        help="keep aspect ratios, with sides that are multiples of this (default: square images)",
     )
     add(
         "--use_aspect_ratio_buckets",
@@ -119,16 +133,16 @@ def add_bucket_flags(add: Add) -> None:
         "--bucket_max_ratio",
         type=number(1, 16),
         default=2.0,
-        help="largest ratio of the longer side to the shorter one",
+        help="with --bucket_step, crop images to this ratio of the longer side to the shorter one",
     )
     add(
         "--bucket_no_upscale",
         **SWITCH,
-        help="never enlarge images: smaller ones get sizes of their own",
+        help="with --bucket_step, never enlarge images: smaller ones get sizes of their own",
     )
     add(
         "--mask_column",
-        help="masks, white where the loss counts (None: photo.mask.png beside photo.jpg)",
+        help="masks, white where the loss counts (default: photo.mask.png beside photo.jpg)",
     )
 
 
@@ -146,13 +160,13 @@ def add_storage_flags(add: Add) -> None:
         "--shards_size",
         type=size(1, 10**18),
         default=10**11,
-        help="most bytes that --shards_dir may hold, such as 100GB",
+        help="most bytes that --shards_dir may hold, such as 50GB (default: 100GB)",
     )
     add(
         "--shuffle_shards",
         type=number(1, 10**4, int),
         default=2,
-        help="number of shards whose rows are shuffled together",
+        help="how many shards are shuffled together, if the rows are not shuffled all at once",
     )
 
 
@@ -162,7 +176,11 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
     `make_launch`, `compile_model` and a trainer's `main` read them.
     """
     if trains:
-        add("--gradient_checkpointing", **SWITCH, help="less memory, about a third slower")
+        add(
+            "--gradient_checkpointing",
+            **SWITCH,
+            help="keep fewer activations: less memory, about a third slower",
+        )
     add(
         "--compile",
         nargs="?",
@@ -175,10 +193,14 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
         dest="compile",
         action="store_false",
         default=None,
-        help="do not compile, even if accelerate launch asks for it",
+        help="do not use torch.compile, even if `accelerate config` says so",
     )
     if trains:
-        add("--allow_tf32", **SWITCH, help="TF32 matrix products on Ampere and later")
+        add(
+            "--allow_tf32",
+            **SWITCH,
+            help="compute float32 matrix products in TF32, on Ampere GPUs and later",
+        )
         add(
             "--deterministic",
             **SWITCH,
@@ -187,7 +209,8 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
     add(
         "--mixed_precision",
         choices=["no", "fp16", "bf16"],
-        help="precision of the computation (None: as set by accelerate launch)",
+        help="precision of the computation; fp16 for GPUs before Ampere, such as the T4 "
+        "(default: what `accelerate config` or the launch says, else no)",
     )
 
 
@@ -197,10 +220,11 @@ def add_family_flags(add: Add, default: str | None = None) -> None:
         "--model_family",
         choices=[*FAMILIES],
         default=default,
-        help=f"family of the models (None: the pipeline's, or {DEFAULT_FAMILY})",
+        help=f"family of the models (default: the pipeline's, or {DEFAULT_FAMILY}; in "
+        f"train_flow.py {DEFAULT_FLOW_FAMILY})",
     )
     limits = [
-        f"{name} (None: {family.max_tokens})"
+        f"{name} (default: {family.max_tokens})"
         for name, family in FAMILIES.items()
         if family.max_tokens
     ]
@@ -233,7 +257,7 @@ def add_encoder_flags(add: Add) -> None:
     add(
         "--single_file_config",
         type=PATH,
-        help="folder or hub id of the configs of a single-file model (None: its family's)",
+        help="folder or hub id of the configs of a single-file model (default: its family's)",
     )
     add(
         "--tokenizer_name_or_path",
@@ -243,7 +267,7 @@ def add_encoder_flags(add: Add) -> None:
     add(
         "--clip_skip",
         type=number(1, 100, int),
-        help="number of last CLIP layers to skip; 1 here is kohya's 2 (None: skip none)",
+        help="number of last CLIP layers to skip; 1 here is kohya's 2 (default: skip none)",
     )
 
 
@@ -269,7 +293,7 @@ def add_noise_flags(add: Add) -> None:
         "--input_perturbation",
         type=number(0, 10),
         default=0.0,
-        help="noise beyond the target's, 0.1 is usual",
+        help="add more noise to the input than is to be predicted; 0.1 is usual (arXiv:2301.11706)",
     )
 
 
@@ -291,18 +315,23 @@ def add_optimization_flags(
     add(
         "--total_batch_size",
         type=COUNT,
-        help="images per optimizer step, by accumulation (None: set by the other flags)",
+        help="images per optimizer step on all processes, reached by accumulation (default: "
+        "--train_batch_size x --gradient_accumulation_steps x processes)",
     )
     add(
         "--gradient_accumulation_steps",
         type=COUNT,
         default=1,
-        help="micro-batches per optimizer step",
+        help="micro-batches whose gradients are added up for an optimizer step",
     )
     add(
-        "--num_train_epochs", "--num_epochs", type=COUNT, default=100, help="passes over the images"
+        "--num_train_epochs", "--num_epochs", type=COUNT, default=100, help="passes over all images"
     )
-    add("--max_train_steps", type=COUNT, help="optimizer steps; overrides the epochs")
+    add(
+        "--max_train_steps",
+        type=COUNT,
+        help="number of optimizer steps; overrides --num_train_epochs",
+    )
     add(
         "--learning_rate",
         type=number(0, 100),
@@ -328,7 +357,7 @@ def add_optimization_flags(
         "--base_batch_size",
         type=COUNT,
         default=1,
-        help="images per step that --learning_rate was chosen for, with --scale_lr",
+        help="with --scale_lr, the images per step that --learning_rate was chosen for",
     )
     add("--find_lr", **SWITCH, help="search for a good learning rate and stop, without training")
     add(
@@ -373,7 +402,7 @@ def add_optimization_flags(
         "--lr_warmup_steps",
         type=number(0, 10**9, int),
         default=500,
-        help="optimizer steps of the warm-up",
+        help="optimizer steps in which the learning rate rises to its peak (not with constant)",
     )
     add("--lr_num_cycles", type=COUNT, default=1, help="number of restarts of cosine_with_restarts")
     add("--lr_power", type=number(0, 100), default=1.0, help="power of the polynomial schedule")
@@ -399,7 +428,12 @@ def add_optimization_flags(
         default=adam_weight_decay,
         help="decoupled weight decay",
     )
-    add("--adam_epsilon", type=number(1e-30, 1), default=1e-8, help="added to Adam's denominator")
+    add(
+        "--adam_epsilon",
+        type=number(1e-30, 1),
+        default=1e-8,
+        help="epsilon of Adam, added to the denominator",
+    )
     add(
         "--max_grad_norm",
         type=number(0, 1e9),
@@ -416,13 +450,13 @@ def add_optimization_flags(
         "--ema_inv_gamma",
         type=number(1e-3, 1e12),
         default=1.0,
-        help="inv_gamma of the EMA decay, 1 - (1 + step / inv_gamma) ** -power",
+        help="inv_gamma in the decay of the EMA, 1 - (1 + step / inv_gamma) ** -power",
     )
     add(
         "--ema_power",
         type=number(0, 10),
         default=0.75,
-        help="power of the EMA decay; use 2/3 for more than a million steps",
+        help="power in the decay of the EMA; use 2/3 for more than a million steps",
     )
     add("--ema_max_decay", type=number(0, 1), default=0.9999, help="largest EMA decay")
 
@@ -436,25 +470,35 @@ def add_lora_flags(add: Add, output_kohya_format: bool) -> None:
         "--rank",
         "--lora_rank",
         type=number(1, 4096, int),
-        help="train a LoRA of this rank (None: train the whole model)",
+        help="train a LoRA of this rank, such as 16 (default: train the whole model)",
     )
     add(
         "--lora_alpha",
         type=number(1e-3, 1e6),
-        help="the LoRA is scaled by alpha / rank (None: the rank)",
+        help="alpha of the LoRA, whose output is multiplied by alpha / rank (default: the rank)",
     )
     add(
         "--lora_layers",
         default="attention",
-        help="layers with a LoRA: attention, all, or ends of module names: to_q,to_v,ff.net.2",
+        help="layers that get a LoRA: attention, all, or ends of module names: to_q,to_v,ff.net.2",
     )
-    add("--lora_dropout", type=number(0, 0.999), default=0.0, help="dropout of the LoRA's inputs")
-    add("--use_dora", **SWITCH, help="train magnitudes as well (DoRA), slower (arXiv:2402.09353)")
+    add(
+        "--lora_dropout",
+        type=number(0, 0.999),
+        default=0.0,
+        help="probability of dropping an input of the LoRA",
+    )
+    add(
+        "--use_dora",
+        **SWITCH,
+        help="train a DoRA: a LoRA with trained magnitudes, slower (arXiv:2402.09353)",
+    )
     add("--network_weights", type=PATH, help="file of a LoRA to continue training")
     add(
         "--base_precision",
         choices=["nf4"],
-        help="nf4: the frozen base in 4 bits, by bitsandbytes (None: as --mixed_precision says)",
+        help="precision of the frozen base of a LoRA; nf4: 4 bits, with bitsandbytes "
+        "(default: that of --mixed_precision)",
     )
     add(
         "--output_kohya_format",
@@ -477,14 +521,14 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         "--logger",
         choices=[*LOGGER_TYPE_TO_CLASS, "all", "none"],
         default="tensorboard",
-        help="tracker to log to, besides metrics.jsonl",
+        help="tracker that gets the records of metrics.jsonl, too",
     )
     add(
         "--tracker_project_name",
         default=tracker_project_name,
         help="name of the project in the trackers",
     )
-    add("--logging_dir", default="logs", help="tensorboard's folder in --output_dir")
+    add("--logging_dir", default="logs", help="folder in --output_dir for the logs of tensorboard")
     add(
         "--validate_first",
         action=argparse.BooleanOptionalAction,
@@ -498,7 +542,7 @@ def add_saving_flags(add: Add) -> None:
     add(
         "--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints"
     )
-    add("--checkpoints_total_limit", type=COUNT, help="checkpoints to keep (None: all)")
+    add("--checkpoints_total_limit", type=COUNT, help="checkpoints to keep (default: all)")
     add(
         "--save_best",
         **SWITCH,
@@ -509,9 +553,16 @@ def add_saving_flags(add: Add) -> None:
         type=PATH,
         help="path of a checkpoint to resume from, or `latest`",
     )
-    add("--push_to_hub", **SWITCH, help="upload the result, as the logged-in user")
-    add("--hub_model_id", help="repository on the hub (None: named like --output_dir)")
-    add("--hub_private_repo", **SWITCH, help="create a private repository")
+    add(
+        "--push_to_hub",
+        **SWITCH,
+        help="upload the result to the hub, as the user of `hf auth login`",
+    )
+    add(
+        "--hub_model_id",
+        help="repository of --push_to_hub, as your-name/lora (default: named like --output_dir)",
+    )
+    add("--hub_private_repo", **SWITCH, help="make the repository of --push_to_hub private")
 
 
 def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -601,9 +652,13 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
 
 def add_pipeline_flags(add: Add) -> None:
     """Add the flags for the pretrained pipeline, which `open_base` reads."""
-    add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
+    add(
+        "--pretrained_model_name_or_path",
+        type=PATH,
+        help="pretrained pipeline: hub id, folder, or (text to image) a .safetensors file",
+    )
     add("--revision", help="branch, tag or commit of the models on the hub")
-    add("--variant", help="variant of the weight files, such as fp16")
+    add("--variant", help="variant of the weight files to load: fp16 loads *.fp16.safetensors")
 
 
 def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -619,30 +674,39 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         "--latents_weights",
         nargs="+",
         type=number(1e-3, 1e3),
-        help="for each cache, how often an epoch takes its rows",
+        help="for each --latents_dir, how often an epoch takes its rows (default: once)",
     )
     add_storage_flags(add)
 
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add_source_flags(add, captions=True)
-    add("--resolution", type=number(2, 16384, int), help="side of the square images, pixels")
+    add(
+        "--resolution",
+        type=number(2, 16384, int),
+        help="side of the square images in pixels (default: that of the cache, or of the family: "
+        "512, SDXL 1024)",
+    )
     add("--center_crop", **SWITCH, help="crop the centre, not a random square")
     add_transform_flags(add)
     add(
         "--prefetch_factor",
         type=COUNT,
-        help="batches that each process of --dataloader_num_workers loads ahead (None: 2)",
+        help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
     )
     add_bucket_flags(add)
     add_stream_flags(add)
 
     add = parser.add_argument_group("data: both").add_argument
-    add("--random_flip", **SWITCH, help="use mirrored images too")
+    add(
+        "--random_flip",
+        **SWITCH,
+        help="use mirrored images too: a trainer mirrors at random, a cache holds both",
+    )
     add(
         "--holdout",
         type=number(0, 10**9),
         default=0.0,
-        help="share or number of images to hold out for the held-out loss",
+        help="share (below 1) or number of images that are not trained on, for the held-out loss",
     )
     add_tag_flags(add)
     add(
@@ -650,19 +714,29 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         "--proportion_empty_prompts",  # the name in diffusers' scripts
         type=number(0, 1),
         default=0.1,
-        help="share of captions replaced by the empty prompt, for guidance",
+        help="share of captions that are replaced by the empty prompt, so that guidance works",
     )
 
 
 def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) -> None:
     """Add the flags of text-to-image trainers for samples."""
-    add("--validation_prompts", "--validation_prompt", nargs="+", help="prompts of the samples")
+    add(
+        "--validation_prompts",
+        "--validation_prompt",
+        nargs="+",
+        help="one or more prompts to draw samples of (default: no samples)",
+    )
     add(
         "--validation_steps",
         type=COUNT,
         help="optimizer steps between samples and held-out losses; overrides the epochs",
     )
-    add("--validation_epochs", type=COUNT, default=5, help="epochs between samples")
+    add(
+        "--validation_epochs",
+        type=COUNT,
+        default=5,
+        help="epochs between samples, and held-out losses",
+    )
     add("--num_validation_images", type=number(1, 10**4, int), default=4, help="samples per prompt")
     add(
         "--guidance_scale",
@@ -670,4 +744,9 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
         default=guidance_scale,
         help="guidance scale of the samples; 1: no guidance (arXiv:2207.12598)",
     )
-    add("--num_inference_steps", type=COUNT, default=num_inference_steps, help="sampling steps")
+    add(
+        "--num_inference_steps",
+        type=COUNT,
+        default=num_inference_steps,
+        help="denoising steps of a sample",
+    )

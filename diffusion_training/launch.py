@@ -23,7 +23,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from diffusion_training.errors import CHANGED, SIGNALS, explained, fail, handling
+from diffusion_training.errors import CHANGED, SIGNALS, amount, explained, fail, handling
 from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.models import DTYPES
 from diffusion_training.quantization import check_quantization
@@ -59,6 +59,15 @@ class Launch:
     def dtype(self) -> torch.dtype:
         """The precision of frozen models."""
         return getattr(torch, DTYPES[self.mixed_precision])
+
+    def describe(self) -> str:
+        """Where and how it computes, for the terminal and the report."""
+        where = self.device.type
+        if where == "cuda":
+            where += f" ({torch.cuda.get_device_name(self.device)})"
+        elif where == "cpu":
+            where += f", {amount(torch.get_num_threads(), 'thread')} each"
+        return f"{self.num_processes} on {where}; mixed precision: {self.mixed_precision}"
 
     def choose_workers(self, wanted: int | None) -> int:
         """How many processes load data: --dataloader_num_workers, or all cores but one."""
@@ -117,12 +126,9 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
         if threads_are_default():
             torch.set_num_threads(cores)
     listen_to_machines(timeout)
-    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
-    accelerator.print(
-        f"Processes: {accelerator.num_processes} on {device.type}{threads}; mixed precision: "
-        f"{precision}"
-    )
-    return Launch(accelerator, cores, precision, backend, accumulation_steps)
+    launch = Launch(accelerator, cores, precision, backend, accumulation_steps)
+    accelerator.print(f"Processes: {launch.describe()}")
+    return launch
 
 
 @contextlib.contextmanager
@@ -204,12 +210,17 @@ def read_accumulation(accelerator: Accelerator, args: Namespace) -> int:
     return steps
 
 
+def is_launched() -> bool:
+    """Whether `accelerate launch` started this process: it sets this variable."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
 def threads_are_default() -> bool:
     """Return whether one thread is the launcher's default and not the user's choice.
 
     A choice would be in the launcher's environment or command line.
     """
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
+    if not is_launched() or os.environ.get("OMP_NUM_THREADS") != "1":
         return False
     environment, flags = read_launcher()
     return b"OMP_NUM_THREADS=" not in environment and b"num_cpu_threads" not in flags
@@ -217,7 +228,7 @@ def threads_are_default() -> bool:
 
 def read_launcher() -> tuple[bytes, bytes]:
     """Return (environment, flags before the script's name) of the launcher; empty without one."""
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
+    if not is_launched():
         return b"", b""
     try:
         launcher = Path(f"/proc/{os.getppid()}")

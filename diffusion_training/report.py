@@ -1,4 +1,4 @@
-"""The report of a run: report.html, loss.png and the model card.
+"""The report of a run, report.html, and loss.png.
 
 python -m diffusion_training.report ddpm-photos     # makes report.html again from a run's folder
 """
@@ -9,43 +9,142 @@ import io
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from diffusion_training.errors import explain
-from diffusion_training.files import saving, write_file
+from diffusion_training.arguments import format_args, list_values
+from diffusion_training.errors import amount, explain
+from diffusion_training.files import write_file
 from diffusion_training.training.signs import read_best, read_metrics
 
-Description = tuple[list[str], str, str]  # tags for the hub, description, usage
 STYLE = """\
-:root { color-scheme: light dark } figure { margin: 0 } pre { background: #8882; padding: 1rem }
+:root { color-scheme: light dark } figure { margin: 0 } img { max-width: 100%; display: block }
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 72rem; margin: auto; padding: 1rem; \
 overflow-wrap: anywhere }
-.curves { display: grid; gap: 1.5rem; \
+.curves, .pair { display: grid; gap: 1.5rem; \
 grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }
-.strip, pre { display: flex; gap: 1rem; overflow-x: auto } \
-.strip img { max-height: 20rem; display: block }
-.curves img { width: 100%; display: block } .sign { border-left: 4px solid #d70 } \
-.sign, td { padding-left: 1rem }
+.pair { grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)) } \
+.curves img { width: 100% } .strip { display: flex; gap: 1rem; overflow-x: auto } \
+.strip img { max-width: none; max-height: 20rem } \
+.strip { margin-top: 1.5rem } \
+pre { background: #8882; padding: 1rem; white-space: pre-wrap } table { border-collapse: collapse }
+.sign { border-left: 4px solid #d70 } .sign, td { padding-left: 1rem } \
+summary { cursor: pointer; margin: .5rem 0 }
 td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } \
-th { font-weight: normal }"""
+th { font-weight: normal; white-space: nowrap } .files th { white-space: normal }"""
+# What a curve is called in the report and in loss.png
+WORDS = {
+    "loss": "loss",
+    "epoch_loss": "mean loss of an epoch",
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradient",
+    "images_per_second": "images per second",
+    "data_wait": "share of the time spent waiting for data",
+    "mfu": "share of the GPU's peak",
+    "tflops": "TFLOP/s",
+    "memory_gb": "memory, GB",
+    "held_out_loss": "held-out loss",
+    "held_out_loss_ema": "held-out loss of the averaged weights",
+}
 
 
-def list_settings(args: Namespace) -> dict[str, Any]:
-    """The flags that model card and report show; local paths are cut to their last name."""
-    settings = {}
-    for key, value in vars(args).items():
+@dataclass(frozen=True)
+class About:
+    """What a text about a run names: paths as they were given, or names for other people."""
+
+    step: int
+    name: str  # of the result
+    base: str | None  # the pretrained pipeline
+    data: str
+    prompt: str  # in quotes
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a script says of its result, for the report and the model card."""
+
+    tags: list[str]  # for the hub; the first one is the task
+    what: str
+    usage: str  # code
+    base: str | None = None  # the pipeline that was trained further, as the user gave it
+
+
+def name_run(step: int, settings: Namespace, local: bool) -> About:
+    """What the texts about a run name. local: paths as they were given, for the report."""
+
+    def name(path: str) -> str:
+        return path if local or not os.path.exists(path) else Path(path).resolve().name
+
+    flags = vars(settings)
+    output_dir = settings.output_dir
+    base = flags.get("pretrained_model_name_or_path")
+    data = flags.get("latents_dir") or flags.get("dataset_name") or flags.get("train_data_dir")
+    prompts = flags.get("validation_prompts") or ["a photograph"]
+    return About(
+        step,
+        output_dir if local else flags.get("hub_model_id") or Path(output_dir).resolve().name,
+        base and name(base),
+        ", ".join(map(name, list_values(data))),
+        json.dumps(flags.get("instance_prompt") or prompts[0]),
+    )
+
+
+def write_usage(
+    source: str,
+    call: str,
+    setup: Sequence[str] = (),
+    opener: str = "DiffusionPipeline.from_pretrained",
+    precision: str = "float32",
+    more: str = "",
+) -> str:
+    """Code that opens a pipeline, and draws an image, with or without a GPU.
+
+    call: arguments of the pipeline. setup: lines before it is called. precision: on a GPU.
+    more: arguments of `opener`.
+    """
+    dtype = []
+    if precision != "float32":
+        dtype = [f'dtype = torch.{precision} if device == "cuda" else torch.float32']
+        more = f", torch_dtype=dtype{more}"
+    classes = [opener.split(".")[0]] + ["DDIMScheduler"] * any("DDIM" in line for line in setup)
+    return "\n".join([
+        "import torch",
+        f"from diffusers import {', '.join(sorted(classes))}",
+        "",
+        'device = "cuda" if torch.cuda.is_available() else "cpu"',
+        *dtype,
+        f"pipeline = {opener}({json.dumps(source)}{more}).to(device)",
+        *setup,
+        f"image = pipeline({call}).images[0]",
+        'image.save("image.png")',
+    ])  # fmt: skip
+
+
+def call_pipeline(about: About, settings: Namespace, guidance: dict[str, float]) -> str:
+    """The arguments with which a text-to-image pipeline draws as the samples were drawn."""
+    side = settings.resolution
+    numbers = {"height": side, "width": side, "num_inference_steps": settings.num_inference_steps}
+    given = (f"{name}={value:g}" for name, value in (numbers | guidance).items())
+    return ", ".join([f"prompt={about.prompt}", *given])
+
+
+def list_settings(settings: Namespace) -> dict[str, Any]:
+    """The flags that the model card shows; local paths are cut to their last name."""
+    listed = {}
+    for key, value in vars(settings).items():
         if value is not None and not key.endswith("_dir"):
-            is_local = isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)
-            settings[key] = Path(value).name if is_local else value
-    return settings
+            is_local = isinstance(value, str) and os.path.exists(value)
+            listed[key] = Path(value).resolve().name if is_local else value
+    return listed
 
 
 def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tuple[Any, str] | None:
@@ -71,7 +170,13 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
         axes = figure.add_subplot(xlabel="optimizer step")
         for name, line in lines.items():
             means = [part.mean(axis=0) for part in np.array_split(line, min(len(line), 300))]
-            axes.plot(*np.array(means).T, label=name, marker="." if len(means) < 10 else "")
+            axes.plot(
+                *np.array(means).T,
+                label=WORDS.get(name, name),
+                marker="." if len(means) < 10 else "",
+            )
+        if min(line[:, 1].min() for line in lines.values()) >= 0 and not log:
+            axes.set_ylim(bottom=0)  # or a small rise would look like a large one
         if log and min(line[:, 1].min() for line in lines.values()) > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:.3g}")  # the default labels take half of the time
@@ -79,7 +184,9 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
             axes.yaxis.set_minor_formatter("{x:.3g}" if high < 10 * low else "")
         axes.grid(True, alpha=0.3)
         axes.legend(frameon=False, fontsize="small", ncols=1 + len(lines) // 5)
-    return figure, ", ".join(f"{name} {line[-1, 1]:.4g}" for name, line in lines.items())
+    return figure, ", ".join(
+        f"{WORDS.get(name, name)} {line[-1, 1]:.4g}" for name, line in lines.items()
+    )
 
 
 def save_loss(output_dir: str | Path) -> float | None:
@@ -93,20 +200,6 @@ def save_loss(output_dir: str | Path) -> float | None:
     return next((record["loss"] for record in reversed(records) if "loss" in record), None)
 
 
-def name_run(args: Namespace) -> tuple[str, str | None, str, str]:
-    """How a card describes a text-to-image run: (name, base model, data, prompt in quotes).
-
-    The base model is None if there is none.
-    """
-    name = args.hub_model_id or Path(args.output_dir).resolve().name
-    base = args.pretrained_model_name_or_path
-    if base and Path(base).exists():
-        base = Path(base).resolve().name
-    data = args.latents_dir or [args.dataset_name or args.train_data_dir]
-    prompt = json.dumps((args.validation_prompts or ["a photograph"])[0])
-    return name, base, ", ".join(Path(path).name for path in data), prompt
-
-
 def name_best(output_dir: str | Path) -> str:
     """A sentence about best/, which --save_best keeps; empty if there is none."""
     best = read_best(Path(output_dir) / "best")
@@ -114,75 +207,98 @@ def name_best(output_dir: str | Path) -> str:
     return text.format(**best) if best else ""
 
 
-def save_model_card(step: int, describe_model: Callable[..., Description], args: Namespace) -> None:
-    """Write README.md as the hub shows it: data, samples, loss curve and settings."""
-    output_dir = Path(args.output_dir)
-    tags, what, usage = describe_model(step, save_loss(output_dir), args)
-    samples = sorted((output_dir / "samples").glob("step-*.png"))
-    picture = f"![samples](samples/{samples[-1].name})" if samples else ""
-    table = "".join(f"| {key} | {value} |\n" for key, value in list_settings(args).items())
-    held_out = [record for record in read_metrics(output_dir) if "held_out_loss" in record]
-    if held_out:
-        losses = "".join(f"| {name} | {value:.4g} |\n" for name, value in held_out[-1].items())
-        table += f"\n| held out (epsilon's squared error) | |\n|---|---|\n{losses}"
-    with saving(output_dir, "the model card") as unfinished:
-        (unfinished / "README.md").write_text(f"""---
-library_name: diffusers
-pipeline_tag: {tags[0]}
-tags: [diffusers, {", ".join(tags)}]
----
-
-# {args.hub_model_id or output_dir.resolve().name}
-
-{what}
-
-```python
-{usage}
-```
-
-{picture}
-![loss](loss.png)
-
-{name_best(output_dir)}
-
-| setting | value |
-|---|---|
-{table}""", encoding="utf-8")  # fmt: skip
-
-
 def save_report(
-    step: int, script: str, describe_model: Callable[..., Description], args: Namespace
+    script: str,
+    describe: Callable[[About, Namespace], Description],
+    step: int,
+    settings: Namespace,
+    facts: dict[str, str],
+    launcher: str = "python",
 ) -> None:
     """Write report.html, and report.json, which stores what only the run knows.
 
-    If this fails, the run continues.
+    facts: what it says of the run besides its settings. If this fails, the run continues.
     """
-    output_dir = Path(args.output_dir)
+    output_dir = Path(settings.output_dir)
     try:
-        losses = [record["loss"] for record in read_metrics(output_dir) if "loss" in record]
-        _, what, usage = describe_model(step, losses[-1] if losses else None, args)
+        described = describe(name_run(step, settings, local=True), settings)
         skipped = {}
         # rows that a cache lacks, if its list is still there
-        for folder in getattr(args, "latents_dir", None) or []:
+        for folder in getattr(settings, "latents_dir", None) or []:
             path = Path(folder) / "skipped.jsonl"
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
             for row in map(json.loads, text.splitlines()):
                 skipped[row["key"]] = row["reason"]
+        flags = {name: value for name, value in vars(settings).items() if value is not None}
+        given = {name: flags[name] for name in settings.given if name in flags}
+        again = [f"@{output_dir / 'run.args'}", "--output_dir", f"{output_dir}-again"]
+        again += ["--no-push_to_hub"] * bool(flags.get("push_to_hub"))
+        start = f"{launcher} {shlex.quote(os.path.relpath(script))}"
         about = {
-            "name": args.hub_model_id or output_dir.resolve().name,
-            "script": Path(script).name,
+            "name": flags.get("hub_model_id") or output_dir.resolve().name,
             "step": step,
-            "max_train_steps": args.max_train_steps,
-            "what": what,
-            "usage": usage,
+            "max_train_steps": settings.max_train_steps,
+            "what": described.what,
+            "usage": described.usage,
+            "facts": facts,
+            "command": " \\\n    ".join([start, *format_args(given, script).splitlines()[1:]]),
+            "again": f"{start} {shlex.join(again)}",
             "num_skipped": len(skipped),
             "skipped": dict(list(skipped.items())[:100]),
-            "settings": list_settings(args),
+            "given": given,
+            "settings": flags,
         }
         write_file(output_dir / "report.json", json.dumps(about, indent=1))
         make_report(output_dir)
     except Exception as error:
         print(f"\nreport.html could not be written ({explain(error)})", file=sys.stderr)
+
+
+def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[str], bool]]:
+    """What is worth a picture: [(names of values in one picture, logarithmic?)]."""
+    epochs = [record["epoch"] for record in records if "loss" in record]
+    held_out = {name for record in records if "held_out_loss" in record for name in record}
+    held_out = sorted(held_out - {"step"})
+    # with an epoch in each record, the mean of an epoch would be the loss once more
+    loss = ["loss"] if 2 * len(set(epochs)) > len(epochs) else ["loss", "epoch_loss"]
+    pictures = [
+        (loss, True),
+        ([name for name in held_out if not name[-1].isdigit()], True),
+        ([name for name in held_out if name[-1].isdigit()], True),
+        (["lr"], False),
+        (["grad_norm"], True),
+        (["images_per_second"], False),
+        (["data_wait", "mfu"], False),
+        ([] if " on cpu" in facts.get("processes", "") else ["tflops"], False),
+        (["memory_gb"], False),
+    ]
+    told = []
+    for names, log in pictures:
+        lines = [[record[name] for record in records if name in record] for name in names]
+        # a constant needs no curve
+        if any(line and (log or max(line) > 1.02 * min(line)) for line in lines):
+            told.append((names, log))
+    return told
+
+
+def embed_picture(path: Path, side: int) -> str:
+    """An <img> of a picture of samples, at most `side` pixels wide."""
+    buffer = io.BytesIO()
+    with Image.open(path) as picture:
+        picture.thumbnail((side, 4 * side))
+        picture.save(buffer, "PNG", optimize=True)
+        kind = "png"
+        if buffer.tell() > 300_000:  # photographs; the report stays small
+            buffer = io.BytesIO()
+            picture.convert("RGB").save(buffer, "JPEG", quality=90)
+            kind = "jpeg"
+    data = base64.b64encode(buffer.getvalue()).decode()
+    step = int(path.stem.split("-")[1])
+    caption = f"step {step}" if step else "step 0, before training"
+    return (
+        f'<figure><img alt="samples of {caption}" src="data:image/{kind};base64,{data}">'
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
 
 
 def make_report(output_dir: str | Path) -> None:
@@ -192,50 +308,38 @@ def make_report(output_dir: str | Path) -> None:
         return html.escape(str(value))
 
     def tabulate(pairs: Iterable[tuple]) -> str:
-        return "".join(f"<tr><th>{escape(name)}<td>{escape(value)}" for name, value in pairs)
+        rows = "".join(f"<tr><th>{escape(name)}<td>{escape(value)}" for name, value in pairs)
+        return f"<table>{rows}</table>"
 
     output_dir = Path(output_dir)
     about = json.loads((output_dir / "report.json").read_text())
     records = read_metrics(output_dir)
-    held_out = {name for record in records if "held_out_loss" in record for name in record}
-    held_out = sorted(held_out - {"step"})
-    curves = strip = signs = ""
-    for names, log in [
-        (["loss", "epoch_loss"], True),
-        ([name for name in held_out if not name[-1].isdigit()], True),
-        ([name for name in held_out if name[-1].isdigit()], True),
-        (["lr"], False),
-        (["grad_norm"], True),
-        (["images_per_second"], False),
-        (["data_wait", "mfu"], False),
-        (["tflops"], False),
-        (["memory_gb"], False),
-    ]:
+    facts = about.get("facts", {})  # these names are missing in the files of older versions
+    settings = about["settings"]
+    given = about.get("given", settings)
+    again = about.get("again", f"accelerate launch {about.get('script')} @{output_dir}/run.args")
+    curves = signs = left_out = ""
+    for names, log in list_curves(records, facts):
         if drawn := draw_curves(records, names, log):
             buffer = io.BytesIO()
             figure, values = drawn
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
             svg = base64.b64encode(buffer.getvalue()).decode()
             curves += (
-                f'<figure><img alt="" src="data:image/svg+xml;base64,{svg}">'
+                f'<figure><img alt="a curve, at the end: {escape(values)}" '
+                f'src="data:image/svg+xml;base64,{svg}">'
                 f"<figcaption>{escape(values)}</figcaption></figure>"
             )
-    samples = sorted((output_dir / "samples").glob("step-*.png"), reverse=True)
-    order = "newest first"
+    paths = sorted((output_dir / "samples").glob("step-*.png"))
+    last = paths[-1:]
     # what training started from, to compare with; a run with --init_from starts at a later step
-    if samples and (samples[-1].stem == "step-0000000" or "init_from" in about["settings"]):
-        samples = [samples[-1], *samples[:-1]]
-        order = "the oldest, then newest first"
-    for i in np.linspace(0, len(samples) - 1, min(8, len(samples))):
-        path = samples[round(i)]
-        number = int(path.stem.split("-")[1])
-        caption = f"step {number}" if number else "step 0, before training"
-        buffer = io.BytesIO()
-        with Image.open(path) as picture:
-            picture.thumbnail((400, 640))  # so that the file stays small
-            picture.save(buffer, "PNG", optimize=True)
-        png = base64.b64encode(buffer.getvalue()).decode()
-        strip += f'<figure><img alt="" src="data:image/png;base64,{png}">{caption}</figure>'
+    first = paths[:1] if len(paths) > 1 else []
+    if first and first[0].stem != "step-0000000" and "init_from" not in settings:
+        first = []
+    pair = "".join(embed_picture(path, 1100) for path in first + last)
+    between = paths[len(first) : -1]
+    chosen = np.linspace(0, len(between) - 1, min(6, len(between)))
+    strip = "".join(embed_picture(between[round(i)], 400) for i in chosen)
     step = about["step"]
     count = 0
     skipped = {}
@@ -246,7 +350,11 @@ def make_report(output_dir: str | Path) -> None:
         for sign in record.get("signs", {}).values():
             signs += f'<p class="sign">Worth a look, at step {record["step"]}: {escape(sign)}</p>'
     count = max(len(skipped) + about["num_skipped"], count)
-    skipped |= about["skipped"]
+    if count:
+        rows = list((skipped | about["skipped"]).items())[:100]
+        left_out = f"<h2>Left out: {amount(count, 'image')}</h2>"
+        left_out += f'<div class="files">{tabulate(rows)}</div>'
+    defaults = {key: value for key, value in settings.items() if key not in given}
     name = escape(about["name"])
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>\
 <style>{STYLE}</style>
@@ -254,12 +362,16 @@ def make_report(output_dir: str | Path) -> None:
 <p>{escape(about["what"].replace("`", ""))}</p>
 <p>Step {step} of {about["max_train_steps"]}, {time.strftime("%Y-%m-%d %H:%M")}.
 {escape(name_best(output_dir).replace("`", ""))}</p>{signs}
-<h2>Curves</h2><div class="curves">{curves}</div>
-<h2>Samples, {order}</h2><div class="strip">{strip or "None were drawn."}</div>
+<h2>Samples</h2><div class="pair">{pair or "None were drawn."}</div><div class="strip">{strip}</div>
 <h2>Use it</h2><pre>{escape(about["usage"])}</pre>
-<p>The same run again: <code>accelerate launch {escape(about["script"])} @run.args</code></p>
-<h2>Left out: {count} images</h2><table>{tabulate(list(skipped.items())[:100])}</table>
-<h2>Settings</h2><table>{tabulate(about["settings"].items())}</table></html>"""
+<h2>The run</h2>{tabulate(facts.items())}
+<p>The command:</p><pre>{escape(about.get("command", ""))}</pre>
+<p>The same run again, in another folder:</p><pre>{escape(again)}</pre>
+<h2>Curves</h2><div class="curves">{curves}</div>
+{left_out}
+<h2>Settings</h2>{tabulate(given.items())}
+<details><summary>{amount(len(defaults), "setting")} left as they are by default</summary>\
+{tabulate(defaults.items())}</details></html>"""
     write_file(output_dir / "report.html", page)
 
 

@@ -46,6 +46,10 @@ def walk_outside(node: ast.AST) -> Iterator[ast.AST]:
         yield from walk_outside(part)
 
 
+def imports_package(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == __package__
+
+
 class Module:
     """A file: its chunks, the chunk that binds each name, and its imports.
 
@@ -69,6 +73,8 @@ class Module:
             while first > end and lines[first - 1].startswith("#"):
                 first -= 1
             end = node.end_lineno
+            if isinstance(node, ast.Try) and imports_package(node.body[0]):
+                node = node.body[0]  # what to do without the package is not needed in one file
             if not isinstance(node, ast.Import | ast.ImportFrom):
                 self.chunks.append(Chunk(self, node, "\n".join(lines[first:end])))
                 continue

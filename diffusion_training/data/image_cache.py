@@ -99,5 +99,5 @@ def cache_images(
             with saving(parent, "the cache of images") as unfinished:
                 (unfinished / record.name).write_text(json.dumps(checksum_files(folder)))
     if not len(cached):
-        fail(f"none of the {len(rows)} images could be decoded")
+        fail(f"none of the {len(rows)} images could be used: is it the right --image_column?")
     return cached, len(rows) - len(cached)

@@ -40,6 +40,10 @@ METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 SIDECARS = ("audiofolder", "csv", "json", "pdffolder", "text", "videofolder", "xml")
 
 
+# Archives that `datasets` unpacks
+ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar")
+
+
 class ImageRows(NamedTuple):
     """The rows of a data set, with images left undecoded as {"bytes", "path"}."""
 
@@ -91,7 +95,7 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[Any] = 
             options = {"new_fingerprint": rows._fingerprint} if keep else {}
             rows = rows.cast_column(name, datasets.Image(decode=False), **options)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
-        report_unused(source, builder, rows, args.dataset_split)
+        report_unused(source, builder, rows, args.dataset_split, extension)
     if args.max_train_samples is not None:
         if not streaming:
             rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
@@ -269,18 +273,31 @@ def listed_once(source: str) -> Iterator[None]:
         LocalFileSystem.glob = glob_pattern
 
 
-def report_unused(folder: str, builder: datasets.DatasetBuilder, rows: Rows, split: str) -> None:
-    """Print which files of a folder are not in the data set; `datasets` omits them silently."""
+def report_unused(
+    folder: str, builder: datasets.DatasetBuilder, rows: Rows, split: str, extension: str
+) -> None:
+    """Print which files of a folder are not in the data set; `datasets` omits them silently.
+
+    extension: of captions beside the images.
+    """
     # only the builder of image folders has extensions; a stream's rows are not known in advance
     images = getattr(builder, "EXTENSIONS", ())
     if isinstance(rows, datasets.IterableDataset):
         images = ()
     used = []
-    for name, paths in (builder.config.data_files or {}).items():
-        used += [path for path in paths if name != split or Path(path).suffix.lower() not in images]
     for name in rows.features if images else ():  # images that metadata names, or all, and masks
         if isinstance(rows.features[name], datasets.Image):
             used += filter(None, pc.struct_field(rows.data[name], "path").to_pylist())
+    captions = {os.path.splitext(path)[0] + extension for path in used}
+    metadata = getattr(builder, "METADATA_FILENAMES", ())
+
+    def is_read(path: str) -> bool:
+        """Whether a file that the builder lists is read; it lists any as a possible archive."""
+        base = os.path.basename(path)
+        return base in metadata or path in captions or base.lower().endswith(ARCHIVES)
+
+    for name, paths in (builder.config.data_files or {}).items():
+        used += [path for path in paths if name != split or not images or is_read(path)]
     real = functools.cache(os.path.realpath)
     known = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
     files = list_files_of_folder(real(folder))

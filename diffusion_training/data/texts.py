@@ -96,10 +96,12 @@ def draw_text(item: dict, choice: float, transform: Transform) -> str:
     text = item[transform.caption_column]
     if isinstance(text, list) and text:
         text = text[int(choice * len(text))]
+    if text is None or text == []:
+        raise ValueError("it has no caption")
     if not isinstance(text, str):
-        raise ValueError(f"the caption is {text!r:.60}")
+        raise ValueError(f"its caption is no text but {text!r:.60}")
     if transform.skip_empty_captions and not text.strip():
-        raise ValueError("the caption is empty")
+        raise ValueError("its caption is empty")
     return text
 
 
@@ -115,7 +117,7 @@ def list_captions(item: dict, transform: Transform) -> list[str | None]:
     if len(texts) != count:
         raise ValueError(f"it has captions for {len(texts)} of {count} --caption_weights")
     if wrong := [text for text in texts if not isinstance(text, str | None)]:
-        raise ValueError(f"the caption is {wrong[0]!r:.60}")
+        raise ValueError(f"its caption is no text but {wrong[0]!r:.60}")
     if transform.skip_empty_captions:
         texts = [text if text and text.strip() else None for text in texts]
     if not any(text is not None for text in texts):

@@ -120,6 +120,7 @@ class Family:
     named_in_cache = True  # does cache.json name the family? The first two did not
     features: tuple[str, ...] = ("ragged embeddings",)  # what readers of its caches must know
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
+    precision = "bfloat16"  # on a GPU, of the pipeline that the model card opens
     samples_one_by_one = True  # each sample in a call of its own
     attention: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")  # for --lora_layers attention
     other_layers: tuple[str, ...] = ()  # what --lora_layers all adds; without both there is no LoRA
@@ -271,7 +272,11 @@ class Family:
             asked["negative_prompt_embeds"] = empty["prompt_embeds"].expand_as(
                 prompts["prompt_embeds"]
             )
-        return asked | {"guidance_scale": guidance_scale}
+        return asked | self.guide(guidance_scale)
+
+    def guide(self, guidance_scale: float) -> dict[str, float]:
+        """The pipeline's argument for a strength of guidance, where 1 is none."""
+        return {"guidance_scale": guidance_scale}
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         """The pipeline of `parts` {name: model}; without text encoders it draws from embeddings."""
@@ -286,9 +291,9 @@ class Family:
         """Arguments that the model card adds to the call of the pipeline, such as `, x=1`."""
         return ""
 
-    def usage_before(self, clip_skip: int | None) -> str:
+    def usage_before(self, clip_skip: int | None) -> list[str]:
         """Lines that the model card needs before the call of the pipeline."""
-        return ""
+        return []
 
     # ---- LoRA
 

@@ -97,8 +97,7 @@ class QwenImage(Family):
         return None
 
     def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
-        """The pipeline calls its guidance true_cfg_scale."""
-        asked: dict[str, Any] = {"true_cfg_scale": guidance_scale}
+        asked: dict[str, Any] = {**self.guide(guidance_scale)}
         parts = {"": prompts}
         if guidance_scale > 1:
             parts["negative_"] = empty
@@ -107,6 +106,9 @@ class QwenImage(Family):
             asked[f"{prefix}prompt_embeds"] = part["prompt_embeds"][:, :longest]
             asked[f"{prefix}prompt_embeds_mask"] = part["prompt_mask"][:, :longest]
         return asked
+
+    def guide(self, guidance_scale: float) -> dict[str, float]:
+        return {"true_cfg_scale": guidance_scale}
 
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         return ', negative_prompt=""'  # without one the pipeline draws without guidance

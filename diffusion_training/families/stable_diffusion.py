@@ -48,6 +48,7 @@ class StableDiffusion(Family):
     has_clip_skip = True
     named_in_cache = False
     features: tuple[str, ...] = ()
+    precision = "float16"  # which all GPUs have
     samples_one_by_one = False
     other_layers = (
         "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out", "conv1", "conv2", "conv_shortcut",
@@ -107,12 +108,12 @@ class StableDiffusion(Family):
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         return f", clip_skip={clip_skip}" if clip_skip else ""
 
-    def usage_before(self, clip_skip: int | None) -> str:
+    def usage_before(self, clip_skip: int | None) -> list[str]:
         if not clip_skip:
-            return ""
+            return []
         # with transformers 4 it has such a part
         alias = 'vars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder'
-        return f"\n{alias}  # where clip_skip looks for it"
+        return [f"{alias}  # where clip_skip looks for it"]
 
     def read_lora(
         self, path: Any, model: torch.nn.Module
@@ -287,8 +288,8 @@ class StableDiffusionXL(StableDiffusion):
         options = {"force_zeros_for_empty_prompt": zeros, "add_watermarker": False}
         return Family.build(self, parts | options, base, resolution)
 
-    def usage_before(self, clip_skip: int | None) -> str:
-        return ""
+    def usage_before(self, clip_skip: int | None) -> list[str]:
+        return []
 
     def describe_for_sd_scripts(self, model: torch.nn.Module) -> dict[str, str]:
         return {"ss_base_model_version": "sdxl_base_v1-0"}

@@ -63,7 +63,10 @@ class ZImage(Family):
         if guidance_scale > 1:
             negative = empty["prompt_embeds"][0][: int(empty["prompt_mask"].sum())]
             asked["negative_prompt_embeds"] = [negative] * len(lengths)
-        return asked | {"guidance_scale": guidance_scale - 1}
+        return asked | self.guide(guidance_scale)
+
+    def guide(self, guidance_scale: float) -> dict[str, float]:
+        return {"guidance_scale": guidance_scale - 1}
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         vae = parts["vae"]

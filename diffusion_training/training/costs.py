@@ -68,12 +68,14 @@ class Costs:
     ) -> None:
         self.device = launch.device
         self.num_processes = launch.num_processes
+        launch.accelerator.print(f"Trains: {describe_trained(models)}")
         sizes = count_memory(models, averaged, others, launch.num_processes, optimizer)
         self.held = sum(sizes.values()) / 1e9
         self.most = 0.0
-        parts = " + ".join(f"{count / 1e9:.3g} {what}" for what, count in sizes.items() if count)
+        unit, factor = ("GB", 1e9) if self.held > 0.1 else ("MB", 1e6)
+        parts = " + ".join(f"{count / factor:.3g} {what}" for what, count in sizes.items() if count)
         launch.accelerator.print(
-            f"Memory: {self.held:.3g} GB = {parts}; what a forward pass keeps comes to it"
+            f"Memory needed: {self.held * 1e9 / factor:.3g} {unit} = {parts}, plus activations"
         )
         self.copies: tuple[Models, Loss] | None = copy_shapes((models, loss), models, others)
         if self.device.type == "cuda":
@@ -110,10 +112,30 @@ class Costs:
         most, reserved = (count / 1e9 for count in measure_memory(self.device))
         if self.total_gb:
             return (
-                f"Memory: {most:.3g} GB at the peak, {reserved:.3g} reserved, of "
+                f"Memory in use: {most:.3g} GB at the peak, {reserved:.3g} reserved, of "
                 f"{self.total_gb:.3g}"
             )
-        return f"Memory: {most:.3g} GB, of this process and its loader's"
+        return f"Memory in use: {most:.3g} GB, of this process and its data loader"
+
+
+def describe_trained(models: Models) -> str:
+    """Such as "LoRA of rank 16: 86,016 of 1.14 M weights"."""
+    weights = [weight for model in models.values() for weight in model.parameters()]
+    # a weight in 4 bits holds two in each number
+    packed = {id(x.weight) for model in models.values() for x in list_quantized(model)}
+    total = sum(weight.numel() * (1 + (id(weight) in packed)) for weight in weights)
+    count = sum(weight.numel() for weight in weights if weight.requires_grad)
+    ranks = {model.adapter["r"] for model in models.values() if is_adapted(model)}
+    what = f"LoRA of rank {', '.join(map(str, sorted(ranks)))}: " if ranks else ""
+    of_all = f" of {format_count(total)}" if count < total else ""
+    return f"{what}{format_count(count)}{of_all} weights"
+
+
+def format_count(number: int) -> str:
+    """Such as 86,016, 1.14 M, 2.57 B."""
+    if number < 10**6:
+        return f"{number:,}"
+    return f"{number / 1e9:.3g} B" if number >= 10**9 else f"{number / 1e6:.3g} M"
 
 
 def count_moments(parameter: torch.Tensor, optimizer: str, in_block: bool = False) -> int:

@@ -1,19 +1,26 @@
 """The training loop and the end of a run, which all trainers share."""
 
+import importlib.metadata
+import platform
+import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusion_training import __version__
 from diffusion_training.batches import Batch
-from diffusion_training.launch import Launch, StopSignal, end_stopped
-from diffusion_training.report import Description, save_model_card, save_report
+from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
+from diffusion_training.report import About, Description, save_report
+from diffusion_training.training.card import save_model_card
 from diffusion_training.training.checkpoints import prune_checkpoints
+from diffusion_training.training.costs import describe_trained
 from diffusion_training.training.held_out import digest_held_out
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.output import Run, end_run, keep_best, samples_path
-from diffusion_training.training.progress import Progress
+from diffusion_training.training.progress import Progress, format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.trained import Trained
 from diffusion_training.training.tuning import Step
@@ -26,7 +33,7 @@ class Results:
     save(folder): writes the pipeline, or the LoRA, as other programs open it.
     log_held_out_loss(): measures it, and adds it to the records.
     log_validation(): draws samples.
-    describe(step, loss, settings): the texts of the model card and the report.
+    describe(about, settings): the texts of the model card and the report.
     """
 
     name: str  # "pipeline" or "LoRA"
@@ -34,7 +41,7 @@ class Results:
     save: Callable[[Path], None]
     log_held_out_loss: Callable[[], None]
     log_validation: Callable[[], None]
-    describe: Callable[[int, float | None, Namespace], Description]
+    describe: Callable[[About, Namespace], Description]
 
 
 def record_settings(
@@ -75,6 +82,27 @@ class Loop:
         self.settings = settings
         self.recorded = recorded
         self.lora_metadata = lora_metadata
+        self.begin = time.monotonic(), progress.global_step
+
+    def list_facts(self) -> dict[str, str]:
+        """What the report says of the run besides its settings."""
+        begin, first_step = self.begin
+        since = f" since step {first_step}" if first_step else ""
+        images = f"{self.progress.images_per_step} per step"
+        if self.progress.num_images < sys.maxsize:  # a stream has no epochs
+            images = f"{self.progress.num_images:,}, {images}"
+        libraries = ("torch", "diffusers", "transformers", "accelerate")
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
+        python = f"Python {platform.python_version()}"
+        costs = self.records.costs
+        return {
+            "processes": self.launch.describe(),
+            "memory in use": costs.describe().partition(": ")[2] if costs else "",
+            "time": f"{format_duration(time.monotonic() - begin)}{since}",
+            "images": images,
+            "trained": describe_trained(self.trained.models),
+            "versions": ", ".join([f"diffusion_training {__version__}", python, *versions]),
+        }
 
     def save_checkpoint(self) -> None:
         state = self.progress.state() | {"settings": self.recorded}
@@ -90,7 +118,9 @@ class Loop:
             keep_best(folder, self.records.held_out, step, self.results.save)
         self.results.log_validation()
         if self.launch.is_main:
-            save_report(step, self.run.script, self.results.describe, settings)
+            launcher = "accelerate launch" if is_launched() else "python"
+            describe = self.results.describe
+            save_report(self.run.script, describe, step, settings, self.list_facts(), launcher)
         return stop_signal.agree()
 
     def look_first(
@@ -191,7 +221,13 @@ class Loop:
         samples = "samples/"
         if not getattr(settings, "validation_prompts", True):
             samples = "no samples (no --validation_prompts)"
-        done = f"Done: {self.results.name}, {samples} and report.html are in {settings.output_dir}"
+        duration = format_duration(time.monotonic() - self.begin[0])
+        name = self.results.name
+        done = f"Done in {duration}: {name}, {samples} and report.html are in {output_dir}"
         if readers := name_readers(settings, for_unet="unet" in self.trained.models):
             done += f". {readers.replace('`', '')}"
+        report = output_dir / "report.html"
+        done += (
+            f"\nNext: open {report} in a browser. It has the samples, and code that uses the {name}"
+        )
         end_run(self.launch, self.run, done, self.results.files, settings)

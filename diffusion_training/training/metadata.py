@@ -30,7 +30,7 @@ def describe_file(
 
     captions: some or all of the images'. num_images: of an epoch; sys.maxsize if it is not known.
     """
-    name, base, data, _ = name_run(settings)
+    about = name_run(0, settings, local=False)
     resolution = settings.resolution
     predicts_velocity = scheduler.config.prediction_type == "v_prediction"
     architecture = family.name_architecture(model, predicts_velocity)
@@ -39,24 +39,24 @@ def describe_file(
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.architecture": f"{architecture}/lora" if settings.rank else architecture,
         "modelspec.implementation": "diffusers" if settings.rank else original,
-        "modelspec.title": name,
+        "modelspec.title": about.name,
         "modelspec.resolution": f"{resolution}x{resolution}",
         "modelspec.prediction_type": "v" if predicts_velocity else scheduler.config.prediction_type,
     }
     if not settings.rank:
         return header
     header |= family.describe_for_sd_scripts(model)
-    header["ss_output_name"] = name
-    header["ss_sd_model_name"] = str(base)
+    header["ss_output_name"] = about.name
+    header["ss_sd_model_name"] = str(about.base)
     header["ss_resolution"] = f"({resolution}, {resolution})"
     # sd-scripts count the last layer, too
     header["ss_clip_skip"] = str(settings.clip_skip + 1 if settings.clip_skip else None)
     if num_images < sys.maxsize:
         header["ss_num_train_images"] = str(num_images)
-        folders = {data: {"n_repeats": 1, "img_count": num_images}}
+        folders = {about.data: {"n_repeats": 1, "img_count": num_images}}
         header["ss_dataset_dirs"] = json.dumps(folders)
     if tags := count_tags(captions):
-        header["ss_tag_frequency"] = json.dumps({data: tags})
+        header["ss_tag_frequency"] = json.dumps({about.data: tags})
     return header
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -63,7 +64,7 @@ def settings_of(args: Namespace, *values: Any, **others: Any) -> Flags:
     settings = dict(vars(args))
     for value in values:
         settings |= value.settings()
-    return Flags(**settings | others)
+    return Flags(getattr(args, "given", ()), **settings | others)
 
 
 def open_run(launch: Launch, script: str, args: Namespace) -> Run:
@@ -288,21 +289,26 @@ def keep_best(
 def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:
     """Turn images uint8 [prompts, per prompt, H, W, C] into a picture: a row for each prompt.
 
-    The prompt is written beside its row.
+    The prompt is written beside its row, in letters that can be read when the picture is shown
+    small: a tenth of an image high.
     """
-    # cut long ones first, because the loop below measures each shorter version
-    prompts = [prompt if len(prompt) < 400 else prompt[:400] + "…" for prompt in prompts]
     size = max(64, images.shape[2])
-    font = ImageFont.load_default(14)
+    font = ImageFont.load_default(max(14, size // 10))
     margin = 4
-    label = min(400, max(math.ceil(font.getlength(prompt)) for prompt in prompts)) + 2 * margin
+    width = max(400, size)  # at most, of a line
+    texts = []
+    for prompt in prompts:
+        lines = textwrap.wrap(prompt[:4000], max(1, int(width / font.getlength("n"))))
+        most = max(1, int(size / (1.3 * font.size)))
+        texts.append("\n".join([*lines[:most], *["…"] * (len(lines) > most)]))
+    draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    boxes = [draw.multiline_textbbox((0, 0), text, font) for text in texts]
+    label = math.ceil(max(box[2] for box in boxes)) + 2 * margin
     step = size + margin
     grid = Image.new("RGB", (label + images.shape[1] * step, len(prompts) * step), "white")
     draw = ImageDraw.Draw(grid)
-    for y, (prompt, row) in enumerate(zip(prompts, images, strict=True)):
-        while font.getlength(prompt) > label - 2 * margin:
-            prompt = prompt[:-2].rstrip("…") + "…"
-        draw.text((margin, y * step + size // 2), prompt, "black", font, anchor="lm")
+    for y, (text, row) in enumerate(zip(texts, images, strict=True)):
+        draw.text((margin, y * step + size // 2), text, "black", font, anchor="lm")
         for x, image in enumerate(row):
             picture = (
                 Image.fromarray(image.squeeze()).convert("RGB").resize((size, size), Image.NEAREST)

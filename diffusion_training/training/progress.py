@@ -7,6 +7,14 @@ from diffusion_training.errors import fail
 from diffusion_training.order import Order
 
 
+def format_duration(seconds: float) -> str:
+    """Such as "58 s", "4 min 10 s", "2 h 5 min"."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 class NextStep(NamedTuple):
     """The size of a step, on all processes together."""
 

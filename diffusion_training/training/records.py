@@ -62,6 +62,8 @@ class Records:
             initial=global_step,
             desc="Steps",
             disable=not accelerator.is_main_process,
+            # no steps per second, so that the rest fits into 80 columns
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
         # since the last record; "clipped" and "steps" count steps
         names = ("loss", "weight", "grad_norm", "clipped", "steps")
@@ -177,7 +179,7 @@ class Records:
     def check(self, step: int, sums: dict[str, float], last: bool) -> None:
         """Stop with an error, before anything is saved, if a run makes no sense."""
         if sums["weight"] == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
-            fail(f"none of the last {self.num_images} images could be decoded")
+            fail(f"none of the last {self.num_images} images could be used{name_one(self.skipped)}")
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
             checkpoints = find_checkpoints(self.output_dir)
             newest = checkpoints[-1] if checkpoints else "none"
@@ -211,16 +213,16 @@ class Records:
             record["epoch_loss"] = sum(losses) / len(losses)
         if self.costs and self.accelerator.is_main_process:
             record |= self.costs.measure(record["images_per_second"])
+        # the terminal cuts it on the right
         shown = (
-            f"loss={record['loss']:.4f}, lr={self.lr:.1e}, "
-            f"{record['images_per_second']:.1f} img/s, "
-            f"{record['data_wait']:.1%} waiting for data"
+            f"loss {record['loss']:.3g}, waiting {record['data_wait']:.0%}, "
+            f"{record['images_per_second']:.3g} img/s"
         )
+        if self.held_out:
+            shown += f", held out {self.held_out['held_out_loss']:.3g}"
         if "mfu" in record:
             shown += f", {record['mfu']:.0%} of the peak"
-        if self.held_out:
-            shown += f", held out {self.held_out['held_out_loss']:.4f}"
-        self.bar.set_postfix_str(shown)
+        self.bar.set_postfix_str(f"{shown}, lr {self.lr:.1e}")
         return record
 
     def find_new_signs(
@@ -268,6 +270,11 @@ def init_trackers(accelerator: Accelerator, settings: Namespace) -> None:
         accelerator.init_trackers(
             settings.tracker_project_name, values, {"wandb": {"dir": settings.output_dir}}
         )
+
+
+def name_one(skipped: dict[str, str]) -> str:
+    """An example for a sentence about images that can't be used."""
+    return next((f", such as {name} ({why})" for name, why in skipped.items()), "")
 
 
 class ImageSums(NamedTuple):

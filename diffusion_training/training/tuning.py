@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, Models, StepSums
-from diffusion_training.errors import end_if_stopped, fail
+from diffusion_training.errors import amount, end_if_stopped, fail
 from diffusion_training.files import saving
 from diffusion_training.launch import Launch
 from diffusion_training.memory import find_largest
@@ -123,9 +123,10 @@ def choose_batch_size(
             each = f"--train_batch_size {batch_size} x {num_processes} processes"
             fail(f"--total_batch_size {total} is no multiple of {each}, {other}")
         accumulation_steps = per_process // batch_size
+    images = batch_size * accumulation_steps * num_processes
     launch.accelerator.print(
-        f"Batch size: {batch_size} x {accumulation_steps} accumulated x {num_processes} processes, "
-        f"{batch_size * accumulation_steps * num_processes} images a step"
+        f"Batch size: {batch_size} x {accumulation_steps} accumulated x "
+        f"{amount(num_processes, 'process')} = {amount(images, 'image')} per step"
     )
     return batch_size, accumulation_steps
 
@@ -192,7 +193,7 @@ def scale_learning_rate(accelerator: Accelerator, images_per_step: int, args: Na
         np.format_float_scientific(value, precision=4, trim="-", exp_digits=1)
         for value in (args.learning_rate, rate)
     )
-    rule = f"{args.scale_lr}, {images_per_step} images a step"
+    rule = f"{args.scale_lr}, {amount(images_per_step, 'image')} per step"
     accelerator.print(f"Learning rate ({rule}): {before} x {factor:g} = {after}")
     return rate
 
@@ -203,8 +204,8 @@ def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: 
     if progress.num_images < sys.maxsize:  # a stream has no epochs
         per_epoch = math.ceil(progress.num_images / progress.images_per_step)
         accelerator.print(
-            f"Epoch: {progress.num_images} images, {per_epoch} steps; {steps} steps are "
-            f"{steps / per_epoch:.4g} epochs"
+            f"Epoch: {amount(progress.num_images, 'image')}, {amount(per_epoch, 'step')}; "
+            f"{amount(steps, 'step')} are {steps / per_epoch:.4g} epochs"
         )
     if args.lr_scheduler == "polynomial" and plan.learning_rate <= 1e-7:
         fail(
@@ -212,10 +213,14 @@ def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: 
             f"{plan.learning_rate:g}"
         )
     has_no_warmup = args.lr_scheduler in ("constant", "piecewise_constant")
-    if args.lr_warmup_steps > steps / 10 and not has_no_warmup:
-        advice = f"--lr_warmup_steps {steps // 20} would suit it"
+    warmup = args.lr_warmup_steps
+    if warmup > steps / 10 and not has_no_warmup:
+        what = f"takes {warmup} of {steps} steps"
+        if warmup > steps:
+            what = f"of {warmup} steps is longer than the run of {steps}, so the rate only rises"
         accelerator.print(
-            f"The learning rate rises for {args.lr_warmup_steps} of {steps} steps: {advice}"
+            f"The warm-up of the learning rate {what}. As a rule it takes a twentieth of a run: "
+            f"--lr_warmup_steps {steps // 20}"
         )
 
 

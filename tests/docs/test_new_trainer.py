@@ -172,6 +172,4 @@ def test_it_is_launched_on_two_processes(script, flags, tmp_path):
         tmp_path / "train_rectified_flow.py",
     ]
     done = launch(*command, *flags, env={"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0 and "Done: U-Net, samples/ and report.html" in done.stdout, (
-        done.stderr
-    )
+    assert done.returncode == 0 and ": U-Net, samples/ and report.html" in done.stdout, done.stderr

@@ -1,7 +1,9 @@
 """Flags: what @FILE reads is what run.args writes, numbers have bounds, a demo's flags give way."""
 
 import argparse
+import copy
 import os
+import pickle
 import shlex
 
 import pytest
@@ -131,9 +133,38 @@ def test_a_demo_takes_what_the_program_was_started_with(parser, monkeypatch):
 
 
 def test_the_help_tells_defaults_and_of_files(parser):
-    parser.add_argument("--tint", default=7, help="of grey")
+    parser.add_argument("--tint", default=0, help="of grey")
+    parser.add_argument("--tone", help="of the paper (default: white)")
+    parser.add_argument("--wet", action=argparse.BooleanOptionalAction, default=True, help="soak")
+    parser.add_argument("--inks", nargs="+", default=["red", "blue"], help="colours")
     printed = " ".join(parser.format_help().split())
-    assert (
-        "of grey (default: 7)" in printed
-        and "@FILE stands for the flags in a file, such as a run's run.args" in printed
-    )
+    assert "@FILE stands for the flags in a file, such as a run's run.args" in printed
+    said = ["of grey (default: 0)", "soak (default: on)", "colours (default: red blue)"]
+    assert all(text in printed for text in [*said, "of the paper (default: white)"])
+    assert "None" not in printed and "(default: white) (" not in printed and "False" not in printed
+
+
+def test_the_help_ends_with_the_commands_of_the_docstring_and_a_page():
+    doc = "Paint.\n\n    paint.py --size 4 \\\\\n        --flip\n\nMore."
+    printed = make_parser("paint.py", doc, "docs/paint.md").format_help()
+    assert "examples:\n\n    paint.py --size 4 \\\\\n        --flip\n\n@FILE" in printed
+    assert printed.strip().endswith("Documentation: docs/paint.md") and "More." not in printed
+
+
+def test_a_typo_is_told_what_was_meant(parser, capsys):
+    for argv, sentence in {
+        ("--sise=4", "1"): "there is no flag --sise=4: did you mean --size?",
+        ("--colour", "red"): "there is no flag --colour (--help lists the flags)",
+        ("red",): "there is no flag red",
+    }.items():
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args(argv)
+        assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_flags_know_which_were_given_also_in_another_process(parser):
+    flags = parser.freeze(parser.parse_args(["--size=7", "--rate=0.5", "--flip"]))
+    for each in (flags, pickle.loads(pickle.dumps(flags)), copy.deepcopy(flags)):
+        assert each.given == ("size", "flip") and vars(each) == vars(flags) and each.size == 7
+        with pytest.raises(AttributeError, match="read-only"):
+            each.given = ()

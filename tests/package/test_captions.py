@@ -125,11 +125,11 @@ def test_of_a_list_of_captions_one_is_drawn_by_key(row):
 
 
 @pytest.mark.parametrize("changes, flags, reason", [
-    ({"text": None}, [], "the caption is None"),
-    ({"text": []}, [], "the caption is []"),
-    ({"text": 7}, [], "the caption is 7"),
-    ({"text": [None, None]}, [], "the caption is None"),
-    ({"text": " \n"}, ["--skip_empty_captions"], "the caption is empty"),
+    ({"text": None}, [], "it has no caption"),
+    ({"text": []}, [], "it has no caption"),
+    ({"text": 7}, [], "its caption is no text but 7"),
+    ({"text": [None, None]}, [], "it has no caption"),
+    ({"text": " \n"}, ["--skip_empty_captions"], "its caption is empty"),
     ({"text": ""}, [], None),
     ({"image": None}, [], "there is no image"),
     ({"image": {"bytes": None, "path": None}}, [], "there is no image"),

@@ -193,12 +193,13 @@ def test_counting_draws_nothing_and_leaves_the_model_alone(base):
 def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, capsys):
     made = make_costs({"unet": unet_of(base)}, loss_of(call_unet))
     line = re.fullmatch(
-        r"Memory: (\S+) GB = (\S+) weights \+ (\S+) gradients \+ (\S+) moments; what .*\n",
+        r"Trains: [\d,]+ weights\n"
+        r"Memory needed: (\S+) MB = (\S+) weights \+ (\S+) gradients \+ (\S+) moments, plus .*\n",
         capsys.readouterr().out,
     )
     assert (
         float(line[1])
-        == pytest.approx(made.held, rel=0.01)
+        == pytest.approx(1000 * made.held, rel=0.01)
         == pytest.approx(4 * float(line[2]), rel=0.01)
     )
     assert (
@@ -210,8 +211,8 @@ def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, ca
     assert found["tflops"] == pytest.approx(5 * made.flops / 1e12) and found[
         "mfu"
     ] == pytest.approx(found["tflops"] / 1e-3)
-    assert made.describe().startswith("Memory: ") and made.describe().endswith(
-        "of this process and its loader's"
+    assert made.describe().startswith("Memory in use: ") and made.describe().endswith(
+        "of this process and its data loader"
     )
 
 
@@ -253,7 +254,7 @@ def test_a_gpu_is_asked_for_its_peaks(base, monkeypatch, capsys):
         monkeypatch.setattr(costs.torch.cuda, name, lambda *_, value=value: value)
     accelerator = argparse.Namespace(device=torch.device("cuda"), num_processes=1, print=print)
     made = make_costs({"unet": unet_of(base)}, loss_of(call_unet), accelerator, "bf16")
-    assert made.describe() == "Memory: 30 GB at the peak, 40 reserved, of 80"
+    assert made.describe() == "Memory in use: 30 GB at the peak, 40 reserved, of 80"
     made.flops = 1e12
     assert made.measure(156.0) == {"memory_gb": 30.0, "tflops": 156.0, "mfu": 0.5}
 
@@ -281,11 +282,11 @@ def test_a_run_says_what_it_holds_what_was_tried_and_what_came_of_it(
     )
     said = capsys.readouterr().out
     assert re.search(
-        r"Memory: \S+ GB = \S+ weights \+ \S+ averaged \+ \S+ gradients \+ "
-        r"\S+ moments \+ \S+ encoders;",
+        r"Memory needed: \S+ MB = \S+ weights \+ \S+ averaged \+ \S+ gradients \+ "
+        r"\S+ moments \+ \S+ encoders, plus activations\n",
         said,
     )
-    assert said.count("of this process and its loader's") == 1
+    assert said.count("of this process and its data loader\n") == 1
     tried = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+)$", said, re.M)
     assert "  images  memory, GB  images/s\n" in said and [int(row[0]) for row in tried] == [
         1,

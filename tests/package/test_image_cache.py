@@ -101,7 +101,7 @@ def test_images_that_can_not_be_decoded_are_named_and_left_out(args, tmp_path, c
     assert make(args)[1] == 2 and "2.png" not in capfd.readouterr().err  # told when it is made
     for i in range(6):
         (tmp_path / f"images/{i}.png").write_bytes(b"none at all")
-    with pytest.raises(SystemExit, match="none of the 6 images could be decoded"):
+    with pytest.raises(SystemExit, match="none of the 6 images could be used"):
         make(args)
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -51,7 +52,7 @@ training.signs training.lora training.progress training.optimizers training.obje
 training.replicas
 training.checkpoints training.costs training.held_out
 training.trained training.output training.records report
-training.metadata training.tuning
+training.metadata training.card training.tuning
 training.loop
 """
 # Modules that the workers of a download import. torch would take 0.8 GB in each worker.
@@ -235,6 +236,18 @@ def test_every_script_is_of_this_version_and_looks_before_it_imports_more():
             (ROOT / f"{script}.py").read_text(),
         )
         assert 0 < text.index(look) < text.index("from diffusion_training.")
+        assert text.index(look) < text.index("import torch" if "torch" in text else "import ray")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_bare_copy_says_what_to_do(script, tmp_path):
+    shutil.copy(ROOT / f"{script}.py", tmp_path)
+    command = [sys.executable, "-I", "-X", "importtime", tmp_path / f"{script}.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    *imports, sentence = run.stderr.strip().splitlines()
+    assert run.returncode == 1 and all(line.startswith("import time:") for line in imports)
+    assert "needs the package diffusion_training: in the folder" in sentence
+    assert not any(line.split()[-1] in ("torch", "numpy", "pyarrow") for line in imports)
 
 
 def test_a_package_that_lacks_what_a_script_imports_is_one_sentence(tmp_path):
@@ -297,6 +310,8 @@ def test_every_number_has_bounds_and_every_flag_a_chapter(script):
     parser = find_parser(script)
     chapters = [group.title for group in parser._action_groups[2:]]
     assert len(chapters) >= 3
+    assert (ROOT / re.search(r"Documentation: (\S+)", parser.format_help())[1]).is_file()
+    assert "examples:" in parser.epilog and "(None: " not in parser.format_help()
     for action in parser._actions[1:]:
         assert action.container.title in chapters, action.option_strings
         assert action.type not in (int, float), (

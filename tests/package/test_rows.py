@@ -180,6 +180,11 @@ def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, ca
     monkeypatch.delenv("RANK")
     load(tmp_path / "all")
     assert capsys.readouterr().out == ""
+    for name in ("0.txt", "other.txt", "IMG.HEIC"):  # with captions, the builder lists any file
+        (tmp_path / "all" / name).write_text("a dog")
+    load(tmp_path / "all")
+    said = "2 of 5 files are not used (1 .heic, 1 .txt), such as IMG.HEIC"
+    assert capsys.readouterr().out == f"{tmp_path / 'all'}: {said}\n"
 
 
 def known(images, folder):

@@ -39,7 +39,7 @@ def test_learning_rates_are_scaled_by_rule(scale_lr, base, images, factor, capsy
     args = argparse.Namespace(scale_lr=scale_lr, base_batch_size=base, learning_rate=1e-4)
     rate = scale_learning_rate(Accelerator(cpu=True), images, args)
     assert rate == pytest.approx(1e-4 * factor)
-    said = f"Learning rate ({scale_lr}, {images} images a step): 1e-4 x {factor:g} = "
+    said = f"Learning rate ({scale_lr}, {images:,} images per step): 1e-4 x {factor:g} = "
     assert (said in capsys.readouterr().out) == bool(scale_lr)
 
 
@@ -216,10 +216,10 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
 def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
     assert choose(2, None, 3)[0] == (2, 3)
     assert (
-        capsys.readouterr().out == "Batch size: 2 x 3 accumulated x 1 processes, 6 images a step\n"
+        capsys.readouterr().out == "Batch size: 2 x 3 accumulated x 1 process = 6 images per step\n"
     )
     assert choose("auto", None)[0] == (5, 1)
-    assert "Batch size: 5 x 1 accumulated x 1 processes" in capsys.readouterr().out
+    assert "Batch size: 5 x 1 accumulated x 1 process " in capsys.readouterr().out
     assert choose("auto", None, most=99)[0] == (12, 1)  # not more than there are
     assert choose("auto", None, 3)[0] == (5, 3)
     assert choose("auto", 8)[0] == (4, 2)  # of 5 that fit the largest that divides 8
@@ -251,13 +251,15 @@ def plan(*argv, steps=100, seen=0):
 
 
 def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_told(capsys):
-    assert (
-        plan("--lr_warmup_steps=11")
-        and "--lr_warmup_steps 5 would suit it" in capsys.readouterr().out
-    )
+    assert plan("--lr_warmup_steps=11")
+    advice = "As a rule it takes a twentieth of a run: --lr_warmup_steps 5\n"
+    assert f"takes 11 of 100 steps. {advice}" in capsys.readouterr().out
+    assert plan("--lr_warmup_steps=101")
+    said = f"of 101 steps is longer than the run of 100, so the rate only rises. {advice}"
+    assert said in capsys.readouterr().out
     assert plan("--lr_warmup_steps=10") and plan("--lr_scheduler=constant")
-    said = "Batch size: 1 x 1 accumulated x 1 processes, 1 images a step\n"
-    said += "Epoch: 1000000 images, 1000000 steps; 100 steps are 0.0001 epochs\n"
+    said = "Batch size: 1 x 1 accumulated x 1 process = 1 image per step\n"
+    said += "Epoch: 1,000,000 images, 1,000,000 steps; 100 steps are 0.0001 epochs\n"
     assert capsys.readouterr().out == 2 * said
     with pytest.raises(
         SystemExit, match="polynomial ends at a rate of 1e-7: begin above it, not at 1e-08"

@@ -157,7 +157,9 @@ def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
         layers.append(expected[0])
     assert not torch.allclose(layers[0], layers[-1])
     card = (tmp_path / "runs/cache/README.md").read_text()
-    assert "clip_skip=1).images[0]" in card and 'vars(pipeline.text_encoder)["text_model"]' in card
+    assert (
+        ", clip_skip=1).images[0]" in card and 'vars(pipeline.text_encoder)["text_model"]' in card
+    )
     for folder, flag, said in (
         ("none", 1, "text_encoder.clip_skip None -> 1"),
         ("cache", 2, "--clip_skip 2 leaves nothing of 2 layers"),

@@ -287,7 +287,7 @@ def test_a_run_keeps_its_precision_and_says_what_it_can_not_do(tmp_path, inputs,
     out = tmp_path / "out"
     few = ["--max_train_steps=1"]
     train("sd", list_flags(inputs, "sd", out, *few))
-    assert "Memory: " in capfd.readouterr().out
+    assert "Memory in use: " in capfd.readouterr().out
     flags = list_flags(inputs, "sd", out, "--resume_from_checkpoint=latest")
     exact = [flag for flag in flags if flag != "--base_precision=nf4"]
     for argv, said in (

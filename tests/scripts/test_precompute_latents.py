@@ -537,7 +537,7 @@ def test_rows_that_fail_are_listed_and_the_rest_is_kept(tmp_path, flags, capfd, 
     assert (
         skipped[0]["reason"] == "cannot identify image file" and "truncated" in skipped[1]["reason"]
     )
-    assert skipped[2]["reason"] == "the caption is None"
+    assert skipped[2]["reason"] == "it has no caption"
     cache = datasets.load_from_disk(str(tmp_path / "out"))
     assert cache["key"][:] == [f"{i}.png" for i in (0, 1, 2, 4, 5, 6, 9)]
     described = json.loads((tmp_path / "out/cache.json").read_text())

@@ -2,9 +2,11 @@
 
 import base64
 import io
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,16 +15,17 @@ from functools import partial
 from html import escape, unescape
 
 import pytest
-from conftest import MODELS, ROOT, make_images, metrics, patch
+import torch
+from conftest import MODELS, ROOT, make_images, metrics, patch, replace
 from PIL import Image
 
 import train_text_to_image
 import train_unconditional as script
 from diffusion_training.families.known import FAMILIES
-from diffusion_training.report import draw_curves, save_report
+from diffusion_training.report import draw_curves, make_report, save_report
 
+OLD = "name step max_train_steps what usage num_skipped skipped settings".split()
 HOSTILE = "<img src=x onerror=document.title=1>&amp;"
-NAMES = ("loss", "lr", "grad_norm", "images_per_second", "data_wait", "tflops", "memory_gb")
 
 
 def curves(page):
@@ -56,8 +59,8 @@ def test_it_shows_the_run_and_what_was_left_out_at_every_validation(
     ]
     written = []
 
-    def spy(step, *rest):
-        save_report(step, *rest)
+    def spy(script, describe, step, *rest):
+        save_report(script, describe, step, *rest)
         written.append(
             (step, f"Step {step} of 8" in (tmp_path / HOSTILE / "report.html").read_text())
         )
@@ -73,28 +76,39 @@ def test_it_shows_the_run_and_what_was_left_out_at_every_validation(
     text = unescape(re.sub(r"<style>.*?</style>|<[^>]*>", " ", page, flags=re.S))
     shown = [
         f"a sign {HOSTILE}",
-        "Left out: 1 images",
+        "Left out: 1 image ",
         f"images/{HOSTILE}.png",
         "cannot identify image file",
     ]
     shown += [
-        "trained on images for 8 steps",
-        "DiffusionPipeline.from_pretrained(",
-        "learning_rate",
-        "Use it",
+        f"trained on {tmp_path / 'images'} for 8 steps",
+        f"DiffusionPipeline.from_pretrained({json.dumps(str(tmp_path / HOSTILE))}",
+        "1 on cpu, 1 thread each; mixed precision: no",
+        "7, 2 per step",
+        f"torch {torch.__version__.split('+')[0]}",
+        "--num_train_epochs=2",
+        f"@{shlex.quote(str(tmp_path / HOSTILE / 'run.args'))}"[2:-1],
     ]
-    shown += ["accelerate launch train_unconditional.py @run.args"]
     assert not [words for words in shown if words not in text]
+    for first, then in itertools.pairwise(["Samples", "Use it", "The run", "Curves", "Settings"]):
+        assert page.index(f"<h2>{first}") < page.index(f"<h2>{then}")
+    given, defaults = page[page.index("<h2>Settings") :].split("<details>")
+    assert "<th>resolution<td>16" in given and "<th>adam_beta1<td>0.95" in defaults
     last = metrics(tmp_path / HOSTILE)[-1]
-    shown = [f"{name} {last[name]:.4g}" for name in NAMES]
-    assert curves(page) == [f"{shown[0]}, epoch_loss {last['epoch_loss']:.4g}", *shown[1:]]
+    loss, learning_rate = curves(page)[:2]
+    assert loss == f"loss {last['loss']:.4g}, mean loss of an epoch {last['epoch_loss']:.4g}"
+    assert learning_rate == f"learning rate {last['lr']:.4g}"
+    assert not any("TFLOP" in text for text in curves(page))  # on a CPU
+    assert 'alt=""' not in page
     for data in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page):
         assert b"<svg" in base64.b64decode(data) and b"<script" not in base64.b64decode(data)
     pictures = [
         base64.b64decode(data) for data in re.findall(r"data:image/png;base64,([^\"]+)", page)
     ]
     assert [Image.open(io.BytesIO(data)).format for data in pictures] == ["PNG"] * 2
-    assert [*map(int, re.findall(r"step (\d+)</figure>", page))] == [8, 4]
+    # the last one is large; no model was there before training
+    assert re.findall(r"step (\d+)</figcaption>", page) == ["8", "4"]
+    assert page.index("step 8</figcaption>") < page.index('class="strip"')
 
 
 def write_run(tmp_path, count):
@@ -110,13 +124,13 @@ def write_run(tmp_path, count):
     kinds = {
         "epoch": 0,
         "loss": 0.5,
-        "lr": 1e-4,
         "grad_norm": 0.1,
         "clipped": 0.0,
         "images_per_second": 9.0,
+        "memory_gb": 2.0,
     }
     records = [
-        {"step": 10 * i, **kinds, "data_wait": 0.01, "skipped_images": 0}
+        {"step": 10 * i, **kinds, "lr": 1e-4 / i, "data_wait": 0.01 / i, "skipped_images": 0}
         for i in range(1, count + 1)
     ]
     names = ["held_out_loss", "held_out_loss_ema", *(f"held_out_loss_t0.{i}" for i in range(1, 10))]
@@ -139,7 +153,8 @@ def write_run(tmp_path, count):
 
 def save(args, step=90):
     describe_model = partial(train_text_to_image.describe_model, FAMILIES["sd"])
-    save_report(step, train_text_to_image.__file__, describe_model, args)
+    settings = replace(args, resolution=16)
+    save_report(train_text_to_image.__file__, describe_model, step, settings, {"time": "9 s"})
 
 
 def test_a_long_run_costs_little_and_a_cache_tells_what_it_lacks(tmp_path, capfd):
@@ -153,10 +168,11 @@ def test_a_long_run_costs_little_and_a_cache_tells_what_it_lacks(tmp_path, capfd
     print(f"{read:.2f} s to read, {time.process_time() - begin - read:.2f} s to report")
     assert len(records) >= 30_000 and time.process_time() - begin - read < 8 * read + 2
     page = (tmp_path / "out/report.html").read_text()
-    assert len(page) < 2_000_000 and page.count("data:image/png") == 8 and "broken" in page
+    assert len(page) < 2_000_000 and page.count("data:image/") == 8 + 6 and "broken" in page
     assert "<script" not in page and HOSTILE not in page and capfd.readouterr().err == ""
-    assert len(curves(page)) == 7
-    assert [text.count("held_out_loss") for text in curves(page)] == [0, 2, 9, 0, 0, 0, 0]
+    # a constant speed and memory need no curve
+    names = ["loss", "held-out loss", "held_out_loss_t0.1", "learning rate", "norm of", "share of"]
+    assert [text.startswith(name) for text, name in zip(curves(page), names, strict=True)]
 
 
 def test_a_failure_ends_no_run_and_leaves_the_report_before(
@@ -191,10 +207,16 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
     assert (made.returncode, made.stdout, made.stderr) == (0, "copy/report.html\n", "")
     page = (tmp_path / "copy/report.html").read_text()
     assert "Step 90 of 90" in before and "Step 100 of 90" in page and "broken" in page
-    assert (curves(before)[0], curves(page)[0]) == ("loss 0.5", "loss 0.25") and curves(page)[
-        1:
-    ] == curves(before)[1:]
-    assert page[page.index("<h2>Samples") :] == before[before.index("<h2>Samples") :]
+    assert (curves(before)[0], curves(page)[0]) == ("loss 0.5", "loss 0.25")
+    assert curves(page)[1:] == curves(before)[1:]
+    cut = lambda text: text[text.index("<h2>Samples") : text.index("<h2>Curves")]
+    assert cut(page) == cut(before)
+    # what older versions have written is shown, too
+    about = json.loads((tmp_path / "copy/report.json").read_text())
+    old = {name: about[name] for name in OLD} | {"script": "train.py"}
+    (tmp_path / "copy/report.json").write_text(json.dumps(old))
+    make_report(tmp_path / "copy")
+    assert f"train.py @{tmp_path}/copy/run.args" in (tmp_path / "copy/report.html").read_text()
     wrong = subprocess.run(
         [*command, tmp_path], cwd=tmp_path, env=env, capture_output=True, text=True
     )
@@ -211,7 +233,7 @@ def test_curves_are_of_finite_numbers_and_of_at_most_300_points():
     one, other = figure.axes[0].lines
     assert (
         len(one.get_xdata()) == 300
-        and said == "loss 0.001, lr 0"
+        and said == "loss 0.001, learning rate 0"
         and figure.axes[0].get_yscale() == "linear"
     )
     assert (
@@ -235,6 +257,7 @@ def test_it_looks_right_in_a_browser(tmp_path, width, height, dark):
         ink: getComputedStyle(document.body).color,
         dark: matchMedia("(prefers-color-scheme: dark)").matches,
         columns: getComputedStyle(document.querySelector(".curves")).gridTemplateColumns.split(" ").length,
+        pair: [...document.querySelectorAll(".pair img")].map(image => image.getBoundingClientRect().width),
         pictures: [...document.querySelectorAll(".strip img")].map(image => [image.naturalWidth, image.height]),
         curves: [...document.querySelectorAll(".curves img")].map(image => [image, image.getBoundingClientRect()]).map(
             ([image, box]) => [image.naturalWidth, image.naturalHeight, box.left, box.right, box.width, box.height])
@@ -262,10 +285,11 @@ def test_it_looks_right_in_a_browser(tmp_path, width, height, dark):
     assert seen["wide"] <= width  # nothing sticks out
     assert seen["columns"] == (1 if width == 390 else 3)
     assert seen["ink"] == ("rgb(255, 255, 255)" if dark else "rgb(0, 0, 0)")
-    assert len(seen["pictures"]) == 8 and all(
+    assert len(seen["pictures"]) == 6 and all(
         wide == 400 and high > 200 for wide, high in seen["pictures"]
     )
-    assert len(seen["curves"]) == 7
+    assert len(seen["pair"]) == 2 and min(seen["pair"]) > (300 if width == 390 else 500)
+    assert len(seen["curves"]) == 6
     for natural_width, natural_height, left, right, wide, high in seen["curves"]:
         # The curve is drawn and fits the page
         assert 0 <= left < right <= width and wide > 250 and natural_width > 250

@@ -481,7 +481,7 @@ def test_models_that_can_not_be_trained_are_one_sentence(tmp_path, flags, images
         f"--text_encoder_name_or_path={tmp_path / 'sdxl/text_encoder'}",
     )
     nowhere = "--pretrained_model_name_or_path=no/pipeline"
-    both("no/pipeline can't be opened as a pipeline", nowhere)
+    both("no/pipeline can't be opened as a pipeline (neither a folder here nor", nowhere)
     index.write_text("{")
     both("sdxl can't be opened as a pipeline")
     index.write_text(whole)

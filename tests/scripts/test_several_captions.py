@@ -301,7 +301,7 @@ def test_a_list_in_one_column_has_weights_too(tmp_path):
         "it has no caption",
         "it has captions for 1 of 2 --caption_weights",
         "it has captions for 3 of 2 --caption_weights",
-        "the caption is 7",
+        "its caption is no text but 7",
         ["", "b"],
     ]
     transform = dataclasses.replace(transform, skip_empty_captions=True)

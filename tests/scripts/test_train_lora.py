@@ -5,9 +5,13 @@ Nothing but the adapter is trained or written.
 
 import collections
 import json
+import os
+import re
 import shlex
 import shutil
 import sys
+import warnings
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +43,7 @@ import precompute_latents
 import train_text_to_image as script
 from diffusion_training.families.opening import open_base
 from diffusion_training.order import step_seed
+from diffusion_training.report import name_run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -47,6 +52,8 @@ import evaluate_samples
 pytestmark = pytest.mark.usefixtures("without_figures")
 FILE = "pytorch_lora_weights.safetensors"
 KOHYA = "pytorch_lora_weights_kohya.safetensors"
+UMASK = os.umask(0o022)
+os.umask(UMASK)
 
 
 @pytest.fixture(scope="module")
@@ -271,8 +278,11 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
     patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
+    open_pipeline(inputs / "sd").save_pretrained(tmp_path / "sd")
+    monkeypatch.chdir(tmp_path)
     train(
         *flags,
+        f"--pretrained_model_name_or_path={tmp_path / 'sd'}",
         "--validation_prompt",
         "a digit one",
         "--guidance_scale=3",
@@ -289,17 +299,22 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
     readers = f"{FILE} is for diffusers; other programs need --output_kohya_format."
     if kohya:
         readers = f"{FILE} is for diffusers, {KOHYA} for ComfyUI, A1111 and sd-scripts."
-    done = capfd.readouterr().out.strip().splitlines()[-1]
-    assert done == f"Done: LoRA, samples/ and report.html are in {out}. {readers}"
+    said = capfd.readouterr().out
+    assert re.search(r"\nTrains: LoRA of rank 2: [\d,]+ of [\d,]+ weights\n", said)
+    done, following = said.strip().splitlines()[-2:]
+    assert re.fullmatch(r"Done in \d+ s: LoRA, samples/ and report.html are in (.*)", done)[1] == (
+        f"{out}. {readers}"
+    )
+    assert following.startswith(f"Next: open {out}/report.html in a browser")
+    # safetensors writes files for their owner only
+    assert {path.stat().st_mode & 0o777 for path in out.glob("*.*")} == {0o666 & ~UMASK}
     for page in ("README.md", "report.html"):
         assert readers in (out / page).read_text().replace("`", "")
     assert calls["allow_patterns"][-1] == "pytorch_lora_weights*"
     card = (out / "README.md").read_text()
-    assert (
-        'from_pretrained("sd")\npipeline.load_lora_weights("me/out")\nimage' in card
-        and "A LoRA of rank 2" in card
-    )
-    assert str(inputs) not in card
+    assert "A LoRA of rank 2 for the U-Net of `sd`" in card and card.count("rank | 2 |") == 1
+    assert card.index("| rank | 2 |") < card.index("<details>") < card.index("| adam_beta1 | 0.9 |")
+    assert str(tmp_path) not in card and str(inputs) not in card
     grid = np.array(Image.open(out / "samples/step-0000004.png").convert("RGB")).astype(int)
     differences = []
     for adapter in (None, max(files)):
@@ -314,6 +329,36 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
         image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
         differences.append(np.abs(grid[:64, -68:-4] - image).max())
     assert differences[0] > 20 and differences[1] <= 1
+    if kohya:
+        run_what_is_copied(out, monkeypatch)
+
+
+def run_what_is_copied(out, monkeypatch):
+    """The code and the commands of the report and of the card, in the folder that they name."""
+    page = (out / "report.html").read_text()
+    usage, command, again = map(unescape, re.findall(r"<pre>(.*?)</pre>", page, re.S))
+    # every diffusers takes torch_dtype, and new ones warn of it
+    warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
+    exec(usage, {})
+    assert Image.open("image.png").size == (16, 16)
+    args = script.parse_args([f"@{out / 'run.args'}"])
+    for words, others in (
+        (
+            shlex.split(command.replace("\\\n", "")),
+            {"mixed_precision": None},
+        ),  # what the launch said is in run.args
+        (shlex.split(again), {"output_dir": f"{out}-again", "push_to_hub": False}),
+    ):
+        assert words[0] == "python" and os.path.samefile(words[1], script.__file__)
+        assert vars(script.parse_args(words[2:])) == vars(args) | others
+    train(*words[2:])
+    assert (out.parent / "out-again" / FILE).read_bytes() == (out / FILE).read_bytes()
+    # the name of the card, as if it were on the hub
+    Path("me").mkdir()
+    Path("me/out").symlink_to(out)
+    os.remove("image.png")
+    exec(re.search(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)[1], {})
+    assert Image.open("image.png").size == (16, 16)
 
 
 @pytest.mark.parametrize("more", [["--lora_layers=all"], ["--use_dora"]])
@@ -343,12 +388,13 @@ def test_comfyui_reads_all_of_the_second_file_and_it_says_what_it_is_of(
 def test_another_objective_than_the_bases_is_told_in_the_card(tmp_path, flags):
     args = script.parse_args([*flags, "--prediction_type=v_prediction", "--rescale_betas_zero_snr"])
     family = open_base(args).family
-    usage = script.describe_model(family, 1, None, replace(args, resolution=16))[2]
+    about = name_run(1, args, local=True)
+    usage = script.describe_model(family, about, replace(args, resolution=16)).usage
     scheduler = SimpleNamespace(config={"num_train_timesteps": 1000, "prediction_type": "epsilon"})
     pipeline = SimpleNamespace(scheduler=scheduler)
     line = next(line for line in usage.splitlines() if line.startswith("pipeline.scheduler"))
     names = {"pipeline": pipeline}
-    exec(usage.splitlines()[0] + "\n" + line, names)
+    exec(usage.splitlines()[1] + "\n" + line, names)
     assert pipeline.scheduler.config.prediction_type == "v_prediction"
     assert (
         pipeline.scheduler.config.timestep_spacing == "trailing"

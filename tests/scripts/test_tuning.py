@@ -51,7 +51,7 @@ def train(*argv, script=script):
 def test_the_scaled_rate_is_printed_and_trained_with(tmp_path, flags, capsys):
     argv = ["--scale_lr", "--gradient_accumulation_steps=4"]
     train(*flags, *argv)
-    assert "Learning rate (linear, 8 images a step): 1e-4 x 8 = 8e-4\n" in capsys.readouterr().out
+    assert "Learning rate (linear, 8 images per step): 1e-4 x 8 = 8e-4\n" in capsys.readouterr().out
     assert {record["lr"] for record in metrics(tmp_path / "out")} == {8e-4}
     # The file of this command says what was given, so that it is not multiplied twice.
     again = script.parse_args([f"@{tmp_path / 'out/run.args'}"])
@@ -145,7 +145,7 @@ def test_a_batch_size_that_was_found_trains_as_one_that_was_given(
     train(*flags, "--train_batch_size=auto", "--max_train_steps=1")
     sizes = [size for i, size in enumerate(memory.trials) if i == 0 or memory.trials[i - 1] != size]
     assert sizes == [1, 2, 4, 8, 6, 5] and settings(tmp_path / "out")["train_batch_size"] == 5
-    assert "Batch size: 5 x 1 accumulated x 1 processes" in capsys.readouterr().out
+    assert "Batch size: 5 x 1 accumulated x 1 process " in capsys.readouterr().out
     train(
         *flags, "--train_batch_size=5", "--max_train_steps=1", f"--output_dir={tmp_path / 'given'}"
     )

@@ -1,0 +1,69 @@
+"""What the hub reads of a model card: the base and the data if they are on the hub, the licence."""
+
+import pytest
+
+from diffusion_training.arguments import Flags
+from diffusion_training.report import Description
+from diffusion_training.training.card import describe_for_hub
+
+OTHER = "license: other\nlicense_name: my-licence\nlicense_link: LICENSE.md"
+
+
+def describe(folder, **flags):
+    """The metadata of a card; flags: others than those of a LoRA of a base on the hub."""
+    values = {"cache_dir": str(folder), "dataset_name": "me/photos", "instance_prompt": "a sks dog"}
+    settings = Flags(**values | flags)
+    base = flags.get("base", "org/base")
+    described = Description(["text-to-image", "lora"], "A LoRA.", "code", base)
+    return describe_for_hub(described, settings).to_dict()
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """`cached(text)`: the local cache of the hub has org/base with this at the head of its card."""
+
+    def cached(text):
+        repository = tmp_path / "models--org--base"
+        for name in ("refs", "snapshots/abc"):
+            (repository / name).mkdir(parents=True, exist_ok=True)
+        (repository / "refs/main").write_text("abc")
+        (repository / "snapshots/abc/README.md").write_text(f"---\n{text}\n---\n# Base\n")
+        return tmp_path
+
+    return cached
+
+
+def test_base_data_prompt_and_licence_are_named(cached):
+    assert describe(cached("license: openrail++")) == {
+        "library_name": "diffusers",
+        "pipeline_tag": "text-to-image",
+        "tags": ["diffusers", "text-to-image", "lora"],
+        "base_model": "org/base",
+        "datasets": ["me/photos"],
+        "instance_prompt": "a sks dog",
+        "license": "openrail++",
+    }
+
+
+def test_another_licence_has_its_name_and_link(cached):
+    described = describe(cached(OTHER))
+    assert (described["license"], described["license_name"]) == ("other", "my-licence")
+    assert described["license_link"] == "https://huggingface.co/org/base/blob/main/LICENSE.md"
+    described = describe(cached(OTHER.replace("LICENSE.md", "https://a.b/c")))
+    assert described["license_link"] == "https://a.b/c"
+
+
+@pytest.mark.parametrize("text", ["license: other", "language: en", "license: [", "\0"])
+def test_a_licence_that_can_not_be_read_costs_the_key(cached, text):
+    described = describe(cached(text))
+    assert not [name for name in described if "license" in name] and described["base_model"]
+
+
+def test_folders_are_not_named(cached, tmp_path, monkeypatch):
+    """The hub refuses a card whose base or data are no ids."""
+    monkeypatch.chdir(cached("license: mit"))
+    (tmp_path / "org/base").mkdir(parents=True)
+    folders = {"dataset_name": str(tmp_path), "base": "org/base"}
+    for flags in (folders, {"dataset_name": None, "base": None}, {**folders, "base": "../gone"}):
+        described = describe(tmp_path, **flags)
+        assert not described.keys() & {"base_model", "datasets", "license"}
