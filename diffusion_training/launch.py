@@ -129,10 +129,10 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
     if backend is None and dynamo.backend != DynamoBackend.NO:
         backend = dynamo.backend.value.lower()
     if shard and (backend or precision == "fp16"):
-        fail(
-            f"--shard can't be combined with {backend or 'fp16'}, which accelerate launch says: "
-            "add --no-compile or --mixed_precision bf16"
-        )
+        what, flag = ("fp16", "mixed_precision bf16")
+        if backend:
+            what, flag = ("torch.compile", "no-compile")
+        fail(f"accelerate launch asks for {what}, which --shard excludes: add --{flag}")
     if getattr(args, "base_precision", None):
         check_quantization(precision, backend)
     accumulation_steps = read_accumulation(accelerator, args)

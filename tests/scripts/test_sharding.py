@@ -4,8 +4,8 @@ Each test forks its processes once and trains several times in them.
 """
 
 import os
-import shutil
-from pathlib import Path
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -14,22 +14,27 @@ from conftest import (
     MODELS,
     assert_same_weights,
     finish,
+    free_port,
+    kill,
     make_captioned,
     make_models,
     make_prx,
     metrics,
     reset,
     start,
+    wait_until,
     weights,
 )
+from diffusers import DDIMScheduler, PRXTransformer2DModel, UNet2DConditionModel
 from PIL import Image
 
 import precompute_latents
 import train_flow
 import train_text_to_image
-from diffusion_training.training import sharding
+from diffusion_training.training import checkpoints, sharding
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+PORTS = []  # of the jobs that forks start, one after the other
 PARTS = {train_flow: "transformer", train_text_to_image: "unet"}
 
 
@@ -84,23 +89,189 @@ def make_flags(tmp_path, script):
 
 def train(script, *argv):
     reset()
+    if PORTS:  # several jobs of the same forks would take each other's messages
+        os.environ["MASTER_PORT"] = str(PORTS.pop())
     script.main(script.parse_args([str(arg) for arg in argv]))
 
 
-def fork(function, log, num_processes=2):
-    pids = start(function, num_processes, log)
-    assert set(finish(pids)) == {0}, log.read_text()
+def fork(function, log):
+    """Run a function in two processes."""
+    assert set(finish(start(function, 2, log))) == {0}, log.read_text()
 
 
-@pytest.mark.parametrize("script", [train_flow, train_text_to_image])
-def test_try(tmp_path, script):
-    flags = make_flags(tmp_path, script)
-    for name, more in {"plain": [], "sharded": ["--shard"]}.items():
-        fork(lambda: train(script, *flags, *more, f"--output_dir={tmp_path / name}"), tmp_path / name.upper())
-        print((tmp_path / name.upper()).read_text())
+@pytest.fixture
+def same_draws(monkeypatch):
+    """Noise depends on the step alone, so that any number of processes draws the same."""
+    for script in PARTS:
+        monkeypatch.setattr(script, "step_seed", lambda kind, seed, data_step, *others: data_step)
+
+
+def assert_near(one, other, script):
+    """The same run but for rounding: weights, averages, moments, pipeline, best, losses."""
     part = PARTS[script]
-    for path in (f"checkpoint-6/{part}", f"checkpoint-6/{part}_ema", part):
-        a, b = weights(tmp_path / "plain" / path), weights(tmp_path / "sharded" / path)
-        print(path, max((a[n] - b[n]).abs().max().item() for n in a))
-    print(metrics(tmp_path / "plain")[-1], metrics(tmp_path / "sharded")[-1])
-    print(sorted(os.listdir(tmp_path / "sharded")), sorted(os.listdir(tmp_path / "sharded/best")))
+    for path in (f"checkpoint-6/{part}", f"checkpoint-6/{part}_ema", part, f"best/{part}"):
+        found, expected = weights(other / path), weights(one / path)
+        assert found.keys() == expected.keys()
+        for name in found:
+            assert torch.allclose(found[name], expected[name], rtol=0, atol=1e-6), (path, name)
+    found, expected = (read_moments(folder) for folder in (other, one))
+    assert found["param_groups"] == expected["param_groups"]
+    for number, state in expected["state"].items():
+        for name, value in state.items():
+            other_value = found["state"][number][name]
+            assert type(other_value) is torch.Tensor and other_value.shape == value.shape
+            assert torch.allclose(other_value, value, rtol=1e-3, atol=1e-6)
+    losses = [
+        {
+            record["step"]: record["held_out_loss_ema"]
+            for record in metrics(folder)
+            if "held_out_loss" in record
+        }
+        for folder in (one, other)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and 6 in losses[0]
+    norms = [metrics(folder)[-2]["grad_norm"] for folder in (one, other)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def list_held_out(folder):
+    records = [record for record in metrics(folder) if "held_out_loss" in record]
+    return {record["step"]: record["held_out_loss_ema"] for record in records}
+
+
+def list_checkpoints(folder):
+    return {path.name for path in folder.glob("checkpoint-*")}
+
+
+def read_moments(folder):
+    return torch.load(folder / "checkpoint-6/optimizer.bin", weights_only=True)
+
+
+def assert_same_samples(one, other):
+    names = sorted(path.name for path in (one / "samples").iterdir())
+    assert names == sorted(path.name for path in (other / "samples").iterdir())
+    for name in names:
+        pixels = [np.asarray(Image.open(folder / "samples" / name), int) for folder in (one, other)]
+        assert abs(pixels[0] - pixels[1]).max() <= 1
+
+
+def forbid_reading(model_class):
+    """Only the first process may read weights of the trained model."""
+    if os.environ["RANK"] != "0":
+        model_class.from_pretrained = None
+
+
+def test_a_sharded_run_is_an_unsharded_one_and_either_goes_on_from_the_other(tmp_path, same_draws):
+    """Resumed with as many processes it has the same bits, killed while it gathers or not."""
+    script = train_flow
+    flags = make_flags(tmp_path, script)
+    plain, whole, again, crossed, killed = (
+        tmp_path / name for name in ("plain", "whole", "again", "crossed", "killed")
+    )
+    train(script, *flags, f"--output_dir={plain}")
+
+    def die(optimizer):
+        if (killed / "checkpoint-3").exists() and os.environ["RANK"] == "1":
+            os._exit(9)
+        return gather_state(optimizer)
+
+    gather_state = sharding.gather_state
+
+    ports = [free_port() for _ in range(4)]
+
+    def run():
+        PORTS.extend(ports)
+        forbid_reading(PRXTransformer2DModel)
+        train(script, *flags, "--shard", f"--output_dir={whole}")
+        for output_dir, source in {again: whole, crossed: plain}.items():
+            resume = f"--resume_from_checkpoint={source / 'checkpoint-3'}"
+            train(script, *flags, "--shard", f"--output_dir={output_dir}", resume)
+        checkpoints.gather_state = die
+        train(script, *flags, "--shard", f"--output_dir={killed}")
+
+    log = tmp_path / "log"
+    assert finish(start(run, 2, log)) == [1, 9], log.read_text()
+    assert (
+        "Traceback" not in log.read_text() and "checkpoint-6 could not be saved" in log.read_text()
+    )
+    assert_near(plain, whole, script)
+    assert_same_samples(plain, whole)
+    assert_near(plain, crossed, script)
+    for path in ("checkpoint-6/transformer", "checkpoint-6/transformer_ema", "transformer"):
+        assert_same_weights(whole / path, again / path)
+    moments = [(folder / "checkpoint-6/optimizer.bin").read_bytes() for folder in (whole, again)]
+    assert moments[0] == moments[1]
+    assert list_checkpoints(killed) == {"checkpoint-3"}
+    assert not list(killed.glob(".tmp-*"))
+    train(script, *flags, f"--output_dir={killed}", "--resume_from_checkpoint=latest")
+    assert_near(plain, killed, script)
+
+
+def test_a_signal_while_samples_are_drawn_stops_all_processes_at_once(tmp_path, same_draws):
+    """It comes to the second one, in a sample that only keeps it in step with the first."""
+    script = train_text_to_image
+    flags = make_flags(tmp_path, script)
+    plain, sharded = tmp_path / "plain", tmp_path / "sharded"
+    train(script, *flags, f"--output_dir={plain}")
+
+    ports = [free_port() for _ in range(2)]
+
+    def run():
+        PORTS.extend(ports)
+        forbid_reading(UNet2DConditionModel)
+        denoise, calls = DDIMScheduler.step, []
+
+        def interrupted(self, *args, **options):
+            calls.append(0)
+            if len(calls) == 7 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return denoise(self, *args, **options)
+
+        DDIMScheduler.step = interrupted
+        argv = [*flags, "--shard", f"--output_dir={sharded}", "--resume_from_checkpoint=latest"]
+        with pytest.raises(SystemExit) as stop:
+            train(script, *argv)
+        assert stop.value.code == 143 and len(calls) == 7, calls
+        assert not (sharded / "samples/step-0000003.png").exists()
+        train(script, *argv)
+
+    fork(run, tmp_path / "log")
+    assert "Stopped by SIGTERM after step 3 of 6" in (tmp_path / "log").read_text()
+    assert_near(plain, sharded, script)
+    assert_same_samples(plain, sharded)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("script", PARTS)
+def test_killed_100_times_it_ends_with_the_same_bits(tmp_path, script, num_processes):
+    """KILLS=5 for fewer."""
+    num_kills = int(os.environ.get("KILLS", 100))
+    flags = [
+        *make_flags(tmp_path, script),
+        "--shard",
+        "--checkpointing_steps=1",
+        "--validation_steps=7",
+    ]
+    flags += [f"--max_train_steps={4 * num_kills}", "--checkpoints_total_limit=2"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    random = np.random.default_rng(num_processes)
+
+    def run(output_dir):
+        train(script, *flags, f"--output_dir={output_dir}", "--resume_from_checkpoint=latest")
+
+    log = tmp_path / "log"
+    assert set(finish(start(lambda: run(whole), num_processes, log), 3000)) == {0}, log.read_text()
+    for _ in range(num_kills):
+        before = list_checkpoints(killed)
+        pids = start(lambda: run(killed), num_processes, log)
+        wait_until(lambda before=before: list_checkpoints(killed) - before, 100)
+        time.sleep(random.uniform(0, 0.3))
+        kill(pids)
+    assert set(finish(start(lambda: run(killed), num_processes, log), 3000)) == {0}, log.read_text()
+    last = f"checkpoint-{4 * num_kills}"
+    part = PARTS[script]
+    for path in (f"{last}/{part}", f"{last}/{part}_ema", part, f"best/{part}"):
+        assert_same_weights(whole / path, killed / path)
+    moments = [(folder / last / "optimizer.bin").read_bytes() for folder in (whole, killed)]
+    assert moments[0] == moments[1]
