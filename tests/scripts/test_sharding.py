@@ -191,9 +191,8 @@ def test_a_sharded_run_is_an_unsharded_one_and_either_goes_on_from_the_other(tmp
 
     log = tmp_path / "log"
     assert finish(start(run, 2, log)) == [1, 9], log.read_text()
-    assert (
-        "Traceback" not in log.read_text() and "checkpoint-6 could not be saved" in log.read_text()
-    )
+    text = log.read_text()
+    assert "Traceback" not in text and "checkpoint-6 could not be saved" in text
     assert_near(plain, whole, script)
     assert_same_samples(plain, whole)
     assert_near(plain, crossed, script)
@@ -210,7 +209,8 @@ def test_a_sharded_run_is_an_unsharded_one_and_either_goes_on_from_the_other(tmp
 def test_a_signal_while_samples_are_drawn_stops_all_processes_at_once(tmp_path, same_draws):
     """It comes to the second one, in a sample that only keeps it in step with the first."""
     script = train_text_to_image
-    flags = make_flags(tmp_path, script)
+    # With less, Adam makes steps of the rounding where the gradient is next to none.
+    flags = [*make_flags(tmp_path, script), "--adam_epsilon=1e-6"]
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
     train(script, *flags, f"--output_dir={plain}")
 
