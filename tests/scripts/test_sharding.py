@@ -7,11 +7,13 @@ import os
 import signal
 import time
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from conftest import (
     MODELS,
+    PRX,
     assert_same_weights,
     finish,
     free_port,
@@ -31,7 +33,11 @@ from PIL import Image
 import precompute_latents
 import train_flow
 import train_text_to_image
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.launch import Launch
+from diffusion_training.models import start_average
 from diffusion_training.training import checkpoints, sharding
+from diffusion_training.training.costs import count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 PORTS = []  # of the jobs that forks start, one after the other
@@ -239,6 +245,74 @@ def test_a_signal_while_samples_are_drawn_stops_all_processes_at_once(tmp_path, 
     assert "Stopped by SIGTERM after step 3 of 6" in (tmp_path / "log").read_text()
     assert_near(plain, sharded, script)
     assert_same_samples(plain, sharded)
+
+
+def test_what_does_not_go_with_it_is_refused(capsys):
+    flags = ["--latents_dir=a", "--pretrained_model_name_or_path=b", "--shard"]
+    for more in (
+        "--rank 4",
+        "--compile",
+        "--find_lr",
+        "--train_batch_size auto",
+        "--mixed_precision fp16",
+        "--optimizer adamw8bit",
+        "--optimizer adafactor",
+    ):
+        with pytest.raises(SystemExit) as stop:
+            train_text_to_image.parse_args([*flags, *more.split()])
+        said = capsys.readouterr().err.strip().split("\n")[-1]
+        given = more.removesuffix(" 4")
+        assert stop.value.code == 2 and f"--shard can't be combined with {given}:" in said
+    assert train_text_to_image.parse_args([*flags, "--optimizer=muon"]).shard
+    assert train_flow.parse_args([*flags, "--gradient_checkpointing"]).shard
+
+
+def test_blocks_are_those_of_the_model_and_inner_ones_come_first(tmp_path):
+    for family in FAMILIES.values():
+        model_class = getattr(diffusers, family.model)
+        assert model_class._no_split_modules or family.name == "prx"
+    transformer = PRXTransformer2DModel(**PRX)
+    assert sharding.list_blocks(transformer) == [*transformer.blocks] != []
+    unet = UNet2DConditionModel.from_pretrained(make_models(tmp_path) / "unet")
+    blocks = sharding.list_blocks(unet)
+    assert {type(block).__name__ for block in blocks} == {*unet._no_split_modules}
+    for number, block in enumerate(blocks):
+        assert not {*block.modules()} & {*blocks[number + 1 :]}
+
+
+def test_memory_is_a_part_of_everything_and_some_whole_blocks():
+    model = PRXTransformer2DModel(**PRX)
+    models = {"transformer": model}
+    sizes = count_memory(models, start_average(models), [torch.nn.Linear(3, 5)], 4, "adamw")
+    block = sum(weight.numel() for weight in model.blocks[0].parameters())
+    all_weights = sum(weight.numel() for weight in model.parameters())
+    outside = all_weights - 2 * block
+    found = sharding.share_memory(sizes, models, 4, True)
+    assert found == {
+        "weights": all_weights,
+        "averaged": all_weights,
+        "gradients": all_weights,
+        "moments": 2 * all_weights,
+        "encoders": 4 * 20,
+        "exchanged gradients": 0,
+        "whole blocks": 4 * (2 * outside + 4 * block),
+        "copies in bf16": 2 * all_weights,
+    }
+    assert sharding.share_memory(sizes, models, 4, False)["copies in bf16"] == 0
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
+def test_all_processes_take_as_many_shares(num_processes):
+    class World(Launch):
+        rank = property(lambda self: self.accelerator)
+        num_processes = property(lambda self: num_processes)
+
+    for count in range(12):
+        worlds = [World(rank, 1, "no", None, 1, True) for rank in range(num_processes)]
+        shares = [world.share(count) for world in worlds]
+        assert len({*map(len, shares)}) == 1
+        taken = sorted(number for share in shares for number in share)
+        assert taken[:count] == [*range(count)] and len(taken) < count + num_processes
 
 
 @pytest.mark.long
