@@ -3,6 +3,8 @@
 Each test forks its processes once and trains several times in them.
 """
 
+import argparse
+import copy
 import os
 import signal
 import time
@@ -27,7 +29,12 @@ from conftest import (
     wait_until,
     weights,
 )
-from diffusers import DDIMScheduler, PRXTransformer2DModel, UNet2DConditionModel
+from diffusers import (
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    PRXTransformer2DModel,
+    UNet2DConditionModel,
+)
 from PIL import Image
 
 import precompute_latents
@@ -35,12 +42,13 @@ import train_flow
 import train_text_to_image
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.launch import Launch
-from diffusion_training.models import start_average
+from diffusion_training.models import start_average, update_ema
 from diffusion_training.training import checkpoints, sharding
 from diffusion_training.training.costs import count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 PORTS = []  # of the jobs that forks start, one after the other
+EMA = {"ema_max_decay": 0.9999, "ema_inv_gamma": 1.0, "ema_power": 0.75}
 PARTS = {train_flow: "transformer", train_text_to_image: "unet"}
 
 
@@ -98,11 +106,6 @@ def train(script, *argv):
     if PORTS:  # several jobs of the same forks would take each other's messages
         os.environ["MASTER_PORT"] = str(PORTS.pop())
     script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def fork(function, log):
-    """Run a function in two processes."""
-    assert set(finish(start(function, 2, log))) == {0}, log.read_text()
 
 
 @pytest.fixture
@@ -167,84 +170,122 @@ def forbid_reading(model_class):
         model_class.from_pretrained = None
 
 
+def send_signal(scheduler, number, script, *argv):
+    """Train; the second process gets a signal in a step of its samples, and all stop there."""
+    denoise, calls = scheduler.step, []
+
+    def interrupted(self, *args, **options):
+        calls.append(0)
+        if len(calls) == number and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return denoise(self, *args, **options)
+
+    scheduler.step = interrupted
+    with pytest.raises(SystemExit) as stop:
+        train(script, *argv)
+    assert stop.value.code == 143 and len(calls) == number, calls
+    scheduler.step = denoise
+
+
 def test_a_sharded_run_is_an_unsharded_one_and_either_goes_on_from_the_other(tmp_path, same_draws):
-    """Resumed with as many processes it has the same bits, killed while it gathers or not."""
+    """In two processes: a whole run; one with a signal in a sample that only keeps the second
+    process in step, which resumed has the same bits; and one that goes on from an unsharded run, is
+    killed while it gathers a checkpoint, and goes on unsharded.
+    """
     script = train_flow
     flags = make_flags(tmp_path, script)
-    plain, whole, again, crossed, killed = (
-        tmp_path / name for name in ("plain", "whole", "again", "crossed", "killed")
+    plain, whole, resumed, crossed = (
+        tmp_path / name for name in ("plain", "whole", "resumed", "crossed")
     )
     train(script, *flags, f"--output_dir={plain}")
+    gather_state = sharding.gather_state
+    ports = [free_port() for _ in range(4)]
 
     def die(optimizer):
-        if (killed / "checkpoint-3").exists() and os.environ["RANK"] == "1":
+        if (crossed / "checkpoint-4").exists() and os.environ["RANK"] == "1":
             os._exit(9)
         return gather_state(optimizer)
-
-    gather_state = sharding.gather_state
-
-    ports = [free_port() for _ in range(4)]
 
     def run():
         PORTS.extend(ports)
         forbid_reading(PRXTransformer2DModel)
-        train(script, *flags, "--shard", f"--output_dir={whole}")
-        for output_dir, source in {again: whole, crossed: plain}.items():
-            resume = f"--resume_from_checkpoint={source / 'checkpoint-3'}"
-            train(script, *flags, "--shard", f"--output_dir={output_dir}", resume)
+        sharded = [*flags, "--shard"]
+        train(script, *sharded, f"--output_dir={whole}")
+        again = [*sharded, f"--output_dir={resumed}", "--resume_from_checkpoint=latest"]
+        send_signal(FlowMatchEulerDiscreteScheduler, 3, script, *again)
+        assert not (resumed / "samples/step-0000003.png").exists()
+        train(script, *again)
         checkpoints.gather_state = die
-        train(script, *flags, "--shard", f"--output_dir={killed}")
+        source = f"--resume_from_checkpoint={plain / 'checkpoint-3'}"
+        train(script, *sharded, f"--output_dir={crossed}", source, "--checkpointing_steps=2")
 
     log = tmp_path / "log"
-    assert finish(start(run, 2, log)) == [1, 9], log.read_text()
+    codes = finish(start(run, 2, log), 300)
     text = log.read_text()
-    assert "Traceback" not in text and "checkpoint-6 could not be saved" in text
+    assert codes == [1, 9] and "Traceback" not in text, text
+    assert "Stopped by SIGTERM after step 3 of 6" in text
+    assert "checkpoint-6 could not be saved" in text
     assert_near(plain, whole, script)
     assert_same_samples(plain, whole)
-    assert_near(plain, crossed, script)
     for path in ("checkpoint-6/transformer", "checkpoint-6/transformer_ema", "transformer"):
-        assert_same_weights(whole / path, again / path)
-    moments = [(folder / "checkpoint-6/optimizer.bin").read_bytes() for folder in (whole, again)]
+        assert_same_weights(whole / path, resumed / path)
+    moments = [(folder / "checkpoint-6/optimizer.bin").read_bytes() for folder in (whole, resumed)]
     assert moments[0] == moments[1]
-    assert list_checkpoints(killed) == {"checkpoint-3"}
-    assert not list(killed.glob(".tmp-*"))
-    train(script, *flags, f"--output_dir={killed}", "--resume_from_checkpoint=latest")
-    assert_near(plain, killed, script)
+    assert_same_samples(whole, resumed)
+    assert list_checkpoints(crossed) == {"checkpoint-4"} and not list(crossed.glob(".tmp-*"))
+    train(script, *flags, f"--output_dir={crossed}", "--resume_from_checkpoint=latest")
+    assert_near(plain, crossed, script)
 
 
-def test_a_signal_while_samples_are_drawn_stops_all_processes_at_once(tmp_path, same_draws):
-    """It comes to the second one, in a sample that only keeps it in step with the first."""
+@pytest.mark.long
+def test_a_sharded_unet_is_an_unsharded_one_and_stops_on_a_signal(tmp_path, same_draws):
     script = train_text_to_image
     # With less, Adam makes steps of the rounding where the gradient is next to none.
     flags = [*make_flags(tmp_path, script), "--adam_epsilon=1e-6"]
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
     train(script, *flags, f"--output_dir={plain}")
-
     ports = [free_port() for _ in range(2)]
 
     def run():
         PORTS.extend(ports)
         forbid_reading(UNet2DConditionModel)
-        denoise, calls = DDIMScheduler.step, []
-
-        def interrupted(self, *args, **options):
-            calls.append(0)
-            if len(calls) == 7 and os.environ["RANK"] == "1":
-                os.kill(os.getpid(), signal.SIGTERM)
-            return denoise(self, *args, **options)
-
-        DDIMScheduler.step = interrupted
         argv = [*flags, "--shard", f"--output_dir={sharded}", "--resume_from_checkpoint=latest"]
-        with pytest.raises(SystemExit) as stop:
-            train(script, *argv)
-        assert stop.value.code == 143 and len(calls) == 7, calls
-        assert not (sharded / "samples/step-0000003.png").exists()
+        send_signal(DDIMScheduler, 7, script, *argv)
         train(script, *argv)
 
-    fork(run, tmp_path / "log")
-    assert "Stopped by SIGTERM after step 3 of 6" in (tmp_path / "log").read_text()
+    assert finish(start(run, 2, tmp_path / "log"), 300) == [0, 0], (tmp_path / "log").read_text()
     assert_near(plain, sharded, script)
     assert_same_samples(plain, sharded)
+
+
+def test_parts_of_a_unet_give_its_gradients_and_make_it_whole_again(tmp_path):
+    """Blocks are inside blocks. In a job of one process, which holds all parts."""
+    unet = UNet2DConditionModel.from_pretrained(make_models(tmp_path) / "unet")
+    expected, average = copy.deepcopy(unet), start_average({"unet": unet})["unet"]
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        for model in (unet, average):
+            sharding.shard(model, torch.device("cpu"))
+        inputs = torch.randn(2, 4, 8, 8), torch.tensor([3, 5]), torch.randn(2, 5, 32)
+        for model in (expected, unet):
+            torch.manual_seed(0)  # of its dropout
+            model(*inputs).sample.square().mean().backward()
+        weights_of = dict(expected.named_parameters())
+        for name, weight in unet.named_parameters():
+            found = sharding.whole(weight.grad)
+            assert torch.allclose(found, weights_of[name].grad, rtol=1e-4, atol=1e-7), name
+        with torch.no_grad():  # the average's outermost weights must not stay whole
+            average.eval()(*inputs)
+        update_ema({"unet": average}, {"unet": unet}, 2, argparse.Namespace(**EMA))
+        for model in (unet, average):
+            again = sharding.gather_model(model)
+            assert type(again) is UNet2DConditionModel and not again.conv_in.weight.is_meta
+            for name, value in again.state_dict().items():
+                assert torch.equal(value, expected.state_dict()[name])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_what_does_not_go_with_it_is_refused(capsys):
