@@ -77,6 +77,7 @@ from diffusion_training.flags import (
     add_pipeline_flags,
     add_prompt_flags,
     add_saving_flags,
+    add_shard_flag,
     check_data_args,
     check_training_args,
 )
@@ -91,6 +92,7 @@ from diffusion_training.models import (
     freeze_unreached,
     list_parameters,
     load_weights,
+    make_new,
 )
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
@@ -158,6 +160,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_family_flags(add, default=DEFAULT_FLOW_FAMILY)
     add_encoder_flags(add)
     add_device_flags(add)
+    add_shard_flag(add)
 
     add = parser.add_argument_group("LoRA").add_argument
     add_lora_flags(add, output_kohya_format=False)
@@ -270,21 +273,20 @@ def make_transformer(
         config_source = str(start / "transformer")
     source = str(config_source or base.source)
     options = {"cache_dir": args.cache_dir}
+    if not config_source:
+        options |= {"subfolder": "transformer", "revision": args.revision, "variant": args.variant}
     with explained(f"{source} holds no {model_class.__name__}"):
-        if config_source:
+        if config_source or not launch.has_weights:
             config = model_class.load_config(source, **options)
             if config.get("_class_name", model_class.__name__) != model_class.__name__:
                 raise ValueError(f"it is a {config['_class_name']}")
-            transformer = model_class.from_config(config)
+            transformer = make_new(model_class, config, launch.has_weights)
+        elif args.rank:
+            transformer, base_hash = load_base(
+                model_class, source, args.base_precision, launch.device, launch.dtype, **options
+            )
         else:
-            options |= {"subfolder": "transformer", "revision": args.revision}
-            options["variant"] = args.variant
-            if args.rank:
-                transformer, base_hash = load_base(
-                    model_class, source, args.base_precision, launch.device, launch.dtype, **options
-                )
-            else:
-                transformer = load_weights(model_class, source, **options)
+            transformer = load_weights(model_class, source, **options)
     models = {"transformer": transformer}
     unreached = check_denoiser(models, predict, "transformer", source, data)
     if args.rank:
@@ -502,7 +504,7 @@ def log_validation(
     def interrupt(
         pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
     ) -> dict:
-        if stop_signal.received:
+        if stop_signal.poll():
             raise Interrupted
         return tensors
 
@@ -622,27 +624,27 @@ def main(args: Namespace) -> None:
         return end_run(launch, run, result, [], settings)
     lora_b = list_lora_b(models)
     records = Records(accelerator, progress.global_step, 0, run.checkpoint, settings, lora_b, costs)
-    stop_signal = StopSignal(launch.num_processes)
+    stop_signal = StopSignal(launch.num_processes, launch.shard)
 
     # What is made of the weights: samples and the held-out loss on the way, a pipeline or a LoRA.
-    best = trained.best("transformer")
-
-    def save_result(folder: Path) -> None:
+    def save_result(best: Models, folder: Path) -> None:
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
                 save_lora(trained.saved, unfinished, None)
         else:
-            save_pipeline(make_pipeline(base, best, sampler, data.resolution, True), folder)
+            pipeline = make_pipeline(base, best["transformer"], sampler, data.resolution, True)
+            save_pipeline(pipeline, folder)
 
     def measure() -> None:
         log_held_out_loss(
-            accelerator, records, data.dataset, held_out, trained.held_out,
+            launch, records, data.dataset, held_out, trained.held_out,
             measure_velocity(predict), partial(prepare_batch, data, 0.0),
             stop_signal, progress.global_step,
         )  # fmt: skip
 
     def draw() -> None:
         if args.validation_prompts:
+            best = trained.best("transformer")
             pipeline = make_pipeline(base, best, sampler, data.resolution)
             log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
 

@@ -83,6 +83,7 @@ from diffusion_training.flags import (
     add_pipeline_flags,
     add_prompt_flags,
     add_saving_flags,
+    add_shard_flag,
     check_data_args,
     check_training_args,
 )
@@ -91,7 +92,13 @@ from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.source import Data, check_denoiser, encode_batch, open_data
 from diffusion_training.launch import Launch, StopSignal, make_launch
 from diffusion_training.loading import load_batches
-from diffusion_training.models import compile_model, freeze_on_device, list_parameters, load_weights
+from diffusion_training.models import (
+    compile_model,
+    freeze_on_device,
+    list_parameters,
+    load_weights,
+    make_new,
+)
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
 from diffusion_training.report import About, Description, call_pipeline, write_usage
@@ -169,6 +176,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     )
     add_encoder_flags(add)
     add_device_flags(add)
+    add_shard_flag(add)
 
     add = parser.add_argument_group("LoRA").add_argument
     add_lora_flags(add, output_kohya_format=True)
@@ -246,19 +254,19 @@ def make_unet(
     config_source = args.unet_config_name_or_path
     source = str(config_source or base.source)
     options = {"cache_dir": args.cache_dir}
+    if not config_source:
+        options |= {"subfolder": "unet", "revision": args.revision, "variant": args.variant}
     with explained(f"{source} holds no {UNet2DConditionModel.__name__}"):
-        if config_source:
+        if config_source or not launch.has_weights:
             config = UNet2DConditionModel.load_config(source, **options)
-            unet = UNet2DConditionModel.from_config(config)
+            unet = make_new(UNet2DConditionModel, config, launch.has_weights)
+        elif args.rank:
+            unet, base_hash = load_base(
+                UNet2DConditionModel, source, args.base_precision, launch.device, launch.dtype,
+                **options,
+            )  # fmt: skip
         else:
-            options |= {"subfolder": "unet", "revision": args.revision, "variant": args.variant}
-            if args.rank:
-                unet, base_hash = load_base(
-                    UNet2DConditionModel, source, args.base_precision, launch.device, launch.dtype,
-                    **options,
-                )  # fmt: skip
-            else:
-                unet = load_weights(UNet2DConditionModel, source, **options)
+            unet = load_weights(UNet2DConditionModel, source, **options)
     # The default size of the pipeline's images. The version is set because the pipeline would
     # replace sizes below 64 in a config of an old one.
     side = data.latents.shape[1]
@@ -458,7 +466,7 @@ def log_validation(
         pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
     ) -> dict:
         # diffusers' way to skip the remaining steps
-        pipeline._interrupt = bool(stop_signal.received)
+        pipeline._interrupt = bool(stop_signal.poll())
         return tensors
 
     def draw(numbers: list[int], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
@@ -577,7 +585,7 @@ def main(args: Namespace) -> None:
         return end_run(launch, run, result, [], settings)
     lora_b = list_lora_b(models)
     records = Records(accelerator, progress.global_step, 0, run.checkpoint, settings, lora_b, costs)
-    stop_signal = StopSignal(launch.num_processes)
+    stop_signal = StopSignal(launch.num_processes, launch.shard)
 
     # What is made of the weights: samples and the held-out loss on the way, a pipeline or a LoRA.
     metadata = describe_file(
@@ -585,17 +593,17 @@ def main(args: Namespace) -> None:
     )
     lora_metadata = metadata if args.output_kohya_format else None
 
-    def save_result(folder: Path) -> None:
+    def save_result(best: Models, folder: Path) -> None:
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
                 save_lora(trained.saved, unfinished, lora_metadata)
         else:
-            pipeline = make_pipeline(base, trained.best("unet"), sampler, True)
+            pipeline = make_pipeline(base, best["unet"], sampler, True)
             save_whole(pipeline, base.family, folder, metadata if args.output_single_file else None)
 
     def measure() -> None:
         log_held_out_loss(
-            accelerator, records, data.dataset, held_out, trained.held_out,
+            launch, records, data.dataset, held_out, trained.held_out,
             measure_epsilon(noise_scheduler, predict), partial(prepare_batch, data, 0.0),
             stop_signal, progress.global_step,
         )  # fmt: skip

@@ -650,7 +650,7 @@ def main(args: Namespace) -> None:
     # What is made of the weights: samples and the held-out loss on the way, and the pipeline.
     def measure() -> None:
         log_held_out_loss(
-            accelerator, records, dataset, held_out, trained.held_out,
+            launch, records, dataset, held_out, trained.held_out,
             measure_epsilon(noise_scheduler, predict_noise), prepare_batch,
             stop_signal, progress.global_step,
         )  # fmt: skip
@@ -662,7 +662,7 @@ def main(args: Namespace) -> None:
     results = Results(
         name="pipeline",
         files=["unet/*", "scheduler/*"],
-        save=partial(save_pipeline, pipeline),
+        save=lambda best, folder: save_pipeline(pipeline, folder),
         log_held_out_loss=measure,
         log_validation=draw,
         describe=describe_model,

@@ -3,10 +3,11 @@
     python benchmarks/memory.py                       # some minutes, on any machine, without a GPU
     python benchmarks/memory.py --models SDXL Z-Image # seconds
 
-Prints tables, for one process. GB is 1e9 bytes. No weights are loaded:
+Prints tables, for one process but where GPUs are counted. GB is 1e9 bytes. No weights are loaded:
 
 1. Cards: the first way, of those that are tried in order, which fits into a card's memory.
-2. A training step with one image: everything that the device holds, in each way to train.
+2. A training step with one image: everything that the device holds, in each way to train, and
+   with `--shard` on several GPUs.
 3. What each further image adds to a step.
 4. Samples: what is on the device while they are drawn.
 5. Disk: a row of the cache, a checkpoint, the result.
@@ -52,6 +53,7 @@ from diffusion_training.models import call_unet, start_average
 from diffusion_training.quantization import BLOCK, list_quantizable
 from diffusion_training.training.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.lora import add_lora
+from diffusion_training.training.sharding import share_memory
 
 ROOT = Path(__file__).parent.parent
 SD2 = json.loads((ROOT / "configs/stable_diffusion_v2_base_unet.json").read_text())
@@ -183,6 +185,7 @@ class Way:
     use_ema: bool = True
     nf4: bool = False
     half_side: bool = False  # at half of the usual resolution
+    num_processes: int = 1  # with --shard, if there are several
 
 
 FULL = (
@@ -205,6 +208,11 @@ LORA = (
     Way("bf16, GC", RANK),
     Way("bf16, GC, nf4", RANK, nf4=True),
     Way("bf16, GC, nf4, half the side", RANK, nf4=True, half_side=True),
+)
+SHARDED = tuple(
+    Way(f"{number} GPUs{'' if use_ema else ', no EMA'}", use_ema=use_ema, num_processes=number)
+    for use_ema in (True, False)
+    for number in (2, 4, 8)
 )
 # Models of the last tables and their resolutions; the files are for train_unconditional.py.
 U_NETS = {"Stable Diffusion 1.5": (256, 512), "Stable Diffusion 2": (256, 512)}
@@ -259,6 +267,8 @@ def count_held(name: str, way: Way) -> dict[str, int]:
             prepare_lora(model, denoiser, way.mixed_precision)
         averaged = start_average({"model": denoiser}) if way.use_ema else {}
         held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
+        if way.num_processes > 1:
+            held = share_memory(held, {"model": denoiser}, way.num_processes, False)
     # 4 bits in place of 16, a float32 scale for each block, and one layer at a time in 16 bits
     held["weights"] -= int(sum(numbers) * (2 - 0.5 - 4 / BLOCK)) - 2 * max(numbers)
     return held
@@ -392,10 +402,12 @@ def count_activations(
     mixed_precision: str,
     gradient_checkpointing: bool,
     images: int,
+    cache_enabled: bool = True,
 ) -> int:
     """Bytes that a step holds at most besides weights, gradients, moments and averages.
 
-    They are what the forward pass keeps, with autocast's copies of trained weights.
+    They are what the forward pass keeps, with autocast's copies of trained weights. cache_enabled:
+    whether autocast keeps those that gradient checkpointing would not; with --shard it does not.
     """
     model = MODELS[name]
     family = FAMILIES[model.family]
@@ -406,7 +418,8 @@ def count_activations(
             denoiser.enable_gradient_checkpointing(checkpointing)
         memory.peak = before = memory.held
         latents, times, prompts = make_inputs(model, denoiser.config, side, images)
-        with torch.autocast("cuda", torch.bfloat16, enabled=mixed_precision == "bf16"):
+        enabled = mixed_precision == "bf16"
+        with torch.autocast("cuda", torch.bfloat16, enabled, cache_enabled):
             prediction = family.predict(denoiser, latents, times, prompts)
         in_backward = memory.held + checkpointing.largest
         assert prediction.requires_grad
@@ -414,7 +427,9 @@ def count_activations(
 
 
 @functools.cache
-def count_samples(name: str, side: int, rank: int | None) -> tuple[int, int]:
+def count_samples(
+    name: str, side: int, rank: int | None, cache_enabled: bool = True
+) -> tuple[int, int]:
     """Bytes on the device while samples are drawn: (of the VAE, of activations at most).
 
     Two images pass through the denoiser for guidance. One at a time is decoded, in float32.
@@ -425,7 +440,7 @@ def count_samples(name: str, side: int, rank: int | None) -> tuple[int, int]:
         denoiser = make_on_gpu(model, rank, "bf16").eval()
         memory.peak = before = memory.held
         latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=cache_enabled):
             family.predict(denoiser, latents, times, prompts)
         most = memory.peak - before
         del denoiser
@@ -439,8 +454,9 @@ def count_step(name: str, way: Way, images: int = 1) -> int:
     """Bytes of a training step with some images, all together."""
     side = MODELS[name].side // (2 if way.half_side else 1)
     activations = count_activations(
-        name, side, way.rank, way.mixed_precision, way.gradient_checkpointing, images
-    )
+        name, side, way.rank, way.mixed_precision, way.gradient_checkpointing, images,
+        way.num_processes == 1,
+    )  # fmt: skip
     return sum(count_held(name, way).values()) + activations
 
 
@@ -448,7 +464,8 @@ def count_drawing(name: str, way: Way) -> int:
     """Bytes on the device while samples are drawn, all together: then there are no gradients."""
     held = count_held(name, way)
     side = MODELS[name].side // (2 if way.half_side else 1)
-    return sum(held.values()) - held["gradients"] + sum(count_samples(name, side, way.rank))
+    drawing = count_samples(name, side, way.rank, way.num_processes == 1)
+    return sum(held.values()) - held["gradients"] + sum(drawing)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -539,6 +556,18 @@ def choose_way(name: str, ways: tuple[Way, ...], card: int) -> str:
 def list_cards(names: list[str], ways: tuple[Way, ...]) -> Iterator[list[str]]:
     for name in names:
         yield [name, *(choose_way(name, ways[1:], card) for card in CARDS)]
+
+
+def list_sharded(names: list[str]) -> Iterator[list[str]]:
+    """What a step takes on each of several GPUs, and the first card that it and samples fit."""
+    for name in names:
+        cells = [name]
+        for way in SHARDED:
+            step = count_step(name, way)
+            most = max(step, count_drawing(name, way))
+            fitting = [card for card in CARDS if most <= 0.9 * card * 2**30]
+            cells.append(f"{gigabytes(step)} ({f'{fitting[0]} GB' if fitting else 'no'})")
+        yield cells
 
 
 def list_steps(names: list[str], ways: tuple[Way, ...]) -> Iterator[list[str]]:
@@ -640,6 +669,8 @@ def main(argv: list[str] | None = None) -> None:
     lora = [way.name for way in LORA]
     print_table("Cards: the whole model", ["model", *cards], list_cards(names, FULL))
     print_table("Cards: a LoRA", ["model", *cards], list_cards(with_lora, LORA))
+    columns = ["model", *(way.name for way in SHARDED)]
+    print_table("A step, the whole model with --shard", columns, list_sharded(names))
     print_table("A step, the whole model", ["model", *full], list_steps(names, FULL))
     print_table("A step, a LoRA", ["model", *lora], list_steps(with_lora, LORA))
     columns = ["model", "billion weights", "AdamW, EMA", "8-bit, EMA", "8-bit", "Adafactor"]

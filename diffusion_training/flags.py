@@ -214,6 +214,15 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
     )
 
 
+def add_shard_flag(add: Add) -> None:
+    """Add the flag for models that do not fit on one GPU."""
+    add(
+        "--shard",
+        **SWITCH,
+        help="leave a part of weights, average and moments on each GPU (FSDP2): see docs/memory.md",
+    )
+
+
 def add_family_flags(add: Add, default: str | None = None) -> None:
     """Add the flags for model family and caption length, which `open_base` reads."""
     add(
@@ -620,6 +629,18 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             parser.error(
                 "--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01"
             )
+    if getattr(args, "shard", False):
+        excluded = {
+            "--rank": args.rank,
+            "--compile": args.compile,
+            "--find_lr": args.find_lr,
+            "--train_batch_size auto": args.train_batch_size == "auto",
+            "--mixed_precision fp16": args.mixed_precision == "fp16",
+            f"--optimizer {args.optimizer}": args.optimizer not in ("adamw", "muon"),
+        }
+        for flag, is_given in excluded.items():
+            if is_given:
+                parser.error(f"--shard can't be combined with {flag}: leave one of them out")
     if args.find_lr_min >= args.find_lr_max:
         parser.error(
             f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}"

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from accelerate.utils import (
+    AutocastKwargs,
     DynamoBackend,
     InitProcessGroupKwargs,
     ProjectConfiguration,
@@ -38,6 +39,7 @@ class Launch:
     mixed_precision: str
     compile: str | None  # a backend of torch.compile
     gradient_accumulation_steps: int
+    shard: bool = False  # does each process hold a part of the models? False for one process
 
     @property
     def device(self) -> torch.device:
@@ -56,6 +58,11 @@ class Launch:
         return self.accelerator.is_main_process
 
     @property
+    def has_weights(self) -> bool:
+        """Whether this process loads weights: with --shard the first one hands them out."""
+        return self.is_main or not self.shard
+
+    @property
     def dtype(self) -> torch.dtype:
         """The precision of frozen models."""
         return getattr(torch, DTYPES[self.mixed_precision])
@@ -68,6 +75,15 @@ class Launch:
         elif where == "cpu":
             where += f", {amount(torch.get_num_threads(), 'thread')} each"
         return f"{self.num_processes} on {where}; mixed precision: {self.mixed_precision}"
+
+    def share(self, count: int) -> range:
+        """The numbers below `count` that this process takes.
+
+        With --shard all take as many, since no process can call a model alone: numbers from `count`
+        on are placeholders.
+        """
+        end = count + -count % self.num_processes if self.shard else count
+        return range(self.rank, end, self.num_processes)
 
     def choose_workers(self, wanted: int | None) -> int:
         """How many processes load data: --dataloader_num_workers, or all cores but one."""
@@ -96,18 +112,21 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
     # on a CPU, Accelerate would ignore these
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() not in ("false", "0", "no"):
-            fail(
-                f"{engine} is not supported: launch on one device, or on several with DDP "
-                "(--multi_gpu)"
-            )
+            advice = "launch on one device, or on several with DDP (--multi_gpu)"
+            if engine == "FSDP" and "shard" in args:
+                advice = "use --shard, and launch with DDP (--multi_gpu)"
+            fail(f"{engine} is not supported: {advice}")
     precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in DTYPES:
         fail(f"mixed precision {precision} is not supported: choose no, fp16 or bf16")
+    shard = getattr(args, "shard", False)
     with explained("the processes can't be set up as they were launched"):
         cores = count_cores()
         # the launcher's options; `compile_model` applies them, and keeps the names of weights
         dynamo = TorchDynamoPlugin()
-        options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout)]
+        # autocast would cache its copies of all weights, which no process could hold
+        autocast = AutocastKwargs(cache_enabled=not shard)
+        options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout), autocast]
         accelerator = Accelerator(mixed_precision=precision, dynamo_backend="no", **options)
         # fails if the device is busy, missing, or too old for this torch
         torch.ones(1, device=accelerator.device)
@@ -118,6 +137,11 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
     backend = args.compile
     if backend is None and dynamo.backend != DynamoBackend.NO:
         backend = dynamo.backend.value.lower()
+    if shard and (backend or precision == "fp16"):
+        what, flag = ("fp16", "mixed_precision bf16")
+        if backend:
+            what, flag = ("torch.compile", "no-compile")
+        fail(f"accelerate launch asks for {what}, which --shard excludes: add --{flag}")
     if getattr(args, "base_precision", None):
         check_quantization(precision, backend)
     accumulation_steps = read_accumulation(accelerator, args)
@@ -126,7 +150,8 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
         if threads_are_default():
             torch.set_num_threads(cores)
     listen_to_machines(timeout)
-    launch = Launch(accelerator, cores, precision, backend, accumulation_steps)
+    shard = shard and accelerator.num_processes > 1
+    launch = Launch(accelerator, cores, precision, backend, accumulation_steps, shard)
     accelerator.print(f"Processes: {launch.describe()}")
     return launch
 
@@ -252,9 +277,14 @@ def keep_memory() -> None:
 
 
 class StopSignal:
-    """Notes Ctrl-C and SIGTERM, which end the run on all processes after the current step."""
+    """Notes Ctrl-C and SIGTERM, which end the run on all processes after the current step.
 
-    def __init__(self, num_processes: int) -> None:
+    together: whether all processes call the models at the same time, and so `poll` as often.
+    """
+
+    def __init__(self, num_processes: int, together: bool = False) -> None:
+        self.together = together
+        self.agreed = 0
         self.handlers = contextlib.ExitStack()
         self.handlers.enter_context(handling(self.note))
         # The processes agree over gloo, so that no device has to wait.
@@ -262,7 +292,8 @@ class StopSignal:
 
     @property
     def received(self) -> int:
-        return SIGNALS[-1] if SIGNALS else 0  # also one that came earlier and was swallowed
+        # also one that came earlier and was swallowed
+        return self.agreed or (SIGNALS[-1] if SIGNALS else 0)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         SIGNALS.append(number)
@@ -275,7 +306,12 @@ class StopSignal:
         number = torch.tensor(self.received)
         if self.group is not None:
             torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self.group)
-        return int(number)
+        self.agreed = int(number)
+        return self.agreed
+
+    def poll(self) -> int:
+        """Return the signal's number or 0, between two calls of a model."""
+        return self.agree() if self.together else self.received
 
     def close(self) -> None:
         self.handlers.close()

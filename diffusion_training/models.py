@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
@@ -33,6 +34,14 @@ def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Modu
     for what in ("missing_keys", "mismatched_keys"):
         raise_for_keys(what.replace("_", " "), info[what])
     return model
+
+
+def make_new(kind: Any, config: Any, has_weights: bool) -> torch.nn.Module:
+    """Make a model of a config. has_weights: see `Launch.has_weights`."""
+    if has_weights:
+        return kind.from_config(config)
+    with init_empty_weights(include_buffers=False):
+        return kind.from_config(config)
 
 
 def raise_for_keys(what: str, keys: Collection[Any]) -> None:

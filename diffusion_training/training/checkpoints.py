@@ -20,6 +20,12 @@ from diffusion_training.files import checksum_files, delete, saving
 from diffusion_training.order import KEYS
 from diffusion_training.training.lora import is_adapted, load_adapter, save_adapter, save_lora
 from diffusion_training.training.optimizers import load_optimizer
+from diffusion_training.training.sharding import (
+    gather_model,
+    gather_state,
+    is_sharded,
+    load_weights_of,
+)
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
@@ -93,11 +99,11 @@ def save_checkpoint(
         with saving(output_dir, path) as unfinished:
             folder = unfinished / path.name
             for name, model in models.items():
-                save_weights(model, folder / name)
+                save_weights(gather_model(model), folder / name)
             # a LoRA file for other programs, to compare the images of checkpoints
             if any(map(is_adapted, models.values())):
                 save_lora(models, folder, lora_metadata)
-            torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+            torch.save(gather_state(optimizer), folder / "optimizer.bin")
             torch.save(scaler.state_dict() if scaler else {}, folder / "scaler.bin")
             state = {**state, "version": __version__, "keys": KEYS}
             state["checksums"] = checksum_files(folder)
@@ -105,6 +111,10 @@ def save_checkpoint(
             state["checksums"]["trainer_state.json"] = own.hexdigest()
             (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))
         prune_checkpoints(path, total_limit)
+    else:  # give the parts that the first process gathers above, in the same order
+        for model in models.values():
+            gather_model(model)
+        gather_state(optimizer)
     accelerator.wait_for_everyone()
 
 
@@ -134,7 +144,7 @@ def read_weights(model: torch.nn.Module, folder: Path) -> None:
     if is_adapted(model) or (folder / "adapter_config.json").is_file():
         load_adapter(model, folder)
     elif hasattr(model, "save_pretrained"):
-        model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+        load_weights_of(model, folder)
     else:
         model.load_state_dict(load_file(folder / "model.safetensors"))
 
@@ -265,7 +275,9 @@ def load_checkpoint(
         )
     try:
         load_models_from(path, models, state)
-        saved = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True)
+        # several processes of a machine share what they map
+        options = {"weights_only": True, "mmap": any(map(is_sharded, models.values()))}
+        saved = torch.load(path / "optimizer.bin", map_location="cpu", **options)
         load_optimizer(optimizer, saved)
         scale = torch.load(path / "scaler.bin", weights_only=True)
         if accelerator.scaler is not None and scale:

@@ -16,6 +16,7 @@ from diffusion_training.launch import Launch
 from diffusion_training.memory import measure_memory
 from diffusion_training.models import is_block_matrix, list_quantized
 from diffusion_training.training.lora import is_adapted
+from diffusion_training.training.sharding import copy_empty, is_sharded, share_memory
 
 Copied = TypeVar("Copied")
 # the script's `compute_loss`, with all bound but (models, prepared batch, weight)
@@ -70,6 +71,10 @@ class Costs:
         self.num_processes = launch.num_processes
         launch.accelerator.print(f"Trains: {describe_trained(models)}")
         sizes = count_memory(models, averaged, others, launch.num_processes, optimizer)
+        if launch.shard:
+            checkpointed = any(map(is_checkpointed, models.values()))
+            keeps_copies = launch.mixed_precision == "bf16" and not checkpointed
+            sizes = share_memory(sizes, models, launch.num_processes, keeps_copies)
         self.held = sum(sizes.values()) / 1e9
         self.most = 0.0
         unit, factor = ("GB", 1e9) if self.held > 0.1 else ("MB", 1e6)
@@ -190,6 +195,10 @@ def count_memory(
     }
 
 
+def is_checkpointed(model: torch.nn.Module) -> bool:
+    return getattr(model, "is_gradient_checkpointing", False)
+
+
 def count_disk(models: Models, use_ema: bool, optimizer: str) -> tuple[int, int]:
     """Return the bytes of (a checkpoint, the result).
 
@@ -230,6 +239,8 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
             empty[id(weight)] = torch.nn.Parameter(shape, weight.requires_grad)
         for buffer in module.buffers():
             empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+        if is_sharded(module):
+            empty[id(module)] = copy_empty(module)
         for layer in list_quantized(module):  # whose product would not be counted
             bias = layer.bias is not None
             whole = torch.nn.Linear(layer.in_features, layer.out_features, bias, "meta")
@@ -237,7 +248,7 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
     copied = {name: copy.deepcopy(model, empty) for name, model in models.items()}
     for model in copied.values():
         # checkpointing repeats the forward pass, which is not counted as work of the model
-        if getattr(model, "is_gradient_checkpointing", False):
+        if is_checkpointed(model):
             model.disable_gradient_checkpointing()
     return copy.deepcopy(value, empty)  # it remembers the copies that were made above
 

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from diffusion_training.batches import Batch, Models, Prepared
 from diffusion_training.errors import fail
-from diffusion_training.launch import StopSignal
+from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
 from diffusion_training.order import Stream, step_seed
 from diffusion_training.training.objective import HeldOutMeasure
@@ -64,7 +64,7 @@ def digest_held_out(accelerator: Accelerator, dataset: Any, held_out: dict[int, 
 
 @torch.no_grad()
 def log_held_out_loss(
-    accelerator: Accelerator,
+    launch: Launch,
     records: Any,
     dataset: Any,
     held_out: dict[int, int],
@@ -88,19 +88,22 @@ def log_held_out_loss(
     """
     if not held_out or records.held_out.get("step") == step:
         return
-    device = accelerator.device
+    device = launch.device
     modules = [module for group in models.values() for module in group.values()]
     training = [module.training for module in modules]
     for module in modules:
         module.eval()  # without dropout
     tenths = torch.arange(1, 10, device=device)
-    rows = sorted(held_out)[accelerator.process_index :: accelerator.num_processes]
+    rows = sorted(held_out)
+    own = launch.share(len(rows))
     # nine losses for each model, number of decoded images, number of images
     sums = torch.zeros(9 * len(models) + 2, device=device)
-    batches = load_batches(dataset, [[(None, row, 1.0)] for row in rows], 0, device)
-    for row, batch in zip(rows, batches, strict=False):
-        if stop_signal.received:
+    keys = [[(None, rows[number % len(rows)], 1.0)] for number in own]
+    batches = load_batches(dataset, keys, 0, device)
+    for number, batch in zip(own, batches, strict=False):
+        if stop_signal.poll():
             break
+        row = rows[number % len(rows)]
         torch.manual_seed(held_out[row])  # for the draw from a VAE's distribution
         images, condition, _ = prepare(batch)
         condition = {name: value.repeat_interleave(9, dim=0) for name, value in condition.items()}
@@ -115,12 +118,14 @@ def log_held_out_loss(
             measure.error(group, noisy_images, tenths, condition, images, noise)
             for group in models.values()
         ]
+        if number >= len(rows):  # a placeholder
+            continue
         weight = batch["weight"]  # 0 for what can't be decoded
         sums += torch.cat([weight * torch.cat(losses), weight, torch.ones_like(weight)])
         records.new_skipped.update(batch["skipped"])
     for module, was_training in zip(modules, training, strict=True):
         module.train(was_training)
-    *losses, weight, tried = accelerator.reduce(sums).tolist()
+    *losses, weight, tried = launch.accelerator.reduce(sums).tolist()
     if tried < len(held_out):
         return
     if weight == 0:

@@ -7,11 +7,12 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diffusion_training import __version__
-from diffusion_training.batches import Batch
+from diffusion_training.batches import Batch, Models
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
 from diffusion_training.report import About, Description, save_report
 from diffusion_training.training.card import save_model_card
@@ -30,7 +31,8 @@ from diffusion_training.training.tuning import Step
 class Results:
     """What a trainer makes of its models, besides checkpoints.
 
-    save(folder): writes the pipeline, or the LoRA, as other programs open it.
+    save(best, folder): writes the pipeline, or the LoRA, as other programs open it. best: {name:
+    model}, averaged if possible. On the first process.
     log_held_out_loss(): measures it, and adds it to the records.
     log_validation(): draws samples.
     describe(about, settings): the texts of the model card and the report.
@@ -38,7 +40,7 @@ class Results:
 
     name: str  # "pipeline" or "LoRA"
     files: list[str]  # patterns of what is uploaded
-    save: Callable[[Path], None]
+    save: Callable[[Models, Path], None]
     log_held_out_loss: Callable[[], None]
     log_validation: Callable[[], None]
     describe: Callable[[About, Namespace], Description]
@@ -108,14 +110,20 @@ class Loop:
         state = self.progress.state() | {"settings": self.recorded}
         self.trained.save(state, self.lora_metadata)
 
+    def save_result(self) -> None:
+        best = self.trained.gather_best()
+        if self.launch.is_main:
+            self.results.save(best, Path(self.settings.output_dir))
+
     def look(self, stop_signal: StopSignal, keeps_best: bool = True) -> int:
         """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0."""
         step = self.progress.global_step
         settings = self.settings
         self.results.log_held_out_loss()
-        if settings.save_best and keeps_best and self.launch.is_main:
-            folder = Path(settings.output_dir)
-            keep_best(folder, self.records.held_out, step, self.results.save)
+        if settings.save_best and keeps_best:
+            save = partial(self.results.save, self.trained.gather_best())
+            if self.launch.is_main:
+                keep_best(Path(settings.output_dir), self.records.held_out, step, save)
         self.results.log_validation()
         if self.launch.is_main:
             launcher = "accelerate launch" if is_launched() else "python"
@@ -192,8 +200,8 @@ class Loop:
             with records.paused():
                 if due.checkpoint:  # before the samples, which may take longer than there is
                     self.save_checkpoint()
-                if due.result and self.launch.is_main:
-                    self.results.save(Path(settings.output_dir))
+                if due.result:
+                    self.save_result()
                 if due.samples:
                     stop = self.look(stop_signal)
             if stop and not due.checkpoint:  # it broke off the samples; a resumed run draws them
@@ -208,8 +216,7 @@ class Loop:
         step = self.progress.global_step
         output_dir = Path(settings.output_dir)
         if not stop:
-            if self.launch.is_main:  # before the samples, again because of the time they take
-                self.results.save(output_dir)
+            self.save_result()  # before the samples, again because of the time they take
             stop = self.look(stop_signal)
         stop_signal.close()
         if stop:

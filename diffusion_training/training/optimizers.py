@@ -10,6 +10,7 @@ from diffusers.optimization import get_scheduler
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail
 from diffusion_training.models import is_block_matrix, list_parameters
+from diffusion_training.training.sharding import take_part
 
 # Options that a resumed run takes from its own flags, where its optimizer has them; all others are
 # restored. Without `fused`, a run saved in bf16 and resumed in fp16 would ignore the scaler.
@@ -116,6 +117,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     groups = optimizer.state_dict()["param_groups"]
     for group, own in zip(saved["param_groups"], groups, strict=True):
         group |= {name: own[name] for name in FLAGS if name in own}
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for number, state in saved["state"].items():
+        for name, value in state.items():
+            state[name] = take_part(value, parameters[number])
     optimizer.load_state_dict(saved)
     # it was saved as channels_last on CUDA, which other devices do not use
     for parameter, state in optimizer.state.items():

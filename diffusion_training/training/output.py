@@ -192,20 +192,20 @@ def draw_samples(
     model.eval()  # without dropout
     prompts = settings.validation_prompts
     count = len(prompts) * settings.num_validation_images
-    own = range(launch.rank, count, launch.num_processes)
+    own = launch.share(count)
     images: list[Any] = []
     for start in range(0, len(own), per_call):
-        numbers = own[start : start + per_call]
+        numbers = [number % count for number in own[start : start + per_call]]
         generators = [
             torch.Generator(device).manual_seed(step_seed("sample", settings.seed, number))
             for number in numbers
         ]
         images.extend(draw([i // settings.num_validation_images for i in numbers], generators))
-        if stop_signal.received:
+        if stop_signal.poll():
             break
     model.train(training)
     drawn = [] if stop_signal.received else list(zip(own, images, strict=True))
-    drawn = gather_object(drawn)
+    drawn = [(number, image) for number, image in gather_object(drawn) if number < count]
     if launch.is_main and len(drawn) == count:
         drawn.sort(key=lambda pair: pair[0])
         pixels = np.stack([image for _, image in drawn])

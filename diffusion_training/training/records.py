@@ -22,6 +22,7 @@ from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.costs import Costs
+from diffusion_training.training.sharding import whole
 from diffusion_training.training.signs import find_signs, read_metrics
 
 
@@ -112,7 +113,7 @@ class Records:
 
     def add(self, sums: StepSums, num_images: int, epoch: int, lr: float) -> None:
         """Add the result of `train_step` for a step with `num_images` on all processes together."""
-        norm = sums["grad_norm"]
+        norm = whole(sums["grad_norm"])
         added = {"loss": sums["loss"], "weight": sums["weight"], "grad_norm": norm}
         added["clipped"] = norm > (self.settings.max_grad_norm or math.inf)
         added["steps"] = torch.ones_like(norm)

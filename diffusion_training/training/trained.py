@@ -2,6 +2,7 @@
 
 import shutil
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from diffusion_training.training.checkpoints import (
 from diffusion_training.training.costs import count_disk
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.replicas import check_replicas
+from diffusion_training.training.sharding import gather_model, shard
 
 
 class Trained:
@@ -32,13 +34,18 @@ class Trained:
 
     def __init__(self, launch: Launch, models: Models, settings: Namespace) -> None:
         self.accelerator = launch.accelerator
+        self.shard = launch.shard
         self.settings = settings
         self.models = models
         if not settings.find_lr:  # which saves nothing
             check_free_space(models, settings)
-        for model in models.values():
-            put_on_device(model, launch.device)
+        if not launch.shard:
+            for model in models.values():
+                put_on_device(model, launch.device)
         self.averaged = start_average(models) if settings.use_ema else {}
+        if launch.shard:  # before the optimizer, which is then for the parts
+            for model in self.saved.values():
+                shard(model, launch.device)
         if settings.gradient_checkpointing:
             checkpoint_gradients(models)
         self.optimizer = make_optimizer(models, self.accelerator.scaler, settings)
@@ -58,6 +65,10 @@ class Trained:
         """The model that samples are drawn from: the average, if there is one."""
         return self.averaged.get(name, self.models[name])
 
+    def gather_best(self) -> Models:
+        """The models to be saved as a result, whole on the first process: call it on all."""
+        return {name: gather_model(self.best(name)) for name in self.models}
+
     def load(self, checkpoint: Path, state: dict[str, Any], settings: dict[str, Any]) -> None:
         """Load a checkpoint. Call it before `prepare`, which wraps what is loaded here."""
         load_checkpoint(self.accelerator, checkpoint, self.saved, self.optimizer, state, settings)
@@ -65,10 +76,14 @@ class Trained:
     def prepare(self, global_step: int) -> None:
         """Wrap the models for devices, processes and precision, and start the schedule."""
         self.lr_scheduler = make_lr_scheduler(self.optimizer, global_step, self.settings)
-        *prepared, self.optimizer = self.accelerator.prepare(*self.models.values(), self.optimizer)
-        self.called = dict(zip(self.models, prepared, strict=True))
+        self.optimizer = self.accelerator.prepare(self.optimizer)
+        prepare = partial(self.accelerator.prepare_model, device_placement=False)
+        # not in DDP if they are sharded: then torch reduces the gradients
+        self.called = {
+            name: prepare(model, evaluation_mode=self.shard) for name, model in self.models.items()
+        }
         for model in self.averaged.values():
-            self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast as in training
+            prepare(model, evaluation_mode=True)  # autocast as in training
 
     def advance(self, global_step: int) -> None:
         """Move the averages and the learning rate on, after an optimizer step."""
@@ -81,7 +96,8 @@ class Trained:
 
         lora_metadata: see `save_lora`.
         """
-        check_replicas(self.accelerator, self.models, self.averaged, state["global_step"])
+        if not self.shard:
+            check_replicas(self.accelerator, self.models, self.averaged, state["global_step"])
         save_checkpoint(
             self.accelerator,
             self.saved,

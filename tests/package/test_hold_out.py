@@ -10,6 +10,7 @@ from conftest import make_unet_config
 from diffusers import DDPMScheduler, UNet2DModel
 
 from diffusion_training.batches import Prepared
+from diffusion_training.launch import Launch
 from diffusion_training.models import call_unet
 from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import digest_held_out, hold_out, log_held_out_loss
@@ -132,10 +133,10 @@ def measure(
     models = {name: {"unet": unet} for name, unet in zip(names, unets, strict=False)}
     predict = lambda models, *inputs: call_unet(models["unet"], *inputs)
     log_held_out_loss(
-        Accelerator(cpu=True), told, dataset, held, models,
+        Launch(Accelerator(cpu=True), 1, "no", None, 1), told, dataset, held, models,
         measure_epsilon(DDPMScheduler(prediction_type=prediction_type), predict),
         prepare or (lambda batch: Prepared(batch["pixel_values"], {}, {})),
-        argparse.Namespace(received=received), step,
+        argparse.Namespace(poll=lambda: received), step,
     )  # fmt: skip
     return told
 

@@ -62,6 +62,20 @@ def test_what_can_not_be_done_is_refused(monkeypatch):
             make()
 
 
+def test_sharding_has_no_config_and_no_cached_copies_of_weights(monkeypatch):
+    launch = make(shard=True)
+    assert launch.accelerator.autocast_handler.cache_enabled is False
+    assert launch.shard is False and launch.has_weights  # one process has everything
+    for name, value, sentence in (
+        ("USE_FSDP", "true", "FSDP is not supported: use --shard, and launch with DDP"),
+        ("DYNAMO_BACKEND", "EAGER", "asks for torch.compile, which --shard excludes: add --no-c"),
+    ):
+        with monkeypatch.context() as launched, pytest.raises(SystemExit, match=sentence):
+            reset()
+            launched.setenv(f"ACCELERATE_{name}", value)
+            make(shard=True)
+
+
 def test_what_the_launch_says_is_used(monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")

@@ -47,7 +47,7 @@ latents.cache
 latents.reader latents.remote_cache
 latents.stream
 latents.source
-training.lora_files
+training.lora_files training.sharding
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas
 training.checkpoints training.costs training.held_out
