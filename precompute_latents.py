@@ -56,7 +56,6 @@ from diffusion_training.arguments import (
     SWITCH,
     Flags,
     OneOrMore,
-    check_source,
     list_values,
     make_parser,
     number,
@@ -89,6 +88,7 @@ from diffusion_training.flags import (
     add_pipeline_flags,
     add_source_flags,
     add_transform_flags,
+    check_source,
 )
 from diffusion_training.latents.cache import (
     OpenCache,

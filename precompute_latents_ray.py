@@ -164,7 +164,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         )
     local = {**vars(args), "output_dir": output_dir}
     if is_address(args.train_data_dir):
-        for name in ("dataset_config_name", "max_train_samples", "dataset_split"):
+        for name in ("dataset_config_name", "dataset_split"):
             if getattr(args, name) != parser.get_default(name):
                 parser.error(
                     f"--{name} is for folders: "

@@ -47,16 +47,7 @@ from diffusion_training import check_version
 
 check_version("0.1.0", Path(__file__).name)  # before imports that another version may lack
 
-from diffusion_training.arguments import (
-    COUNT,
-    PATH,
-    SWITCH,
-    Flags,
-    check_source,
-    make_parser,
-    number,
-    parse_demo,
-)
+from diffusion_training.arguments import COUNT, PATH, SWITCH, Flags, make_parser, number, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
 from diffusion_training.data.folders import find_source
 from diffusion_training.data.image_cache import cache_images
@@ -71,6 +62,7 @@ from diffusion_training.flags import (
     add_optimization_flags,
     add_saving_flags,
     add_source_flags,
+    check_source,
     check_training_args,
 )
 from diffusion_training.launch import Launch, StopSignal, make_launch

@@ -28,6 +28,7 @@ from diffusion_training.data.folders import (
 from diffusion_training.data.images import name_image
 from diffusion_training.data.streams import identify_stream
 from diffusion_training.errors import explained, fail, passing_rows_faults, printable
+from diffusion_training.remote import is_address, list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
@@ -101,12 +102,26 @@ def open_builder(
 ) -> tuple[datasets.DatasetBuilder, Rows]:
     """The builder of a data set, and its rows as it gives them."""
     with explained(f"{source} can't be loaded as a data set"):
+        path = source
+        files = None
+        if is_address(source):
+            folder, found = list_data(source, (".parquet", ".tar"))
+            kinds = {Path(name).suffix for name in found}
+            if len(kinds) != 1:
+                raise ValueError(
+                    "it holds both parquet files and tars: choose with /*.parquet or /*.tar"
+                    if kinds
+                    else "it holds neither parquet files nor tars"
+                )
+            path = "webdataset" if ".tar" in kinds else "parquet"
+            files = [f"{folder}/{name}" for name in found]
         with listed_once():
             # "imagefolder", or the lines of the captions might be loaded as a data set of text
             builder = datasets.load_dataset_builder(
-                "imagefolder" if has_captions else source,
+                "imagefolder" if has_captions else path,
                 args.dataset_config_name,
                 data_dir=source if has_captions else None,
+                data_files=files,
                 cache_dir=args.cache_dir,
             )
         if streaming:
