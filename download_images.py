@@ -371,11 +371,11 @@ def copy_on_cluster(tables: list[tuple[str, str]], args: Namespace, folder: str)
     """Have Ray copy tables, (source, digest), of which the rows are counted only in that way."""
     count_tasks, copy = connect_to_ray(args), start_copying(args, folder)
     copies = {}
-    works = work_off(tables, lambda table: copy(*table), count_tasks)
-    for table, copied, error in tqdm(works, total=len(tables), desc="Tables", leave=False):
-        if error or "error" in copied:
-            fail(error or copied["error"])
-        copies[table] = copied
+    with contextlib.closing(work_off(tables, lambda table: copy(*table), count_tasks)) as works:
+        for table, copied, error in tqdm(works, total=len(tables), desc="Tables", leave=False):
+            if error or "error" in copied:
+                fail(f"{table[0]} can't be copied: {error}" if error else copied["error"])
+            copies[table] = copied
     return [copies[table] for table in tables]
 
 

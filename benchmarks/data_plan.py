@@ -73,6 +73,7 @@ def parse_args(argv=None):
     add(
         "--cores_per_machine", type=int, default=32, help="cores per machine, and network interface"
     )
+    add("--gpus_per_machine", type=int, default=8, help="GPUs per machine of GPUs")
     add("--machine_gbps", default=10, help="network of a machine, Gbit/s")
     add("--store_gbps", default=400, help="what the object storage takes and gives, Gbit/s")
     add("--store_requests", default=3500, help="objects that the storage takes per second")
@@ -137,7 +138,8 @@ def plan_stages(args):
     cores = args.gpus * encoder / decode
 
     def limits(kind, cores, read, written, rows_per_shard):
-        machines = max(1, cores / args.cores_per_machine)
+        gpus = args.gpus if kind == "cache" else 0
+        machines = max(1, cores / args.cores_per_machine + gpus / args.gpus_per_machine)
         network, store = args.machine_gbps * 1e9 / 8, args.store_gbps * 1e9 / 8
         stored = written if kind == "downloads" else read + written
         driver = 1000 / measured[f"driver's CPU, ms a shard, {kind}"]
