@@ -26,7 +26,7 @@ from diffusion_training.data.folders import (
     has_caption_files,
 )
 from diffusion_training.data.images import name_image
-from diffusion_training.data.streams import identify_stream
+from diffusion_training.data.streams import identify_stream, open_for_tars
 from diffusion_training.errors import explained, fail, passing_rows_faults, printable
 from diffusion_training.remote import is_address, list_data
 
@@ -115,6 +115,7 @@ def open_builder(
                 )
             path = "webdataset" if ".tar" in kinds else "parquet"
             files = [f"{folder}/{name}" for name in found]
+            datasets.utils.file_utils.xopen = open_for_tars
         with listed_once():
             # "imagefolder", or the lines of the captions might be loaded as a data set of text
             builder = datasets.load_dataset_builder(
