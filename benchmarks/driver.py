@@ -13,7 +13,7 @@ finishes. Prints
   CPU time per shard. The
   stubs need the same cores, so a driver with a core of its own is limited by its CPU time alone
 - seconds of the restart until it knows what is missing, and of the end, when the records are put
-  together; milliseconds per shard in brackets
+  together; the driver's CPU time of both
 - the most memory of the driver
 
 --encoders: how many encoders the driver serves. Beyond two, several of them are one process.
@@ -85,9 +85,10 @@ def timed(seconds, name, function):
 
     @functools.wraps(function)
     def noted(*args, **options):
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         result = function(*args, **options)
         seconds[name] = time.perf_counter() - begin
+        seconds[f"{name}, CPU"] = time.process_time() - cpu
         return result
 
     return noted
@@ -205,7 +206,10 @@ def measure(what, shards, encoders):
         f"{shards:,}",
         f"{first['made'] / first['make']:.0f}",
         f"{1000 * first['CPU'] / first['made']:.2f}",
-        *(f"{again[step]:.1f} ({1000 * again[step] / shards:.2f})" for step in ("open", "finish")),
+        *(
+            f"{again[step]:.0f}, {1000 * again[f'{step}, CPU'] / shards:.2f}"
+            for step in ("open", "finish")
+        ),
         f"{max(first['MiB'], again['MiB']):,.0f}",
     ]
 
@@ -219,7 +223,7 @@ def main(argv=None):
     parser.add_argument("--encoders", type=int, default=PROCESSES)
     cli = parser.parse_args(argv)
     header = ["", "shards", "shards a second", "driver's CPU, ms a shard"]
-    header += ["restart, s (ms a shard)", "end, s (ms a shard)", "MiB at most"]
+    header += ["restart, s; CPU, ms a shard", "end, s; CPU, ms a shard", "MiB at most"]
     rows = (measure(what, count, cli.encoders) for what in cli.whats for count in cli.shards)
     bench.show(f"{bench.machine()}; {cli.encoders} encoders", header, rows)
 
