@@ -354,7 +354,8 @@ def connect_to_ray(args: Namespace) -> Callable[[], float]:
     import ray
 
     options = {} if args.num_cpus is None else {"num_cpus": args.num_cpus}
-    CHANGED.callback(connect(args.address, find_modules(download_shard, fetch_rows), **options))
+    modules = find_modules(download_shard, fetch_rows)
+    CHANGED.callback(connect(args.address, modules, **options))
     # anew each time, because nodes may join the cluster
     return lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1
 

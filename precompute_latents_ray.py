@@ -718,7 +718,8 @@ def main(args: argparse.Namespace) -> None:
         return
 
     # Connect to Ray first, so that no cache is begun if there are no nodes to make it.
-    disconnect = connect(args.address, find_modules(Encoder, TransformedRows, Refused))
+    modules = find_modules(Encoder, TransformedRows, Refused)
+    disconnect = connect(args.address, modules)
     engine = plan_engine(args, weight_bytes)
     print(engine.sentence, flush=True)
     destinations = [Destination(cache) for cache in caches]

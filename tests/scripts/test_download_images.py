@@ -76,7 +76,7 @@ def local_ray(ray_folder, storage):
     ray.shutdown()
 
 
-def run_here(items, args, output_dir, schema):
+def run_here(items, args, output_dir, schema, script=script):
     """What `run_items` does, without Ray: one piece of work after the other."""
     for item in items:
         yield script.download_shard(item, args, output_dir, schema)
