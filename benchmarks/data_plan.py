@@ -15,6 +15,7 @@ per second each part is saturated; then the figures of the guide that the script
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import bench
@@ -40,10 +41,14 @@ MEASURED = {
         269, "precompute_speed.py transform", "| `transform_row` (torchcodec) |", 1
     ),
     "CPU seconds of 8,000 downloads": Measured(159, "downloads.py", "| `--resize_to 512` |", 1),
-    "driver's CPU, ms a shard, downloads": Measured(1.5, "driver.py", "| downloads | 100,000 |", 3),
-    "driver's CPU, ms a shard, cache": Measured(1.0, "driver.py", "| cache | 100,000 |", 3),
-    "MiB of the driver, cache": Measured(1000, "driver.py", "| cache | 100,000 |", 6),
-    "MiB of the driver, downloads": Measured(1000, "driver.py", "| downloads | 100,000 |", 6),
+    "driver's CPU, ms a shard, downloads": Measured(
+        1.93, "driver.py", "| downloads | 100,000 |", 3
+    ),
+    "driver's CPU, ms a shard, cache": Measured(1.2, "driver.py", "| cache | 100,000 |", 3),
+    "MiB of the driver, downloads": Measured(655, "driver.py", "| downloads | 100,000 |", 6),
+    "MiB of the driver, cache": Measured(1500, "driver.py", "| cache | 100,000 |", 6),
+    "MiB at 3,000 shards, downloads": Measured(555, "driver.py", "| downloads | 3,000 |", 6),
+    "MiB at 3,000 shards, cache": Measured(1023, "driver.py", "| cache | 3,000 |", 6),
 }
 # The guide: 120 million images in 10 hours on 10 machines of 32 cores, m5.8xlarge.
 GUIDE_ROWS, GUIDE_HOURS, GUIDE_CORES = 120e6, 10, 320
@@ -108,8 +113,10 @@ class Stage(NamedTuple):
     rows_per_shard: int
     cores: float
     gpus: int
+    price: float  # dollars an hour
     limits: dict[str, float]  # {part: images per second at which it is saturated}
-    driver_mib: float  # per shard
+    reads: float  # bytes per second that all machines read
+    count_mib: Callable[[float], float]  # of the driver, with so many shards
 
     @property
     def bottleneck(self):
@@ -137,46 +144,75 @@ def plan_stages(args):
     decode = measured["images decoded by a core, 640 px"]
     cores = args.gpus * encoder / decode
 
-    def limits(kind, cores, read, written, rows_per_shard):
-        gpus = args.gpus if kind == "cache" else 0
-        machines = max(1, cores / args.cores_per_machine + gpus / args.gpus_per_machine)
-        network, store = args.machine_gbps * 1e9 / 8, args.store_gbps * 1e9 / 8
-        stored = written if kind == "downloads" else read + written
-        driver = 1000 / measured[f"driver's CPU, ms a shard, {kind}"]
-        return {
-            "the network of the machines": machines * network / (read + written),
-            "bytes of the storage": store / stored,
-            "requests of the storage": args.store_requests * rows_per_shard / 2,  # and a record
-            "the driver": driver * rows_per_shard,
-        }
+    store = args.store_gbps * 1e9 / 8
 
-    downloads = limits(
-        "downloads", args.cores, args.web_bytes, args.stored_bytes, args.rows_per_shard
-    )
+    def plan_stage(kind, row_bytes, rows_per_shard, cores, gpus, read, moved, limits):
+        """read: bytes of an image that come in. moved: those of them and of `row_bytes` that the
+        storage gives or takes."""
+        machines = max(1, cores / args.cores_per_machine + gpus / args.gpus_per_machine)
+        network = machines * args.machine_gbps * 1e9 / 8
+        driver = 1000 / measured[f"driver's CPU, ms a shard, {kind}"]
+        few, many = measured[f"MiB at 3,000 shards, {kind}"], measured[f"MiB of the driver, {kind}"]
+        return Stage(
+            row_bytes,
+            rows_per_shard,
+            cores,
+            gpus,
+            cores * args.core_price + gpus * args.gpu_price,
+            {
+                **limits,
+                "network of the machines": network / (read + row_bytes),
+                "bytes of the storage": store / moved,
+                "requests of the storage": args.store_requests * rows_per_shard / 2,  # and a record
+                "driver": driver * rows_per_shard,
+            },
+            min(network, store),
+            lambda shards: few + (many - few) * max(0, shards - 3000) / 97_000,
+        )
+
     per_core = 8000 / measured["CPU seconds of 8,000 downloads"]
-    downloads |= {"the web": args.cores * args.web_speed, "the cores": args.cores * per_core}
-    caches = limits("cache", cores, args.stored_bytes, row_bytes, 2048)
-    caches |= {"the GPUs": args.gpus * encoder, "the cores": cores * decode}
-    mib = {kind: measured[f"MiB of the driver, {kind}"] / 1e5 for kind in ("downloads", "cache")}
     return {
-        "download": Stage(
-            args.stored_bytes, args.rows_per_shard, args.cores, 0, downloads, mib["downloads"]
+        "download": plan_stage(
+            "downloads",
+            args.stored_bytes,
+            args.rows_per_shard,
+            args.cores,
+            gpus=0,
+            read=args.web_bytes,
+            moved=args.stored_bytes,
+            limits={"web": args.cores * args.web_speed, "cores": args.cores * per_core},
         ),
-        "cache": Stage(row_bytes, 2048, cores, args.gpus, caches, mib["cache"]),
+        "cache": plan_stage(
+            "cache",
+            row_bytes,
+            2048,
+            cores,
+            args.gpus,
+            read=args.stored_bytes,
+            moved=args.stored_bytes + row_bytes,
+            limits={"GPUs": args.gpus * encoder, "cores": cores * decode},
+        ),
     }
 
 
-def describe(stage, rows, args):
+def show_number(number):
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def describe(name, stage, rows, args):
     """The figures of a stage over so many rows, in the order of the table."""
     terabytes, hours = rows * stage.row_bytes / 1e12, rows / stage.speed / 3600
-    dollars = hours * (stage.cores * args.core_price + stage.gpus * args.gpu_price)
     shards = -(-rows // stage.rows_per_shard)
-    figures = {"TB": f"{terabytes:,.2f}", "shards": f"{shards:,.0f}", "GPUs": f"{stage.gpus}"}
-    figures |= {"cores": f"{stage.cores:,.0f}", "images a second": f"{stage.speed:,.0f}"}
-    figures |= {"hours": f"{hours:,.1f}", "dollars": f"{dollars:,.0f}"}
-    figures["dollars a month to keep it"] = f"{terabytes * args.tb_price:,.0f}"
-    figures["bottleneck"] = stage.bottleneck
-    return figures
+    figures = {"TB": terabytes, "dollars a month to keep it": terabytes * args.tb_price}
+    figures |= {"shards": shards, "GiB of the driver": stage.count_mib(shards) / 1024}
+    figures |= {"cores": stage.cores} | ({"GPUs": stage.gpus} if stage.gpus else {})
+    figures |= {"hours": hours, "dollars": hours * stage.price}
+    if name == "cache":
+        figures["hours of a restart, which reads all shards"] = (
+            rows * stage.row_bytes / stage.reads / 3600
+        )
+    texts = {key: show_number(number) for key, number in figures.items()}
+    return texts | {"bottleneck": stage.bottleneck}
 
 
 def main(argv=None):
@@ -184,7 +220,7 @@ def main(argv=None):
     stages = plan_stages(args)
     rows = []
     for name, stage in stages.items():
-        columns = [describe(stage, count, args) for count in args.rows]
+        columns = [describe(name, stage, count, args) for count in args.rows]
         rows += [[f"{name}: {key}", *(each[key] for each in columns)] for key in columns[0]]
     bench.show("The plan", ["images", *(f"{count:,.0f}" for count in args.rows)], rows)
 
@@ -197,15 +233,14 @@ def main(argv=None):
 
     download, cache = stages.values()
     guide = f"{GUIDE_ROWS / 1e6:g} million images on {GUIDE_CORES} cores"
-    by_cores = GUIDE_ROWS / (download.limits["the cores"] / args.cores * GUIDE_CORES) / 3600
+    by_cores = GUIDE_ROWS / (download.limits["cores"] / args.cores * GUIDE_CORES) / 3600
     rows = [[f"download of {guide}, hours", GUIDE_HOURS, f"{by_cores:.1f} if the web is no limit"]]
     hours = GUIDE_TRAINED / cache.speed / 3600
-    dollars = hours * (cache.cores * args.core_price + cache.gpus * args.gpu_price)
     rows.append(
         [
             f"{GUIDE_TRAINED:.0e} images, dollars",
             f"{GUIDE_DOLLARS:,.0f}: pre-training, {GUIDE_GPU_HOURS:,} hours of an A100",
-            f"{dollars:,.0f}: the cache, {hours * cache.gpus:,.0f} hours of a GPU",
+            f"{hours * cache.price:,.0f}: the cache, {hours * cache.gpus:,.0f} hours of a GPU",
         ]
     )
     bench.show("Beside the guide", ["", "the guide", "this plan"], rows)
