@@ -18,6 +18,9 @@ each shard. Run the same command again to resume: it downloads only what is miss
 Design:
 - Ray only schedules. Each work item is a range of rows with its own shard file, and the files are
   the state.
+- Tables at addresses are copied by tasks, the needed columns alone. If they are parquet and taken
+  whole, their footers tell the names of all shards: the first tables are downloaded from while the
+  next ones are copied. Tables on a disk, which other machines may not have, are copied here.
 - A shard file is either complete or missing. Its footer lists the rows that it holds. Its record
   lists the failures and their reasons. The old record is deleted before a new shard is written, and
   the new record is written after it. So a killed run loses no complete shard: if a shard has no
@@ -45,25 +48,28 @@ check_version("0.1.0", Path(__file__).name)  # first: another version may lack t
 
 import asyncio
 import collections
+import contextlib
 import functools
 import hashlib
 import ipaddress
+import itertools
 import json
 import os
 import socket
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import COUNT, PATH, Flags, make_parser, number
 from diffusion_training.cluster import connect, find_modules, work_off
-from diffusion_training.errors import explain, explained, fail, in_one_sentence
+from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, lock_folder
 from diffusion_training.remote import open_folder, reading, remove, writing
 from diffusion_training.web.downloads import fetch_rows
@@ -83,8 +89,10 @@ from diffusion_training.web.shards import (
     write_images,
 )
 from diffusion_training.web.tables import (
+    copy_table,
     copy_tables,
     digest_table,
+    foresee_copies,
     list_items,
     list_tables,
     make_schema,
@@ -95,6 +103,7 @@ MAX_URL = 500  # characters; a record cuts longer URLs
 # Shards that may fail before the run stops. After more, the cause is hardly temporary: a full disk,
 # for example.
 MAX_ERRORS = 3
+AHEAD = 4  # tables that are copied while an earlier one is downloaded from
 # Flags that decide the content of the shards: a folder holds one download.
 FIXED = (
     "url_column",
@@ -275,13 +284,35 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     return Flags(**vars(args) | changed)
 
 
-def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) -> dict[str, Any]:
-    """The task that Ray schedules: a work item of `list_items` -> a shard and its record.
+def copy_share(source: str, digest: str, args: Namespace, folder: str) -> dict[str, Any]:
+    """The first task that Ray schedules: `copy_table`. Returns {"error": reason} if it fails."""
+    try:
+        return copy_table(
+            source,
+            digest,
+            columns=[args.url_column, args.caption_column, *args.keep_columns],
+            rows_per_group=args.rows_per_shard,
+            folder=folder,
+            where=args.where,
+        )
+    except SystemExit as refused:  # a task must not exit
+        return {"error": str(refused)}
+
+
+def download_shard(
+    item: dict, args: Namespace, folder: str, schema: pa.Schema, copied: dict | None = None
+) -> dict[str, Any]:
+    """The second task that Ray schedules: a work item of `list_items` -> a shard and its record.
 
     Images of an existing shard are kept. With --retry_failed, its temporary failures are tried
-    again. Returns {"rows", "images", "received": bytes, "failures": {reason: count}}, or {"error":
-    reason} if the shard could not be written.
+    again. `copied` is the result of the table's `copy_share`. Returns {"rows", "images",
+    "received": bytes, "failures": {reason: count}}, or {"error": reason} if the shard could not be
+    written.
     """
+    if item["digest"] and copied is None:
+        copied = copy_share(item["table"], item["digest"], args, folder)
+    if copied and "error" in copied:
+        return copied
     fs, root, _ = open_folder(folder)
     path = f"{folder}/{item['name']}"
     record_path = name_record(folder, item["name"])
@@ -333,15 +364,47 @@ def download_shard(item: dict, args: Namespace, folder: str, schema: pa.Schema) 
     return {"rows": len(table), "images": len(images), "received": received, "failures": reasons}
 
 
-def run_items(items: list[dict], args: Namespace, folder: str, schema: pa.Schema) -> Iterator[dict]:
+def connect_to_ray(args: Namespace) -> Callable[[], float]:
+    """Connect to Ray until `main` ends. Returns a function: how many tasks to have in work."""
+    import ray
+
+    options = {} if args.num_cpus is None else {"num_cpus": args.num_cpus}
+    modules = find_modules(download_shard, fetch_rows)
+    CHANGED.callback(connect(args.address, modules, **options))
+    # anew each time, because nodes may join the cluster
+    return lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1
+
+
+def start_copying(args: Namespace, folder: str) -> Callable[[str, str], Any]:
+    """A function that starts a task of `copy_share`. Ray repeats one whose machine is lost."""
+    import ray
+
+    task = ray.remote(num_cpus=1, memory=2**30, scheduling_strategy="SPREAD")(copy_share)
+    return lambda source, digest: task.remote(source, digest, args, folder)
+
+
+def copy_on_cluster(tables: list[tuple[str, str]], args: Namespace, folder: str) -> list[dict]:
+    """Have Ray copy tables, (source, digest), of which the rows are counted only in that way."""
+    count_tasks, copy = connect_to_ray(args), start_copying(args, folder)
+    copies = {}
+    with contextlib.closing(work_off(tables, lambda table: copy(*table), count_tasks)) as works:
+        for table, copied, error in tqdm(works, total=len(tables), desc="Tables", leave=False):
+            if error or "error" in copied:
+                fail(f"{table[0]} can't be copied: {error}" if error else copied["error"])
+            copies[table] = copied
+    return [copies[table] for table in tables]
+
+
+def run_items(
+    items: list[dict], args: Namespace, folder: str, schema: pa.Schema
+) -> Generator[dict]:
     """Have Ray work on the items; yields the results of `download_shard` in any order."""
+    count_tasks = connect_to_ray(args)
     import ray
 
     # 1 GB for the libraries and one image of any size, 256 MB for each of the other images that are
     # decoded at the same time, and the bodies of the requests.
     memory = 2**30 + (THREADS - 1) * 2**28 + args.connections * args.max_bytes
-    options = {} if args.num_cpus is None else {"num_cpus": args.num_cpus}
-    disconnect = connect(args.address, find_modules(download_shard, fetch_rows), **options)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     largest = max(node.get("memory", 0) for node in nodes)
     if largest < memory:
@@ -352,19 +415,23 @@ def run_items(items: list[dict], args: Namespace, folder: str, schema: pa.Schema
     as_task = ray.remote(num_cpus=1, memory=memory, max_retries=0, scheduling_strategy="SPREAD")
     task = as_task(download_shard)
     shared = [ray.put(value) for value in (args, folder, schema)]
+    copy = start_copying(args, folder)
+    to_copy = dict.fromkeys((item["table"], item["digest"]) for item in items if item["digest"])
+    left = iter(to_copy)
+    copies: dict[str, Any] = {}  # {table: Ray's reference to the result of its `copy_share`}
+    begun = set()
 
     def submit(item: dict) -> Any:
-        return task.remote(item, *shared)
+        if item["digest"] and item["table"] not in begun:
+            begun.add(item["table"])
+            for table in itertools.islice(left, 1 if copies else AHEAD):
+                copies[table[0]] = copy(*table)
+        # Ray starts the task when the table is copied.
+        return task.remote(item, *shared, copies.get(item["table"]))
 
-    def count_tasks() -> float:  # anew each time, because nodes may join the cluster
-        return 2 * ray.cluster_resources().get("CPU", 1) + 1
-
-    try:
-        for item, result, error in work_off(items, submit, count_tasks):
-            rows = f"rows {item['first']} to {item['last'] - 1} of {item['table']}"
-            yield {"error": f"{rows} could not be downloaded: {error}"} if error else result
-    finally:
-        disconnect()
+    for item, result, error in work_off(items, submit, count_tasks):
+        rows = f"rows {item['first']} to {item['last'] - 1} of {item['table']}"
+        yield {"error": f"{rows} could not be downloaded: {error}"} if error else result
 
 
 # -------------------------------------------------------------------------------------------------
@@ -397,20 +464,22 @@ def download(
     rows = images = received = 0
     reasons = collections.Counter()
     errors = []
-    for result in run_items(missing, args, folder, schema) if missing else ():
-        if "error" in result:
-            errors.append(result["error"])
-            if len(errors) > MAX_ERRORS:
-                break
-            continue
-        rows += result["rows"]
-        images += result["images"]
-        received += result["received"]
-        reasons.update(result["failures"])
-        seconds = time.perf_counter() - start
-        speed = f"{images / seconds:.1f} images/s, {received / seconds / 1e6:.1f} MB/s"
-        bar.set_postfix_str(f"{speed}, {describe_failures(reasons, rows)}", refresh=False)
-        bar.update(result["rows"])
+    # Closed before Ray is: it ends the tasks that still run.
+    with contextlib.closing(run_items(missing, args, folder, schema)) as results:
+        for result in results if missing else ():
+            if "error" in result:
+                errors.append(result["error"])
+                if len(errors) > MAX_ERRORS:
+                    break
+                continue
+            rows += result["rows"]
+            images += result["images"]
+            received += result["received"]
+            reasons.update(result["failures"])
+            seconds = time.perf_counter() - start
+            speed = f"{images / seconds:.1f} images/s, {received / seconds / 1e6:.1f} MB/s"
+            bar.set_postfix_str(f"{speed}, {describe_failures(reasons, rows)}", refresh=False)
+            bar.update(result["rows"])
     bar.close()
     return errors
 
@@ -458,8 +527,7 @@ def main(args: Namespace) -> None:
         for name in ("records", "tables"):
             fs.makedirs(f"{root}/__download__/{name}", exist_ok=True)
 
-    # Copy the tables and cut them into work items.
-    columns = [args.url_column, args.caption_column, *args.keep_columns]
+    # Look into the tables, copy them where that is needed now, and cut them into work items.
     settings, digests = describe_download(tables_fs, paths, args)
     if fs.exists(settings_path):
         differences = find_differences(read_json(fs, settings_path), settings)
@@ -468,16 +536,16 @@ def main(args: Namespace) -> None:
                 f"{args.output_dir} holds another download ({', '.join(differences)}): "
                 "choose another --output_dir"
             )
-    sources = zip(map(tables_fs.unstrip_protocol, paths), digests, strict=True)
-    copies = copy_tables(
-        sources,
-        args.limit,
-        columns=columns,
-        rows_per_group=args.rows_per_shard,
-        folder=folder,
-        where=args.where,
-    )
-    tables = list(tqdm(copies, total=len(paths), desc="Tables", leave=False))
+    sources = list(zip(map(tables_fs.unstrip_protocol, paths), digests, strict=True))
+    columns = [args.url_column, args.caption_column, *args.keep_columns]
+    options = {"columns": columns, "rows_per_group": args.rows_per_shard, "folder": folder}
+    if args.limit or isinstance(tables_fs, LocalFileSystem):
+        copies = copy_tables(sources, args.limit, **options, where=args.where)
+        tables = list(tqdm(copies, total=len(paths), desc="Tables", leave=False))
+    elif args.where is None and all(path.endswith(".parquet") for path in paths):
+        tables = foresee_copies(sources, **options)
+    else:
+        tables = copy_on_cluster(sources, args, folder)
     num_rows = sum(table["rows"] for table in tables)
     if num_rows == 0:
         condition = f" with --where {args.where}" if args.where else ""
@@ -499,8 +567,8 @@ def main(args: Namespace) -> None:
     # does not matter.
     if args.skip_repeated and not is_finished:
         while not errors and (repeated := find_repeated(fs, folder, items)):
-            results = run_items(repeated, args, folder, schema)
-            errors = [result["error"] for result in results if "error" in result]
+            with contextlib.closing(run_items(repeated, args, folder, schema)) as results:
+                errors = [result["error"] for result in results if "error" in result]
     if errors:
         fail(f"{errors[0]}; the same command goes on from the shards that are whole")
 

@@ -61,7 +61,6 @@ from diffusion_training.arguments import (
     PATH,
     SWITCH,
     OneOrMore,
-    check_source,
     list_values,
     make_parser,
     number,
@@ -94,6 +93,7 @@ from diffusion_training.flags import (
     add_pipeline_flags,
     add_source_flags,
     add_transform_flags,
+    check_source,
 )
 from diffusion_training.latents.cache import (
     OpenCache,

@@ -170,7 +170,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         )
     local = {**vars(args), "output_dir": output_dir}
     if is_address(args.train_data_dir):
-        for name in ("dataset_config_name", "max_train_samples", "dataset_split"):
+        for name in ("dataset_config_name", "dataset_split"):
             if getattr(args, name) != parser.get_default(name):
                 parser.error(
                     f"--{name} is for folders: "
@@ -724,7 +724,8 @@ def main(args: argparse.Namespace) -> None:
         return
 
     # Connect to Ray first, so that no cache is begun if there are no nodes to make it.
-    disconnect = connect(args.address, find_modules(Encoder, TransformedRows, Refused))
+    modules = find_modules(Encoder, TransformedRows, Refused)
+    disconnect = connect(args.address, modules)
     engine = plan_engine(args, weight_bytes)
     print(engine.sentence, flush=True)
     destinations = [Destination(cache) for cache in caches]

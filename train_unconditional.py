@@ -53,15 +53,7 @@ from PIL import Image
 from torchvision.utils import make_grid
 from tqdm.auto import tqdm
 
-from diffusion_training.arguments import (
-    COUNT,
-    PATH,
-    SWITCH,
-    check_source,
-    make_parser,
-    number,
-    parse_demo,
-)
+from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
 from diffusion_training.data.folders import find_source
 from diffusion_training.data.image_cache import cache_images
@@ -76,6 +68,7 @@ from diffusion_training.flags import (
     add_optimization_flags,
     add_saving_flags,
     add_source_flags,
+    check_source,
     check_training_args,
 )
 from diffusion_training.launch import Launch, StopSignal, make_launch

@@ -167,17 +167,6 @@ def size(low: int, high: int) -> Callable[[str], int]:
 COUNT = number(1, 10**9, int)  # an argparse type
 
 
-def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Stop with an error if the data folder does not exist, or if two sources are given.
-
-    One of two sources would be ignored.
-    """
-    if args.dataset_name and args.train_data_dir:
-        parser.error("--dataset_name and --train_data_dir exclude each other")
-    if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
-        parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
-
-
 def parse_demo(
     parser: Parser, demo: str, argv: list[str] | None, launcher: str = "accelerate launch"
 ) -> argparse.Namespace:

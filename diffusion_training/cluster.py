@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,7 +61,7 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
 
 def work_off(
     items: Iterable[Task], submit: Callable[[Task], Any], limit: Callable[[], float], tries: int = 4
-) -> Iterator[tuple[Task, Any, str | None]]:
+) -> Generator[tuple[Task, Any, str | None]]:
     """Run a task for each item, at most `limit()` at a time, and yield each when it ends.
 
     Yields (item, the task's result, None), or (item, None, reason) for an item whose worker died

@@ -5,11 +5,12 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, check_source, number, size
+from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size
 from diffusion_training.data.streams import add_stream_flags, check_stream_args
 from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
 from diffusion_training.families.base import Family
@@ -63,7 +64,8 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
     add(
         "--train_data_dir",
         type=PATH,
-        help="local folder of images, parquet files or webdataset tars",
+        help="local folder of images, parquet files or webdataset tars; with --streaming also an "
+        "address of the last two, such as 's3://bucket/{000..123}.tar'",
     )
     add(
         "--image_column", help="column of images (default: `image`, or the only column with images)"
@@ -84,13 +86,30 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
     add(
         "--max_train_samples",
         type=COUNT,
-        help="use so many images, drawn at random; from a stream the first (default: all)",
+        help="use so many images, drawn at random; the first ones from a stream or an address "
+        "(default: all)",
     )
     add(
         "--cache_dir",
         type=PATH,
         help="folder for downloads and prepared data sets (default: those of the libraries)",
     )
+
+
+def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the data folder does not exist, or if two sources are given.
+
+    One of two sources would be ignored.
+    """
+    source = args.train_data_dir
+    if args.dataset_name and source:
+        parser.error("--dataset_name and --train_data_dir exclude each other")
+    if args.dataset_name is None and is_address(source) and not vars(args).get("streaming"):
+        parser.error(
+            f"--train_data_dir {source} is an address: give --streaming, or copy the data to a disk"
+        )
+    if args.dataset_name is None and not is_address(source) and not Path(source).is_dir():
+        parser.error(f"--train_data_dir {source} is not a folder")
 
 
 def add_transform_flags(add: Add) -> None:

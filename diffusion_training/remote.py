@@ -1,11 +1,13 @@
 """Files on a disk or at an address (s3://, gs://), written completely or not at all."""
 
 import contextlib
+import fnmatch
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -36,6 +38,48 @@ def list_files(folder: str | Path) -> list[str]:
     fs, root = fsspec.url_to_fs(str(folder).rstrip("/"))
     fs.invalidate_cache()
     return sorted(path[len(root) + 1 :] for path in fs.find(root))
+
+
+def expand(pattern: str) -> list[str]:
+    """The names that a range in braces stands for: a{08..10} -> a08, a09, a10."""
+    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if match is None:
+        return [pattern]
+    first, last = match.groups()
+    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    head, tail = pattern[: match.start()], pattern[match.end() :]
+    return [name for number in numbers for name in expand(head + number + tail)]
+
+
+def list_data(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """Find files of data at an address: (the folder, {name in it: what is known of the file}).
+
+    `url` is a folder, or ends in names with * or with a range such as {00000..00999}. Names that
+    begin with a dot or with __ are left out, as `datasets` leaves them out on a disk: for example
+    the tables of download_images.py. Raises FileNotFoundError if a name has no file.
+    """
+    folder, names = url.rstrip("/"), None
+    if match := re.search(r"[{*?\[]", folder):
+        names = expand(folder[folder.rindex("/", 0, match.start()) + 1 :])
+        folder = folder[: folder.rindex("/", 0, match.start())]
+    fs, root = fsspec.url_to_fs(folder)
+    fs.invalidate_cache()
+    found = {}
+    for path, info in sorted(fs.find(root, detail=True).items()):
+        name = path[len(root) + 1 :]
+        is_ignored = any(part.startswith((".", "__")) for part in name.split("/"))
+        if name.endswith(suffixes) and not is_ignored:
+            found[name] = info
+    if names is None:
+        return folder, found
+    chosen = {}
+    for name in names:
+        matches = [name] if name in found else fnmatch.filter(found, name)
+        matches = [match for match in matches if match.count("/") == name.count("/")]
+        if not matches:
+            raise FileNotFoundError(f"{folder} holds no {name}")
+        chosen |= {match: found[match] for match in matches}
+    return folder, chosen
 
 
 def upload(source: str | Path, path: str | Path) -> None:

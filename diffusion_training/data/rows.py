@@ -30,8 +30,9 @@ from diffusion_training.data.folders import (
     list_paths,
 )
 from diffusion_training.data.images import name_image
-from diffusion_training.data.streams import identify_stream
+from diffusion_training.data.streams import identify_stream, open_for_tars
 from diffusion_training.errors import explained, fail, passing_rows_faults, printable
+from diffusion_training.remote import is_address, list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
@@ -118,17 +119,20 @@ def open_builder(
 ) -> tuple[datasets.DatasetBuilder, Rows]:
     """The builder of a data set, and its rows as it gives them."""
 
-    def open_as(kind: str) -> datasets.DatasetBuilder:
-        folder = None if kind == source else source
+    def open_as(kind: str, files: list[str] | None = None) -> datasets.DatasetBuilder:
+        folder = source if kind == "imagefolder" else None
         return datasets.load_dataset_builder(
-            kind, args.dataset_config_name, data_dir=folder, cache_dir=args.cache_dir
+            kind, args.dataset_config_name, folder, files, cache_dir=args.cache_dir
         )
 
     if os.path.isdir(source) and "::" in source:
         fail(f"{source}: `datasets` takes '::' in a path for an archive: rename the folder")
     with explained(f"{source} can't be loaded as a data set"), listed_once(source):
-        # "imagefolder", or the lines of the captions might be loaded as a data set of text
-        builder = open_as("imagefolder" if has_captions else source)
+        if is_address(source):
+            builder = open_as(*find_files(source))
+        else:
+            # "imagefolder", or the lines of the captions might be loaded as a data set of text
+            builder = open_as("imagefolder" if has_captions else source)
         # `datasets` goes by the most frequent suffix, which other files beside images may have
         if builder.name in SIDECARS and has_images(source):
             builder = open_as("imagefolder")
@@ -148,6 +152,21 @@ def open_builder(
         if count > 1:
             fail(f"{described} names {path} {count} times: keep one of these files")
     return builder, rows
+
+
+def find_files(address: str) -> tuple[str, list[str]]:
+    """How `datasets` calls the kind of files at an address, and the files. Raises ValueError."""
+    folder, found = list_data(address, (".parquet", ".tar"))
+    kinds = {Path(name).suffix for name in found}
+    if len(kinds) != 1:
+        raise ValueError(
+            "it holds both parquet files and tars: choose with /*.parquet or /*.tar"
+            if kinds
+            else "it holds neither parquet files nor tars"
+        )
+    datasets.utils.file_utils.xopen = open_for_tars
+    kind = "webdataset" if ".tar" in kinds else "parquet"
+    return kind, [f"{folder}/{name}" for name in found]
 
 
 def list_image_columns(features: Any) -> list[str]:

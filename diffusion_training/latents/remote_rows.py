@@ -17,13 +17,15 @@ import pyarrow.parquet as pq
 
 from diffusion_training.arguments import list_values
 from diffusion_training.errors import explain, explained, fail
+from diffusion_training.remote import list_data
 
 
 class RemoteRows:
-    """All rows of the parquet files in a folder at an address, in the order of the file names.
+    """All rows of the parquet files at an address, in the order of the file names.
 
     It works like what `load_rows` returns for a copy on a disk, but holds only names and counts,
-    and reads rows when asked for them.
+    and reads rows when asked for them. With --max_train_samples it has the first rows, and opens no
+    more files than those need.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -31,27 +33,23 @@ class RemoteRows:
         schema = None
         self.starts = [0]
         with explained(f"--train_data_dir {url} can't be read"):
-            fs, root = fsspec.url_to_fs(url)
-            fs.invalidate_cache()
-            objects = []
-            for path, info in sorted(fs.find(root, detail=True).items()):
-                name = path[len(root) + 1 :]
-                # `datasets` ignores such files on a disk, for example the tables of
-                # download_images.py
-                is_ignored = any(part.startswith((".", "__")) for part in name.split("/"))
-                if name.endswith(".parquet") and not is_ignored:
-                    objects.append((name, describe_object(info)))
+            folder, found = list_data(url, (".parquet",))
+            objects = [(name, describe_object(info)) for name, info in found.items()]
             if not objects:
                 raise FileNotFoundError("it holds no parquet files")
             names = [name for name, _ in objects]
-            self.files = [(f"{url}/{name}", described) for name, described in objects]
+            self.files = [(f"{folder}/{name}", described) for name, described in objects]
+            limit = args.max_train_samples or 2**63
             with ThreadPoolExecutor(32) as pool:
                 opened = pool.map(lambda file: open_parquet(*file), self.files)
-                for name, (parquet, starts) in zip(names, opened, strict=True):
+                for name, (parquet, starts) in zip(names, opened, strict=False):
                     schema = schema or parquet.schema_arrow
                     if parquet.schema_arrow.remove_metadata() != schema.remove_metadata():
                         raise ValueError(f"{name} has other columns than {names[0]}")
-                    self.starts.append(self.starts[-1] + starts[-1])
+                    self.starts.append(min(limit, self.starts[-1] + starts[-1]))
+                    if self.starts[-1] == limit:
+                        pool.shutdown(cancel_futures=True)
+                        break
         self._fingerprint = hashlib.sha256(json.dumps(objects).encode()).hexdigest()[:16]
         features = datasets.Features.from_arrow_schema(schema)
         images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]

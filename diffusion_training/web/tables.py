@@ -105,7 +105,7 @@ def copy_tables(
             rows -= copied["rows"]
 
 
-def copy_table(
+def name_copy(
     source: str,
     digest: str,
     columns: list[str],
@@ -113,26 +113,53 @@ def copy_table(
     folder: str,
     where: str | None = None,
     max_rows: int | None = None,
-) -> dict[str, Any]:
+) -> str:
+    """The path of the copy of a table, which depends on all that decides its content."""
+    limits = (where, max_rows) if where or max_rows else ()
+    described = (source, digest, columns, rows_per_group, *limits)
+    name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
+    return open_folder(f"{folder}/__download__/tables/{name}.parquet")[2]
+
+
+def foresee_copies(tables: Iterable[tuple[str, str]], **options: Any) -> list[dict]:
+    """What `copy_table` will return for each (source, digest) of parquet, from the footers alone.
+
+    Each has a "digest" as well: the copy is still to be made. Only for tables that are copied
+    whole, without `where` and `max_rows`.
+    """
+
+    def foresee(table: tuple[str, str]) -> dict[str, Any]:
+        source, digest = table
+        with explained(f"{source} can't be used"), fsspec.open(source) as file:
+            parquet = pq.ParquetFile(file)
+            schema = choose_columns(parquet.schema_arrow, options["columns"])
+            rows = parquet.metadata.num_rows
+        copy = name_copy(source, digest, **options)
+        return {"source": source, "digest": digest, "copy": copy, "rows": rows, "schema": schema}
+
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(foresee, tables))
+
+
+def copy_table(source: str, digest: str, **options: Any) -> dict[str, Any]:
     """Copy `columns` of a table to parquet, with a row group for each work item.
 
     An existing copy is kept. Only rows that match the expression `where` are copied, and only the
     first `max_rows` of them. Returns {"source", "copy", "rows", "schema"}. Ends the program if the
-    table can't be used.
+    table can't be used. options: see `name_copy`.
     """
-    limits = (where, max_rows) if where or max_rows else ()
-    described = (source, digest, columns, rows_per_group, *limits)
-    name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
-    fs, _, copy = open_folder(f"{folder}/__download__/tables/{name}.parquet")
+    copy = name_copy(source, digest, **options)
+    columns, where = options["columns"], options.get("where")
+    fs, _ = fsspec.url_to_fs(copy)
     with explained(f"{source} can't be used"):
         if not fs.exists(copy):
             needed = [*columns, *(name for name in find_columns(where) if name not in columns)]
             with open_table(source, needed) as (schema, batches), writing(copy) as file:
                 expression = where and make_filter(where, schema)
-                batches = filter_rows(batches, expression, columns, max_rows)
+                batches = filter_rows(batches, expression, columns, options.get("max_rows"))
                 schema = pa.schema([schema.field(name) for name in columns])
                 with pq.ParquetWriter(file, schema, write_statistics=False) as writer:
-                    for group in cut_groups(batches, rows_per_group):
+                    for group in cut_groups(batches, options["rows_per_group"]):
                         writer.write_table(group, len(group))
         with fs.open(copy) as file:
             parquet = pq.ParquetFile(file)
@@ -143,6 +170,16 @@ def copy_table(
                 "rows": parquet.metadata.num_rows,
                 "schema": schema,
             }
+
+
+def choose_columns(schema: pa.Schema, columns: list[str]) -> pa.Schema:
+    """The schema of some columns. Raises ValueError if one is missing or occurs twice."""
+    for name in columns:
+        if schema.names.count(name) != 1:
+            count = "two columns" if name in schema.names else "no column"
+            flags = "--url_column, --caption_column, --keep_columns and --where"
+            raise ValueError(f"{count} {name!r} but {', '.join(schema.names)}: see {flags}")
+    return pa.schema([schema.field(name).remove_metadata() for name in columns])
 
 
 @contextlib.contextmanager
@@ -178,12 +215,7 @@ def open_table(
         else:
             batches = pa_json.open_json(file)
             schema = batches.schema
-        for name in columns:
-            if schema.names.count(name) != 1:
-                count = "two columns" if name in schema.names else "no column"
-                flags = "--url_column, --caption_column, --keep_columns and --where"
-                raise ValueError(f"{count} {name!r} but {', '.join(schema.names)}: see {flags}")
-        schema = pa.schema([schema.field(name).remove_metadata() for name in columns])
+        schema = choose_columns(schema, columns)
         yield schema, (batch.select(columns) for batch in batches)
 
 
@@ -271,13 +303,15 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
 def list_items(tables: list[dict], rows_per_shard: int) -> list[dict]:
     """List all work items in order, one for each row group of the copied tables.
 
-    An item is {"name": file of the shard, "table": source, "copy": its parquet copy, "group": row
-    group, "first": first row, "last": row after the last}. Rows are counted within the table.
+    An item is {"name": file of the shard, "table": source, "digest": of the source if the copy is
+    still to be made, else None, "copy": its parquet copy, "group": row group, "first": first row,
+    "last": row after the last}. Rows are counted within the table.
     """
     items = []
     for table in tables:
         for group, first in enumerate(range(0, table["rows"], rows_per_shard)):
             item = {"table": table["source"], "copy": table["copy"], "group": group}
+            item["digest"] = table.get("digest")
             item["first"] = first
             item["last"] = min(table["rows"], first + rows_per_shard)
             items.append(item)

@@ -36,9 +36,8 @@ def copy_table(path, tmp_path, columns=COLUMNS, rows=10):
     """The table as the download opens it, with its digest, which names the copy here."""
     (tmp_path / COPIES).mkdir(parents=True, exist_ok=True)
     digest = module.digest_table(LOCAL, str(path))
-    return module.copy_table(f"file://{path}", digest, columns, rows, str(tmp_path)) | {
-        "digest": digest
-    }
+    options = {"columns": columns, "rows_per_group": rows, "folder": str(tmp_path)}
+    return module.copy_table(f"file://{path}", digest, **options) | {"digest": digest}
 
 
 def read_copy(table, rows=10):

@@ -3,9 +3,12 @@
 Single requests, images, tables and shards are tested in tests/package.
 """
 
+import argparse
 import collections
 import contextlib
+import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -25,6 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, wait_until
 from filelock import FileLock
+from fsspec.implementations.memory import MemoryFileSystem
 from image_server import BAD, FAST, GOOD, SLOW, ImageServer, make_image
 
 ray = pytest.importorskip("ray", reason="needs requirements-ray.txt")
@@ -72,7 +76,7 @@ def local_ray(ray_folder, storage):
     ray.shutdown()
 
 
-def run_here(items, args, output_dir, schema):
+def run_here(items, args, output_dir, schema, script=script):
     """What `run_items` does, without Ray: one piece of work after the other."""
     for item in items:
         yield script.download_shard(item, args, output_dir, schema)
@@ -81,6 +85,43 @@ def run_here(items, args, output_dir, schema):
 @pytest.fixture
 def here(monkeypatch):
     monkeypatch.setattr(script, "run_items", run_here)
+
+
+@pytest.fixture
+def lazy_ray(monkeypatch):
+    """Stands for Ray: a task runs when its result is asked for.
+
+    Gives the list of the tasks that were started, as (name of the function, first argument).
+    """
+    started = []
+
+    class Ref:
+        def __init__(self, call):
+            self.call = functools.cache(call)
+
+    def remote(**options):
+        def decorate(function):
+            def start(*args):
+                started.append((function.__name__, args[0]))
+                given = lambda: [arg.call() if isinstance(arg, Ref) else arg for arg in args]
+                return Ref(lambda: function(*given()))
+
+            return argparse.Namespace(remote=start)
+
+        return decorate
+
+    for name, value in {
+        "remote": remote,
+        "put": lambda value: value,
+        "get": lambda ref: ref.call(),
+        "wait": lambda refs, **options: (refs[:1], refs[1:]),
+        "cancel": lambda ref, **options: None,
+        "nodes": lambda: [{"Alive": True, "Resources": {"memory": 2**40}}],
+        "cluster_resources": lambda: {"CPU": 1},
+    }.items():
+        monkeypatch.setattr(ray, name, value)
+    monkeypatch.setattr(script, "connect", lambda *args, **options: lambda: None)
+    return started
 
 
 @pytest.fixture
@@ -302,6 +343,56 @@ def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
     assert found[3] == found[4] and read_rows(tmp_path / "out3") == read_rows(tmp_path / "out0")
 
 
+def test_tables_at_an_address_are_copied_by_tasks_while_others_are_downloaded_from(
+    lazy_ray, server, tmp_path, capsys
+):
+    fs = MemoryFileSystem()
+    fs.store.clear()
+    make_table(tmp_path / "all.parquet", good_urls(server, 14))
+    for i in range(7):
+        rows = pq.read_table(tmp_path / "all.parquet").slice(2 * i, 2)
+        pq.write_table(rows, file := io.BytesIO())
+        fs.pipe_file(f"/tables/{i}.parquet", file.getvalue())
+        lines = "".join(json.dumps(row) + "\n" for row in rows.to_pylist())
+        fs.pipe_file(f"/lines/{i}.jsonl", lines.encode())
+    run(tmp_path / "all.parquet", tmp_path / "disk", "--rows_per_shard", 2)
+    found = contents(tmp_path / "disk")
+    shards = {name: data for name, data in found.items() if "data-" in name and "/" not in name}
+    del lazy_ray[:]
+
+    def run_there(kind, *flags):
+        output = tmp_path / f"{kind}{len(flags)}"
+        run(f"memory://{kind}", output, "--rows_per_shard", 2, *flags)
+        made = contents(output)
+        assert {name: made[name] for name in shards} == shards
+        names = [name for name, _ in lazy_ray]
+        copied = [pq.read_schema(path).names for path in (output / "__download__/tables").iterdir()]
+        assert copied == 7 * [["url", "text"]]
+        del lazy_ray[:]
+        return names
+
+    # The names of shards are known from the footers.
+    assert script.AHEAD == 4
+    copy, shard = "copy_share", "download_shard"
+    assert run_there("tables") == [*4 * [copy], shard, *3 * [copy, shard], *3 * [shard]]
+    assert run_there("tables", "--where", "id >= 0") == 7 * [copy] + 7 * [shard]
+    assert run_there("lines") == 7 * [copy] + 7 * [shard]
+
+    # What is gone when its turn comes is named.
+    def lose(*args, count=script.foresee_copies, **options):
+        tables = count(*args, **options)
+        fs.rm("/tables/0.parquet")
+        return tables
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(script, "foresee_copies", lose)
+        said = refused(capsys, "memory://tables", tmp_path / "gone", "--rows_per_shard", 2)
+    assert "memory:///tables/0.parquet can't be used" in said
+    assert len(whole(tmp_path / "gone")) == 6
+    said = refused(capsys, "memory://lines", tmp_path / "no", "--url_column", "URL")
+    assert "memory:///lines/0.jsonl can't be used (no column 'URL' but url, text, id" in said
+
+
 def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tmp_path, capsys):
     """This holds for several tables, and for columns that the shards do not keep.
 
@@ -473,7 +564,7 @@ def test_rows_that_end_every_process_are_named_and_cost_no_other(
 ):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
 
-    def die(item, args, folder, schema, tries=str(tmp_path / "tries")):
+    def die(item, args, folder, schema, copied, tries=str(tmp_path / "tries")):
         import os
 
         from download_images import download_shard

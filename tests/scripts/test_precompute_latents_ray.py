@@ -35,6 +35,7 @@ from conftest import (
     make_masked,
     make_qwen_image,
     make_sdxl,
+    replace,
     reset,
     start,
     wait_until,
@@ -907,10 +908,6 @@ def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flag
     "argv, sentence",
     [
         (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-        (
-            ["--train_data_dir=s3://a/b", "--max_train_samples=5"],
-            "--max_train_samples is for folders",
-        ),
         (["--train_data_dir=s3://a/b", "--dataset_split=test"], "--dataset_split is for folders"),
         (
             ["--output_dir=/tmp/ray/working_dir_files/x"],
@@ -1066,6 +1063,12 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(
     same = [f"bucket/latents/{name}" for name in (names[0], names[3])]
     assert all(bucket.info(path)["LastModified"] == times[path] for path in same)
 
+    # A trial: the first rows, of the first two of three files
+    code, said = here(*there, "--max_train_samples=12", f"--output_dir={tmp_path / 'trial'}")
+    assert code == 0 and "Done: 11 rows, 1 skipped" in said, said
+    rows = datasets.load_from_disk(str(tmp_path / "trial"))
+    assert rows["text"][:] == datasets.load_from_disk(str(tmp_path / "out"))["text"][:11]
+
     # Refused
     for argv, sentence in {
         "--seed=3": "s3://bucket/latents holds another cache (transform.seed 0 -> 3)",
@@ -1115,6 +1118,8 @@ def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket)
     rows = remote_rows.RemoteRows(args)
     again = pickle.loads(pickle.dumps(rows))
     assert len(pickle.dumps(rows)) < 5000 and len(again) == NUM_ROWS
+    trial = remote_rows.RemoteRows(replace(args, max_train_samples=4))
+    assert trial.starts == [0, 4] and trial[[0, 3]]["text"] == rows[[0, 3]]["text"]
     assert [caption for caption in again[[25, 0, 9, 10, 11]]["text"]] == rows[[25, 0, 9, 10, 11]][
         "text"
     ]

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import tarfile
 import time
 
 import datasets
@@ -46,6 +47,28 @@ def make_shards(folder, sizes=(4, 1, 6)):
         rows = datasets.Dataset.from_dict(rows, features=kinds)
         rows.to_parquet(folder / f"parquet/train-{shard}.parquet", batch_size=2)
     return folder / "parquet"
+
+
+@pytest.fixture
+def raw(storage, tmp_path, flags):
+    """The address of a bucket: parquet/ holds the files of `flags`, tars/ the same rows."""
+    if storage is None:
+        pytest.skip("needs moto[server]")
+    fs = pytest.importorskip("s3fs", reason="needs s3fs").S3FileSystem()
+    fs.mkdir(f"raw-{tmp_path.name.replace('_', '-').lower()[-40:].strip('-')}")
+    bucket = fs.ls("")[-1]
+    fs.pipe(f"{bucket}/parquet/__download__/urls.parquet", b"none of the data")
+    for shard, rows in enumerate((range(4), range(4, 5), range(5, 11))):
+        name = f"train-{shard}.parquet"
+        fs.put_file(str(tmp_path / "parquet" / name), f"{bucket}/parquet/{name}")
+        with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+            for row in rows:
+                tar.add(tmp_path / f"images/{row}.png", f"{row}.png")
+                (tmp_path / "caption").write_text(CAPTIONS[row])
+                tar.add(tmp_path / "caption", f"{row}.txt")
+        fs.put_file(str(tmp_path / "shard.tar"), f"{bucket}/tars/{shard + 8:03d}.tar")
+    yield f"s3://{bucket}"
+    fs.rm(bucket, recursive=True)
 
 
 @pytest.fixture
@@ -115,6 +138,34 @@ def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total
         precompute(*flags)
         assert contents(tmp_path / "out") == whole
         assert (f"data-{damaged:05d}.arrow is damaged" in capsys.readouterr().out) == bool(damaged)
+
+
+def test_raw_data_in_a_bucket_gives_the_rows_of_a_copy_on_the_disk(tmp_path, flags, raw, capfd):
+    precompute(*flags)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.arrow")}
+    tars = f"--train_data_dir={raw}/tars/{{008..010}}.tar"
+    for number, argv in enumerate(
+        [
+            [f"--train_data_dir={raw}/parquet/"],
+            [tars, "--caption_column=txt"],
+            [f"--train_data_dir={raw}/tars/*.tar", "--caption_column=txt", "--max_train_samples=4"],
+        ]
+    ):
+        out = tmp_path / f"out-{number}"
+        precompute(*flags, *argv, f"--output_dir={out}")
+        made = {path.name: path.read_bytes() for path in out.glob("*.arrow")}
+        assert len(made) == (2 if number == 2 else 6)
+        assert made.items() <= expected.items()
+
+    for source, sentence in {
+        f"{raw}/tars/{{008..011}}.tar": f"{raw}/tars holds no 011.tar",
+        f"{raw}/*/*": "it holds both parquet files and tars: choose with /*.parquet or /*.tar",
+        f"{raw}/nothing": "it holds neither parquet files nor tars",
+    }.items():
+        said = refused(capfd, precompute_latents, *flags, f"--train_data_dir={source}")
+        assert f"{source} can't be loaded as a data set ({sentence})" in said
+    said = refused(capfd, precompute_latents, *flags, tars, "--no-streaming")
+    assert "is an address: give --streaming, or copy the data to a disk" in said
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -205,7 +256,8 @@ def stream_of(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer):
+def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer, raw):
+    """One of the two trainers reads from a bucket, in two processes."""
     script, argv = trainer
     num_processes = 2 if script is train_text_to_image else 1
     argv = [
@@ -214,6 +266,8 @@ def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer):
         f"--train_batch_size={4 // num_processes}",
         "--dataloader_num_workers=1",
     ]
+    if script is train_text_to_image:
+        argv += [f"--train_data_dir={raw}/tars/{{008..010}}.tar", "--caption_column=txt"]
     pids = start(lambda: run(script, *argv), num_processes, tmp_path / "log")
     assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
     again = [*argv, f"--output_dir={tmp_path / 'again'}", "--resume_from_checkpoint=latest"]

@@ -1,0 +1,60 @@
+"""The plan of large runs: its figures are those of the pages, and its bottleneck is one."""
+
+import re
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import data_plan
+import driver
+
+PAGES = "".join(path.read_text() for path in ROOT.glob("docs/*.md"))
+
+
+@pytest.mark.parametrize("name", data_plan.MEASURED)
+def test_a_measured_figure_is_one_of_the_pages_and_has_a_benchmark(name):
+    figure = data_plan.MEASURED[name]
+    assert (ROOT / "benchmarks" / figure.benchmark.split()[0]).is_file()
+    (row,) = [line for line in PAGES.splitlines() if line.startswith(figure.row)]
+    cell = row.strip("| ").split(" | ")[figure.column]
+    assert f"{figure.value:g}" in re.findall(r"[\d.]+", cell.replace(",", ""))
+
+
+def test_the_plan_is_as_docs_say(capsys):
+    data_plan.main([])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) > 20
+    page = (ROOT / "docs/cluster.md").read_text()
+    assert [row for row in rows if row not in page] == []
+
+
+def test_the_bottleneck_is_the_part_that_is_saturated_first(monkeypatch):
+    monkeypatch.setattr(data_plan, "count_encoding", lambda resolution, text_cache: 0.4)
+    expected = {
+        "web": [],
+        "cores": ["--web_speed=1e9"],
+        "network of the machines": ["--web_speed=1e9", "--machine_gbps=1"],
+        "bytes of the storage": ["--store_gbps=0.001"],
+        "requests of the storage": ["--store_requests=0.001"],
+        "driver": ["--cores=10000000", "--store_gbps=1e9", "--store_requests=1e9"],
+    }
+    for part, argv in expected.items():
+        stage = data_plan.plan_stages(data_plan.parse_args(argv))["download"]
+        assert stage.bottleneck == part and stage.speed == min(stage.limits.values())
+    args = data_plan.parse_args(["--gpus=8", "--gpu_price=2", "--core_price=0"])
+    stage = data_plan.plan_stages(args)["cache"]
+    # 989 TFLOP/s, of which 40 % are used
+    assert stage.speed == pytest.approx(8 * 989 * 0.4 / 0.4) and stage.price == 16
+    assert stage.row_bytes == 2 * (8 * 32 * 32 + 77 * 1024)
+    args = data_plan.parse_args(["--text_cache=ids"])
+    assert data_plan.plan_stages(args)["cache"].row_bytes == 2 * 8 * 32 * 32 + 4 * 77
+
+
+@pytest.mark.long
+def test_a_driver_with_stubs_stops_and_restarts(capsys):
+    driver.main(["--shards", "20", "--encoders", "50"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "| 20 |" in line]
+    assert len(rows) == 2 and all(float(row[2]) > 0 for row in rows)

@@ -1,0 +1,156 @@
+"""The stage of one's own of docs/cluster.md: its changes, applied to the scripts and run."""
+
+import importlib
+import io
+import json
+import re
+import sys
+
+import datasets
+import pytest
+import ray
+import test_precompute_latents_ray as on_ray
+import torch
+import transformers
+from conftest import MODELS, ROOT, make_captioned, reset
+from image_server import FAST, ImageServer, make_image
+from PIL import Image
+from test_changes import apply
+from test_download_images import make_table, read_failures, read_rows, run_here
+from test_precompute_latents_ray import here  # noqa: F401
+
+PAGE = (ROOT / "docs/cluster.md").read_text()
+CHANGES = dict(re.findall(r"```diff\n(--- (\w+)\.py\n.*?)```", PAGE, re.S))
+CHANGES = {name: change for change, name in CHANGES.items()}
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    """stage.py of the page; its filter is in a folder."""
+    (code,) = re.findall(r"```python\n# stage.py\n(.*?)```", PAGE, re.S)
+    (tmp_path / "stage.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("stage")
+    module.FILTER = str(tmp_path / "filter")
+    yield module
+    del sys.modules["stage"]
+
+
+def make_filter(folder, images):
+    """A filter of random weights that passes half of some images."""
+    names = ["normal", "nsfw"]
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        id2label=dict(enumerate(names)),
+        label2id={name: i for i, name in enumerate(names)},
+    )
+    transformers.set_seed(0)
+    model = transformers.ViTForImageClassification(config).eval()
+    processor = transformers.ViTImageProcessor(size={"height": 16, "width": 16})
+    with torch.inference_mode():
+        logits = model(**processor(images, return_tensors="pt")).logits
+        model.classifier.bias[1] -= (logits[:, 1] - logits[:, 0]).median()
+    for part in (model, processor):
+        part.save_pretrained(folder)
+
+
+def test_the_changes_have_less_than_ten_lines(tmp_path, stage):
+    assert list(CHANGES) == ["download_images", "precompute_latents", "precompute_latents_ray"]
+    for change in CHANGES.values():
+        _, lines = apply(change, tmp_path)
+        assert len(lines) < 10 and max(map(len, lines)) <= 101
+
+
+def test_a_filter_of_downloads(tmp_path, stage, monkeypatch):
+    script, _ = apply(CHANGES["download_images"], tmp_path)
+    monkeypatch.setattr(script, "run_items", lambda *args: run_here(*args, script=script))
+    server = ImageServer()
+    table = make_table(tmp_path / "urls.parquet", [f"{server.url}/image/{i}" for i in range(9)])
+    flags = [f"--input={table}", f"--output_dir={tmp_path / 'out'}", "--keep_columns", "id", *FAST]
+    images = [Image.open(io.BytesIO(make_image(i))).convert("RGB") for i in range(9)]
+    make_filter(tmp_path / "filter", images)
+    faults = [stage.find_fault(make_image(i)) for i in range(9)]
+    assert 0 < faults.count("unsafe") < 9
+    script.main(script.parse_args(flags))
+    server.close()
+    assert [row["id"] for row in read_rows(tmp_path / "out")] == [
+        i for i, fault in enumerate(faults) if not fault
+    ]
+    failures = read_failures(tmp_path / "out")
+    assert {failure["reason"] for failure in failures} == {"unsafe"}
+    stage.NAME = "another"
+    with pytest.raises(SystemExit):
+        script.main(script.parse_args(flags))
+
+
+def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, request, capsys):
+    """On Ray, without Ray's processes: the cache of the other script, but for the captions."""
+    make_captioned(tmp_path / "images", 12)
+    images = [Image.open(path).convert("RGB") for path in (tmp_path / "images").glob("*.png")]
+    make_filter(tmp_path / "filter", images)
+    flags = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}"]
+    flags += ["--resolution=16", "--batch_size=4", "--max_skipped=0.9", "--rows_per_shard=8"]
+    flags += ["--center_crop", "--dataloader_num_workers=0"]
+    script, _ = apply(CHANGES["precompute_latents"], tmp_path)
+    reset()
+    script.main(script.parse_args([*flags, f"--output_dir={tmp_path / 'out'}"]))
+    skipped = [
+        json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()
+    ]
+    assert 0 < len(skipped) < 12 and {row["reason"] for row in skipped} == {"unsafe"}
+    assert json.loads((tmp_path / "out/cache.json").read_text())["stage"] == stage.NAME
+    capsys.readouterr()
+    name, stage.NAME = stage.NAME, "another"
+    with pytest.raises(SystemExit):
+        reset()
+        script.main(script.parse_args([*flags, f"--output_dir={tmp_path / 'out'}"]))
+    assert "stage" in capsys.readouterr().err
+    stage.NAME = name
+
+    class Rewriter(stage.Rewriter):
+        def __init__(self):
+            self.model = lambda texts, return_full_text: [
+                [{"generated_text": text.upper()}] for text in texts
+            ]
+
+    monkeypatch.setattr(stage, "Rewriter", Rewriter)
+    for name in ("precompute_latents", script.__name__):
+        monkeypatch.setitem(sys.modules, name, script)
+    changed, _ = apply(CHANGES["precompute_latents_ray"], tmp_path)
+    monkeypatch.setitem(sys.modules, changed.__name__, changed)
+    monkeypatch.setattr(on_ray, "script", changed)
+    run = request.getfixturevalue("here")
+    actors = {}
+
+    class Named:
+        """An actor with a name, as `ray.remote` makes it."""
+
+        def __init__(self, actor):
+            self.actor = actor
+
+        def options(self, name):
+            actors[name] = on_ray.argparse.Namespace(rewrite=on_ray.Remote(self.actor().rewrite))
+            return self
+
+        def remote(self):
+            return None
+
+    remote = changed.ray.remote
+    changed.ray.remote = lambda **options: (
+        Named if "num_gpus" in options and len(options) == 1 else remote(**options)
+    )
+    for name, value in {
+        "is_initialized": lambda: True,
+        "get_actor": actors.__getitem__,
+        "get": changed.ray.get,
+    }.items():
+        monkeypatch.setattr(ray, name, value)
+    code, said = run(*flags, f"--output_dir={tmp_path / 'ray'}")
+    assert code == 0, said
+    one, other = (datasets.load_from_disk(str(tmp_path / name)) for name in ("out", "ray"))
+    assert other["key"][:] == one["key"][:] and other["latents"][:] == one["latents"][:]
+    assert other["text"][:] == [text.upper() for text in one["text"][:]]
