@@ -111,6 +111,19 @@ def size(low: int, high: int) -> Callable[[str], int]:
 COUNT = number(1, 10**9, int)  # an argparse type
 
 
+def steps_or_share(text: str) -> int | float:
+    """An argparse type: a number of steps, or below 1 a share of the run; 1 and 1.0 are a step."""
+    value = number(0, 10**9)(text)
+    if 0 < value < 1:
+        return value
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text} is neither whole steps nor a share below 1")
+    return int(value)
+
+
+steps_or_share.__dict__["bounds"] = 0, 10**9, steps_or_share
+
+
 def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Stop with an error if the data folder does not exist, or if two sources are given.
 
@@ -118,8 +131,11 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     """
     if args.dataset_name and args.train_data_dir:
         parser.error("--dataset_name and --train_data_dir exclude each other")
-    if args.dataset_name is None and not Path(args.train_data_dir).is_dir():
-        parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+    path = Path(args.train_data_dir or ".")
+    takes_array = "array_range" in args
+    if not path.is_dir() and not (takes_array and path.suffix == ".npy" and path.is_file()):
+        kinds = "neither a folder nor an .npy file" if takes_array else "not a folder"
+        parser.error(f"--train_data_dir {path} is {kinds}")
 
 
 def parse_demo(

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, check_source, number, size
+from diffusion_training.arguments import (
+    COUNT,
+    PATH,
+    SWITCH,
+    check_source,
+    number,
+    size,
+    steps_or_share,
+)
 from diffusion_training.data.streams import add_stream_flags, check_stream_args
 from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
 from diffusion_training.families.base import Family
@@ -59,7 +67,8 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
     add(
         "--train_data_dir",
         type=PATH,
-        help="local folder of images, parquet files or webdataset tars",
+        help="local folder of images, parquet files or webdataset tars"
+        + ("" if captions else ", or an .npy file"),
     )
     add("--image_column", help="column of images (None: `image`, or the only column with images)")
     if captions:
@@ -371,9 +380,9 @@ def add_optimization_flags(
     )
     add(
         "--lr_warmup_steps",
-        type=number(0, 10**9, int),
+        type=steps_or_share,
         default=500,
-        help="optimizer steps of the warm-up",
+        help="optimizer steps of the warm-up, or its share of the run, such as 0.05",
     )
     add("--lr_num_cycles", type=COUNT, default=1, help="number of restarts of cosine_with_restarts")
     add("--lr_power", type=number(0, 100), default=1.0, help="power of the polynomial schedule")
@@ -604,6 +613,15 @@ def add_pipeline_flags(add: Add) -> None:
     add("--pretrained_model_name_or_path", type=PATH, help="hub id or folder of a pipeline")
     add("--revision", help="branch, tag or commit of the models on the hub")
     add("--variant", help="variant of the weight files, such as fp16")
+
+
+def add_init_flag(add: Add) -> None:
+    """Add the flag that `find_origin` reads."""
+    add(
+        "--init_from",
+        type=PATH,
+        help="folder of a run: start from its weights and step, with other data",
+    )
 
 
 def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:

@@ -122,7 +122,23 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
         f"Processes: {accelerator.num_processes} on {device.type}{threads}; mixed precision: "
         f"{precision}"
     )
+    if sentence := advise_precision(device, precision, args):
+        accelerator.print(sentence)
     return Launch(accelerator, cores, precision, backend, accumulation_steps)
+
+
+def advise_precision(device: torch.device, precision: str, args: Namespace) -> str | None:
+    """A sentence for a GPU that computes in plain float32 though nobody chose it; else None."""
+    chosen = args.mixed_precision or getattr(args, "allow_tf32", False)
+    if precision != "no" or chosen or device.type != "cuda":
+        return None
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    flags = "--mixed_precision bf16" + " or --allow_tf32" * ("allow_tf32" in args)
+    return (
+        f"Float32 leaves the tensor cores of this GPU unused: {flags} makes it several times as "
+        "fast (--mixed_precision no keeps float32 and leaves this line out)"
+    )
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ class Results:
 
     save(folder): writes the pipeline, or the LoRA, as other programs open it.
     log_held_out_loss(): measures it, and adds it to the records.
-    log_validation(): draws samples.
+    log_validation(): draws samples. Returns how rough they are; None on other processes, and if
+    none were drawn.
     describe(step, loss, settings): the texts of the model card and the report.
     """
 
@@ -33,7 +34,7 @@ class Results:
     files: list[str]  # patterns of what is uploaded
     save: Callable[[Path], None]
     log_held_out_loss: Callable[[], None]
-    log_validation: Callable[[], None]
+    log_validation: Callable[[], float | None]
     describe: Callable[[int, float | None, Namespace], Description]
 
 
@@ -80,15 +81,21 @@ class Loop:
         state = self.progress.state() | {"settings": self.recorded}
         self.trained.save(state, self.lora_metadata)
 
-    def look(self, stop_signal: StopSignal, keeps_best: bool = True) -> int:
-        """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0."""
+    def look(self, stop_signal: StopSignal, is_result: bool = True) -> int:
+        """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0.
+
+        is_result: whether the weights are a result of this run, to be judged and kept.
+        """
         step = self.progress.global_step
         settings = self.settings
         self.results.log_held_out_loss()
-        if settings.save_best and keeps_best and self.launch.is_main:
+        if settings.save_best and is_result and self.launch.is_main:
             folder = Path(settings.output_dir)
             keep_best(folder, self.records.held_out, step, self.results.save)
-        self.results.log_validation()
+        if getattr(settings, "validation_prompts", True):
+            roughness = self.results.log_validation()
+            if is_result:
+                self.records.judge(roughness, step)
         if self.launch.is_main:
             save_report(step, self.run.script, self.results.describe, settings)
         return stop_signal.agree()
@@ -114,7 +121,7 @@ class Loop:
         if not looks:
             return 0
         with self.records.paused():
-            return self.look(stop_signal, keeps_best=resumed)
+            return self.look(stop_signal, is_result=resumed)
 
     def take_step(self, step: Step, batches: Iterator[Batch]) -> None:
         """Take the next optimizer step, and note its result."""

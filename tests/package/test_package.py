@@ -34,7 +34,7 @@ families.stable_diffusion
 web.shards
 families.known
 families.opening
-data.folders data.images data.ranges data.streams
+data.arrays data.folders data.images data.ranges data.streams
 data.transforms data.image_cache data.rows
 data.texts data.buckets
 data.captions flags
