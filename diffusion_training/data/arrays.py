@@ -38,8 +38,8 @@ def is_array(source: str | None) -> bool:
 class ArrayReader:
     """Turns numbers of rows into images, as a transform of `datasets`.
 
-    An image is {"bytes": None, "path": None, "pixels": uint8 [C, H, W], or float32 in [0, 1] with
-    `keep_precision`}. Loader processes get the path, not the array.
+    An image is {"bytes": None, "path": its name, "pixels": uint8 [C, H, W], or float32 in [0, 1]
+    with `keep_precision`}. Loader processes get the path, not the array.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class ArrayReader:
     def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[dict]]:
         return {
             "image": [
-                {"bytes": None, "path": None, "pixels": self.read(row)} for row in batch["image"]
+                {"bytes": None, "path": f"row {row}", "pixels": self.read(row)}
+                for row in batch["image"]
             ]
         }
 

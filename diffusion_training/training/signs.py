@@ -66,8 +66,8 @@ class Course(NamedTuple):
     highest: float  # also in the warm-up
     error: float  # standard error of a quarter's mean, relative
     vanished: bool  # whether gradients are less than a fifth of the first ones
-    best: float  # lowest mean of an eighth
-    worst: float  # highest mean of a later eighth
+    best: float  # mean of the eighth from which the loss rises most
+    worst: float  # mean of the later one to which it does
     rises: bool  # whether the worst is above the best by more than the noise of both
 
 
@@ -83,24 +83,24 @@ def follow_loss(records: list[dict], judged: list[dict]) -> Course | None:
     if len(losses) < 8 or losses.min() <= 0:
         return None
     first, *_, last = np.array_split(losses, 4)
-    noise = np.median(np.abs(np.diff(np.log(losses)))) / 0.954  # if it is Gaussian
-    gradients = np.array([record["grad_norm"] for record in judged])
-    now = gradients[-len(last) :].mean()
-    eighths = np.array_split(losses, 8)
+    logs = np.log(losses)
+    noise = np.median(np.abs(np.diff(logs))) / 0.954  # if it is Gaussian
+    now = np.mean([record["grad_norm"] for record in judged[-len(last) :]])
+    eighths = np.array_split(logs, 8)
     means = np.array([part.mean() for part in eighths])
-    lowest = means[:-1].argmin()
-    worst = lowest + 1 + means[lowest + 1 :].argmax()
-    spread = [eighths[i].std() / math.sqrt(max(1, len(eighths[i]) - 1)) for i in (lowest, worst)]
-    rise = means[worst] - means[lowest]
+    errors = [part.std() / math.sqrt(max(1, len(part) - 1)) for part in eighths]
+    worst = 1 + (means[1:] - np.minimum.accumulate(means)[:-1]).argmax()
+    best = means[:worst].argmin()
+    rise = max(math.log(1.5), 4 * math.hypot(errors[best], errors[worst]))
     return Course(
         first=first.mean(),
         last=last.mean(),
         highest=max(record["loss"] for record in records),
         error=noise / math.sqrt(len(last)),
         vanished=bool(now < 0.2 * max(record["grad_norm"] for record in records)),
-        best=means[lowest],
-        worst=means[worst],
-        rises=len(losses) >= 32 and rise > max(0.5 * means[lowest], 4 * math.hypot(*spread)),
+        best=math.exp(means[best]),
+        worst=math.exp(means[worst]),
+        rises=len(losses) >= 32 and bool(means[worst] - means[best] > rise),
     )
 
 
@@ -168,7 +168,7 @@ def find_signs(
     course = course or Course(0, 0, 0, 0, False, 0, 0, False)
     falls = course.first > course.last * (1 + 6 * course.error)
     settled = poor and (ended or last["step"] >= warmup + 1000)
-    spoilt = course.vanished or course.highest > 2 * constant
+    spoilt = course.vanished or course.rises or course.highest > 2 * constant
     signs = {
         "idle": (
             soon and 0 < used < 2 / 3 * total and would_fit > args.train_batch_size,
@@ -216,7 +216,7 @@ def find_signs(
             f"nothing gives {constant:.3g}): try a lower --learning_rate",
         ),
         "unsteady": (
-            course.rises,
+            course.rises and not settled,
             f"the loss rose from {course.best:.3g} to {course.worst:.3g}, more than its noise: "
             "try a lower --learning_rate",
         ),

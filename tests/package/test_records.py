@@ -337,6 +337,7 @@ def test_signs_are_told_apart_and_a_sane_run_has_none(tmp_path, argv, images, re
     )
     steps = np.linspace(0, args.max_train_steps, 11).astype(int)[1:]
     start = {"loss": 1, "lr": args.learning_rate, "data_wait": 0.01, "clipped": 0.1}
+    start["grad_norm"] = 0.5
     # records of the warm-up are ignored
     records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]
     records += [{"step": int(step), **start, **record} for step in steps]

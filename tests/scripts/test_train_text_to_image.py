@@ -58,7 +58,7 @@ from diffusion_training.latents.source import CaptionedImages, choose_captions
 from diffusion_training.latents.text_encoders import load_text_encoders
 from diffusion_training.order import step_seed
 from diffusion_training.report import draw_curves
-from diffusion_training.training.checkpoints import save_checkpoint
+from diffusion_training.training.checkpoints import load_start, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -588,6 +588,34 @@ def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
     train(*cached, f"--latents_dir={tmp_path / 'ids'}", f"--output_dir={tmp_path / 'of-ids'}")
     losses = [[record["loss"] for record in metrics(tmp_path / name)] for name in ("out", "of-ids")]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0] != losses[1]
+
+
+def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, capfd):
+    """Weights, averaged weights and the step count continue, and a checkpoint of its own wins."""
+    train(*images, "--max_train_steps=2")
+    begun = []
+
+    def starting(accelerator, start, models, state):
+        load_start(accelerator, start, models, state)
+        begun.append(state)
+        for name, model in models.items():
+            before = weights(tmp_path / f"out/checkpoint-2/{name}")
+            assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+    patch(monkeypatch, "load_start", starting)
+    second = [*images, f"--init_from={tmp_path / 'out'}", f"--output_dir={tmp_path / 'second'}"]
+    second += ["--resolution=32", "--checkpointing_steps=1", "--resume_from_checkpoint=latest"]
+    train(*second, "--max_train_steps=3")
+    assert [(state["global_step"], state["images_seen"]) for state in begun] == [(2, 0)]
+    assert [record["step"] for record in metrics(tmp_path / "second")] == [3]
+    train(*second, "--max_train_steps=4")
+    assert len(begun) == 1 and checkpoints(tmp_path / "second") == {"checkpoint-3", "checkpoint-4"}
+    unet = UNet2DConditionModel.from_pretrained(tmp_path / "second", subfolder="unet")
+    assert unet.config.sample_size == 16
+    other = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3"]
+    assert "was trained with prediction_type None, not v_prediction: keep the objective" in refused(
+        capfd, *other, "--prediction_type=v_prediction"
+    )
 
 
 def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags, capfd):
