@@ -274,6 +274,8 @@ def main(argv=None):
     parser.add_argument("--rounds", type=int, default=3, help="for checkpointing")
     parser.add_argument("--output_dir", type=Path, default=Path("quality"), help="for the runs")
     cli = parser.parse_args(argv)
+    if cli.steps < 5:
+        parser.error("--steps must be 5 at least: the first three only warm up")
     cli.output_dir = cli.output_dir.absolute()
     print(bench.machine())
     COMPARISONS[cli.comparison](cli)

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import importlib
 import io
 import json
@@ -404,8 +403,8 @@ def test_choices_are_compared_by_quality(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(quality, "launch", launch)
     monkeypatch.setattr(quality.DiffusionPipeline, "from_pretrained", lambda folder: Drawer())
     monkeypatch.setattr("diffusers.DDIMPipeline", Drawer)
-    judge = functools.partial(quality.train_classifier, steps=300)
-    monkeypatch.setattr(quality, "train_classifier", judge)
+    judge = quality.train_classifier(images, labels, steps=150)
+    monkeypatch.setattr(quality, "train_classifier", lambda *data: judge)
     argv = ["--num_samples=20", f"--output_dir={tmp_path}"]
     quality.main(["precision", "--seeds=2", *argv])
     rows = table(capsys.readouterr().out)
@@ -429,7 +428,7 @@ def test_choices_are_compared_by_quality(tmp_path, capsys, monkeypatch):
     times = {"step": 2.0, "rss": 900.0}, {"step": 3.0, "rss": 700.0}
     runs = iter([*times, *times])
     monkeypatch.setattr(bench, "run", lambda *argv: next(runs))
-    toy = ["--size=toy", "--resolution=64", "--batch_size=1", "--steps=2", "--rounds=2"]
+    toy = ["--size=toy", "--resolution=64", "--batch_size=1", "--steps=5", "--rounds=2"]
     quality.main(["checkpointing", *toy])
     plain, kept = table(capsys.readouterr().out)
     assert kept[2].startswith("1.50 (") and kept[4].startswith("-200 (") and plain[0] == "without"
