@@ -83,6 +83,7 @@ class Records:
         self.num_left_out = num_left_out
         self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
         self.sampled: tuple[int, float] | None = None  # see `judge`
+        self.gathered: dict[str, float] = {}  # for the last record
         self.looked_at: Prepared | None = None  # some of the first images
         self.constant = constant
         self.constant_loss: float | None = None
@@ -114,7 +115,7 @@ class Records:
 
     def judge(self, roughness: float | None, step: int) -> None:
         """Report signs in the samples of a step. roughness: of their mean; None without samples."""
-        if roughness is None or self.num_records == 0:
+        if roughness is None or not self.gathered:  # nothing to compare with yet
             return
         self.sampled = step, roughness
         if signs := self.find_new_signs(read_metrics(self.output_dir)):
@@ -302,8 +303,8 @@ class ImageSums(NamedTuple):
 def take_first(prepared: Prepared, count: int) -> Prepared:
     """The first images of a batch, with what belongs to them."""
     images, condition, loss_inputs = prepared
-    cut = [{key: part[key][:count] for key in part} for part in (condition, loss_inputs)]
-    return Prepared(images[:count], *cut)
+    cut = [{key: part[key][:count].clone() for key in part} for part in (condition, loss_inputs)]
+    return Prepared(images[:count].clone(), *cut)
 
 
 @torch.no_grad()
