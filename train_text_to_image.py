@@ -457,9 +457,9 @@ def log_validation(
     def interrupt(
         pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
     ) -> dict:
+        seen.update(tensors)
         # diffusers' way to skip the remaining steps
         pipeline._interrupt = bool(stop_signal.received)
-        seen.update(tensors)
         return tensors
 
     def draw(numbers: list[int], generators: list[torch.Generator]) -> Drawn:

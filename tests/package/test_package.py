@@ -50,7 +50,8 @@ training.lora_files
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas
 training.checkpoints training.costs training.held_out
-training.trained training.output training.records report
+training.output training.records report
+training.trained
 training.metadata training.tuning
 training.loop
 """
