@@ -121,7 +121,7 @@ def steps_or_share(text: str) -> int | float:
     return int(value)
 
 
-steps_or_share.__dict__["bounds"] = 0, 10**9, steps_or_share
+steps_or_share.__dict__["bounds"] = 0, 10**9, int
 
 
 def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -134,8 +134,8 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     path = Path(args.train_data_dir or ".")
     takes_array = "array_range" in args
     if not path.is_dir() and not (takes_array and path.suffix == ".npy" and path.is_file()):
-        kinds = "neither a folder nor an .npy file" if takes_array else "not a folder"
-        parser.error(f"--train_data_dir {path} is {kinds}")
+        more = ", nor an .npy file" if takes_array else ""
+        parser.error(f"--train_data_dir {path} is not a folder{more}")
 
 
 def parse_demo(

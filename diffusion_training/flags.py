@@ -67,8 +67,8 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
     add(
         "--train_data_dir",
         type=PATH,
-        help="local folder of images, parquet files or webdataset tars"
-        + ("" if captions else ", or an .npy file"),
+        help="local folder of images, parquet files or webdataset tars "
+        "(train_unconditional.py: also an .npy file)",
     )
     add("--image_column", help="column of images (None: `image`, or the only column with images)")
     if captions:

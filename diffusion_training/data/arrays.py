@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import torch
 
+from diffusion_training.arguments import number
 from diffusion_training.errors import explained, fail
 
 
@@ -18,7 +19,7 @@ def add_array_flags(add: Callable[..., Any]) -> None:
     """Add the flags that `open_array` reads."""
     add(
         "--array_range",
-        type=float,
+        type=number(-1, 1),
         nargs=2,
         metavar=("BLACK", "WHITE"),
         help="values of a float array, --train_data_dir images.npy: 0 1 or -1 1",

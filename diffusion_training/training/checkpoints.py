@@ -209,9 +209,9 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
             "of the same names"
         )
     for name in ("prediction_type", "rescale_betas_zero_snr"):  # of what was learned
-        if name in before and before[name] != getattr(args, name):
+        if name in before and before[name] != getattr(args, name, None):
             fail(
-                f"{start} was trained with {name} {before[name]}, not {getattr(args, name)}: "
+                f"{start} was trained with {name} {before[name]}, not {getattr(args, name, None)}: "
                 "keep the objective"
             )
     step = state["global_step"]

@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_one_sentence(parse):
         (VALUES[0, 0], [], "where images have [N, C, H, W]"),
         (VALUES / 255, [], "holds float64: say with --array_range 0 1, or -1 1, what is black"),
         (VALUES, ["--array_range", "0", "1"], "holds uint8: leave --array_range out"),
-        (VALUES / 255, ["--array_range", "0", "255"], "--array_range is 0 1 or -1 1"),
+        (VALUES / 255, ["--array_range", "0", "0.5"], "--array_range is 0 1 or -1 1"),
         (VALUES.astype(np.int16), [], "holds int16: convert it to uint8, or to floats"),
         (VALUES / 1.0, ["--array_range", "-1", "1"],
          "image 0 has values from 0 to 255, which is beyond --array_range -1 1"),
@@ -78,7 +78,7 @@ def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
     for flags, sentence in (
         (["--cache_images"], "an array needs neither --cache_images nor --streaming"),
         ([f"--train_data_dir={tmp_path}", "--array_layout=nchw"], "are for --train_data_dir"),
-        ([f"--train_data_dir={tmp_path}/no.npy"], "is neither a folder nor an .npy file"),
+        ([f"--train_data_dir={tmp_path}/no.npy"], "is not a folder, nor an .npy file"),
     ):
         with pytest.raises(SystemExit) as stop:
             parse(VALUES, *flags)
