@@ -71,6 +71,7 @@ from diffusion_training.flags import (
     add_device_flags,
     add_encoder_flags,
     add_family_flags,
+    add_init_flag,
     add_logging_flags,
     add_lora_flags,
     add_optimization_flags,
@@ -97,14 +98,14 @@ from diffusion_training.models import (
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
 from diffusion_training.report import About, Description, call_pipeline, write_usage
-from diffusion_training.training.checkpoints import find_start, load_start, read_start, read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
-from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights, save_lora
+from diffusion_training.training.lora import add_lora, load_network_weights, save_lora
 from diffusion_training.training.metadata import name_readers
-from diffusion_training.training.objective import HeldOutMeasure
+from diffusion_training.training.objective import HeldOutMeasure, measure_constant
 from diffusion_training.training.output import (
+    Drawn,
     draw_samples,
     end_run,
     open_run,
@@ -152,11 +153,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         type=PATH,
         help="config of a new transformer to train: hub id, folder or JSON file",
     )
-    add(
-        "--init_from",
-        type=PATH,
-        help="folder of a run: start from its weights and step, with other data",
-    )
+    add_init_flag(add)
     add_family_flags(add, default=DEFAULT_FLOW_FAMILY)
     add_encoder_flags(add)
     add_device_flags(add)
@@ -498,21 +495,27 @@ def log_validation(
     step: int,
     stop_signal: StopSignal,
     settings: Namespace,
-) -> None:
-    """Draw --num_validation_images per prompt into samples/step-N.png and the trackers."""
+) -> float | None:
+    """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
+
+    Returns on the first process how rough the samples are; see `draw_samples`.
+    """
+    seen: dict[str, torch.Tensor] = {}
 
     def interrupt(
         pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
     ) -> dict:
         if stop_signal.poll():
             raise Interrupted
+        seen.update(tensors)
         return tensors
 
-    def draw(numbers: list[int], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
+    def draw(numbers: list[int], generators: list[torch.Generator]) -> Drawn:
         assert data.validation  # there are prompts, or nothing is drawn
         prompts, empty = data.validation.choose(numbers, launch.device)
-        try:
-            return pipeline(
+        images: Sequence[np.ndarray] = []
+        with contextlib.suppress(Interrupted):
+            images = pipeline(
                 **data.family.ask(prompts, empty, settings.guidance_scale),
                 height=settings.resolution,
                 width=settings.resolution,
@@ -521,11 +524,10 @@ def log_validation(
                 num_inference_steps=settings.num_inference_steps,
                 generator=generators,
             ).images
-        except Interrupted:
-            return []
+        return Drawn(images, seen.get("latents", torch.zeros(0)))
 
     per_call = 1 if data.family.samples_one_by_one else settings.train_batch_size
-    draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
+    return draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
 
 
 def describe_model(family: Family, about: About, settings: Namespace) -> Description:
@@ -584,20 +586,19 @@ def main(args: Namespace) -> None:
     # The model, and what the loop, the searches, the held-out loss and the costs call.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_velocity, base.family)
-    start = None if run.checkpoint else find_start(args.init_from)
-    form = (run.checkpoint or start) if args.init_from else None
-    transformer = make_transformer(base, data, predict, form, launch, args)
+    transformer = make_transformer(base, data, predict, run.form, launch, args)
     models: Models = {"transformer": transformer}  # each is trained, averaged, saved in its folder
     loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)
     shift_for_size = partial(choose_shift, sampler, base.family.patch_size(transformer))
-    loss = partial(compute_loss, args, shift_for_size, predict, loss_models)
+    loss_of = partial(compute_loss, args, shift_for_size)
+    loss = partial(loss_of, predict, loss_models)
     step = partial(train_step, accelerator, prepare, loss, args.seed, args.max_grad_norm)
 
     # The size of a step comes before the position in the data, which a checkpoint counts in images.
     freeze_on_device(loss_models, launch.device)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
-    state = read_start(start, args) if start else read_state(run.checkpoint, len(epoch_rows(0)))
+    state = run.read_state(len(epoch_rows(0)), args)
     plan, progress = plan_run(launch, models, step, data.dataset, train_rows, order, state, args)
     if plan.is_done:
         return
@@ -606,10 +607,7 @@ def main(args: Namespace) -> None:
 
     # Weights, averages and optimizer, all in float32: autocast only lowers what is computed.
     trained = Trained(launch, models, settings)
-    if run.checkpoint:
-        trained.load(run.checkpoint, state, recorded)
-    elif start:
-        load_start(accelerator, start, trained.saved, state)
+    trained.load(run, state, recorded)
     others = [*loss_models.values(), *data.modules()]
     costs = Costs(launch, models, trained.averaged, others, loss, args.optimizer, args.allow_tf32)
     if launch.compile:
@@ -622,8 +620,10 @@ def main(args: Namespace) -> None:
     if args.find_lr:  # and stop: nothing that it trains is kept
         result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
         return end_run(launch, run, result, [], settings)
-    lora_b = list_lora_b(models)
-    records = Records(accelerator, progress.global_step, 0, run.checkpoint, settings, lora_b, costs)
+    constant = partial(measure_constant, loss_of, loss_models)
+    records = Records(
+        accelerator, progress.global_step, 0, run.checkpoint, settings, models, costs, constant
+    )
     stop_signal = StopSignal(launch.num_processes, launch.shard)
 
     # What is made of the weights: samples and the held-out loss on the way, a pipeline or a LoRA.
@@ -642,11 +642,9 @@ def main(args: Namespace) -> None:
             stop_signal, progress.global_step,
         )  # fmt: skip
 
-    def draw() -> None:
-        if args.validation_prompts:
-            best = trained.best("transformer")
-            pipeline = make_pipeline(base, best, sampler, data.resolution)
-            log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
+    def draw() -> float | None:
+        pipeline = make_pipeline(base, trained.best("transformer"), sampler, data.resolution)
+        return log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
 
     results = Results(
         name="LoRA" if args.rank else "pipeline",

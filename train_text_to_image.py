@@ -47,12 +47,11 @@ import math
 import os
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
 import diffusers
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -76,6 +75,7 @@ from diffusion_training.flags import (
     add_captioned_data_flags,
     add_device_flags,
     add_encoder_flags,
+    add_init_flag,
     add_logging_flags,
     add_lora_flags,
     add_noise_flags,
@@ -102,26 +102,26 @@ from diffusion_training.models import (
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
 from diffusion_training.report import About, Description, call_pipeline, write_usage
-from diffusion_training.training.checkpoints import read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
 from diffusion_training.training.lora import (
     add_lora,
     list_further_layers,
-    list_lora_b,
     load_network_weights,
     save_lora,
 )
 from diffusion_training.training.metadata import describe_file, name_readers
 from diffusion_training.training.objective import (
     check_objective,
+    measure_constant,
     measure_epsilon,
     min_snr_weight,
     objective_flags,
 )
 from diffusion_training.training.output import (
     SINGLE_FILE,
+    Drawn,
     draw_samples,
     end_run,
     open_run,
@@ -174,6 +174,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         type=PATH,
         help="config of a new U-Net to train: hub id, folder or JSON file",
     )
+    add_init_flag(add)
     add_encoder_flags(add)
     add_device_flags(add)
     add_shard_flag(add)
@@ -211,10 +212,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if args.pretrained_model_name_or_path is None:
         family = FAMILIES[DEFAULT_FAMILY]
         parser.error(f"--pretrained_model_name_or_path is needed: a {family.title} pipeline")
-    if args.rank and args.unet_config_name_or_path:
-        parser.error(
-            "--rank trains a LoRA for a U-Net that is trained: leave --unet_config_name_or_path out"
-        )
+    for name in ("unet_config_name_or_path", "init_from"):
+        if args.rank and getattr(args, name):
+            parser.error(f"--rank trains a LoRA for a U-Net that is trained: leave --{name} out")
     if args.rank and args.output_single_file:
         parser.error("--output_single_file is for a whole pipeline: leave it or --rank out")
     check_data_args(parser, args)
@@ -244,14 +244,18 @@ def predict_noise(
 
 
 def make_unet(
-    base: Base, data: Data, predict: Predict, launch: Launch, args: Namespace
+    base: Base, data: Data, predict: Predict, start: Path | None, launch: Launch, args: Namespace
 ) -> torch.nn.Module:
-    """Make the U-Net to train: the pretrained pipeline's, or a new one from a config.
+    """Make the U-Net to train.
 
+    It is new (from a config), the pretrained pipeline's, or like the one of a checkpoint, `start`.
     With --rank it is frozen, in the precision of the launch or in 4 bits, and has an adapter that
     is trained. Stops with an error if it does not fit the latents and embeddings.
     """
+    # Only the config of a checkpoint is read here. Its weights and averaged weights come later.
     config_source = args.unet_config_name_or_path
+    if start and not config_source:
+        config_source = str(start / "unet")
     source = str(config_source or base.source)
     options = {"cache_dir": args.cache_dir}
     if not config_source:
@@ -430,6 +434,10 @@ def train_step(
 # the output
 
 
+# of the pipeline
+PARTS = [f"{part}/*" for part in ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")]
+
+
 def make_pipeline(
     base: Base, unet: torch.nn.Module, sampler: SchedulerMixin, with_text: bool = False
 ) -> DiffusionPipeline:
@@ -459,20 +467,25 @@ def log_validation(
     step: int,
     stop_signal: StopSignal,
     settings: Namespace,
-) -> None:
-    """Draw --num_validation_images per prompt into samples/step-N.png and the trackers."""
+) -> float | None:
+    """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
+
+    Returns on the first process how rough the samples are; see `draw_samples`.
+    """
+    seen: dict[str, torch.Tensor] = {}
 
     def interrupt(
         pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
     ) -> dict:
+        seen.update(tensors)
         # diffusers' way to skip the remaining steps
         pipeline._interrupt = bool(stop_signal.poll())
         return tensors
 
-    def draw(numbers: list[int], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
+    def draw(numbers: list[int], generators: list[torch.Generator]) -> Drawn:
         assert data.validation  # there are prompts, or nothing is drawn
         prompts, empty = data.validation.choose(numbers, launch.device)
-        return pipeline(
+        images = pipeline(
             **data.family.ask(prompts, empty, settings.guidance_scale),
             height=settings.resolution,
             width=settings.resolution,
@@ -481,14 +494,15 @@ def log_validation(
             num_inference_steps=settings.num_inference_steps,
             generator=generators,
         ).images
+        return Drawn(images, seen["latents"])
 
     per_call = settings.train_batch_size
-    draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
+    return draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
 
 
 def describe_model(family: Family, about: About, settings: Namespace) -> Description:
     """What the model card and the report say of the result, with example code."""
-    is_new = settings.unet_config_name_or_path is not None
+    is_new = bool(settings.unet_config_name_or_path or settings.init_from)
     how = "trained from scratch" if is_new else "fine-tuned"
     what = (
         f"A {family.title} pipeline whose U-Net was {how} on `{about.data}`\n"
@@ -550,17 +564,18 @@ def main(args: Namespace) -> None:
     # The model, and what the loop, the searches, the held-out loss and the costs call.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_noise, base.family)
-    unet = make_unet(base, data, predict, launch, args)
+    unet = make_unet(base, data, predict, run.form, launch, args)
     models: Models = {"unet": unet}  # each is trained, averaged, and saved in a folder of its name
     loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)
-    loss = partial(compute_loss, args, noise_scheduler, predict, loss_models)
+    loss_of = partial(compute_loss, args, noise_scheduler)
+    loss = partial(loss_of, predict, loss_models)
     step = partial(train_step, accelerator, prepare, loss, args.seed, args.max_grad_norm)
 
     # The size of a step comes before the position in the data, which a checkpoint counts in images.
     freeze_on_device(loss_models, launch.device)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
-    state = read_state(run.checkpoint, len(epoch_rows(0)))
+    state = run.read_state(len(epoch_rows(0)), args)
     plan, progress = plan_run(launch, models, step, data.dataset, train_rows, order, state, args)
     if plan.is_done:
         return
@@ -569,8 +584,7 @@ def main(args: Namespace) -> None:
 
     # Weights, averages and optimizer, all in float32: autocast only lowers what is computed.
     trained = Trained(launch, models, settings)
-    if run.checkpoint:
-        trained.load(run.checkpoint, state, recorded)
+    trained.load(run, state, recorded)
     others = [*loss_models.values(), *data.modules()]
     costs = Costs(launch, models, trained.averaged, others, loss, args.optimizer, args.allow_tf32)
     if launch.compile:
@@ -583,8 +597,10 @@ def main(args: Namespace) -> None:
     if args.find_lr:  # and stop: nothing that it trains is kept
         result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
         return end_run(launch, run, result, [], settings)
-    lora_b = list_lora_b(models)
-    records = Records(accelerator, progress.global_step, 0, run.checkpoint, settings, lora_b, costs)
+    constant = partial(measure_constant, loss_of, loss_models)
+    records = Records(
+        accelerator, progress.global_step, 0, run.checkpoint, settings, models, costs, constant
+    )
     stop_signal = StopSignal(launch.num_processes, launch.shard)
 
     # What is made of the weights: samples and the held-out loss on the way, a pipeline or a LoRA.
@@ -608,15 +624,13 @@ def main(args: Namespace) -> None:
             stop_signal, progress.global_step,
         )  # fmt: skip
 
-    def draw() -> None:
-        if args.validation_prompts:
-            pipeline = make_pipeline(base, trained.best("unet"), sampler)
-            log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
+    def draw() -> float | None:
+        pipeline = make_pipeline(base, trained.best("unet"), sampler)
+        return log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
 
-    parts = [f"{part}/*" for part in ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")]
     results = Results(
         name="LoRA" if args.rank else "pipeline",
-        files=["pytorch_lora_weights*"] if args.rank else [SINGLE_FILE, *parts],
+        files=["pytorch_lora_weights*"] if args.rank else [SINGLE_FILE, *PARTS],
         save=save_result,
         log_held_out_loss=measure,
         log_validation=draw,
@@ -624,7 +638,7 @@ def main(args: Namespace) -> None:
     )
     loop = Loop(launch, run, trained, progress, records, results, settings, recorded, lora_metadata)
     samples_every = (args.validation_steps, args.validation_epochs)
-    is_pretrained = args.unet_config_name_or_path is None
+    is_pretrained = bool(args.init_from) or args.unet_config_name_or_path is None
     stop = loop.train(step, records.watch(loaded), stop_signal, samples_every, is_pretrained)
     loaded.close()  # ends its thread and the loader's processes
     loop.finish(stop, stop_signal)

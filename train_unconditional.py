@@ -55,9 +55,10 @@ from tqdm.auto import tqdm
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
 from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
+from diffusion_training.data.arrays import add_array_flags, is_array
 from diffusion_training.data.folders import find_source
 from diffusion_training.data.image_cache import cache_images
-from diffusion_training.data.images import decode_image, name_image, shrink
+from diffusion_training.data.images import decode_image, measure_roughness, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
 from diffusion_training.data.streams import add_stream_flags
 from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
@@ -83,12 +84,12 @@ from diffusion_training.models import (
 )
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
 from diffusion_training.report import About, Description, write_usage
-from diffusion_training.training.checkpoints import read_state
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
 from diffusion_training.training.objective import (
     check_objective,
+    measure_constant,
     measure_epsilon,
     min_snr_weight,
     objective_flags,
@@ -129,6 +130,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add)
+    add_array_flags(add)
     add_stream_flags(add)
     add(
         "--cache_images",
@@ -247,6 +249,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args = parse_demo(parser, "\n".join(demo), argv)
 
     check_source(parser, args)
+    if not is_array(args.train_data_dir):
+        if args.array_range or args.array_layout:
+            parser.error("--array_range and --array_layout are for --train_data_dir images.npy")
+    elif args.cache_images or args.streaming:
+        parser.error("an array needs neither --cache_images nor --streaming: it is memory-mapped")
     if args.model_config_name_or_path and go_on:
         parser.error(
             "--model_config_name_or_path and --pretrained_model_name_or_path exclude each other"
@@ -348,7 +355,8 @@ def make_unet(args: Namespace) -> UNet2DModel:
             )
     channels = unet.config.in_channels
     multiple = 2 ** (len(unet.config.block_out_channels) - 1)  # each further level halves the side
-    if channels not in (1, 3) or unet.config.out_channels != channels:
+    fits = channels in (1, 3) or is_array(args.train_data_dir)
+    if not fits or unet.config.out_channels != channels:
         fail(
             f"{source} takes {channels} and gives {unet.config.out_channels} channels; images have "
             "1 or 3"
@@ -510,10 +518,10 @@ def log_validation(
     step: int,
     stop_signal: StopSignal,
     settings: Namespace,
-) -> torch.Tensor | None:
+) -> float | None:
     """Draw --eval_batch_size images into samples/step-N.png and the trackers.
 
-    Each process draws a share. Returns the images on the main process, else None.
+    Each process draws a share. Returns on the first process how rough they are, on average.
 
     The samples equal the pipeline's. Its loop is written out here, so that you can pass further
     inputs to the U-Net, such as class labels. Image i has its own seed, so the number of processes
@@ -552,18 +560,23 @@ def log_validation(
         return None
     drawn.sort(key=lambda pair: pair[0])
     images = torch.stack([image for _, image in drawn])
-    grid = make_grid(images, nrow=math.ceil(math.sqrt(count)), padding=1, pad_value=0.5)
+    # of an array with another number of channels, each is shown by itself
+    shown = images if images.shape[1] in (1, 3) else images.flatten(0, 1)[:, None]
+    grid = make_grid(shown, nrow=math.ceil(math.sqrt(len(shown))), padding=1, pad_value=0.5)
     picture = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
     scale = max(1, 512 // picture.width)  # so that digits of 8 px can be seen
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.NEAREST)
     save_samples(launch.accelerator, picture, settings.output_dir, step)
-    return images
+    return measure_roughness(images).mean().item()
 
 
 def describe_model(about: About, settings: Namespace) -> Description:
     """What the model card and the report say of the result, with example code."""
     what = f"An unconditional diffusion model, trained on `{about.data}` for {about.step} steps."
-    usage = write_usage(about.name, f"num_inference_steps={settings.ddpm_num_inference_steps}")
+    call = f"num_inference_steps={settings.ddpm_num_inference_steps}"
+    if is_array(settings.train_data_dir):
+        call += ', output_type="np"'
+    usage = write_usage(about.name, call)
     tags = ["unconditional-image-generation", "diffusion-models-class"]
     return Description(tags, what, usage, settings.pretrained_model_name_or_path)
 
@@ -591,8 +604,8 @@ def main(args: Namespace) -> None:
     loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
 
     # The data. A core per process stays free for the trainer.
-    images = load_rows(args, args.streaming)
     channels = unet.config.in_channels
+    images = load_rows(args, args.streaming, channels=channels)
     num_left_out = 0
     if args.cache_images:
         workers = min(8, launch.cores)
@@ -604,12 +617,13 @@ def main(args: Namespace) -> None:
 
     # What the loop, the searches, the held-out loss and the costs call.
     freeze_on_device(loss_models, launch.device)
-    loss = partial(compute_loss, args, noise_scheduler, predict_noise, loss_models)
+    loss_of = partial(compute_loss, args, noise_scheduler)
+    loss = partial(loss_of, predict_noise, loss_models)
     step = partial(train_step, accelerator, prepare_batch, loss, args.seed, args.max_grad_norm)
 
     # The size of a step comes before the position in the data, which a checkpoint counts in images.
     order = Order(train_rows, args.seed)
-    state = read_state(run.checkpoint, len(train_rows))
+    state = run.read_state(len(train_rows), args)
     plan, progress = plan_run(launch, models, step, dataset, train_rows, order, state, args)
     if plan.is_done:
         return
@@ -618,8 +632,7 @@ def main(args: Namespace) -> None:
 
     # Weights, averages and optimizer, all in float32: autocast only lowers what is computed.
     trained = Trained(launch, models, settings)
-    if run.checkpoint:
-        trained.load(run.checkpoint, state, recorded)
+    trained.load(run, state, recorded)
     others = [*loss_models.values()]
     costs = Costs(launch, models, trained.averaged, others, loss, args.optimizer, args.allow_tf32)
     if launch.compile:
@@ -635,9 +648,11 @@ def main(args: Namespace) -> None:
     if args.find_lr:  # and stop: nothing that it trains is kept
         result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
         return end_run(launch, run, result, [], settings)
+    constant = partial(measure_constant, loss_of, loss_models)
     records = Records(
-        accelerator, progress.global_step, num_left_out, run.checkpoint, settings, costs=costs
-    )
+        accelerator, progress.global_step, num_left_out, run.checkpoint, settings, models, costs,
+        constant,
+    )  # fmt: skip
     stop_signal = StopSignal(launch.num_processes)
 
     # What is made of the weights: samples and the held-out loss on the way, and the pipeline.
@@ -648,9 +663,8 @@ def main(args: Namespace) -> None:
             stop_signal, progress.global_step,
         )  # fmt: skip
 
-    def draw() -> None:
-        samples = log_validation(launch, pipeline, progress.global_step, stop_signal, settings)
-        records.judge(samples, progress.global_step)
+    def draw() -> float | None:
+        return log_validation(launch, pipeline, progress.global_step, stop_signal, settings)
 
     results = Results(
         name="pipeline",

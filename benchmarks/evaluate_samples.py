@@ -219,8 +219,8 @@ def read_real(pipeline, parser, args):
     changed["resolution"] = args.resolution or (path.is_file() and run.resolution) or size
     changed["guidance_scale"] = args.guidance_scale or getattr(run, "guidance_scale", None)
     run = Flags(**vars(run) | changed)
-    images = load_rows(run, others=[run.caption_column] if captioned else [])
     channels = 3 if captioned else pipeline.unet.config.in_channels
+    images = load_rows(run, others=[run.caption_column] if captioned else [], channels=channels)
     return train_unconditional.ImageDataset(images, channels, run), run
 
 

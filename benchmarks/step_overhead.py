@@ -55,7 +55,7 @@ def bare(name, *argv):
             bucket_step=None,
         )
         predict = functools.partial(script.predict_noise, base.family)
-        unet = script.make_unet(base, data, predict, torch.float32, args)
+        unet = script.make_unet(base, data, predict, None, torch.float32, args)
         size = shape[1:]
         condition = {
             "encoder_hidden_states": torch.randn(

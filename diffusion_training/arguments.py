@@ -167,6 +167,19 @@ def size(low: int, high: int) -> Callable[[str], int]:
 COUNT = number(1, 10**9, int)  # an argparse type
 
 
+def steps_or_share(text: str) -> int | float:
+    """An argparse type: a number of steps, or below 1 a share of the run; 1 and 1.0 are a step."""
+    value = number(0, 10**9)(text)
+    if 0 < value < 1:
+        return value
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text} is neither whole steps nor a share below 1")
+    return int(value)
+
+
+steps_or_share.__dict__["bounds"] = 0, 10**9, int
+
+
 def parse_demo(
     parser: Parser, demo: str, argv: list[str] | None, launcher: str = "accelerate launch"
 ) -> argparse.Namespace:

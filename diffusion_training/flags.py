@@ -10,7 +10,7 @@ from pathlib import Path
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size
+from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size, steps_or_share
 from diffusion_training.data.streams import add_stream_flags, check_stream_args
 from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
 from diffusion_training.families.base import Family
@@ -65,7 +65,8 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
         "--train_data_dir",
         type=PATH,
         help="local folder of images, parquet files or webdataset tars; with --streaming also an "
-        "address of the last two, such as 's3://bucket/{000..123}.tar'",
+        "address of the last two, such as 's3://bucket/{000..123}.tar'; in train_unconditional.py "
+        "also an .npy file",
     )
     add(
         "--image_column", help="column of images (default: `image`, or the only column with images)"
@@ -108,8 +109,12 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error(
             f"--train_data_dir {source} is an address: give --streaming, or copy the data to a disk"
         )
-    if args.dataset_name is None and not is_address(source) and not Path(source).is_dir():
-        parser.error(f"--train_data_dir {source} is not a folder")
+    if args.dataset_name is not None or is_address(source) or Path(source).is_dir():
+        return
+    takes_array = "array_range" in args
+    if not (takes_array and Path(source).suffix == ".npy" and Path(source).is_file()):
+        more = ", nor an .npy file" if takes_array else ""
+        parser.error(f"--train_data_dir {source} is not a folder{more}")
 
 
 def add_transform_flags(add: Add) -> None:
@@ -428,9 +433,10 @@ def add_optimization_flags(
     )
     add(
         "--lr_warmup_steps",
-        type=number(0, 10**9, int),
+        type=steps_or_share,
         default=500,
-        help="optimizer steps in which the learning rate rises to its peak (not with constant)",
+        help="optimizer steps in which the learning rate rises to its peak, or below 1 their "
+        "share of the run, such as 0.05 (not with constant)",
     )
     add("--lr_num_cycles", type=COUNT, default=1, help="number of restarts of cosine_with_restarts")
     add("--lr_power", type=number(0, 100), default=1.0, help="power of the polynomial schedule")
@@ -699,6 +705,15 @@ def add_pipeline_flags(add: Add) -> None:
     )
     add("--revision", help="branch, tag or commit of the models on the hub")
     add("--variant", help="variant of the weight files to load: fp16 loads *.fp16.safetensors")
+
+
+def add_init_flag(add: Add) -> None:
+    """Add the flag that `find_origin` reads."""
+    add(
+        "--init_from",
+        type=PATH,
+        help="folder of a run: start from its weights and step, with other data",
+    )
 
 
 def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:

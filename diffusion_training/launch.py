@@ -153,7 +153,23 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
     shard = shard and accelerator.num_processes > 1
     launch = Launch(accelerator, cores, precision, backend, accumulation_steps, shard)
     accelerator.print(f"Processes: {launch.describe()}")
+    if sentence := advise_precision(device, precision, args):
+        accelerator.print(sentence)
     return launch
+
+
+def advise_precision(device: torch.device, precision: str, args: Namespace) -> str | None:
+    """A sentence for a GPU that computes in plain float32 though nobody chose it; else None."""
+    chosen = args.mixed_precision or getattr(args, "allow_tf32", False)
+    if precision != "no" or chosen or device.type != "cuda":
+        return None
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    flags = "--mixed_precision bf16" + " or --allow_tf32" * ("allow_tf32" in args)
+    return (
+        f"Float32 leaves the tensor cores of this GPU unused: {flags} makes it several times as "
+        "fast (--mixed_precision no keeps float32 and leaves this line out)"
+    )
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from accelerate.utils import send_to_device
 
+from diffusion_training.errors import Refused
+
 Ahead = TypeVar("Ahead")
 Mark: TypeAlias = float | torch.cuda.Event  # see `mark_time`
 
@@ -32,7 +34,7 @@ def load_batches(
     which `seconds_between` converts to seconds.
     """
     loader = torch.utils.data.DataLoader(
-        dataset,
+        Told(dataset),
         batch_size=None,
         sampler=keys,
         num_workers=num_workers,
@@ -48,8 +50,11 @@ def load_batches(
         atexit.register(end_workers)
 
     def load() -> dict | None:
+        batch = next(batches, None)
+        if isinstance(batch, Refused):
+            raise batch
         # The copy is queued on the stream that computes, so nothing has to wait for it.
-        return send_to_device(next(batches, None), device, non_blocking=True)
+        return send_to_device(batch, device, non_blocking=True)
 
     with ThreadPoolExecutor(1) as thread:
         ahead = [thread.submit(load) for _ in range(2)]
@@ -63,6 +68,19 @@ def load_batches(
                 yield {**batch, "waited": (begin, mark_time(device))}
         finally:
             thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Told:
+    """A data set that returns a `Refused` in place of a batch: a loader process can't raise it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self.dataset[key]
+        except Refused as refused:
+            return refused
 
 
 def ignore_signals(worker_id: int) -> None:

@@ -125,7 +125,7 @@ def write_usage(
         f"pipeline = {opener}({json.dumps(source)}{more}).to(device)",
         *setup,
         f"image = pipeline({call}).images[0]",
-        'image.save("image.png")',
+        *['image.save("image.png")'] * ("output_type" not in call),  # an array is no picture
     ])  # fmt: skip
 
 

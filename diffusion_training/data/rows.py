@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import fsspec
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import xxhash
@@ -21,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from diffusion_training.arguments import list_values
+from diffusion_training.data.arrays import is_array, open_array
 from diffusion_training.data.folders import (
     add_captions,
     apply_folder_flags,
@@ -53,12 +55,20 @@ class ImageRows(NamedTuple):
     mask_column: str | None = None
 
 
-def load_rows(args: Namespace, streaming: bool = False, others: Iterable[Any] = ()) -> ImageRows:
+def load_rows(
+    args: Namespace,
+    streaming: bool = False,
+    others: Iterable[Any] = (),
+    channels: int | None = None,
+) -> ImageRows:
     """Open the data set. `others` are further columns to read, or lists of them.
 
-    All other columns are not read, since they may be images too.
+    All other columns are not read, since they may be images too. channels: of the images that the
+    model takes, which the layout of an array goes by.
     """
     source = find_source(args)
+    if channels and is_array(source):
+        return ImageRows(take_samples(open_array(source, channels, args), args), "image")
     if getattr(args, "bucket_no_upscale", False) and not args.bucket_step:
         fail("--bucket_no_upscale is for images of several sizes: give --bucket_step as well")
     extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
@@ -97,11 +107,7 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[Any] = 
             rows = rows.cast_column(name, datasets.Image(decode=False), **options)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
         report_unused(source, builder, rows, args.dataset_split, extension)
-    if args.max_train_samples is not None:
-        if not streaming:
-            rows = rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
-        else:  # the first ones: a shuffled stream would give others in each epoch
-            rows = rows.take(args.max_train_samples)
+    rows = take_samples(rows, args)
     rows = rows.select_columns([column, *wanted])
     if streaming:
         # otherwise the device waits 5 s after each pass
@@ -112,6 +118,15 @@ def load_rows(args: Namespace, streaming: bool = False, others: Iterable[Any] = 
     elif len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return ImageRows(rows, column, mask_column)
+
+
+def take_samples(rows: Rows, args: Namespace) -> Rows:
+    """Take --max_train_samples of the rows, drawn at random; of a stream the first."""
+    if args.max_train_samples is None:
+        return rows
+    if isinstance(rows, datasets.IterableDataset):  # shuffled, it would give others in each epoch
+        return rows.take(args.max_train_samples)
+    return rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
 
 
 def open_builder(
@@ -377,7 +392,10 @@ class RowDataset(torch.utils.data.Dataset):
 
         No image is read.
         """
-        paths = pc.struct_field(self.rows.data[self.column], "path").to_pylist()
+        column = self.rows.data[self.column]
+        paths = [None] * len(column)  # of an array
+        if pa.types.is_struct(column.type):
+            paths = pc.struct_field(column, "path").to_pylist()
         if self.rows._indices is not None:  # drawn by --max_train_samples
             paths = [paths[i] for i in self.rows._indices.column(0).to_pylist()]
         return [name_image(row, {"path": path}, self.source) for row, path in enumerate(paths)]
@@ -389,7 +407,9 @@ class RowDataset(torch.utils.data.Dataset):
         """
         digest = xxhash.xxh3_128()
         for value in self.rows[row].values():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and "pixels" in value:
+                value = value["pixels"].numpy().tobytes()
+            elif isinstance(value, dict):
                 data = value["bytes"]
                 path = value["path"]
                 # the file may be gone, or the path may be only a name for the bytes

@@ -225,6 +225,12 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
             f"{start} held images out, and these would be trained on: give {flags}, and images "
             "of the same names"
         )
+    for name in ("prediction_type", "rescale_betas_zero_snr"):  # of what was learned
+        if name in before and before[name] != getattr(args, name, None):
+            fail(
+                f"{start} was trained with {name} {before[name]}, not {getattr(args, name, None)}: "
+                "keep the objective"
+            )
     step = state["global_step"]
     if args.max_train_steps and args.max_train_steps <= step:
         fail(

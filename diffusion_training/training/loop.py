@@ -34,7 +34,8 @@ class Results:
     save(best, folder): writes the pipeline, or the LoRA, as other programs open it. best: {name:
     model}, averaged if possible. On the first process.
     log_held_out_loss(): measures it, and adds it to the records.
-    log_validation(): draws samples.
+    log_validation(): draws samples. Returns how rough they are; None on other processes, and if
+    none were drawn.
     describe(about, settings): the texts of the model card and the report.
     """
 
@@ -42,7 +43,7 @@ class Results:
     files: list[str]  # patterns of what is uploaded
     save: Callable[[Models, Path], None]
     log_held_out_loss: Callable[[], None]
-    log_validation: Callable[[], None]
+    log_validation: Callable[[], float | None]
     describe: Callable[[About, Namespace], Description]
 
 
@@ -115,16 +116,22 @@ class Loop:
         if self.launch.is_main:
             self.results.save(best, Path(self.settings.output_dir))
 
-    def look(self, stop_signal: StopSignal, keeps_best: bool = True) -> int:
-        """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0."""
+    def look(self, stop_signal: StopSignal, is_result: bool = True) -> int:
+        """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0.
+
+        is_result: whether the weights are a result of this run, to be judged and kept.
+        """
         step = self.progress.global_step
         settings = self.settings
         self.results.log_held_out_loss()
-        if settings.save_best and keeps_best:
+        if settings.save_best and is_result:
             save = partial(self.results.save, self.trained.gather_best())
             if self.launch.is_main:
                 keep_best(Path(settings.output_dir), self.records.held_out, step, save)
-        self.results.log_validation()
+        if getattr(settings, "validation_prompts", True):
+            roughness = self.results.log_validation()
+            if is_result:
+                self.records.judge(roughness, step)
         if self.launch.is_main:
             launcher = "accelerate launch" if is_launched() else "python"
             describe = self.results.describe
@@ -152,7 +159,7 @@ class Loop:
         if not looks:
             return 0
         with self.records.paused():
-            return self.look(stop_signal, keeps_best=resumed)
+            return self.look(stop_signal, is_result=resumed)
 
     def take_step(self, step: Step, batches: Iterator[Batch]) -> None:
         """Take the next optimizer step, and note its result."""

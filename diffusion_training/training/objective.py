@@ -1,7 +1,9 @@
 """The objective: supported schedulers, the min-SNR weight, and predictions as noise."""
 
+import math
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
-from diffusion_training.batches import Models, Predict
+from diffusion_training.batches import Models, Predict, Prepared
 from diffusion_training.errors import fail
 
 
@@ -101,3 +103,34 @@ def measure_epsilon(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOut
         return F.mse_loss(epsilon, noise, reduction="none").mean(dim=(1, 2, 3))
 
     return HeldOutMeasure(add_noise, measure_error)
+
+
+@torch.no_grad()
+def measure_constant(
+    loss_of: Callable[..., torch.Tensor], loss_models: Models, models: Models, prepared: Prepared
+) -> float:
+    """The loss of the best constant prediction, whatever the objective; nan if it has none.
+
+    A model that has learned nothing is no better. The loss of a constant is a parabola, of which
+    three points are measured, with the same noise and timesteps.
+
+    loss_of(predict, loss_models, models, prepared, weight): the script's `compute_loss`.
+    """
+
+    def give(constant: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        return constant
+
+    images = prepared.images
+    weight = torch.full([len(images)], 1 / len(images), device=images.device)
+    losses = torch.zeros(3, device=images.device)
+    try:
+        for seed in range(32):
+            for i, value in enumerate((-1.0, 0.0, 1.0)):
+                torch.manual_seed(seed)  # each step sets its own
+                predict = partial(give, torch.full_like(images, value))
+                losses[i] += loss_of(predict, loss_models, models, prepared, weight)
+    except Exception:  # only signs need it, and a loss of one's own may need another prediction
+        return math.nan
+    low, middle, high = (losses / 32).tolist()
+    curvature = (low + high) / 2 - middle
+    return middle - (high - low) ** 2 / (16 * curvature) if curvature > 0 else math.nan

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 
 from diffusion_training.arguments import Flags, format_args
+from diffusion_training.data.images import measure_roughness
 from diffusion_training.errors import UNDO, explained, fail
 from diffusion_training.files import (
     check_output_dir,
@@ -35,7 +36,13 @@ from diffusion_training.files import (
 )
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.order import step_seed
-from diffusion_training.training.checkpoints import find_checkpoint, find_checkpoints, read_state
+from diffusion_training.training.checkpoints import (
+    find_checkpoint,
+    find_checkpoints,
+    find_start,
+    read_start,
+    read_state,
+)
 from diffusion_training.training.signs import read_best
 
 SINGLE_FILE = "single_file.safetensors"  # of --output_single_file
@@ -50,6 +57,14 @@ class Run:
     checkpoint: Path | None  # to resume from
     before: dict[str, Any]  # the settings of that checkpoint
     hub_model_id: str | None
+    start: Path | None = None  # another run's, of --init_from, if there is none to resume from
+    form: Path | None = None  # the one whose configs the models have; None without --init_from
+
+    def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
+        """The state in which the run begins; see `read_state`."""
+        if self.start:
+            return read_start(self.start, args)
+        return read_state(self.checkpoint, num_images)
 
     def settings(self) -> dict[str, Any]:
         return {"hub_model_id": self.hub_model_id}
@@ -109,7 +124,10 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             (unfinished / "run.args").write_bytes(os.fsencode(text))
         if args.push_to_hub:
             hub_model_id = make_repository(args)
-    return Run(script, lock, checkpoint, state["settings"], hub_model_id)
+    init_from = getattr(args, "init_from", None)
+    start = None if checkpoint else find_start(init_from)
+    form = (checkpoint or start) if init_from else None
+    return Run(script, lock, checkpoint, state["settings"], hub_model_id, start, form)
 
 
 def make_repository(args: Namespace) -> str:
@@ -163,26 +181,32 @@ def save_samples(
             tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 
+class Drawn(NamedTuple):
+    """Samples, and the latents that were decoded to them."""
+
+    images: Sequence[np.ndarray]  # float [N, H, W, C] in [0, 1]
+    latents: torch.Tensor  # see `to_square`
+
+
 def draw_samples(
     launch: Launch,
     pipeline: DiffusionPipeline,
-    draw: Callable[[list[int], list[torch.Generator]], Sequence[np.ndarray]],
+    draw: Callable[[list[int], list[torch.Generator]], Drawn],
     per_call: int,
     step: int,
     stop_signal: StopSignal,
     settings: Namespace,
-) -> None:
+) -> float | None:
     """Draw --num_validation_images of each prompt, and save them as the samples of a step.
+
+    Returns on the first process how rough they are before the VAE decodes them, on average.
 
     Each process draws a share. An image starts from its own seed, whatever the number of processes.
     A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
     what is missing.
 
-    draw: (numbers of up to `per_call` prompts, a generator of each) -> images float [N, H, W, C] in
-    [0, 1].
+    draw: (numbers of up to `per_call` prompts, a generator of each) -> what was drawn.
     """
-    if not settings.validation_prompts:
-        return
     device = launch.device
     model = getattr(pipeline, "unet", None) or pipeline.transformer
     # decode one image at a time: a batch may need more memory than training
@@ -194,24 +218,36 @@ def draw_samples(
     count = len(prompts) * settings.num_validation_images
     own = launch.share(count)
     images: list[Any] = []
+    roughness: list[float] = []
     for start in range(0, len(own), per_call):
         numbers = [number % count for number in own[start : start + per_call]]
         generators = [
             torch.Generator(device).manual_seed(step_seed("sample", settings.seed, number))
             for number in numbers
         ]
-        images.extend(draw([i // settings.num_validation_images for i in numbers], generators))
+        drawn = draw([i // settings.num_validation_images for i in numbers], generators)
         if stop_signal.poll():
             break
+        images.extend(drawn.images)
+        roughness += measure_roughness(to_square(drawn.latents).float()).tolist()
     model.train(training)
-    drawn = [] if stop_signal.received else list(zip(own, images, strict=True))
-    drawn = [(number, image) for number, image in gather_object(drawn) if number < count]
-    if launch.is_main and len(drawn) == count:
-        drawn.sort(key=lambda pair: pair[0])
-        pixels = np.stack([image for _, image in drawn])
-        pixels = (pixels * 255).round().astype(np.uint8)
-        grid = draw_grid(pixels.reshape(len(prompts), -1, *pixels.shape[1:]), prompts)
-        save_samples(launch.accelerator, grid, settings.output_dir, step)
+    parts = [] if stop_signal.received else list(zip(own, images, roughness, strict=True))
+    parts = [part for part in gather_object(parts) if part[0] < count]
+    if not launch.is_main or len(parts) < count:
+        return None
+    parts.sort(key=lambda part: part[0])
+    pixels = np.stack([image for _, image, _ in parts])
+    pixels = (pixels * 255).round().astype(np.uint8)
+    grid = draw_grid(pixels.reshape(len(prompts), -1, *pixels.shape[1:]), prompts)
+    save_samples(launch.accelerator, grid, settings.output_dir, step)
+    return sum(rough for _, _, rough in parts) / count
+
+
+def to_square(latents: torch.Tensor) -> torch.Tensor:
+    """Latents [N, C, h, w] of square images, which some pipelines keep in a row, [N, h * w, C]."""
+    if latents.dim() == 4:
+        return latents
+    return latents.transpose(1, 2).unflatten(2, (math.isqrt(latents.shape[1]), -1))
 
 
 def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
-from diffusion_training.batches import Batch, Prepared, StepSums
+from diffusion_training.batches import Batch, Models, Prepared, StepSums
+from diffusion_training.data.images import measure_roughness
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.costs import Costs
+from diffusion_training.training.lora import list_lora_b
 from diffusion_training.training.sharding import whole
 from diffusion_training.training.signs import find_signs, read_metrics
 
@@ -31,8 +33,9 @@ class Records:
 
     `watch`, `look` and `add` only take notes; only `update` waits for the device.
 
-    lora_b: see `list_lora_b`; empty without a LoRA.
-    costs: `Costs`, if they are to be recorded.
+    models: those that are trained. costs: `Costs`, if they are to be recorded.
+    constant(models, prepared): the loss of a constant prediction; see `measure_constant`. With it
+    the loss itself is judged.
     """
 
     def __init__(
@@ -42,8 +45,9 @@ class Records:
         num_left_out: int,
         checkpoint: Path | None,
         settings: Namespace,
-        lora_b: Sequence[torch.Tensor] = (),
+        models: Models | None = None,
         costs: Costs | None = None,
+        constant: Callable[[Models, Prepared], float] | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.output_dir = Path(settings.output_dir)
@@ -82,8 +86,13 @@ class Records:
         self.num_left_out = num_left_out
         self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
         self.sampled: tuple[int, float] | None = None  # see `judge`
+        self.gathered: dict[str, float] = {}  # for the last record
+        self.looked_at: Prepared | None = None  # some of the first images
+        self.constant = constant
+        self.constant_loss: float | None = None
         self.any_decoded = checkpoint is not None
-        self.lora_b = lora_b
+        self.models = models or {}
+        self.lora_b = list_lora_b(self.models)
         self.costs = costs
         self.has_printed_memory = False
 
@@ -99,17 +108,21 @@ class Records:
         if self.num_looked_at >= 100:  # of this process: enough to tell whether they are proper
             return
         self.num_looked_at += len(prepared.images)
+        if self.looked_at is None and weight.any():
+            self.looked_at = take_first(prepared, 16)
         measured = measure_images(prepared.images, weight)
         self.first_images = ImageSums(*map(sum, zip(self.first_images, measured, strict=True)))
         if self.costs and self.accelerator.is_main_process:
             with self.paused():
                 self.costs.look(prepared)
 
-    def judge(self, samples: torch.Tensor | None, step: int) -> None:
-        """Note how rough samples [N, C, H, W] are, for `find_signs`; None if there are none."""
-        if samples is not None:
-            measured = measure_images(samples, torch.ones(len(samples)) / len(samples))
-            self.sampled = step, measured.roughness.item()
+    def judge(self, roughness: float | None, step: int) -> None:
+        """Report signs in the samples of a step. roughness: of their mean; None without samples."""
+        if roughness is None or not self.gathered:  # nothing to compare with yet
+            return
+        self.sampled = step, roughness
+        if signs := self.find_new_signs(read_metrics(self.output_dir)):
+            self.write({"step": step, "signs": signs})
 
     def add(self, sums: StepSums, num_images: int, epoch: int, lr: float) -> None:
         """Add the result of `train_step` for a step with `num_images` on all processes together."""
@@ -165,9 +178,10 @@ class Records:
             return
         record = self.make_record(step, sums, last)
         self.num_records += 1
-        signs = self.find_new_signs(record, sums, last)
-        for text in signs.values():
-            self.bar.write(f"Worth a look: {text}", file=sys.stderr)
+        self.gathered = sums
+        signs = {}
+        if last or self.num_records.bit_count() == 1:  # seldom, because all records are read
+            signs = self.find_new_signs([*read_metrics(self.output_dir), record])
         new = dict(itertools.islice(self.skipped.items(), self.num_recorded, None))
         self.num_recorded = len(self.skipped)
         more = {"signs": signs, "skipped": new}
@@ -226,26 +240,30 @@ class Records:
         self.bar.set_postfix_str(f"{shown}, lr {self.lr:.1e}")
         return record
 
-    def find_new_signs(
-        self, record: dict[str, Any], sums: dict[str, float], last: bool
-    ) -> dict[str, str]:
-        """The signs of trouble that were not reported yet, on the first process.
-
-        At records 1, 2, 4, 8 ...: early but seldom, because all records are read.
-        """
+    def find_new_signs(self, records: list[dict]) -> dict[str, str]:
+        """Print and return the signs of trouble that were not found yet, on the first process."""
         if not self.accelerator.is_main_process:
             return {}
-        if not last and self.num_records.bit_count() != 1:
-            return {}
+        sums = self.gathered
         count = sums["count"]
         images = [sums[name] / count for name in ImageSums._fields[:-1]] if count else None
-        records = [*read_metrics(self.output_dir), record]
         signs = find_signs(
-            records, images, self.settings, sums["learned"], self.costs, self.sampled
-        )
+            records, images, self.settings, sums["learned"], self.costs, self.sampled,
+            self.find_constant_loss,
+        )  # fmt: skip
         new = {kind: text for kind, text in signs.items() if kind not in self.signs}
         self.signs |= new.keys()
+        for text in new.values():
+            self.bar.write(f"Worth a look: {text}", file=sys.stderr)
         return new
+
+    def find_constant_loss(self) -> float:
+        """The loss of a constant prediction, measured when it is asked for; nan if unknown."""
+        if self.constant_loss is None:
+            self.constant_loss = math.nan
+            if self.constant and self.looked_at:
+                self.constant_loss = self.constant(self.models, self.looked_at)
+        return self.constant_loss
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a record to metrics.jsonl and the trackers."""
@@ -255,7 +273,8 @@ class Records:
         numbers = {
             key: value for key, value in record.items() if key not in ("step", "signs", "skipped")
         }
-        self.accelerator.log(numbers, step=record["step"])
+        if numbers:
+            self.accelerator.log(numbers, step=record["step"])
 
 
 def init_trackers(accelerator: Accelerator, settings: Namespace) -> None:
@@ -279,34 +298,34 @@ def name_one(skipped: dict[str, str]) -> str:
 
 
 class ImageSums(NamedTuple):
-    """Sums over images, weighted; see `measure_images`."""
+    """Sums over images, weighted."""
 
     lowest: torch.Tensor  # value
     highest: torch.Tensor
     mean_square: torch.Tensor
     flat: torch.Tensor  # 1 of an image of one colour
-    roughness: torch.Tensor
+    roughness: torch.Tensor  # see `measure_roughness`
     count: torch.Tensor
+
+
+def take_first(prepared: Prepared, count: int) -> Prepared:
+    """The first images of a batch, with what belongs to them."""
+    images, condition, loss_inputs = prepared
+    cut = [{key: part[key][:count].clone() for key in part} for part in (condition, loss_inputs)]
+    return Prepared(images[:count].clone(), *cut)
 
 
 @torch.no_grad()
 def measure_images(images: torch.Tensor, weight: torch.Tensor) -> ImageSums:
-    """Return sums over images [N, C, H, W], weighted by `weight` [N].
-
-    Roughness is the mean squared difference of neighbours over twice the variance: 1 for white
-    noise, near 0 for smooth images. By the Wiener-Khinchin theorem it is the power at high
-    frequencies.
-    """
+    """Return sums over images [N, C, H, W], weighted by `weight` [N]."""
     values = images.flatten(1)
     low, high = values.aminmax(dim=1)
-    differences = images.diff(dim=-1).square().mean(dim=(1, 2, 3))
-    roughness = differences / (2 * values.var(dim=1, unbiased=False))
     measures = [
         low,
         high,
         values.square().mean(dim=1),
         (low == high).float(),
-        roughness.nan_to_num(0, 0, 0),
+        measure_roughness(images),
         torch.ones_like(low),
     ]
     return ImageSums(*(weight @ torch.stack(measures, dim=1)))

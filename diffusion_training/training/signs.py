@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from diffusion_training.files import fits
 from diffusion_training.remote import is_address
@@ -23,6 +25,7 @@ NUMBERS = (
 )
 TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # fields of a training record
 HELD_OUT = {"step": int, "held_out_loss": float}
+JUDGED = {"step": int, "signs": dict}  # of samples
 
 
 def is_valid_field(name: str, value: Any) -> bool:
@@ -42,7 +45,7 @@ def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[di
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):
             record = json.loads(line)
-            is_record = fits(record, TRAINED) or fits(record, HELD_OUT)
+            is_record = any(fits(record, fields) for fields in (TRAINED, HELD_OUT, JUDGED))
             is_valid = is_record and all(map(is_valid_field, record.keys(), record.values()))
             if is_valid and record["step"] <= last_step:
                 records.append(record)
@@ -57,6 +60,52 @@ def read_best(folder: str | Path) -> dict[str, Any]:
     return {}
 
 
+class Course(NamedTuple):
+    """How the loss went after the warm-up, by quarters of what is recorded since."""
+
+    first: float  # mean of the first quarter
+    last: float  # mean of the last one
+    highest: float  # also in the warm-up
+    error: float  # standard error of a quarter's mean, relative
+    vanished: bool  # whether gradients are less than a fifth of the first ones
+    best: float  # mean of the eighth from which the loss rises most
+    worst: float  # mean of the later one to which it does
+    rises: bool  # whether the worst is above the best by more than the noise of both
+
+
+def follow_loss(records: list[dict], judged: list[dict]) -> Course | None:
+    """Return how the loss went, None if there are too few records to tell, or losses below 0.
+
+    The loss has noise, because timesteps are drawn. Neighbouring records differ by it, while the
+    course of the loss changes little from one to the next.
+
+    judged: the records after the warm-up.
+    """
+    losses = np.array([record["loss"] for record in judged])
+    if len(losses) < 8 or losses.min() <= 0:
+        return None
+    first, *_, last = np.array_split(losses, 4)
+    logs = np.log(losses)
+    noise = np.median(np.abs(np.diff(logs))) / 0.954  # if it is Gaussian
+    now = np.mean([record["grad_norm"] for record in judged[-len(last) :]])
+    eighths = np.array_split(logs, 8)
+    means = np.array([part.mean() for part in eighths])
+    errors = [part.std() / math.sqrt(max(1, len(part) - 1)) for part in eighths]
+    worst = 1 + (means[1:] - np.minimum.accumulate(means)[:-1]).argmax()
+    best = means[:worst].argmin()
+    rise = max(math.log(1.5), 4 * math.hypot(errors[best], errors[worst]))
+    return Course(
+        first=first.mean(),
+        last=last.mean(),
+        highest=max(record["loss"] for record in records),
+        error=noise / math.sqrt(len(last)),
+        vanished=bool(now < 0.2 * max(record["grad_norm"] for record in records)),
+        best=math.exp(means[best]),
+        worst=math.exp(means[worst]),
+        rises=len(losses) >= 32 and bool(means[worst] - means[best] > rise),
+    )
+
+
 def find_signs(
     records: list[dict],
     images: Sequence[float] | None,
@@ -64,6 +113,7 @@ def find_signs(
     learned: float = 1.0,
     costs: Any = None,
     sampled: tuple[int, float] | None = None,
+    find_constant_loss: Callable[[], float] = lambda: math.nan,
 ) -> dict[str, str]:
     """Return signs that training goes wrong, {kind: a sentence that names a flag to change}.
 
@@ -75,6 +125,7 @@ def find_signs(
     learned: 0 while a LoRA adds nothing.
     costs: `Costs`, if the memory of the device is known.
     sampled: (step, roughness) of the last samples.
+    find_constant_loss: gives the loss of a prediction that is the same for all images.
     """
     # the others are of the held-out loss
     records = [record for record in records if "loss" in record]
@@ -82,12 +133,15 @@ def find_signs(
     low, high, mean_square, flat, rough = images or (-1, 1, 1, 0, 1)
     sampled_at, sampled_rough = sampled or (0, 0)
     latents = "latents_dir" in args
+    has_warmup = args.lr_scheduler not in ("constant", "piecewise_constant")
+    warmup = args.lr_warmup_steps * has_warmup
     # without the first one, which is slow from a cold start
-    judged = [record for record in records[1:] if record["step"] > args.lr_warmup_steps] or records
-    enough = last["step"] >= args.lr_warmup_steps + 100
+    after = [record for record in records[1:] if record["step"] > warmup]
+    judged = after or records
+    enough = last["step"] >= warmup + 100
     ended = last["step"] >= args.max_train_steps
     soon = len(records) > 1 and last["step"] >= 30  # enough for obvious signs
-    clipped = sum(record.get("clipped", 0) for record in judged) / len(judged)
+    clipped = sum(record.get("clipped", 0) for record in after) / max(1, len(after))
     waiting = sum(record["data_wait"] for record in judged) / len(judged)
     final_decay = 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power
     rest = 1 - min(args.ema_max_decay, final_decay)
@@ -107,6 +161,16 @@ def find_signs(
     used = last.get("memory_gb", 0)
     would_fit = int((0.9 * total - held) / max(used - held, 1e-9) * args.train_batch_size)
     noisy = rough < 0.8 and sampled_rough > (1 + rough) / 2
+    rates = [record["lr"] for record in records]
+    is_zero = soon and not any(rates)
+    course = follow_loss(records, after) if enough and any(rates) else None
+    constant = find_constant_loss() if course else math.nan
+    # hardly better than a model that has learned nothing, over the noise
+    poor = course is not None and course.last * (1 - 2 * course.error) > 0.7 * constant
+    course = course or Course(0, 0, 0, 0, False, 0, 0, False)
+    falls = course.first > course.last * (1 + 6 * course.error)
+    settled = poor and (ended or last["step"] >= warmup + 1000)
+    spoilt = course.vanished or course.rises or course.highest > 2 * constant
     signs = {
         "idle": (
             soon and 0 < used < 2 / 3 * total and would_fit > args.train_batch_size,
@@ -135,12 +199,43 @@ def find_signs(
         "noise": (
             noisy and 2 * sampled_at >= args.max_train_steps,
             f"the samples of step {sampled_at} are nearly as rough as noise "
-            f"({sampled_rough:.2f}; the images {rough:.2f}, noise 1): try a lower --learning_rate",
+            f"({sampled_rough:.2f}; the data {rough:.2f}, noise 1): "
+            "try more steps, or another --learning_rate",
+        ),
+        "zero": (
+            is_zero,
+            "the learning rate is 0, so nothing is trained: "
+            "see --learning_rate, and --lr_scheduler",
+        ),
+        "warmup": (
+            ended and soon and last["step"] <= warmup,
+            f"the run ends within its warm-up of {warmup} steps: "
+            "try --lr_warmup_steps 0.05, or more --max_train_steps",
+        ),
+        "high": (
+            settled and spoilt,
+            f"the loss rests at {course.last:.3g} (its highest: {course.highest:.3g}; predicting "
+            f"nothing gives {constant:.3g}): try a lower --learning_rate",
+        ),
+        "unsteady": (
+            course.rises and not settled,
+            f"the loss rose from {course.best:.3g} to {course.worst:.3g}, more than its noise: "
+            "try a lower --learning_rate",
+        ),
+        "low": (
+            settled and falls and not spoilt,
+            f"the loss falls slowly, from {course.first:.3g} to {course.last:.3g} (predicting "
+            f"nothing gives {constant:.3g}): try a higher --learning_rate, or more steps",
+        ),
+        "nothing": (
+            settled and not falls and not spoilt,
+            f"the loss stays at {course.last:.3g}, and predicting nothing gives {constant:.3g}: "
+            "is --learning_rate far too low, or a gradient cut off?",
         ),
         "clipped": (
-            (enough or (ended and soon)) and clipped > 0.5,
+            (enough or (ended and soon)) and clipped > 0.5 and any(rates) and not poor,
             f"gradients are clipped in {clipped:.0%} of steps: "
-            "try a lower --learning_rate or larger batches",
+            "try a lower --learning_rate, larger batches or a higher --max_grad_norm",
         ),
         "waiting": (
             (enough and waiting > 0.05) or (soon and waiting > 0.25),

@@ -3,7 +3,6 @@
 import shutil
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from diffusion_training.batches import Models
@@ -13,10 +12,12 @@ from diffusion_training.models import checkpoint_gradients, put_on_device, start
 from diffusion_training.training.checkpoints import (
     find_checkpoints,
     load_checkpoint,
+    load_start,
     save_checkpoint,
 )
 from diffusion_training.training.costs import count_disk
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
+from diffusion_training.training.output import Run
 from diffusion_training.training.replicas import check_replicas
 from diffusion_training.training.sharding import gather_model, shard
 
@@ -69,9 +70,17 @@ class Trained:
         """The models to be saved as a result, whole on the first process: call it on all."""
         return {name: gather_model(self.best(name)) for name in self.models}
 
-    def load(self, checkpoint: Path, state: dict[str, Any], settings: dict[str, Any]) -> None:
-        """Load a checkpoint. Call it before `prepare`, which wraps what is loaded here."""
-        load_checkpoint(self.accelerator, checkpoint, self.saved, self.optimizer, state, settings)
+    def load(self, run: Run, state: dict[str, Any], settings: dict[str, Any]) -> None:
+        """Load the checkpoint that the run resumes, or the weights of --init_from, if any.
+
+        Call it before `prepare`, which wraps what is loaded here. settings: of `record_settings`.
+        """
+        if run.checkpoint:
+            load_checkpoint(
+                self.accelerator, run.checkpoint, self.saved, self.optimizer, state, settings
+            )
+        elif run.start:
+            load_start(self.accelerator, run.start, self.saved, state)
 
     def prepare(self, global_step: int) -> None:
         """Wrap the models for devices, processes and precision, and start the schedule."""

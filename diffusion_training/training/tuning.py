@@ -40,6 +40,7 @@ class Plan:
     train_batch_size: int  # per process and micro-batch
     gradient_accumulation_steps: int
     learning_rate: float
+    lr_warmup_steps: int
     max_train_steps: int
     is_done: bool  # is there nothing left to train?
 
@@ -49,6 +50,7 @@ class Plan:
             "train_batch_size",
             "gradient_accumulation_steps",
             "learning_rate",
+            "lr_warmup_steps",
             "max_train_steps",
         )
         return {name: getattr(self, name) for name in names}
@@ -78,8 +80,11 @@ def plan_run(
     accelerator = launch.accelerator
     learning_rate = scale_learning_rate(accelerator, progress.images_per_step, args)
     max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
+    warmup_steps = count_warmup(accelerator, args.lr_warmup_steps, max_train_steps, state)
     is_done = progress.global_step > max_train_steps and not args.find_lr
-    plan = Plan(batch_size, accumulation_steps, learning_rate, max_train_steps, is_done)
+    plan = Plan(
+        batch_size, accumulation_steps, learning_rate, warmup_steps, max_train_steps, is_done
+    )
     if is_done:
         accelerator.print(
             f"The checkpoint is beyond step {max_train_steps}: there is nothing left to train"
@@ -198,6 +203,25 @@ def scale_learning_rate(accelerator: Accelerator, images_per_step: int, args: Na
     return rate
 
 
+def count_warmup(
+    accelerator: Accelerator, warmup: int | float, max_train_steps: int, state: dict[str, Any]
+) -> int:
+    """Return the steps of --lr_warmup_steps, which may be a share of the run.
+
+    A share is counted once, where a run begins: more --max_train_steps later do not change it.
+    """
+    if isinstance(warmup, int):
+        return warmup
+    steps = state["settings"].get("lr_warmup_steps")
+    if steps is None:
+        steps = round(warmup * max_train_steps)
+        reason = f"{warmup:g} of {max_train_steps}"
+    else:
+        reason = "as the run began"
+    accelerator.print(f"Warm-up: {steps} steps, {reason}")
+    return steps
+
+
 def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: Namespace) -> None:
     """Print steps and epochs. Stops with an error if the schedule does not fit the rate."""
     steps = plan.max_train_steps
@@ -213,7 +237,7 @@ def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: 
             f"{plan.learning_rate:g}"
         )
     has_no_warmup = args.lr_scheduler in ("constant", "piecewise_constant")
-    warmup = args.lr_warmup_steps
+    warmup = plan.lr_warmup_steps
     if warmup > steps / 10 and not has_no_warmup:
         what = f"takes {warmup} of {steps} steps"
         if warmup > steps:

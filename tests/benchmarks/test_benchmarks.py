@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ import growth
 import memory
 import peers
 import precompute_speed
+import quality
 import step_overhead
 import storage
 
@@ -360,6 +362,76 @@ def compare_with_pages(said):
             assert f"| {' | '.join(row)} |\n" in pages, f"{title}: {row}"
     assert len(tables) == 11
     return tables
+
+
+def test_choices_are_compared_by_quality(tmp_path, capsys, monkeypatch):
+    """What is trained and drawn is made up; right digits and their FID are those of real ones."""
+    images, labels = quality.load_digits()
+    order = sorted(quality.NAMES)
+    trained, given = [], []
+
+    def launch(script, folder, cli, *flags, **options):
+        trained.append((script, folder, options))
+        (cli.output_dir / folder).mkdir(parents=True, exist_ok=True)
+        speed = 30 if "bf16" in folder or "2-processes" in folder else 20
+        lines = [{"loss": 1, "images_per_second": each} for each in (1, speed)] + [{"signs": {}}]
+        text = "\n".join(map(json.dumps, lines))
+        (cli.output_dir / folder / "metrics.jsonl").write_text(text)
+
+    class Drawer:
+        """Draws the digits that it is asked for, or any; with DDPM noise."""
+
+        scheduler = unet = quality.DDIMScheduler()
+
+        def __init__(self, *parts):
+            pass
+
+        def set_progress_bar_config(self, disable):
+            pass
+
+        def __call__(self, generator, prompt=None, **options):
+            given.append(options)
+            rows = torch.arange(len(generator))
+            if prompt:
+                wanted = [order.index(text.split()[-1]) for text in prompt]
+                rows = torch.tensor([int((labels == label).nonzero()[0]) for label in wanted])
+            drawn = images[rows].permute(0, 2, 3, 1).numpy()
+            if isinstance(self.scheduler, quality.DDPMScheduler):
+                drawn = np.random.default_rng(0).random(drawn.shape, np.float32)
+            return argparse.Namespace(images=drawn)
+
+    monkeypatch.setattr(quality, "launch", launch)
+    monkeypatch.setattr(quality.DiffusionPipeline, "from_pretrained", lambda folder: Drawer())
+    monkeypatch.setattr("diffusers.DDIMPipeline", Drawer)
+    judge = quality.train_classifier(images, labels, steps=150)
+    monkeypatch.setattr(quality, "train_classifier", lambda *data: judge)
+    argv = ["--num_samples=20", f"--output_dir={tmp_path}"]
+    quality.main(["precision", "--seeds=2", *argv])
+    rows = table(capsys.readouterr().out)
+    assert [row[:2] for row in rows[2:]] == [
+        ["digits by name", name] for name in ("float32", "bf16")
+    ]
+    assert first(rows[3][4]) > 0.9 and rows[3][3].startswith("+0.00 (")
+    assert [row[5] for row in rows] == ["1.00 (1.00 to 1.00)", "1.50 (1.50 to 1.50)"] * 2
+    quality.main(["processes", "--seeds=1", "--demos", "digits", *argv])
+    rows = table(capsys.readouterr().out)
+    assert [row[5] for row in rows] == ["1.00", "1.50"]
+    assert trained[-1][2] == {"num_processes": 2, "threads": 1}
+    argv += ["--demos", "digits by name", "--sampling_steps", "5", "7"]
+    quality.main(["sampling", *argv])
+    rows = table(capsys.readouterr().out)
+    assert [row[1:3] for row in rows] == [
+        [name, str(steps)] for name in ("DDPM", "DDIM") for steps in (5, 7)
+    ]
+    assert first(rows[0][3]) > first(rows[2][3]) and first(rows[0][4]) < first(rows[2][4])
+    assert given[-1]["num_inference_steps"] == 7
+    times = {"step": 2.0, "rss": 900.0}, {"step": 3.0, "rss": 700.0}
+    runs = iter([*times, *times])
+    monkeypatch.setattr(bench, "run", lambda *argv: next(runs))
+    toy = ["--size=toy", "--resolution=64", "--batch_size=1", "--steps=5", "--rounds=2"]
+    quality.main(["checkpointing", *toy])
+    plain, kept = table(capsys.readouterr().out)
+    assert kept[2].startswith("1.50 (") and kept[4].startswith("-200 (") and plain[0] == "without"
 
 
 @pytest.mark.long

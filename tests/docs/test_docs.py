@@ -61,6 +61,7 @@ def test_every_block_says_what_it_needs_and_every_flag_is_one(page, tmp_path, mo
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     for name in ("images", "scratch"):
         (tmp_path / name).mkdir()
+    (tmp_path / "images.npy").touch()
     for needs, kind, text in blocks(page):
         assert needs in MARKS | {""}
         for words in commands(text) if kind == "bash" else ():

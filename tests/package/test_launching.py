@@ -10,13 +10,20 @@ import signal
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import finish, reset, start
+from conftest import finish, patch, reset, start
 from filelock import FileLock
 
 import train_unconditional
 from diffusion_training.arguments import Flags
 from diffusion_training.errors import fail, in_one_sentence
-from diffusion_training.launch import Launch, StopSignal, end_stopped, keep_memory, make_launch
+from diffusion_training.launch import (
+    Launch,
+    StopSignal,
+    advise_precision,
+    end_stopped,
+    keep_memory,
+    make_launch,
+)
 from diffusion_training.training import output
 from diffusion_training.training.output import Run, end_run, open_run
 
@@ -30,6 +37,28 @@ def threads():
 
 def make(**flags):
     return make_launch(Flags(**{"mixed_precision": None, "compile": None, **flags}))
+
+
+def test_a_gpu_in_float32_that_nobody_chose_is_told_of_once(monkeypatch, capsys):
+    """The GPU is made up; what the launch chose stays as it was."""
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    flags = Flags(mixed_precision=None, allow_tf32=False)
+    said = advise_precision(cuda, "no", flags)
+    assert "--mixed_precision bf16 or --allow_tf32 makes it several times" in said
+    assert "--allow_tf32" not in advise_precision(cuda, "no", Flags(mixed_precision=None))
+    for device, precision, chosen in (
+        (cpu, "no", flags),
+        (cuda, "bf16", flags),
+        (cuda, "no", Flags(mixed_precision="no", allow_tf32=False)),
+        (cuda, "no", Flags(mixed_precision=None, allow_tf32=True)),
+    ):
+        assert advise_precision(device, precision, chosen) is None
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert advise_precision(cuda, "no", flags) is None
+    patch(monkeypatch, "advise_precision", lambda *found: f"told of {found[1]}")
+    assert make().mixed_precision == "no"
+    assert capsys.readouterr().out.count("told of no\n") == 1
 
 
 def test_what_can_not_be_done_is_refused(monkeypatch):

@@ -35,7 +35,7 @@ families.stable_diffusion
 web.shards
 families.known
 families.opening
-data.folders data.images data.ranges data.streams
+data.arrays data.folders data.images data.ranges data.streams
 data.transforms data.image_cache data.rows
 data.texts data.buckets
 data.captions flags
@@ -51,7 +51,8 @@ training.lora_files training.sharding
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas
 training.checkpoints training.costs training.held_out
-training.trained training.output training.records report
+training.output training.records report
+training.trained
 training.metadata training.card training.tuning
 training.loop
 """

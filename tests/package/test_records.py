@@ -252,31 +252,30 @@ def test_roughness_is_1_of_noise_and_little_of_what_is_smooth():
     assert measure_images(torch.randn(1, 3, 64, 64), one).roughness == pytest.approx(1, abs=0.05)
 
 
-def test_samples_that_are_still_noise_late_in_a_run_are_told(tmp_path, run, monkeypatch):
-    """Half of the way: at step 4 of 8; judged at records 1, 2, 4 and the last."""
+def test_samples_that_are_still_noise_late_in_a_run_are_told(tmp_path, run, capfd):
+    """Half of the way, at step 4 of 8, at once; the last ones too, and none twice."""
     smooth = torch.linspace(-1, 1, 16).expand(2, 3, 16, 16)
-    for at, samples, told in (
-        (4, torch.randn(4, 3, 16, 16), 8),
-        (3, torch.randn(4, 3, 16, 16), None),
-        (4, smooth, None),
-    ):
+    for at, roughness, told in ((4, 0.9, 4), (3, 0.9, None), (8, 0.9, 8), (8, 0.1, None)):
         records = run()
+        records.judge(roughness, 4)  # before there is a record
         for number in range(1, 9):
             step(records, number, batch_of(smooth), last=number == 8)
             if number == at:
-                records.judge(samples, number)
                 records.judge(None, number)  # as other processes do
+                records.judge(roughness, number)
+                records.judge(roughness, number)
         signs = {
             record["step"]: record["signs"]["noise"]
-            for record in metrics(tmp_path)
+            for record in read_metrics(tmp_path / "out")
             if "noise" in record.get("signs", {})
         }
         assert list(signs) == ([told] if told else [])
-        assert (
-            not told
-            or signs[8].startswith("the samples of step 4 are nearly as rough as noise (")
-            and len(signs[8]) < 160
-        )
+        said = f"the samples of step {told} are nearly as rough as noise (0.90; the data 0."
+        assert not told or (signs[told].startswith(said) and len(signs[told]) < 160)
+        assert capfd.readouterr().err.count("as rough as noise") == bool(told)
+        assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [
+            *range(1, 9)
+        ]
 
 
 def test_the_record_after_an_epoch_has_the_mean_of_its_losses_resumed_or_not(tmp_path, run):
@@ -338,6 +337,7 @@ def test_signs_are_told_apart_and_a_sane_run_has_none(tmp_path, argv, images, re
     )
     steps = np.linspace(0, args.max_train_steps, 11).astype(int)[1:]
     start = {"loss": 1, "lr": args.learning_rate, "data_wait": 0.01, "clipped": 0.1}
+    start["grad_norm"] = 0.5
     # records of the warm-up are ignored
     records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]
     records += [{"step": int(step), **start, **record} for step in steps]

@@ -237,17 +237,34 @@ def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
         choose(2, 6, num_processes=2)
 
 
-def plan(*argv, steps=100, seen=0):
-    """Whether a run of a million images, one a step, has anything left to train."""
+def plan(*argv, steps=100, seen=0, before=None):
+    """Steps of warm-up + 1, or 0 if nothing is left to train, of a million images, one a step."""
     args = train_unconditional.parse_args(
         ["--train_data_dir=.", "--train_batch_size=1", f"--max_train_steps={steps}", *argv]
     )
-    state = {"global_step": seen, "data_step": seen, "images_seen": seen, "settings": {}}
+    state = {"global_step": seen, "data_step": seen, "images_seen": seen, "settings": before or {}}
     rows = range(10**6)
     planned, progress = plan_run(make_launch(), {}, None, None, rows, Order(rows, 0), state, args)
     assert planned.max_train_steps == steps and planned.learning_rate == args.learning_rate
     assert progress.global_step == seen and progress.num_images == 10**6
-    return not planned.is_done
+    assert planned.settings()["lr_warmup_steps"] == planned.lr_warmup_steps
+    return 0 if planned.is_done else planned.lr_warmup_steps + 1
+
+
+def test_a_warm_up_may_be_a_share_of_the_run_which_later_steps_do_not_change(capsys):
+    """One is a step, however it is written."""
+    for flag, steps in (("0.05", 5), ("0.004", 0), ("1", 1), ("1.0", 1), ("0", 0), ("7", 7)):
+        assert plan(f"--lr_warmup_steps={flag}") == steps + 1
+        said = f"Warm-up: {steps} steps, {flag} of 100\n" if 0 < float(flag) < 1 else "Warm-up"
+        assert (said in capsys.readouterr().out) == (said != "Warm-up")
+    before = {"lr_warmup_steps": 5}
+    assert plan("--lr_warmup_steps=0.05", steps=1000, seen=100, before=before) == 6
+    assert "Warm-up: 5 steps, as the run began" in capsys.readouterr().out
+    assert plan("--lr_warmup_steps=9", steps=1000, seen=100, before=before) == 10
+    for wrong in ("1.5", "-0.1", "nan"):
+        with pytest.raises(SystemExit) as stop:
+            plan(f"--lr_warmup_steps={wrong}")
+        assert stop.value.code == 2 and f"{wrong} is n" in capsys.readouterr().err
 
 
 def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_told(capsys):

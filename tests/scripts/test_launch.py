@@ -10,14 +10,17 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch._dynamo
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from conftest import ROOT, finish, launch, make_captioned, metrics, start, weights
+from conftest import ROOT, finish, free_port, launch, make_captioned, metrics, start, weights
 from diffusers import DiffusionPipeline, UNet2DConditionModel
+from filelock import FileLock
 
 import precompute_latents
 import train_text_to_image
@@ -320,3 +323,43 @@ def test_really_launched_with_the_users_threads_or_all_cores(
         assert DiffusionPipeline.from_pretrained(tmp_path / "out").unet.dtype == torch.float32
     else:
         assert json.loads((tmp_path / "out/cache.json").read_text())["rows"] == 6
+
+
+KERNEL = """
+import sys
+from accelerate import notebook_launcher
+sys.modules["bitsandbytes"] = None  # as if it were not installed, or diffusers would import it
+import train_unconditional
+del sys.modules["bitsandbytes"]
+
+def run(flags):
+    import train_unconditional
+    train_unconditional.main(train_unconditional.parse_args(flags))
+
+taken, free, port, *flags = sys.argv[1:]
+args = train_unconditional.parse_args([*flags, f"--output_dir={taken}"])
+try:
+    notebook_launcher(train_unconditional.main, (args,), num_processes=2, use_port=port)
+except Exception as error:
+    print(type(error).__name__)
+flags.append(f"--output_dir={free}")
+notebook_launcher(run, (flags,), num_processes=2, use_port=port)
+"""
+
+
+def test_two_processes_start_from_a_fresh_kernel_and_a_locked_folder_is_refused(tmp_path, flags):
+    """A plain process stands for the kernel: both have imported the script, and no device."""
+    (tmp_path / "taken").mkdir()
+    argv = [str(tmp_path / "taken"), str(tmp_path / "free"), str(free_port())]
+    argv += [flag for flag in flags["unconditional"] if "output_dir" not in flag]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    with FileLock(tmp_path / "taken/.lock"):  # as a run of another process
+        done = subprocess.run(
+            [sys.executable, "-c", KERNEL, *argv], env=env, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ChildFailedError") == 1
+    assert f"another process is writing to {tmp_path / 'taken'}: end it" in done.stderr
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == [".lock"]
+    assert "Processes: 2 on cpu" in done.stdout and metrics(tmp_path / "free")
+    assert (tmp_path / "free/model_index.json").is_file()

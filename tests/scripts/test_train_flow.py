@@ -58,6 +58,7 @@ from diffusion_training.latents.encoders import encode_images, load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.latents.text_encoders import encode_prompts
 from diffusion_training.order import step_seed
+from diffusion_training.training.checkpoints import load_start
 from diffusion_training.training.costs import count_memory
 from diffusion_training.training.optimizers import make_optimizer
 
@@ -659,9 +660,8 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
         )
         begun.append(dict(state))
 
-    load_start = script.load_start
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(script, "load_start", starting)
+        patch(m, "load_start", starting)
         train(*second, "--max_train_steps=6")
         for name, model in begun[0].items():
             before = weights(tmp_path / f"out/checkpoint-4/{name}")

@@ -58,7 +58,7 @@ from diffusion_training.latents.source import CaptionedImages, choose_captions
 from diffusion_training.latents.text_encoders import load_text_encoders
 from diffusion_training.order import step_seed
 from diffusion_training.report import draw_curves
-from diffusion_training.training.checkpoints import save_checkpoint
+from diffusion_training.training.checkpoints import load_start, save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -592,6 +592,34 @@ def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0] != losses[1]
 
 
+def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, capfd):
+    """Weights, averaged weights and the step count continue, and a checkpoint of its own wins."""
+    train(*images, "--max_train_steps=2")
+    begun = []
+
+    def starting(accelerator, start, models, state):
+        load_start(accelerator, start, models, state)
+        begun.append(state)
+        for name, model in models.items():
+            before = weights(tmp_path / f"out/checkpoint-2/{name}")
+            assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+    patch(monkeypatch, "load_start", starting)
+    second = [*images, f"--init_from={tmp_path / 'out'}", f"--output_dir={tmp_path / 'second'}"]
+    second += ["--resolution=32", "--checkpointing_steps=1", "--resume_from_checkpoint=latest"]
+    train(*second, "--max_train_steps=3")
+    assert [(state["global_step"], state["images_seen"]) for state in begun] == [(2, 0)]
+    assert [record["step"] for record in metrics(tmp_path / "second")] == [3]
+    train(*second, "--max_train_steps=4")
+    assert len(begun) == 1 and checkpoints(tmp_path / "second") == {"checkpoint-3", "checkpoint-4"}
+    unet = UNet2DConditionModel.from_pretrained(tmp_path / "second", subfolder="unet")
+    assert unet.config.sample_size == 16
+    other = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3"]
+    assert "was trained with prediction_type None, not v_prediction: keep the objective" in refused(
+        capfd, *other, "--prediction_type=v_prediction"
+    )
+
+
 def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags, capfd):
     """An epoch of 7 rows or so of six and five, in steps of 2; resumed within it and at its end."""
     make_captioned(tmp_path / "more", 5)
@@ -803,7 +831,9 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
 def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
     latents = Latents("moments", latents_shape, shift=0.0, factor=1.0, downscale=2)
     base, predict = open_base(args), partial(script.predict_noise, FAMILIES["sd"])
-    return script.make_unet(base, make_data(latents, (8, embed_dim)), predict, torch.float32, args)
+    return script.make_unet(
+        base, make_data(latents, (8, embed_dim)), predict, None, torch.float32, args
+    )
 
 
 @pytest.mark.parametrize("new", [True, False])

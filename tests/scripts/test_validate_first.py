@@ -159,7 +159,7 @@ def test_a_resumed_run_has_it_already(tmp_path, flags, monkeypatch):
 
     def drawing(*args):
         drawn.append(args[3])
-        log_validation(*args)
+        return log_validation(*args)
 
     monkeypatch.setattr(script, "log_validation", drawing)
     train(*flags, "--max_train_steps=2")

@@ -1,0 +1,121 @@
+"""Images in one .npy file, memory-mapped: each process reads the rows that it needs."""
+
+import hashlib
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+from diffusion_training.arguments import number
+from diffusion_training.errors import explained, fail
+
+
+def add_array_flags(add: Callable[..., Any]) -> None:
+    """Add the flags that `open_array` reads."""
+    add(
+        "--array_range",
+        type=number(-1, 1),
+        nargs=2,
+        metavar=("BLACK", "WHITE"),
+        help="values of a float array, --train_data_dir images.npy: 0 1 or -1 1",
+    )
+    add(
+        "--array_layout",
+        choices=["nchw", "nhwc"],
+        help="order of an array's axes (None: by the number of channels)",
+    )
+
+
+def is_array(source: str | None) -> bool:
+    """Whether a source of images is an .npy file."""
+    return source is not None and source.endswith(".npy") and Path(source).is_file()
+
+
+class ArrayReader:
+    """Turns numbers of rows into images, as a transform of `datasets`.
+
+    An image is {"bytes": None, "path": its name, "pixels": uint8 [C, H, W], or float32 in [0, 1]
+    with `keep_precision`}. Loader processes get the path, not the array.
+    """
+
+    def __init__(
+        self, path: str, is_last: bool, span: list[float] | None, keep_precision: bool
+    ) -> None:
+        self.path = path
+        self.is_last = is_last  # whether the channels are the last axis
+        self.span = span  # (black, white) of floats
+        self.keep_precision = keep_precision
+        self.array: np.ndarray | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"array": None}
+
+    def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[dict]]:
+        return {
+            "image": [
+                {"bytes": None, "path": f"row {row}", "pixels": self.read(row)}
+                for row in batch["image"]
+            ]
+        }
+
+    def read(self, row: int) -> torch.Tensor:
+        if self.array is None:
+            self.array = np.load(self.path, mmap_mode="r")
+        values = self.array[row]
+        if values.ndim == 2:
+            values = values[None]
+        elif self.is_last:
+            values = values.transpose(2, 0, 1)
+        if self.span is None:
+            pixels = torch.from_numpy(np.array(values))
+            return pixels.float() / 255 if self.keep_precision else pixels
+        black, white = self.span
+        lowest, highest = values.min(), values.max()
+        if not black <= lowest <= highest <= white:  # nan is beyond as well
+            fail(
+                f"{self.path}: image {row} has values from {lowest:g} to {highest:g}, which is "
+                f"beyond --array_range {black:g} {white:g}",
+                alone=True,
+            )
+        pixels = (torch.from_numpy(np.array(values, np.float32)) - black) / (white - black)
+        return pixels if self.keep_precision else (pixels * 255).round().byte()
+
+
+def open_array(path: str, channels: int, args: Namespace) -> datasets.Dataset:
+    """The rows of an .npy file, with a column "image", for a model of so many `channels`."""
+    with explained(f"{path} can't be read as an array"):
+        array = np.load(path, mmap_mode="r")  # a pickle would run code, and is refused
+    shape = f"{path} has the shape {list(array.shape)}"
+    if array.ndim not in (3, 4) or 0 in array.shape:
+        fail(f"{shape}, where images have [N, C, H, W], [N, H, W, C] or [N, H, W]")
+    is_float = array.dtype.kind == "f"
+    if not is_float and array.dtype != np.uint8:
+        fail(f"{path} holds {array.dtype}: convert it to uint8, or to floats with --array_range")
+    if is_float != bool(args.array_range):
+        advice = "say with --array_range 0 1, or -1 1, what is black and white"
+        fail(f"{path} holds {array.dtype}: {advice if is_float else 'leave --array_range out'}")
+    if args.array_range not in (None, [0, 1], [-1, 1]):
+        fail("--array_range is 0 1 or -1 1")
+    layouts = []
+    for name, axis in {"nchw": 1, "nhwc": 3}.items():
+        found = 1 if array.ndim == 3 else array.shape[axis]
+        if found == channels and args.array_layout in (None, name):
+            layouts.append(name)
+    if not layouts:
+        given = f" with --array_layout {args.array_layout}" if args.array_layout else ""
+        fail(f"{shape}{given}, and the model takes {channels} channels")
+    if len(layouts) > 1 and array.ndim == 4:
+        fail(f"{shape}: say with --array_layout nchw or nhwc which axis has the channels")
+    stat = Path(path).stat()
+    content = json.dumps([str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns, layouts])
+    rows = datasets.Dataset.from_dict({"image": range(len(array))})
+    rows._fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+    reader = ArrayReader(
+        path, layouts[0] == "nhwc", args.array_range, args.preserve_input_precision
+    )
+    return rows.with_transform(reader)

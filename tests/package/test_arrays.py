@@ -1,0 +1,121 @@
+"""Arrays of images: memory-mapped, of any layout and range, and refused in a sentence."""
+
+import pickle
+import resource
+
+import numpy as np
+import pytest
+import torch
+from conftest import reset
+from diffusers import DiffusionPipeline
+
+import train_unconditional as script
+from diffusion_training.data.rows import load_rows
+
+VALUES = np.random.default_rng(0).integers(0, 256, (6, 2, 16, 12), np.uint8)
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """`parse(array, *flags)` -> the flags of a run on it."""
+
+    def parse(array, *flags):
+        np.save(tmp_path / "images.npy", array)
+        path = tmp_path / "images.npy"
+        return script.parse_args([f"--train_data_dir={path}", "--resolution=16", *flags])
+
+    return parse
+
+
+def read(args, channels=2):
+    images = load_rows(args, channels=channels)
+    rows = images.rows[[*range(len(images.rows))]][images.column]
+    return torch.stack([row["pixels"] for row in rows])
+
+
+@pytest.mark.parametrize("keep", ["--preserve_input_precision", "--no-preserve_input_precision"])
+def test_every_layout_and_range_is_the_same_images(parse, keep):
+    wanted = torch.from_numpy(VALUES)
+    wanted = wanted / 255 if keep.startswith("--pre") else wanted
+    shares = VALUES.astype(np.float64) / 255
+    for array, flags in (
+        (VALUES, []),
+        (VALUES.transpose(0, 2, 3, 1), []),
+        (np.asfortranarray(VALUES), ["--array_layout=nchw"]),
+        (shares, ["--array_range", "0", "1"]),
+        ((2 * shares - 1).astype(np.float32), ["--array_range", "-1", "1"]),
+    ):
+        assert torch.allclose(read(parse(array, keep, *flags)), wanted, atol=1e-6)
+    one = read(parse(VALUES[:, 0], keep), 1)
+    assert torch.equal(one, wanted[:, :1])
+    few = read(parse(VALUES, keep, "--max_train_samples=2"))
+    assert len(few) == 2 and all((row == wanted).flatten(1).all(1).any() for row in few)
+
+
+def test_what_does_not_fit_is_one_sentence(parse):
+    square = np.zeros((3, 2, 2, 2), np.uint8)
+    assert read(parse(square, "--array_layout=nhwc")).shape == (3, 2, 2, 2)
+    for array, flags, sentence in (
+        (square, [], "say with --array_layout nchw or nhwc which axis has the channels"),
+        (VALUES[:, :1], [], "has the shape [6, 1, 16, 12], and the model takes 2 channels"),
+        (VALUES, ["--array_layout=nhwc"], "with --array_layout nhwc, and the model takes 2"),
+        (VALUES[0, 0], [], "where images have [N, C, H, W]"),
+        (VALUES / 255, [], "holds float64: say with --array_range 0 1, or -1 1, what is black"),
+        (VALUES, ["--array_range", "0", "1"], "holds uint8: leave --array_range out"),
+        (VALUES / 255, ["--array_range", "0", "0.5"], "--array_range is 0 1 or -1 1"),
+        (VALUES.astype(np.int16), [], "holds int16: convert it to uint8, or to floats"),
+        (VALUES / 1.0, ["--array_range", "-1", "1"],
+         "image 0 has values from 0 to 255, which is beyond --array_range -1 1"),
+        (np.full((2, 2, 3, 3), np.nan), ["--array_range", "0", "1"], "values from nan to nan"),
+        (np.array([{}]), [], "can't be read as an array (Array can't be memory-mapped"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as stop:
+            read(parse(array, *flags))
+        assert sentence in str(stop.value), sentence
+
+
+def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
+    for flags, sentence in (
+        (["--cache_images"], "an array needs neither --cache_images nor --streaming"),
+        ([f"--train_data_dir={tmp_path}", "--array_layout=nchw"], "are for --train_data_dir"),
+        ([f"--train_data_dir={tmp_path}/no.npy"], "is not a folder, nor an .npy file"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            parse(VALUES, *flags)
+        assert stop.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_an_array_is_never_copied_whole(tmp_path, parse):
+    """Of 256 MB two images are read, also by a reader that another process got."""
+    array = np.lib.format.open_memmap(tmp_path / "large.npy", "w+", np.uint8, (2**16, 1, 64, 64))
+    array[-1] = 7
+    args = script.parse_args([f"--train_data_dir={tmp_path}/large.npy"])
+    del array
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = load_rows(args, channels=1).rows
+    sent = pickle.dumps(rows)
+    assert (pickle.loads(sent)[2**16 - 1]["image"]["pixels"] == 7).all()
+    assert len(sent) < 2**21  # the numbers of the rows
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_model_of_two_channels_trains_holds_out_and_draws(tmp_path, parse, unet_config, capfd):
+    """A value beyond the range ends the run in a sentence, also out of a loader process."""
+    config = script.UNet2DModel.load_config(unet_config) | {"in_channels": 2, "out_channels": 2}
+    script.UNet2DModel.from_config(config).save_config(tmp_path / "two")
+    flags = f"""--array_range 0 1 --model_config_name_or_path {tmp_path}/two --holdout 2
+        --output_dir {tmp_path}/out --train_batch_size 2 --max_train_steps 2 --report_to none
+        --ddpm_num_inference_steps 1 --eval_batch_size 1 --lr_warmup_steps 0""".split()
+    reset()
+    script.main(parse(VALUES / 255, *flags, "--dataloader_num_workers=0"))
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
+    assert pipeline(num_inference_steps=1, output_type="np").images.shape == (1, 16, 16, 2)
+    assert 'output_type="np"' in (tmp_path / "out/README.md").read_text()
+    assert len(list((tmp_path / "out/samples").iterdir())) == 1
+    reset()
+    args = parse(VALUES / 200, *flags, "--dataloader_num_workers=1", f"--output_dir={tmp_path}/b")
+    with pytest.raises(SystemExit):
+        script.main(args)
+    error = capfd.readouterr().err
+    assert "which is beyond --array_range 0 1" in error and "Traceback" not in error
