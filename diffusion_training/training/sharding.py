@@ -92,7 +92,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gather(value: Any) -> Any:
+def gather_tensor(value: Any) -> Any:
     """A tensor whose parts are gathered, on the CPU of the first process; others as they are.
 
     Call it on every process. All but the first get None for such a tensor.
@@ -110,7 +110,7 @@ def gather_model(model: torch.nn.Module) -> torch.nn.Module:
     """
     if not is_sharded(model):
         return model
-    weights = {name: gather(value) for name, value in model.state_dict().items()}
+    weights = {name: gather_tensor(value) for name, value in model.state_dict().items()}
     whole = copy_empty(model)
     if torch.distributed.get_rank() == 0:
         whole.load_state_dict(weights, assign=True)
@@ -121,7 +121,7 @@ def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer, whole on the first process. Call it on every process."""
     saved = optimizer.state_dict()
     saved["state"] = {
-        index: {name: gather(value) for name, value in state.items()}
+        index: {name: gather_tensor(value) for name, value in state.items()}
         for index, state in saved["state"].items()
     }
     return saved
