@@ -12,6 +12,7 @@ import threading
 import datasets
 import pytest
 import torch
+from diffusers import DDPMScheduler
 
 from diffusion_training.arguments import Flags
 from diffusion_training.errors import (
@@ -151,7 +152,7 @@ def test_a_terminal_that_knows_ascii_only_ends_no_run(monkeypatch):
     assert shown.buffer.getvalue() == b"M\\xfcll.png\n"
 
 
-def test_an_error_is_explained_in_one_line():
+def test_an_error_is_explained_in_one_line(tmp_path):
     wrapped = datasets.exceptions.DatasetGenerationError(
         "An error occurred while generating the dataset"
     )
@@ -166,6 +167,9 @@ def test_an_error_is_explained_in_one_line():
         explain(OSError("cannot identify image file <_io.BytesIO object at 0x7f>"))
         == "cannot identify image file"
     )
+    with pytest.raises(OSError, match="does not appear to have a file") as offline:
+        DDPMScheduler.from_pretrained("some/pipeline", subfolder="scheduler", cache_dir=tmp_path)
+    assert explain(offline.value).endswith("is the network up, and HF_HUB_OFFLINE not set?")
     assert explain(KeyError()) == "KeyError" and len(explain(ValueError("x" * 1000))) == 404
 
 
