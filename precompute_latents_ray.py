@@ -555,6 +555,9 @@ def make_shards(
                         pending[ref] = Pending(number, slot, encoder)
                         load[slot] += DEPTH if tries[number] else 1
             done, _ = ray.wait(list(pending), timeout=1, fetch_local=False)
+            if done:  # take all that are ready: a turn of this loop looks at every encoder
+                at_once = {"num_returns": len(pending), "timeout": 0}
+                done, _ = ray.wait(list(pending), **at_once, fetch_local=False)
             end_if_stopped()
             for ref in done:
                 number, slot, encoder = pending.pop(ref)
