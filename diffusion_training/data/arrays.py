@@ -27,7 +27,7 @@ def add_array_flags(add: Callable[..., Any]) -> None:
     add(
         "--array_layout",
         choices=["nchw", "nhwc"],
-        help="order of an array's axes (None: by the number of channels)",
+        help="order of an array's axes (default: by the number of channels)",
     )
 
 
