@@ -42,12 +42,12 @@ MEASURED = {
     ),
     "CPU seconds of 8,000 downloads": Measured(159, "downloads.py", "| `--resize_to 512` |", 1),
     "driver's CPU, ms a shard, downloads": Measured(
-        1.93, "driver.py", "| downloads | 100,000 |", 3
+        1.59, "driver.py", "| downloads | 100,000 |", 3
     ),
     "driver's CPU, ms a shard, cache": Measured(0.66, "driver.py", "| cache | 100,000 |", 3),
-    "MiB of the driver, downloads": Measured(655, "driver.py", "| downloads | 100,000 |", 6),
+    "MiB of the driver, downloads": Measured(555, "driver.py", "| downloads | 100,000 |", 6),
     "MiB of the driver, cache": Measured(1321, "driver.py", "| cache | 100,000 |", 6),
-    "MiB at 3,000 shards, downloads": Measured(555, "driver.py", "| downloads | 3,000 |", 6),
+    "MiB at 3,000 shards, downloads": Measured(554, "driver.py", "| downloads | 3,000 |", 6),
     "MiB at 3,000 shards, cache": Measured(1023, "driver.py", "| cache | 3,000 |", 6),
 }
 # The guide: 120 million images in 10 hours on 10 machines of 32 cores, m5.8xlarge.

@@ -2,7 +2,7 @@
 
     python benchmarks/driver.py                             # some minutes
     python benchmarks/driver.py --shards 1000000            # hours on two cores
-    python benchmarks/driver.py --whats cache --shards 10000 --encoders 1000
+    python benchmarks/driver.py --whats cache --shards 12000 --encoders 1000
 
 The stub of an encoder (cache) or of a download (downloads) writes a few bytes in place of a shard,
 and its record. All else is as in a run: Ray, the driver's loop, the files, the restart. A first run
@@ -10,8 +10,8 @@ stops before the last shard. A second one finds out what is there, makes the las
 finishes. Prints
 
 - shards per second of the first run from its first shard on, and milliseconds of the driver's own
-  CPU time per shard. The
-  stubs need the same cores, so a driver with a core of its own is limited by its CPU time alone
+  CPU time per shard. The stubs need the same cores, so only the CPU time says what a driver with a
+  core of its own can do
 - seconds of the restart until it knows what is missing, and of the end, when the records are put
   together; the driver's CPU time of both
 - the most memory of the driver

@@ -55,6 +55,6 @@ def test_the_bottleneck_is_the_part_that_is_saturated_first(monkeypatch):
 
 @pytest.mark.long
 def test_a_driver_with_stubs_stops_and_restarts(capsys):
-    driver.main(["--shards", "20", "--encoders", "50"])
+    driver.main(["--shards", "20"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "| 20 |" in line]
     assert len(rows) == 2 and all(float(row[2]) > 0 for row in rows)

@@ -8,8 +8,7 @@ import sys
 
 import datasets
 import pytest
-import ray
-import test_precompute_latents_ray as on_ray
+import test_precompute_latents_ray as on_ray  # skips these tests if there is no Ray
 import torch
 import transformers
 from conftest import MODELS, ROOT, make_captioned, reset
@@ -18,6 +17,8 @@ from PIL import Image
 from test_changes import apply
 from test_download_images import make_table, read_failures, read_rows, run_here
 from test_precompute_latents_ray import here  # noqa: F401
+
+ray = pytest.importorskip("ray")
 
 PAGE = (ROOT / "docs/cluster.md").read_text()
 CHANGES = dict(re.findall(r"```diff\n(--- (\w+)\.py\n.*?)```", PAGE, re.S))

@@ -55,8 +55,8 @@ def raw(storage, tmp_path, flags):
     if storage is None:
         pytest.skip("needs moto[server]")
     fs = pytest.importorskip("s3fs", reason="needs s3fs").S3FileSystem()
-    fs.mkdir(f"raw-{tmp_path.name.replace('_', '-').lower()[-40:].strip('-')}")
-    bucket = fs.ls("")[-1]
+    bucket = f"raw-{time.time_ns()}"
+    fs.mkdir(bucket)
     fs.pipe(f"{bucket}/parquet/__download__/urls.parquet", b"none of the data")
     for shard, rows in enumerate((range(4), range(4, 5), range(5, 11))):
         name = f"train-{shard}.parquet"
