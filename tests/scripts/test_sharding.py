@@ -43,7 +43,7 @@ import train_text_to_image
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.launch import Launch
 from diffusion_training.models import start_average, update_ema
-from diffusion_training.training import checkpoints, sharding
+from diffusion_training.training import checkpoints, sharding, trained
 from diffusion_training.training.costs import count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -165,9 +165,15 @@ def assert_same_samples(one, other):
 
 
 def forbid_reading(model_class):
-    """Only the first process may read weights of the trained model."""
+    """Only the first process may read weights of the trained model, or hold all of them."""
+
+    def shard_empty(model, device):
+        assert all(weight.is_meta for weight in model.parameters())
+        sharding.shard(model, device)
+
     if os.environ["RANK"] != "0":
         model_class.from_pretrained = None
+        trained.shard = shard_empty
 
 
 def send_signal(scheduler, number, script, *argv):
