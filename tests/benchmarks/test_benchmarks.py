@@ -360,7 +360,7 @@ def compare_with_pages(said):
         tables[title] = table(part)
         for row in tables[title]:
             assert f"| {' | '.join(row)} |\n" in pages, f"{title}: {row}"
-    assert len(tables) == 11
+    assert len(tables) == 12
     return tables
 
 
