@@ -20,7 +20,7 @@ from diffusion_training.training.checkpoints import prune_checkpoints
 from diffusion_training.training.costs import describe_trained
 from diffusion_training.training.held_out import digest_held_out
 from diffusion_training.training.metadata import name_readers
-from diffusion_training.training.output import Run, end_run, keep_best, samples_path
+from diffusion_training.training.output import Run, begin_run, end_run, keep_best, samples_path
 from diffusion_training.training.progress import Progress, format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.trained import Trained
@@ -84,6 +84,7 @@ class Loop:
         self.results = results
         self.settings = settings
         self.recorded = recorded
+        self.has_folder = False
         self.lora_metadata = lora_metadata
         self.begin = time.monotonic(), progress.global_step
 
@@ -158,8 +159,18 @@ class Loop:
             looks = is_pretrained and self.settings.validate_first
         if not looks:
             return 0
+        self.take_folder()
         with self.records.paused():
             return self.look(stop_signal, is_result=resumed)
+
+    def take_folder(self) -> None:
+        """Replace what an earlier run has left, as soon as there is something to put there."""
+        if self.has_folder:
+            return
+        self.has_folder = True
+        if self.launch.is_main:
+            begin_run(self.run, Path(self.settings.output_dir))
+        self.records.begin()
 
     def take_step(self, step: Step, batches: Iterator[Batch]) -> None:
         """Take the next optimizer step, and note its result."""
@@ -175,6 +186,7 @@ class Loop:
         if progress.stepped:  # else fp16 overflowed: the scaler lowers its scale
             self.records.add(sums, images, epoch, trained.lr_scheduler.get_last_lr()[0])
             trained.advance(progress.global_step)
+        self.take_folder()
 
     def train(
         self,
@@ -222,6 +234,7 @@ class Loop:
         settings = self.settings
         step = self.progress.global_step
         output_dir = Path(settings.output_dir)
+        self.take_folder()  # if no step was left
         if not stop:
             self.save_result()  # before the samples, again because of the time they take
             stop = self.look(stop_signal)

@@ -59,6 +59,8 @@ class Run:
     hub_model_id: str | None
     start: Path | None = None  # another run's, of --init_from, if there is none to resume from
     form: Path | None = None  # the one whose configs the models have; None without --init_from
+    command: str = ""  # the content of run.args
+    reached: int = -1  # the step of the checkpoint, if there is one
 
     def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
         """The state in which the run begins; see `read_state`."""
@@ -83,9 +85,9 @@ def settings_of(args: Namespace, *values: Any, **others: Any) -> Flags:
 
 
 def open_run(launch: Launch, script: str, args: Namespace) -> Run:
-    """Make, lock and clean --output_dir, make the hub repository, and write run.args.
+    """Make, lock and clean --output_dir, and make the hub repository. script: the file that is run.
 
-    run.args holds the flags of this command, to repeat it. script: the file that is run.
+    What an earlier run has left stays until `begin_run`.
     """
     check_output_dir(vars(args))
     output_dir = Path(args.output_dir)
@@ -113,21 +115,36 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     state = read_state(checkpoint, None)
     hub_model_id = args.hub_model_id
+    command = format_args(vars(settings_of(args, launch)), Path(script).name)
     if launch.is_main and not args.find_lr:
-        if checkpoint is None:
-            # left by a run without a checkpoint: a folder holds only one run
-            for old in (output_dir / "samples").glob("step-*.png"):
-                old.unlink()
-        restore_best(output_dir, state["global_step"] if checkpoint else -1)
-        text = format_args(vars(settings_of(args, launch)), Path(script).name)
-        with saving(output_dir, "run.args") as unfinished:
-            (unfinished / "run.args").write_bytes(os.fsencode(text))
+        if not (output_dir / "run.args").exists():  # it tells whose folder this is
+            write_command(command, output_dir)
         if args.push_to_hub:
             hub_model_id = make_repository(args)
     init_from = getattr(args, "init_from", None)
     start = None if checkpoint else find_start(init_from)
     form = (checkpoint or start) if init_from else None
-    return Run(script, lock, checkpoint, state["settings"], hub_model_id, start, form)
+    reached = state["global_step"] if checkpoint else -1
+    before = state["settings"]
+    return Run(script, lock, checkpoint, before, hub_model_id, start, form, command, reached)
+
+
+def begin_run(run: Run, output_dir: Path) -> None:
+    """Replace what an earlier run has left, once this one works. Call it on the first process.
+
+    A folder holds only one run.
+    """
+    if run.checkpoint is None:
+        for old in (output_dir / "samples").glob("step-*.png"):
+            old.unlink()
+    restore_best(output_dir, run.reached)
+    write_command(run.command, output_dir)
+
+
+def write_command(command: str, output_dir: Path) -> None:
+    """Write run.args, the flags of a command, to repeat it."""
+    with saving(output_dir, "run.args") as unfinished:
+        (unfinished / "run.args").write_bytes(os.fsencode(command))
 
 
 def make_repository(args: Namespace) -> str:

@@ -54,13 +54,10 @@ class Records:
         self.settings = settings
         # records of the run that is resumed
         kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []
+        self.kept = kept
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
         self.num_records = sum("loss" in record for record in kept)
         self.signs = {kind for record in kept for kind in record.get("signs", ())}
-        if accelerator.is_main_process:  # what came after the checkpoint is recorded again
-            lines = "".join(json.dumps(record) + "\n" for record in kept)
-            with saving(settings.output_dir, "metrics.jsonl") as unfinished:
-                (unfinished / "metrics.jsonl").write_text(lines)
         init_trackers(accelerator, settings)
         self.bar = tqdm(
             total=settings.max_train_steps,
@@ -95,6 +92,13 @@ class Records:
         self.lora_b = list_lora_b(self.models)
         self.costs = costs
         self.has_printed_memory = False
+
+    def begin(self) -> None:
+        """Begin metrics.jsonl; records that came after the checkpoint go, and come again."""
+        if self.accelerator.is_main_process:
+            lines = "".join(json.dumps(record) + "\n" for record in self.kept)
+            with saving(self.output_dir, "metrics.jsonl") as unfinished:
+                (unfinished / "metrics.jsonl").write_text(lines)
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches on; note images that could not be decoded, and how long each batch took."""

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import train_unconditional
 from diffusion_training.launch import Launch
 from diffusion_training.training import output
 from diffusion_training.training.output import (
+    begin_run,
     draw_grid,
     open_run,
     samples_path,
@@ -45,6 +47,7 @@ def open_folder(args):
 def take(args):
     """Open the folder and let go of it; returns the checkpoint to go on from."""
     run = open_folder(args)
+    begin_run(run, Path(args.output_dir))
     run.lock.release(force=True)
     return run.checkpoint
 
@@ -60,8 +63,15 @@ def test_a_run_leaves_its_command(tmp_path, args):
     path = tmp_path / "out/run.args"
     assert path.read_text().startswith("# accelerate launch train_unconditional.py @run.args\n")
     assert vars(train_unconditional.parse_args([f"@{path}"])) == vars(args(*flags))
-    take(args("--find_lr"))  # which trains nothing
+    (tmp_path / "out/samples").mkdir()
+    for name in ("best/held_out.json", "samples/step-0000001.png"):
+        (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "out" / name).write_text('{"step": 1, "held_out_loss": 0.5}')
+    open_folder(args("--learning_rate=1")).lock.release(force=True)  # and it fails
     assert vars(train_unconditional.parse_args([f"@{path}"])) == vars(args(*flags))
+    assert (tmp_path / "out/best").exists() and list((tmp_path / "out/samples").iterdir())
+    take(args())
+    assert not (tmp_path / "out/best").exists() and not list((tmp_path / "out/samples").iterdir())
 
 
 def test_folders_of_others_are_left_alone(tmp_path, args):

@@ -36,13 +36,10 @@ def run(tmp_path):
             [*argv, "--lr_warmup_steps=0", "--max_grad_norm=1", *more]
         )
         accelerator = Accelerator(cpu=True)
-        return Records(
-            accelerator,
-            global_step,
-            num_left_out,
-            tmp_path / "out/checkpoint-3" if global_step else None,
-            args,
-        )
+        checkpoint = tmp_path / "out/checkpoint-3" if global_step else None
+        records = Records(accelerator, global_step, num_left_out, checkpoint, args)
+        records.begin()
+        return records
 
     return run
 
