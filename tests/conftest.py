@@ -475,7 +475,9 @@ def checkpoints(folder):
 
 
 def metrics(folder):
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    """The records of a run, without those that only hold signs in its samples."""
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if len(record := json.loads(line)) > 2]
 
 
 def weights(folder):

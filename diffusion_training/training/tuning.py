@@ -229,7 +229,7 @@ def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: 
         per_epoch = math.ceil(progress.num_images / progress.images_per_step)
         accelerator.print(
             f"Epoch: {amount(progress.num_images, 'image')}, {amount(per_epoch, 'step')}; "
-            f"{amount(steps, 'step')} are {steps / per_epoch:.4g} epochs"
+            f"the run: {amount(steps, 'step')}, {steps / per_epoch:.4g} epochs"
         )
     if args.lr_scheduler == "polynomial" and plan.learning_rate <= 1e-7:
         fail(
@@ -244,7 +244,7 @@ def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: 
             what = f"of {warmup} steps is longer than the run of {steps}, so the rate only rises"
         accelerator.print(
             f"The warm-up of the learning rate {what}. As a rule it takes a twentieth of a run: "
-            f"--lr_warmup_steps {steps // 20}"
+            "--lr_warmup_steps 0.05"
         )
 
 

@@ -351,7 +351,7 @@ def test_memory_of_all_models_is_as_the_pages_say(capsys):
 
 def compare_with_pages(said):
     """Check that each row that memory.py prints is in a page. Returns {title: rows}."""
-    pages = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("memory", "speed"))
+    pages = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("memory", "benchmarks"))
     tables = {}
     for part in said.strip().split("\n\n"):
         if not part.startswith("|"):
@@ -411,7 +411,7 @@ def test_choices_are_compared_by_quality(tmp_path, capsys, monkeypatch):
     assert [row[:2] for row in rows[2:]] == [
         ["digits by name", name] for name in ("float32", "bf16")
     ]
-    assert first(rows[3][4]) > 0.9 and rows[3][3].startswith("+0.00 (")
+    assert first(rows[3][4]) >= 0.9 and rows[3][3].startswith("+0.00 (")
     assert [row[5] for row in rows] == ["1.00 (1.00 to 1.00)", "1.50 (1.50 to 1.50)"] * 2
     quality.main(["processes", "--seeds=1", "--demos", "digits", *argv])
     rows = table(capsys.readouterr().out)

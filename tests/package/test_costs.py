@@ -264,6 +264,7 @@ def test_a_run_says_what_it_holds_what_was_tried_and_what_came_of_it(
 ):
     """The memory that is said is that of the adapter's training, beside frozen encoders."""
     patch(monkeypatch, "count_flops", count_flops)
+    patch(monkeypatch, "copy_shapes", copy_shapes)
     make_captioned(tmp_path / "images", 4)
     flags = [
         f"--pretrained_model_name_or_path={base}",

@@ -269,14 +269,14 @@ def test_a_warm_up_may_be_a_share_of_the_run_which_later_steps_do_not_change(cap
 
 def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_told(capsys):
     assert plan("--lr_warmup_steps=11")
-    advice = "As a rule it takes a twentieth of a run: --lr_warmup_steps 5\n"
+    advice = "As a rule it takes a twentieth of a run: --lr_warmup_steps 0.05\n"
     assert f"takes 11 of 100 steps. {advice}" in capsys.readouterr().out
     assert plan("--lr_warmup_steps=101")
     said = f"of 101 steps is longer than the run of 100, so the rate only rises. {advice}"
     assert said in capsys.readouterr().out
     assert plan("--lr_warmup_steps=10") and plan("--lr_scheduler=constant")
     said = "Batch size: 1 x 1 accumulated x 1 process = 1 image per step\n"
-    said += "Epoch: 1,000,000 images, 1,000,000 steps; 100 steps are 0.0001 epochs\n"
+    said += "Epoch: 1,000,000 images, 1,000,000 steps; the run: 100 steps, 0.0001 epochs\n"
     assert capsys.readouterr().out == 2 * said
     with pytest.raises(
         SystemExit, match="polynomial ends at a rate of 1e-7: begin above it, not at 1e-08"

@@ -29,7 +29,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import train_text_to_image
-from diffusion_training.training.costs import count_flops, count_memory
+from diffusion_training.training.costs import copy_shapes, count_flops, count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/changing.md").read_text(), re.S)
@@ -353,6 +353,7 @@ def test_what_a_change_adds_is_counted_and_only_models_are_trained(root, tmp_pat
         seen["before"] = [weight.clone() for weight in seen["frozen"]]
         return seen["memory"]
 
+    monkeypatch.setattr("diffusion_training.training.costs.copy_shapes", copy_shapes)
     monkeypatch.setattr("diffusion_training.training.costs.count_flops", spy_on_loss)
     monkeypatch.setattr("diffusion_training.training.costs.count_memory", spy_on_memory)
     found = {}

@@ -14,7 +14,7 @@ import transformers
 from conftest import MODELS, ROOT, make_captioned, reset
 from image_server import FAST, ImageServer, make_image
 from PIL import Image
-from test_changes import apply
+from test_changes import apply, change_text
 from test_download_images import make_table, read_failures, read_rows, run_here
 from test_precompute_latents_ray import here  # noqa: F401
 
@@ -61,13 +61,13 @@ def make_filter(folder, images):
 
 def test_the_changes_have_less_than_ten_lines(tmp_path, stage):
     assert list(CHANGES) == ["download_images", "precompute_latents", "precompute_latents_ray"]
-    for change in CHANGES.values():
-        _, lines = apply(change, tmp_path)
+    for name, change in CHANGES.items():
+        _, lines = change_text(change, f"{name}.py")
         assert len(lines) < 10 and max(map(len, lines)) <= 101
 
 
 def test_a_filter_of_downloads(tmp_path, stage, monkeypatch):
-    script, _ = apply(CHANGES["download_images"], tmp_path)
+    script = apply(CHANGES["download_images"], "download_images.py", tmp_path)
     monkeypatch.setattr(script, "run_items", lambda *args: run_here(*args, script=script))
     server = ImageServer()
     table = make_table(tmp_path / "urls.parquet", [f"{server.url}/image/{i}" for i in range(9)])
@@ -96,7 +96,7 @@ def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, reques
     flags = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}"]
     flags += ["--resolution=16", "--batch_size=4", "--max_skipped=0.9", "--rows_per_shard=8"]
     flags += ["--center_crop", "--dataloader_num_workers=0"]
-    script, _ = apply(CHANGES["precompute_latents"], tmp_path)
+    script = apply(CHANGES["precompute_latents"], "precompute_latents.py", tmp_path)
     reset()
     script.main(script.parse_args([*flags, f"--output_dir={tmp_path / 'out'}"]))
     skipped = [
@@ -121,7 +121,7 @@ def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, reques
     monkeypatch.setattr(stage, "Rewriter", Rewriter)
     for name in ("precompute_latents", script.__name__):
         monkeypatch.setitem(sys.modules, name, script)
-    changed, _ = apply(CHANGES["precompute_latents_ray"], tmp_path)
+    changed = apply(CHANGES["precompute_latents_ray"], "precompute_latents_ray.py", tmp_path)
     monkeypatch.setitem(sys.modules, changed.__name__, changed)
     monkeypatch.setattr(on_ray, "script", changed)
     run = request.getfixturevalue("here")
