@@ -172,8 +172,10 @@ def contents(folder):
     }
     if "metrics.jsonl" in found:
         records = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
-        found["metrics.jsonl"] = [
-            {k: v for k, v in record.items() if k not in MOMENTS} for record in records
+        found["metrics.jsonl"] = [  # signs in samples are found only by a run that also trained
+            {k: v for k, v in record.items() if k not in MOMENTS}
+            for record in records
+            if record.keys() != {"step", "signs"}
         ]
     return found
 

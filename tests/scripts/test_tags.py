@@ -199,7 +199,7 @@ def test_where_it_can_not_be_done_it_is_refused(tmp_path, models, capfd):  # noq
         (
             precompute_latents.parse_args,
             [*flags, "--shuffle_caption"],
-            "unrecognized arguments: --shuffle_caption",
+            "there is no flag --shuffle_caption",
         ),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -491,15 +491,13 @@ def test_a_rank_alone_is_the_demo_of_a_lora(tmp_path, capsys):
         ["--rank", "16", "--max_train_steps", "3", "--output_dir", str(tmp_path)]
     )
     printed = capsys.readouterr().out.strip().split("\n")[-1]
-    assert args.rank == 16 and args.max_train_steps == 3 and len(args.validation_prompts) == 10
+    assert args.rank == 16 and args.max_train_steps == 3
     assert [Path(args.train_data_dir).name, args.latents_dir] == ["nines", None]
     assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
     whole = script.parse_args([])
     assert whole.rank is None and whole.latents_dir == ["latents-digits"]
-    assert (whole.validation_prompts, whole.guidance_scale) == (
-        args.validation_prompts,
-        args.guidance_scale,
-    )
+    assert set(args.validation_prompts) < set(whole.validation_prompts)
+    assert whole.guidance_scale == args.guidance_scale
 
 
 def test_its_data_are_all_nines_and_ten_of_each_other_and_its_base_has_the_demos_other_models():

@@ -831,9 +831,8 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
 def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
     latents = Latents("moments", latents_shape, shift=0.0, factor=1.0, downscale=2)
     base, predict = open_base(args), partial(script.predict_noise, FAMILIES["sd"])
-    return script.make_unet(
-        base, make_data(latents, (8, embed_dim)), predict, None, torch.float32, args
-    )
+    launch = SimpleNamespace(has_weights=True, dtype=torch.float32)
+    return script.make_unet(base, make_data(latents, (8, embed_dim)), predict, None, launch, args)
 
 
 @pytest.mark.parametrize("new", [True, False])
