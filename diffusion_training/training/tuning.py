@@ -218,7 +218,7 @@ def count_warmup(
         reason = f"{warmup:g} of {max_train_steps}"
     else:
         reason = "as the run began"
-    accelerator.print(f"Warm-up: {steps} steps, {reason}")
+    accelerator.print(f"Warm-up: {amount(steps, 'step')}, {reason}")
     return steps
 
 
