@@ -255,7 +255,7 @@ def predict_velocity(
 
 
 def make_transformer(
-    base: Base, data: Data, predict: Predict, start: Path | None, launch: Launch, args: Namespace
+    base: Base, data: Data, predict: Predict, configs: Path | None, launch: Launch, args: Namespace
 ) -> torch.nn.Module:
     """Make the transformer to train.
 
@@ -266,8 +266,8 @@ def make_transformer(
     model_class = getattr(diffusers, base.family.model)
     # Only the config of a checkpoint is read here. Its weights and averaged weights come later.
     config_source = args.transformer_config_name_or_path
-    if start and not config_source:
-        config_source = str(start / "transformer")
+    if configs and not config_source:
+        config_source = str(configs / "transformer")
     source = str(config_source or base.source)
     options = {"cache_dir": args.cache_dir}
     if not config_source:
@@ -586,7 +586,7 @@ def main(args: Namespace) -> None:
     # The model, and what the loop, the searches, the held-out loss and the costs call.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_velocity, base.family)
-    transformer = make_transformer(base, data, predict, run.form, launch, args)
+    transformer = make_transformer(base, data, predict, run.configs, launch, args)
     models: Models = {"transformer": transformer}  # each is trained, averaged, saved in its folder
     loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)

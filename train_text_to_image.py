@@ -244,7 +244,7 @@ def predict_noise(
 
 
 def make_unet(
-    base: Base, data: Data, predict: Predict, start: Path | None, launch: Launch, args: Namespace
+    base: Base, data: Data, predict: Predict, configs: Path | None, launch: Launch, args: Namespace
 ) -> torch.nn.Module:
     """Make the U-Net to train.
 
@@ -254,8 +254,8 @@ def make_unet(
     """
     # Only the config of a checkpoint is read here. Its weights and averaged weights come later.
     config_source = args.unet_config_name_or_path
-    if start and not config_source:
-        config_source = str(start / "unet")
+    if configs and not config_source:
+        config_source = str(configs / "unet")
     source = str(config_source or base.source)
     options = {"cache_dir": args.cache_dir}
     if not config_source:
@@ -564,7 +564,7 @@ def main(args: Namespace) -> None:
     # The model, and what the loop, the searches, the held-out loss and the costs call.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_noise, base.family)
-    unet = make_unet(base, data, predict, run.form, launch, args)
+    unet = make_unet(base, data, predict, run.configs, launch, args)
     models: Models = {"unet": unet}  # each is trained, averaged, and saved in a folder of its name
     loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)

@@ -34,7 +34,7 @@ def load_batches(
     which `seconds_between` converts to seconds.
     """
     loader = torch.utils.data.DataLoader(
-        Told(dataset),
+        WithRefusals(dataset),
         batch_size=None,
         sampler=keys,
         num_workers=num_workers,
@@ -70,7 +70,7 @@ def load_batches(
             thread.shutdown(wait=False, cancel_futures=True)
 
 
-class Told:
+class WithRefusals:
     """A data set that returns a `Refused` in place of a batch: a loader process can't raise it."""
 
     def __init__(self, dataset: Any) -> None:

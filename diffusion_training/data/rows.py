@@ -38,7 +38,6 @@ from diffusion_training.remote import is_address, list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
-METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # How `datasets` would load files that other programs put beside images, such as photo.json.
 SIDECARS = ("audiofolder", "csv", "json", "pdffolder", "text", "videofolder", "xml")
 
@@ -144,6 +143,7 @@ def open_builder(
         fail(f"{source}: `datasets` takes '::' in a path for an archive: rename the folder")
     with explained(f"{source} can't be loaded as a data set"), listed_once(source):
         if is_address(source):
+            datasets.utils.file_utils.xopen = open_for_tars
             builder = open_as(*find_files(source))
         else:
             # "imagefolder", or the lines of the captions might be loaded as a data set of text
@@ -154,7 +154,7 @@ def open_builder(
     metadata = []
     if builder.name == "imagefolder":
         files = (builder.config.data_files or {}).get(args.dataset_split, [])
-        metadata = [path for path in files if os.path.basename(path) in METADATA_FILES]
+        metadata = [path for path in files if os.path.basename(path) in builder.METADATA_FILENAMES]
     described = f"{source} (with {' and '.join(metadata[:2])})" if metadata else source
     with explained(f"{described} can't be loaded as a data set"):
         if streaming:
@@ -179,7 +179,6 @@ def find_files(address: str) -> tuple[str, list[str]]:
             if kinds
             else "it holds neither parquet files nor tars"
         )
-    datasets.utils.file_utils.xopen = open_for_tars
     kind = "webdataset" if ".tar" in kinds else "parquet"
     return kind, [f"{folder}/{name}" for name in found]
 

@@ -86,12 +86,12 @@ class Loop:
         self.recorded = recorded
         self.has_folder = False
         self.lora_metadata = lora_metadata
-        self.begin = time.monotonic(), progress.global_step
+        self.begun_at = time.monotonic()  # s
+        self.first_step = progress.global_step
 
     def list_facts(self) -> dict[str, str]:
         """What the report says of the run besides its settings."""
-        begin, first_step = self.begin
-        since = f" since step {first_step}" if first_step else ""
+        since = f" since step {self.first_step}" if self.first_step else ""
         images = f"{self.progress.images_per_step} per step"
         if self.progress.num_images < sys.maxsize:  # a stream has no epochs
             images = f"{self.progress.num_images:,}, {images}"
@@ -102,7 +102,7 @@ class Loop:
         return {
             "processes": self.launch.describe(),
             "memory in use": costs.describe().partition(": ")[2] if costs else "",
-            "time": f"{format_duration(time.monotonic() - begin)}{since}",
+            "time": f"{format_duration(time.monotonic() - self.begun_at)}{since}",
             "images": images,
             "trained": describe_trained(self.trained.models),
             "versions": ", ".join([f"diffusion_training {__version__}", python, *versions]),
@@ -248,7 +248,7 @@ class Loop:
         samples = "samples/"
         if not getattr(settings, "validation_prompts", True):
             samples = "no samples (no --validation_prompts)"
-        duration = format_duration(time.monotonic() - self.begin[0])
+        duration = format_duration(time.monotonic() - self.begun_at)
         name = self.results.name
         done = f"Done in {duration}: {name}, {samples} and report.html are in {output_dir}"
         if readers := name_readers(settings, for_unet="unet" in self.trained.models):

@@ -106,6 +106,7 @@ def measure_epsilon(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOut
 
 
 @torch.no_grad()
+@torch.no_grad()
 def measure_constant(
     loss_of: Callable[..., torch.Tensor], loss_models: Models, models: Models, prepared: Prepared
 ) -> float:

@@ -58,7 +58,7 @@ class Run:
     before: dict[str, Any]  # the settings of that checkpoint
     hub_model_id: str | None
     start: Path | None = None  # another run's, of --init_from, if there is none to resume from
-    form: Path | None = None  # the one whose configs the models have; None without --init_from
+    configs: Path | None = None  # checkpoint with the models' configs; None without --init_from
     command: str = ""  # the content of run.args
     reached: int = -1  # the step of the checkpoint, if there is one
 
@@ -123,10 +123,10 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             hub_model_id = make_repository(args)
     init_from = getattr(args, "init_from", None)
     start = None if checkpoint else find_start(init_from)
-    form = (checkpoint or start) if init_from else None
+    configs = (checkpoint or start) if init_from else None
     reached = state["global_step"] if checkpoint else -1
     before = state["settings"]
-    return Run(script, lock, checkpoint, before, hub_model_id, start, form, command, reached)
+    return Run(script, lock, checkpoint, before, hub_model_id, start, configs, command, reached)
 
 
 def begin_run(run: Run, output_dir: Path) -> None:

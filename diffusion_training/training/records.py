@@ -24,7 +24,7 @@ from diffusion_training.loading import seconds_between
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.lora import list_lora_b
-from diffusion_training.training.sharding import whole
+from diffusion_training.training.sharding import is_sharded, whole
 from diffusion_training.training.signs import find_signs, read_metrics
 
 
@@ -112,7 +112,8 @@ class Records:
         if self.num_looked_at >= 100:  # of this process: enough to tell whether they are proper
             return
         self.num_looked_at += len(prepared.images)
-        if self.looked_at is None and weight.any():
+        judges = self.constant is not None and self.accelerator.is_main_process
+        if judges and self.looked_at is None and weight.any():  # a wait, in the first step alone
             self.looked_at = take_first(prepared, 16)
         measured = measure_images(prepared.images, weight)
         self.first_images = ImageSums(*map(sum, zip(self.first_images, measured, strict=True)))
@@ -198,7 +199,8 @@ class Records:
     def check(self, step: int, sums: dict[str, float], last: bool) -> None:
         """Stop with an error, before anything is saved, if a run makes no sense."""
         if sums["weight"] == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
-            fail(f"none of the last {self.num_images} images could be used{name_one(self.skipped)}")
+            example = give_example(self.skipped)
+            fail(f"none of the last {self.num_images} images could be used{example}")
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
             checkpoints = find_checkpoints(self.output_dir)
             newest = checkpoints[-1] if checkpoints else "none"
@@ -265,7 +267,9 @@ class Records:
         """The loss of a constant prediction, measured when it is asked for; nan if unknown."""
         if self.constant_loss is None:
             self.constant_loss = math.nan
-            if self.constant and self.looked_at:
+            # a further module in parts can't be called by one process
+            is_callable = len(self.models) == 1 or not any(map(is_sharded, self.models.values()))
+            if self.constant and self.looked_at and is_callable:
                 self.constant_loss = self.constant(self.models, self.looked_at)
         return self.constant_loss
 
@@ -296,7 +300,7 @@ def init_trackers(accelerator: Accelerator, settings: Namespace) -> None:
         )
 
 
-def name_one(skipped: dict[str, str]) -> str:
+def give_example(skipped: dict[str, str]) -> str:
     """An example for a sentence about images that can't be used."""
     return next((f", such as {name} ({why})" for name, why in skipped.items()), "")
 

@@ -63,14 +63,14 @@ def read_best(folder: str | Path) -> dict[str, Any]:
 class Course(NamedTuple):
     """How the loss went after the warm-up, by quarters of what is recorded since."""
 
-    first: float  # mean of the first quarter
-    last: float  # mean of the last one
-    highest: float  # also in the warm-up
-    error: float  # standard error of a quarter's mean, relative
-    vanished: bool  # whether gradients are less than a fifth of the first ones
-    best: float  # mean of the eighth from which the loss rises most
-    worst: float  # mean of the later one to which it does
-    rises: bool  # whether the worst is above the best by more than the noise of both
+    first: float = 0.0  # mean of the first quarter
+    last: float = 0.0  # mean of the last one
+    highest: float = 0.0  # also in the warm-up
+    error: float = 0.0  # standard error of a quarter's mean, relative
+    vanished: bool = False  # whether gradients are less than a fifth of the first ones
+    best: float = 0.0  # mean of the eighth from which the loss rises most
+    worst: float = 0.0  # mean of the later one to which it does
+    rises: bool = False  # whether the worst is above the best by more than the noise of both
 
 
 def follow_loss(records: list[dict], judged: list[dict]) -> Course | None:
@@ -167,7 +167,7 @@ def find_signs(
     constant = find_constant_loss() if course else math.nan
     # hardly better than a model that has learned nothing, over the noise
     poor = course is not None and course.last * (1 - 2 * course.error) > 0.7 * constant
-    course = course or Course(0, 0, 0, 0, False, 0, 0, False)
+    course = course or Course()
     falls = course.first > course.last * (1 + 6 * course.error)
     settled = poor and (ended or last["step"] >= warmup + 1000)
     spoilt = course.vanished or course.rises or course.highest > 2 * constant
