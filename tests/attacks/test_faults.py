@@ -168,7 +168,7 @@ def contents(folder):
     found = {
         n: path.read_bytes()
         for n, path in paths.items()
-        if not re.match(r"logs/|image_cache/|report\.(html|json)|.*\.lock$", n)
+        if not re.match(r"logs/|image_cache/|report\.html|.*\.lock$", n)
     }
     if "metrics.jsonl" in found:
         records = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
@@ -177,6 +177,10 @@ def contents(folder):
             for record in records
             if record.keys() != {"step", "signs"}
         ]
+    if "report.json" in found:
+        found["report.json"] = json.loads(found["report.json"])
+        for name in ("time", "memory in use"):
+            del found["report.json"]["facts"][name]
     return found
 
 
