@@ -104,6 +104,7 @@ def storage():
         for name, value in {
             "ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "ACCESS_KEY_ID": "a",
+            "DEFAULT_REGION": "us-east-1",
         }.items():
             m.setenv(f"AWS_{name}", value)
         m.setenv("AWS_SECRET_ACCESS_KEY", "b")
@@ -111,6 +112,18 @@ def storage():
         yield f"http://127.0.0.1:{port}"
     server.kill()
     server.wait()
+
+
+def upload(folder, address, bucket):
+    """A folder's files into a bucket, by botocore: fsspec's thread would not survive a fork."""
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=address)
+    client.create_bucket(Bucket=bucket)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            client.upload_file(str(path), bucket, f"cache/{path.relative_to(folder)}")
+    return f"s3://{bucket}/cache"
 
 
 def make_unet_config(folder):

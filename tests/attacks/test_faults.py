@@ -52,6 +52,7 @@ from conftest import (
     make_unet_config,
     metrics,
     start,
+    upload,
     weights,
 )  # fmt: skip
 from diffusers import DDPMScheduler
@@ -68,6 +69,9 @@ SIZES = "precompute_latents --bucket_step"  # its cache
 SIDES = "precompute_latents --resolution"  # several: a cache each
 FLOW = "train_flow"
 STREAMS = ["precompute_latents --streaming", "train_text_to_image --streaming"]
+BEST = "train_text_to_image --rank --save_best"  # and --holdout, which it needs
+REMOTE = "train_text_to_image --latents_dir=s3"  # a cache in a bucket, with room for two shards
+NEWER = [FLOW, BEST, *STREAMS, REMOTE]
 LONG = pytest.mark.long
 # fields of a record that depend on the machine
 MOMENTS = ("images_per_second", "data_wait", "memory_gb", "tflops")
@@ -196,7 +200,7 @@ class Target:
         )
         self.script, self.wholes = importlib.import_module(self.name), {}
         folder.mkdir()
-        several = name in (ADAPTED, SIZES)
+        several = name in (ADAPTED, SIZES, BEST)
         make_masked(folder / "images", 7) if several else make_captioned(folder / "images", 7)
         models = (
             make_sdxl(folder)
@@ -237,15 +241,25 @@ class Target:
                 cache += " --model_family=prx"
             argv = f"""{training} --pretrained_model_name_or_path={models} --num_inference_steps=2
                 --num_validation_images=1 --validation_prompts=one"""
-            if name == ADAPTED:
+            if name in (ADAPTED, BEST):
                 argv += " --rank=2 --lora_dropout=0.1 --use_dora --optimizer=adafactor"
-            argv += f" {data}" if name in [*OTHERS, *STREAMS] else f" --latents_dir={folder}/cache"
+            argv += " --holdout=0.4 --save_best" * (name == BEST)
+            argv += f" --shards_dir={folder}/shards --shards_size=20KB" * (name == REMOTE)
+            argv += (
+                f" {data}"
+                if name in [*OTHERS, *STREAMS]
+                else " --latents_dir=s3://attacks/cache"
+                if name == REMOTE
+                else f" --latents_dir={folder}/cache"
+            )
             argv += " --streaming --max_train_steps=8 --shuffle_buffer=3" * (name in STREAMS)
             made = importlib.import_module("precompute_latents")
             making = f"{data} {cache} --output_dir={folder}/cache".split()
             assert finish(start(lambda: made.main(made.parse_args(making)), log=self.log)) == [0], (
                 self.log.read_text()
             )
+            if name == REMOTE:
+                upload(folder / "cache", os.environ["AWS_ENDPOINT_URL"], "attacks")
         self.argv = argv.split()
 
     def __str__(self):
@@ -420,10 +434,10 @@ class Verdicts(collections.Counter):
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory):
+def targets(tmp_path_factory, storage):
     """Each target, made when it is first asked for."""
     folder = tmp_path_factory.mktemp("targets")
-    return functools.cache(lambda name: Target(name, folder / name.replace(" --", "-")))
+    return functools.cache(lambda name: Target(name, folder / re.sub(r"[^a-z_]+", "-", name)))
 
 
 # ------------------------------------------------------------------- what happens to a run
@@ -467,7 +481,7 @@ def die():
     100,
     {NAMES[0]: 6},
     {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4, SIDES: 6, FLOW: 4},
-    [*NAMES, *OTHERS, ADAPTED, SIZES, SIDES, FLOW, *STREAMS],
+    [*NAMES, *OTHERS, ADAPTED, SIZES, SIDES, FLOW, *STREAMS, BEST, REMOTE],
 )
 def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, name, count):
     target = targets(name)
@@ -516,7 +530,7 @@ def test_two_processes_killed_or_one_of_them(targets, name, count):
     attack(target, target.moments(count, 2, after="threads_are_default"), die, judge, 2)
 
 
-@cases(50, {NAMES[1]: 4}, {}, [*NAMES, *OTHERS])
+@cases(50, {NAMES[1]: 4}, {}, [*NAMES, *OTHERS, *NEWER])
 def test_stopped_at_any_event_it_goes_on(targets, name, count):
     """SIGTERM and SIGINT: a sentence, the right status, one more checkpoint, and nothing lost."""
     target = targets(name)
@@ -560,7 +574,7 @@ def test_a_killed_loader_process_at_any_event(targets, name, count):
     attack(target, moments, kill_loader, judge, left_out=".*", argv=["--num_train_epochs=50"])
 
 
-@cases(100, {NAMES[0]: 4}, {NAMES[1]: 4}, [*NAMES, *OTHERS])
+@cases(100, {NAMES[0]: 4}, {NAMES[1]: 4}, [*NAMES, *OTHERS, *NEWER])
 def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, name, count):
     """No space, over quota, an error of the device, no right to."""
     target = targets(name)
@@ -576,7 +590,7 @@ def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, nam
     attack(target, target.moments(count, of_files=True), refuse, judge, left_out="report.json")
 
 
-@cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 6}, [*NAMES, *OTHERS])
+@cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 6}, [*NAMES, *OTHERS, *NEWER])
 def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets, name, count):
     """Before any call or file change: the run ends with a sentence, a rerun with the same bits."""
     target, left_out = targets(name), r"report\.(html|json)|.*\.(args|png)"
@@ -596,7 +610,7 @@ def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets
     attack(target, target.moments(count, after="main"), lack, judge, left_out=left_out)
 
 
-@cases(4, {}, {NAMES[1]: 512})
+@cases(4, {}, {NAMES[1]: 512}, [*NAMES, FLOW, BEST])
 def test_a_full_disk_at_any_write_is_one_sentence(targets, name, count):
     """On a disk that grows by `count` KiB after each failure, reruns end with the same bits."""
     target, verdicts = targets(name), Verdicts()
@@ -639,7 +653,12 @@ def damage(path, how, other):
         path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "flip": flipped}[how])
 
 
-@cases(10**9, {}, {NAMES[0]: 8, NAMES[1]: 8, "its cache": 8}, [*NAMES, "its cache", ADAPTED])
+@cases(
+    10**9,
+    {},
+    {NAMES[0]: 8, NAMES[1]: 8, "its cache": 8},
+    [*NAMES, "its cache", ADAPTED, FLOW, BEST],
+)
 def test_damaged_files_are_mended_or_refused(targets, name, count):
     """Damage each file in six ways, mostly large files first.
 

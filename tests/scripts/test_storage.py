@@ -22,6 +22,7 @@ from conftest import (
     metrics,
     patch,
     start,
+    upload,
     wait_until,
 )
 from test_train_text_to_image import EXACT, make_cache, refused, train
@@ -33,16 +34,6 @@ pytestmark = pytest.mark.usefixtures("without_figures")
 NUM_ROWS, ROWS_PER_SHARD = 23, 2
 
 
-def upload(folder, address, bucket):
-    """A folder's files into a bucket, by botocore: fsspec's thread would not survive a fork."""
-    client = boto3.client("s3", endpoint_url=address, region_name="us-east-1")
-    client.create_bucket(Bucket=bucket)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            client.upload_file(str(path), bucket, f"cache/{path.relative_to(folder)}")
-    return f"s3://{bucket}/cache"
-
-
 @pytest.fixture
 def stored(tmp_path, storage, monkeypatch):
     """(flags of a short run, the address of its cache).
@@ -51,7 +42,6 @@ def stored(tmp_path, storage, monkeypatch):
     """
     if storage is None:
         pytest.skip("no S3 server")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     make_captioned(tmp_path / "images", NUM_ROWS)
     make_cache(tmp_path, "--random_flip", f"--rows_per_shard={ROWS_PER_SHARD}")
     flags = [
