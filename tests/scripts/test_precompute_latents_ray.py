@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import collections
 import contextlib
 import functools
 import io
@@ -1245,3 +1246,96 @@ def test_memory_stays_in_bounds_while_encoders_are_slow(tmp_path, flags, driver)
         f"{max(spilled)} bytes spilled"
     )
     assert max(used) < 90 * 2**20 and max(spilled) == 0
+
+
+def plain_encoder():
+    """For `start_driver`: the script as it is."""
+
+
+@pytest.mark.long
+def test_a_storm_on_real_ray_changes_nothing(tmp_path, flags, bucket):
+    """Kill encoders, tasks, nodes and the driver at random, STORM minutes long (default: 3).
+
+    Images and cache are in a bucket, and each node's object store is the smallest that Ray allows.
+    Whenever a run ends well, its files are compared, and another begins.
+    """
+    end = time.time() + 60 * float(os.environ.get("STORM", "3"))
+    flags = [*flags, "--train_data_dir=s3://bucket/images/", "--rows_per_shard=2", "--batch_size=1"]
+    out, rng, counts = "bucket/latents", random.Random(0), collections.Counter()
+    port, folder = free_port(), tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    log, said = tmp_path / "log", tmp_path / "said"
+    options = ["--num_encoders=2", "--num_transform_cpus=1", f"--address=127.0.0.1:{port}"]
+    nodes: list[subprocess.Popen] = []
+    driver = None
+
+    def begin():
+        return start_driver(
+            said, plain_encoder, *flags, "--output_dir=s3://bucket/latents", *options
+        )
+
+    def add_node():
+        nodes.append(start_node(log, log, f"--address=127.0.0.1:{port}"))
+
+    def judge():
+        """A run that ended by itself: whole, or stopped with the sentence about deaths."""
+        assert "Traceback" not in said.read_text(), said.read_text()
+        if driver.returncode == 0:
+            assert objects(bucket, out) == whole
+            counts["whole"] += 1
+            bucket.rm(out, recursive=True)
+        else:
+            counts["stopped with a sentence"] += 1
+            assert driver.returncode == 1 and "the same command goes on" in said.read_text(), (
+                said.read_text()
+            )
+
+    try:
+        nodes.append(start_node(log, log, "--head", f"--port={port}", f"--temp-dir={folder}"))
+        time.sleep(10)
+        add_node()
+        add_node()
+        driver = begin()
+        assert driver.wait(300) == 0, said.read_text()
+        whole = objects(bucket, out)
+        precompute(
+            *flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}"
+        )
+        assert without_source(whole) == without_source(contents(tmp_path / "disk"))
+        bucket.rm(out, recursive=True)
+        driver = begin()
+        while time.time() < end:
+            time.sleep(rng.uniform(1, 6))
+            if driver.poll() is not None:
+                judge()
+                driver = begin()
+                counts["begun"] += 1
+                continue
+            what = rng.choices(["worker", "node", "driver"], [12, 1, 1])[0]
+            if what == "worker":
+                workers = [pid for node in nodes for pid in encoders_and_tasks(node)]
+                for pid in rng.sample(workers, min(1, len(workers))):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            elif what == "node":
+                end_node(nodes.pop(rng.randrange(1, len(nodes))))  # the head is the cluster
+                add_node()
+            else:
+                driver.kill()
+                driver.wait()
+                driver = begin()
+            counts[what] += 1
+        for _ in range(5):  # without attacks, on nodes that may just have come
+            code = driver.wait(300)
+            judge()
+            if code == 0:
+                break
+            driver = begin()
+        assert code == 0
+    finally:
+        if driver:
+            driver.kill()
+            driver.wait()
+        for node in nodes[::-1]:
+            end_node(node)
+        shutil.rmtree(folder, ignore_errors=True)
+    print(dict(counts))
