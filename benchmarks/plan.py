@@ -115,8 +115,8 @@ def main(args):
 
     first, texts = TRANSFORMERS[0], {}
     print(
-        f"\n| text encoder | TFLOP, {TOKENS} tokens | times {first}'s step "
-        f"| padded, a row | {MEAN_TOKENS} tokens |"
+        f"\n| text encoder | TFLOP for {TOKENS} tokens | as a multiple of {first}'s step "
+        f"| a row with padding | a row of {MEAN_TOKENS} tokens |"
     )
     print("|---|---|---|---|---|")
     for name, (make, width) in TEXT.items():
@@ -147,7 +147,7 @@ def main(args):
         if name == "AutoencoderKL":
             images = sum(found)
     print(
-        "\n| text encoder, and AutoencoderKL | TFLOP in a pass each | in one pass | share |\n"
+        "\n| text encoder, and AutoencoderKL | TFLOP in two passes | in one pass | share |\n"
         "|---|---|---|---|"
     )
     for name, flops in texts.items():
