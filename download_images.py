@@ -127,7 +127,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     A bad argument stops the script with one line and status 2 before anything is written.
     """
-    parser = make_parser(__file__, __doc__, "docs/data.md")
+    parser = make_parser(__file__, __doc__, "docs/download.md")
     add = parser.add_argument_group("table").add_argument
     add("--input", type=PATH, help="parquet, CSV, TSV or JSON lines: file, folder or glob")
     add(
