@@ -71,7 +71,7 @@ from diffusion_training.arguments import COUNT, PATH, Flags, make_parser, number
 from diffusion_training.cluster import connect, find_modules, work_off
 from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, lock_folder
-from diffusion_training.remote import open_folder, reading, remove, writing
+from diffusion_training.remote import is_address, open_folder, reading, remove, writing
 from diffusion_training.web.downloads import fetch_rows
 from diffusion_training.web.filters import find_columns
 from diffusion_training.web.pictures import THREADS
@@ -127,7 +127,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     A bad argument stops the script with one line and status 2 before anything is written.
     """
-    parser = make_parser(__file__, __doc__, "docs/data.md")
+    parser = make_parser(__file__, __doc__, "docs/download.md")
     add = parser.add_argument_group("table").add_argument
     add("--input", type=PATH, help="parquet, CSV, TSV or JSON lines: file, folder or glob")
     add(
@@ -499,6 +499,11 @@ def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
     )
     if summary["failures"]:
         print(why)
+    streaming = " --streaming" if is_address(args.output_dir) else ""
+    print(
+        f"Next: accelerate launch precompute_latents.py --train_data_dir {args.output_dir}"
+        f"{streaming} --pretrained_model_name_or_path ... (your model)"
+    )
 
 
 @in_one_sentence

@@ -605,6 +605,7 @@ def finish(
         limit = cache["tokenizer"]["model_max_length"]
         report_cut(cache["captions_cut"], cache["rows"], limit)
         print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {folder}")
+        print(f"Next: {planned.suggest_training()}")
 
 
 @in_one_sentence

@@ -641,6 +641,7 @@ class Destination:
             f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, "
             f"are in {self.planned.output_dir}"
         )
+        print(f"Next: {self.planned.suggest_training()}")
 
     def close(self) -> None:
         if self.opened and self.opened.lock:

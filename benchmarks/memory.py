@@ -13,8 +13,9 @@ Prints tables, for one process but where GPUs are counted. GB is 1e9 bytes. No w
 5. Disk: a row of the cache, a checkpoint, the result.
 6. Text encoders: their size, and what tokens in place of embeddings (`--text_cache ids`) add to a
    step of a U-Net.
-7. Operations of a training step of a U-Net, per image.
-8. Activations that the forward pass keeps, per image, in float32.
+7. Memory of the host at the start of a run.
+8. Operations of a training step of a U-Net, per image.
+9. Activations that the forward pass keeps, per image, in float32.
 
 Weights, gradients, moments and averages are counted by the code that prints them before step 1. For
 activations the forward pass runs on tensors without numbers on a GPU that is not there, under
@@ -634,6 +635,17 @@ def list_disk(names: list[str]) -> Iterator[list[str]]:
         ]
 
 
+def list_host(names: list[str]) -> Iterator[list[str]]:
+    """What the first process loads, one after the other: encoders, then the model."""
+    for name in names:
+        model = MODELS[name]
+        with torch.device("meta"):
+            frozen = sum(map(count_numbers, [make_vae(model), *make_encoders(model)]))
+            trained = count_numbers(make_denoiser(model))
+        base = gigabytes(2 * trained) if can_have_lora(name) else ""
+        yield [name, gigabytes(4 * frozen), base, gigabytes(4 * trained)]
+
+
 def list_encoders(names: list[str]) -> Iterator[list[str]]:
     for name in names:
         with torch.device("meta"):
@@ -685,6 +697,8 @@ def main(argv: list[str] | None = None) -> None:
     print_table("Disk", columns, list_disk(names))
     columns = ["text encoders of", "float32", "16 bits", "operations, as a share of a step's"]
     print_table("Text encoders", columns, list_encoders(names))
+    columns = ["model", "VAE and text encoders", "base of a LoRA, 16 bits", "whole model"]
+    print_table("Memory of the host", columns, list_host(names))
     print_table("Operations", ["U-Net", "px", "TFLOP an image"], list_operations(names))
     columns = ["U-Net", "px", "MB an image", "times the smallest"]
     print_table("Activations in float32", columns, list_kept(names))

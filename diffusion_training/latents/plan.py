@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.texts import weigh_captions
 from diffusion_training.data.transforms import Transform, make_transform
 from diffusion_training.errors import explained, fail
-from diffusion_training.families.base import Encoders
+from diffusion_training.families.base import Encoders, Family
 from diffusion_training.latents.columns import (
     EXTRA_COLUMNS,
     Column,
@@ -25,12 +26,25 @@ from diffusion_training.latents.columns import (
 from diffusion_training.latents.encoders import Latents, check_sides, describe_latents
 from diffusion_training.remote import is_address
 
+# The caches of the demos. The demos of the trainers take them without flags.
+DEMO_CACHES = ("latents-digits", "latents-digits-flow")
+# flags with which a trainer loads the models of a cache
+MODEL_FLAGS = (
+    "pretrained_model_name_or_path",
+    "vae_name_or_path",
+    "text_encoder_name_or_path",
+    "tokenizer_name_or_path",
+    "revision",
+    "variant",
+)
+
 
 @dataclass(frozen=True)
 class PlannedCache:
     """A cache that is to be made, and all that decides what is written into it."""
 
     output_dir: str
+    family: Family
     transform: Transform
     latents: Latents
     text_cache: str  # "embeddings" or "ids"
@@ -62,6 +76,23 @@ class PlannedCache:
         num_rows = self.settings["source"]["rows"]
         num_shards = len(self.list_shards())
         return describe_size(num_rows, num_shards, self.settings, tokens, compare)
+
+    def suggest_training(self) -> str:
+        """The command that trains on the cache."""
+        words = ["accelerate", "launch", self.family.script]
+        if self.output_dir in DEMO_CACHES:
+            return shlex.join(words)
+        words += ["--latents_dir", self.output_dir]
+        for name in MODEL_FLAGS:
+            if self.flags[name] is not None:
+                words += [f"--{name}", self.flags[name]]
+        if self.family.script == "train_flow.py":
+            words += ["--model_family", self.family.name]
+        if self.flags["random_flip"]:
+            words.append("--random_flip")
+        if self.flags["mixed_precision"] != "no":
+            words += ["--mixed_precision", self.flags["mixed_precision"]]
+        return shlex.join(words)
 
     def with_batch_size(self, size: int) -> "PlannedCache":
         return replace(self, batch_size=size, flags=self.flags | {"batch_size": size})
@@ -103,6 +134,7 @@ def plan_caches(
         caches.append(
             PlannedCache(
                 output_dir=folder,
+                family=family,
                 transform=transform,
                 latents=latents,
                 text_cache=args.text_cache,

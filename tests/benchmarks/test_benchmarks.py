@@ -344,6 +344,18 @@ def test_memory_of_all_models_is_as_the_pages_say(capsys):
         for tokens, width, n in ((4096, 640, 10), (1024, 1280, 60))
     )
     assert memory.count_flops_of("SDXL", 1024) / 3 - products == pytest.approx(5979.1e9, rel=0.01)
+    # the commands of README.md and lora.md
+    with_batch = lambda way, images: f"{memory.count_step('SDXL', way, images) / 1e9:.1f} GB"
+    drawing = lambda way: f"{memory.count_drawing('SDXL', way) / 1e9:.1f} GB"
+    _, plain, saving, quantized, _ = memory.LORA
+    page = " ".join((ROOT / "docs/lora.md").read_text().split())
+    said = [
+        f"takes {with_batch(saving, 1)} in a step and {drawing(saving)} while samples are drawn"
+    ]
+    said += [f"nf4`: {with_batch(quantized, 1)} in a step, {drawing(quantized)} for samples |"]
+    said += [f"steps 1`: {with_batch(saving, 4)}.", f"which is faster: {with_batch(plain, 1)} |"]
+    said += [f"steps 2`: {with_batch(plain, 2)} |"]
+    assert [part for part in said if part not in page] == []
     page = " ".join((ROOT / "docs/latent-cache.md").read_text().split())
     for name, _, size, shares in tables["Text encoders"][1:3]:
         assert f"{shares}, and {size} GB in 16 bits |" in page, name
@@ -360,7 +372,7 @@ def compare_with_pages(said):
         tables[title] = table(part)
         for row in tables[title]:
             assert f"| {' | '.join(row)} |\n" in pages, f"{title}: {row}"
-    assert len(tables) == 12
+    assert len(tables) == 13
     return tables
 
 

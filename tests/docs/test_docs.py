@@ -57,7 +57,8 @@ def find_script(words):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_says_what_it_needs_and_every_flag_is_one(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "path/to/images").mkdir(parents=True)
+    for name in ("images", "photographs"):
+        (tmp_path / "path/to" / name).mkdir(parents=True)
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     for name in ("images", "scratch"):
         (tmp_path / name).mkdir()
@@ -166,12 +167,24 @@ def test_the_commands_of_a_page_run_one_after_the_other(
             exec(text.replace("num_inference_steps=50", "num_inference_steps=1"), {})
 
 
+def list_anchors(page):
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
+    )
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_readme_is_two_screens_and_links_lead_somewhere():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
     for page in PAGES:
         prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
-        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
-            assert "://" in link or ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+        for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", prose):
+            if "://" in link:
+                continue
+            target = ((ROOT / page).parent / link) if link else ROOT / page
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in list_anchors(target), f"{page}: {link}#{anchor}"
     named = set(re.findall(r"\(docs/(\w[\w-]*\.md)\)", (ROOT / "README.md").read_text()))
     assert named == {path.name for path in ROOT.glob("docs/*.md")}
 
@@ -186,8 +199,9 @@ def test_every_test_that_a_page_names_is_there():
     for page in PAGES:
         missing = set(re.findall(r"\btest_\w+", (ROOT / page).read_text())) - there
         assert not missing, f"{page}: {missing}"
-    promises = (ROOT / "README.md").read_text().split("## What they promise")[1].split("\n## ")[0]
-    assert all("`test_" in promise for promise in promises.split("\n- ")[1:])
+    promises = (ROOT / "CONTRIBUTING.md").read_text().split("## Promises")[1].split("\n## ")[0]
+    promises = promises.split("\n- ")[1:]
+    assert len(promises) > 10 and all("`test_" in promise for promise in promises)
 
 
 def list_strings(tree):

@@ -1,8 +1,11 @@
 """The recipes for published models run on tiny pipelines: only paths, sizes and steps change."""
 
+import shlex
+
 import pytest
 from conftest import (
     make_captioned,
+    make_images,
     make_klein,
     make_models,
     make_qwen_image,
@@ -45,8 +48,9 @@ MAKE = {
 @pytest.mark.parametrize(
     "page, expected",
     [
-        ("README.md", ["sd"]),
-        ("docs/training.md", ["sdxl", "sdxl LoRA"]),
+        ("README.md", ["sd", "sdxl LoRA"]),
+        ("docs/lora.md", ["sdxl LoRA"]),
+        ("docs/training.md", ["sdxl"]),
         (
             "docs/models.md",
             [
@@ -60,11 +64,13 @@ MAKE = {
         ),
     ],
 )
-def test_every_recipe_trains(tmp_path, monkeypatch, page, expected):
+def test_every_recipe_trains(tmp_path, monkeypatch, capsys, page, expected):
     monkeypatch.chdir(tmp_path)
     make_captioned(tmp_path / "images", 3)
-    folders = {"path/to/images": "images"}
+    make_images(tmp_path / "photographs", 3)
+    folders = {"path/to/images": "images", "path/to/photographs": "photographs"}
     trained = []
+    suggestions = {}  # {cache: the flags of the command that its maker printed}
     for need, language, text in blocks(page):
         hub = [name for name in MAKE if name in text]
         if need != "hub" or language != "bash" or not hub:
@@ -84,7 +90,18 @@ def test_every_recipe_trains(tmp_path, monkeypatch, page, expected):
             MODULES[script].main(args)
             reset()
             if script == "precompute_latents.py":
+                said = capsys.readouterr().out.rsplit("Next: ", 1)[1].splitlines()[0]
+                trainer, suggested = find_script(shlex.split(said))
+                suggested = MODULES[trainer].parse_args(suggested)
+                assert suggested.latents_dir == [args.output_dir]
+                model = suggested.pretrained_model_name_or_path
+                assert model == args.pretrained_model_name_or_path
+                suggestions[args.output_dir] = suggested
                 continue
+            same = ("latents_dir", "mixed_precision", "random_flip", "model_family")
+            for name in same:
+                suggested = suggestions[args.latents_dir[0]]
+                assert getattr(args, name, None) == getattr(suggested, name, None), name
             name = "pytorch_lora_weights.safetensors" if args.rank else "model_index.json"
             assert (tmp_path / args.output_dir / name).is_file()
             assert metrics(args.output_dir)[-1]["step"] == 1

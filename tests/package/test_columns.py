@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from diffusion_training.data.transforms import make_transform
+from diffusion_training.families.known import FAMILIES
 from diffusion_training.latents import columns as module
 from diffusion_training.latents.plan import PlannedCache
 
@@ -76,7 +77,11 @@ def test_of_several_sizes_more_rows_are_read_at_a_time():
     for step, count in (None, 3), (64, 12):
         flags = {"dataset_name": None, "train_data_dir": ".", "bucket_step": step}
         transform = make_transform(argparse.Namespace(**flags), "image", None, None, 3, 512)
-        planned = PlannedCache("out", transform, None, "ids", 3, 9, {}, {"batch_size": 3})
+        planned = PlannedCache(
+            "latents-digits", FAMILIES["sd"], transform, None, "ids", 3, 9, {}, {"batch_size": 3}
+        )
         assert planned.rows_per_batch == count
         larger = planned.with_batch_size(5)
         assert larger.rows_per_batch == count // 3 * 5 and larger.flags == {"batch_size": 5}
+        # the demo's cache
+        assert planned.suggest_training() == "accelerate launch train_text_to_image.py"

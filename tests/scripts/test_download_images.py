@@ -256,6 +256,7 @@ def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(
         f"Done: {len([k for k in kinds if k in GOOD])} images" in printed
         and "HTTP 404" not in printed
     )
+    assert f"Next: accelerate launch precompute_latents.py --train_data_dir {tmp_path}" in printed
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
     # The same command asks for nothing again, and changes nothing

@@ -235,6 +235,7 @@ def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(
             *flags, f"--num_encoders={count}", f"--output_dir={tmp_path / str(count)}"
         )
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
+        assert "Next: accelerate launch train_text_to_image.py --latents_dir " in said
         assert contents(tmp_path / str(count)) == whole
     assert "3 encoders of 1 CPU threads" in said and "waiting for images" in said
 
