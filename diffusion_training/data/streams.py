@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,28 @@ def check_stream_args(parser: argparse.ArgumentParser, args: argparse.Namespace)
             parser.error(
                 f"--{name} needs the images on a disk: a stream has captions in a column of its own"
             )
+
+
+class TarMember(tarfile.TarInfo):
+    """A file in a tar. A tar that does not end as tars end is an error, and no end.
+
+    tarfile takes a tar that was cut off between two files, or damaged there, for a shorter one.
+    """
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> "TarMember":
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # the end
+            raise
+        except tarfile.HeaderError as error:
+            if tar.offset == 0:  # tarfile then says that it is none
+                raise
+            file = getattr(tar.fileobj, "fileobj", tar.fileobj)
+            name = getattr(file, "name", getattr(file, "path", "a tar"))
+            raise tarfile.ReadError(
+                f"{name} was cut off or is damaged at byte {tar.offset:,} ({error}): copy it again"
+            ) from None
 
 
 def open_for_tars(file: Any, *args: Any, **options: Any) -> Any:
