@@ -84,7 +84,9 @@ class TarMember(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             if tar.offset == 0:  # tarfile then says that it is none
                 raise
-            file = getattr(tar.fileobj, "fileobj", tar.fileobj)
+            file = tar.fileobj
+            while hasattr(file, "fileobj"):  # what unpacks it
+                file = file.fileobj
             name = getattr(file, "name", getattr(file, "path", "a tar"))
             raise tarfile.ReadError(
                 f"{name} was cut off or is damaged at byte {tar.offset:,} ({error}): copy it again"

@@ -32,7 +32,8 @@ class Fetcher:
     Others are those of later windows and, while there is room, those whose windows have passed.
 
     `describe(shard)` returns (address, SHA-256, approximate bytes); the address is "" for a shard
-    on a disk. A shard that is requested but in no window is fetched too. If a shard can't be fetched, or its bytes are wrong, it is tried again for about a minute.
+    on a disk. A shard that is requested but in no window is fetched too. If a shard can't be
+    fetched, or its bytes are wrong, it is tried again for about a minute.
     After that, the program ends with a sentence when the shard is requested.
     """
 
@@ -106,7 +107,9 @@ class Fetcher:
         """
         with self.changed:
             if shard not in self.files:
-                _, _, self.bytes[shard] = self.describe(shard)
+                _, _, size = self.describe(shard)
+                self.make_room(size)
+                self.bytes[shard] = size
                 self.files[shard] = Future()
                 self.jobs.append((shard, self.files[shard]))
                 self.changed.notify()
@@ -158,7 +161,6 @@ class Fetcher:
                 self.held.update(shards)
                 for shard in shards:
                     self.passed.pop(shard, None)
-                self.make_room(needed)
                 for shard in sizes:
                     self.want(shard)
         return gone
