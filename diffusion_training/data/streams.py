@@ -16,7 +16,7 @@ import datasets
 from datasets.utils.file_utils import xopen
 
 from diffusion_training.arguments import COUNT, SWITCH
-from diffusion_training.errors import explain, fail
+from diffusion_training.errors import explain, fail, is_a
 from diffusion_training.files import write_file
 
 
@@ -79,10 +79,9 @@ class TarMember(tarfile.TarInfo):
     def fromtarfile(cls, tar: tarfile.TarFile) -> "TarMember":
         try:
             return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # the end
-            raise
         except tarfile.HeaderError as error:
-            if tar.offset == 0:  # tarfile then says that it is none
+            # the end, and what is no tar at all
+            if is_a(error, "EOFHeaderError") or tar.offset == 0:
                 raise
             file = tar.fileobj
             while hasattr(file, "fileobj"):  # what unpacks it

@@ -137,7 +137,7 @@ def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load):
     one, other = (load(tmp_path / name, **flags).rows for name in ("images", "beside"))
     assert one["text"][:] == other["text"][:] and one["text"][3] == "a digit zero"
     before = other._fingerprint
-    (tmp_path / "beside/2.cap").write_text("another")
+    (tmp_path / "beside/2.cap").write_text("another\n\nline")
     (tmp_path / "beside/4.cap").unlink()
     changed = load(tmp_path / "beside", **flags).rows
     assert (
