@@ -125,7 +125,7 @@ def test_what_can_not_be_read_is_one_sentence(tmp_path, load):
         load(tmp_path / "none")
 
 
-def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load):
+def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load, capsys):
     make_captioned(tmp_path / "images", 6)
     make_images(tmp_path / "beside", 6)
     for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines():
@@ -141,8 +141,10 @@ def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load):
     (tmp_path / "beside/4.cap").unlink()
     changed = load(tmp_path / "beside", **flags).rows
     assert (
-        changed["text"][2:5] == ["another", "a digit zero", None] and changed._fingerprint != before
+        changed["text"][2:5] == ["another\n\nline", "a digit zero", None]
+        and changed._fingerprint != before
     )
+    assert "1 captions have several lines, such as" in capsys.readouterr().out
 
 
 def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, load, monkeypatch):
