@@ -547,7 +547,7 @@ def main(args: Namespace) -> None:
     if args.limit or isinstance(tables_fs, LocalFileSystem):
         copies = copy_tables(sources, args.limit, **options, where=args.where)
         tables = list(tqdm(copies, total=len(paths), desc="Tables", leave=False))
-    elif args.where is None and all(path.endswith(".parquet") for path in paths):
+    elif args.where is None and all(path.lower().endswith(".parquet") for path in paths):
         tables = foresee_copies(sources, **options)
     else:
         tables = copy_on_cluster(sources, args, folder)

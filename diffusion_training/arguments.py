@@ -11,9 +11,22 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-PATH = os.path.expanduser  # an argparse type: a shell does not expand the ~ in --output_dir=~/run
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
+
+
+def clean_path(text: str) -> str:
+    """An argparse type: a path with ~ expanded, or an address without slashes that are too many.
+
+    A shell does not expand the ~ in --output_dir=~/run. On a disk a//b/ is a/b; in a bucket it
+    would be another name.
+    """
+    if "://" not in text:
+        return os.path.expanduser(text)
+    return re.sub(r"(?<![:/])/+(?=/|$)", "", text)
+
+
+PATH = clean_path
 
 
 class Parser(argparse.ArgumentParser):

@@ -267,3 +267,9 @@ def printable(text: str) -> str:
     Otherwise a file's name could send commands to the terminal.
     """
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def print_once(sentence: str | None) -> None:
+    """Print a sentence about the data, if there is one, on the first of all processes."""
+    if sentence and os.environ.get("RANK", "0") == "0":
+        print(printable(sentence))

@@ -68,7 +68,7 @@ def list_data(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, Any]]
     for path, info in sorted(fs.find(root, detail=True).items()):
         name = path[len(root) + 1 :]
         is_ignored = any(part.startswith((".", "__")) for part in name.split("/"))
-        if name.endswith(suffixes) and not is_ignored:
+        if name.lower().endswith(suffixes) and not is_ignored:
             found[name] = info
     if names is None:
         return folder, found

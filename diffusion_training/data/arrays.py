@@ -33,7 +33,7 @@ def add_array_flags(add: Callable[..., Any]) -> None:
 
 def is_array(source: str | None) -> bool:
     """Whether a source of images is an .npy file."""
-    return source is not None and source.endswith(".npy") and Path(source).is_file()
+    return source is not None and source.lower().endswith(".npy") and Path(source).is_file()
 
 
 class ArrayReader:

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from diffusion_training.errors import fail, passing_rows_faults, printable
+from diffusion_training.errors import fail, passing_rows_faults, print_once, printable
 
 # cached, because realpath looks at each folder of a path and is called for every row
 resolve = functools.lru_cache(os.path.realpath)
@@ -61,11 +61,16 @@ def add_captions(rows: datasets.Dataset, column: str, extension: str) -> dataset
     images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
     paths = [Path(image["path"]).with_suffix(extension) for image in images]
     captions = [read(path) for path in paths]
-    pairs = zip(paths, captions, strict=True)
+    pairs = [*zip(paths, captions, strict=True)]
     unread = [path for path, text in pairs if text is None and path.is_file()]
-    if unread and os.environ.get("RANK", "0") == "0":
-        sentence = f"{len(unread)} captions can't be read, such as {unread[0]}: are they UTF-8?"
-        print(printable(sentence))
+    if unread:
+        print_once(f"{len(unread)} captions can't be read, such as {unread[0]}: are they UTF-8?")
+    several = [path for path, text in pairs if text and len(text.splitlines()) > 1]
+    if several:
+        print_once(
+            f"{len(several)} captions have several lines, such as {several[0]}: all of them are "
+            "used (sd-scripts takes the first line alone)"
+        )
     content = json.dumps([rows._fingerprint, captions])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
     return rows.add_column(column, captions, new_fingerprint=fingerprint)

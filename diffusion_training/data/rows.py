@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import tarfile
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from diffusion_training.arguments import list_values
+from diffusion_training.csv_files import check_csv
 from diffusion_training.data.arrays import is_array, open_array
 from diffusion_training.data.folders import (
     add_captions,
@@ -32,8 +34,8 @@ from diffusion_training.data.folders import (
     list_paths,
 )
 from diffusion_training.data.images import name_image
-from diffusion_training.data.streams import identify_stream, open_for_tars
-from diffusion_training.errors import explained, fail, passing_rows_faults, printable
+from diffusion_training.data.streams import TarMember, identify_stream, open_for_tars
+from diffusion_training.errors import explained, fail, passing_rows_faults, print_once, printable
 from diffusion_training.remote import is_address, list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
@@ -139,6 +141,7 @@ def open_builder(
             kind, args.dataset_config_name, folder, files, cache_dir=args.cache_dir
         )
 
+    tarfile.TarFile.tarinfo = TarMember
     if os.path.isdir(source) and "::" in source:
         fail(f"{source}: `datasets` takes '::' in a path for an archive: rename the folder")
     with explained(f"{source} can't be loaded as a data set"), listed_once(source):
@@ -151,11 +154,16 @@ def open_builder(
         # `datasets` goes by the most frequent suffix, which other files beside images may have
         if builder.name in SIDECARS and has_images(source):
             builder = open_as("imagefolder")
+    files = (builder.config.data_files or {}).get(args.dataset_split, [])
     metadata = []
     if builder.name == "imagefolder":
-        files = (builder.config.data_files or {}).get(args.dataset_split, [])
         metadata = [path for path in files if os.path.basename(path) in builder.METADATA_FILENAMES]
+    tables = files if builder.name == "csv" else metadata
     described = f"{source} (with {' and '.join(metadata[:2])})" if metadata else source
+    for path in tables:
+        if path.lower().endswith((".csv", ".tsv")) and os.path.isfile(path):
+            with explained(f"{path} can't be loaded as a data set"):
+                print_once(check_csv(path))
     with explained(f"{described} can't be loaded as a data set"):
         if streaming:
             return builder, builder.as_streaming_dataset(split=args.dataset_split)
@@ -172,7 +180,7 @@ def open_builder(
 def find_files(address: str) -> tuple[str, list[str]]:
     """How `datasets` calls the kind of files at an address, and the files. Raises ValueError."""
     folder, found = list_data(address, (".parquet", ".tar"))
-    kinds = {Path(name).suffix for name in found}
+    kinds = {Path(name).suffix.lower() for name in found}
     if len(kinds) != 1:
         raise ValueError(
             "it holds both parquet files and tars: choose with /*.parquet or /*.tar"

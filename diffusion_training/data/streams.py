@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import datasets
 from datasets.utils.file_utils import xopen
 
 from diffusion_training.arguments import COUNT, SWITCH
-from diffusion_training.errors import explain, fail
+from diffusion_training.errors import explain, fail, is_a
 from diffusion_training.files import write_file
 
 
@@ -66,6 +67,29 @@ def check_stream_args(parser: argparse.ArgumentParser, args: argparse.Namespace)
             parser.error(
                 f"--{name} needs the images on a disk: a stream has captions in a column of its own"
             )
+
+
+class TarMember(tarfile.TarInfo):
+    """A file in a tar. A tar that does not end as tars end is an error, and no end.
+
+    tarfile takes a tar that was cut off between two files, or damaged there, for a shorter one.
+    """
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> "TarMember":
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.HeaderError as error:
+            # the end, and what is no tar at all
+            if is_a(error, "EOFHeaderError") or tar.offset == 0:
+                raise
+            file = tar.fileobj
+            while hasattr(file, "fileobj"):  # what unpacks it
+                file = file.fileobj
+            name = getattr(file, "name", getattr(file, "path", "a tar"))
+            raise tarfile.ReadError(
+                f"{name} was cut off or is damaged at byte {tar.offset:,} ({error}): copy it again"
+            ) from None
 
 
 def open_for_tars(file: Any, *args: Any, **options: Any) -> Any:

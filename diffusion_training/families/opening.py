@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES, find_family
-from diffusion_training.files import clean, saving
+from diffusion_training.files import clean, delete, saving
 
 
 def open_base(args: Namespace, trained_by: str | None = None) -> Base:
@@ -120,19 +120,15 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
             "they were published"
         )
     about = os.stat(source)
-    key = [
-        os.path.realpath(source),
-        about.st_size,
-        about.st_mtime_ns,
-        config,
-        diffusers.__version__,
-    ]
+    place = xxhash.xxh3_64_hexdigest(repr([os.path.realpath(source), config]).encode())
+    key = [about.st_size, about.st_mtime_ns, diffusers.__version__]
     key += [path.read_text() for path in sorted(Path(config or os.devnull).rglob("*.json"))]
     objective = family.read_objective(names, header)
     if objective:  # older versions left it out: their folders are not used
         key += [objective]
     root = Path(cache_dir or HF_HOME) / "single_files"
-    folder = root / f"{Path(source).stem}-{xxhash.xxh3_64_hexdigest(repr(key).encode())}"
+    prefix = f"{Path(source).stem}-{place}-"
+    folder = root / f"{prefix}{xxhash.xxh3_64_hexdigest(repr(key).encode())}"
     advice = "--single_file_config says where the configs of its family are"
     with explained(f"{source} can't be unpacked; {advice}"):
         root.mkdir(parents=True, exist_ok=True)
@@ -147,6 +143,9 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
                     pipeline.scheduler = scheduler.from_config(scheduler.config, **objective)
                 with saving(root, folder) as unfinished:
                     save_unpacked(pipeline, unfinished / folder.name)
+                for other in root.iterdir():  # of the file as it was before
+                    if other.name.startswith(prefix) and other != folder:
+                        delete(other)
     return str(folder)
 
 

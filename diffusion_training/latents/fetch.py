@@ -3,6 +3,7 @@
 import atexit
 import collections
 import contextlib
+import errno
 import shutil
 import threading
 import uuid
@@ -14,20 +15,25 @@ from filelock import FileLock, Timeout
 from fsspec import AbstractFileSystem
 
 from diffusion_training.data.ranges import Window
+from diffusion_training.errors import explained, fail
 from diffusion_training.files import digest_file, name_unfinished
 from diffusion_training.remote import persist
 
 # shard -> (address, SHA-256, approximate bytes)
 Describe = Callable[[int], tuple[str, str, int]]
+# a disk that is full, over its quota or read-only: trying again does not help
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 THREADS = 8  # per process, each with its own connection
 
 
 class Fetcher:
-    """Copies of shards on this machine: those of open windows, and later ones up to `max_bytes`.
+    """Copies of shards on this machine: those of open windows, and others up to `max_bytes`.
+
+    Others are those of later windows and, while there is room, those whose windows have passed.
 
     `describe(shard)` returns (address, SHA-256, approximate bytes); the address is "" for a shard
-    on a disk. A shard that is requested but in no window is fetched too, and deleted at the next
-    step. If a shard can't be fetched, or its bytes are wrong, it is tried again for about a minute.
+    on a disk. A shard that is requested but in no window is fetched too. If a shard can't be
+    fetched, or its bytes are wrong, it is tried again for about a minute.
     After that, the program ends with a sentence when the shard is requested.
     """
 
@@ -39,6 +45,7 @@ class Fetcher:
         self.files = {}  # the Future of each shard's path
         self.bytes = {}  # of each shard
         self.held = collections.Counter()
+        self.passed: dict[int, None] = {}  # shards in no window, in the order of their last use
         self.windows = []
         self.plan: Iterator[Window] = iter(())
         self.next: Window | None = None
@@ -64,10 +71,14 @@ class Fetcher:
                     path.unlink()
             future.set_result(path)
 
+    def name(self, shard: int) -> str:
+        """The file name of a shard's copy, which tells other bytes apart."""
+        return f"{shard}-{self.describe(shard)[1][:16]}.arrow"
+
     def fetch(self, shard: int) -> Path:
         """Copy a shard completely or not at all, unless another process of this machine did."""
         address, digest, _ = self.describe(shard)
-        path = self.folder / f"{shard}-{digest[:16]}.arrow"
+        path = self.folder / self.name(shard)
 
         def copy(fs: AbstractFileSystem, location: str) -> None:
             unfinished = name_unfinished(path)
@@ -76,12 +87,17 @@ class Fetcher:
                 if digest_file(unfinished) != digest:
                     raise ValueError("it is not what cache.json says")
                 unfinished.replace(path)
+            except OSError as error:
+                if error.errno in OF_THE_DISK or error.filename == str(unfinished):
+                    fail(f"--shards_dir {self.folder} can't be written to ({error})", alone=True)
+                raise
             finally:
                 unfinished.unlink(missing_ok=True)
 
-        with FileLock(self.folder / f".{shard}.lock"):
-            if not path.exists():
-                persist(address, copy)
+        with explained(f"--shards_dir {self.folder} can't be written to", alone=True):
+            with FileLock(self.folder / f".{shard}.lock"):
+                if not path.exists():
+                    persist(address, copy)
         return path
 
     def want(self, shard: int, now: bool = False) -> Future:
@@ -91,7 +107,9 @@ class Fetcher:
         """
         with self.changed:
             if shard not in self.files:
-                _, _, self.bytes[shard] = self.describe(shard)
+                _, _, size = self.describe(shard)
+                self.make_room(size)
+                self.bytes[shard] = size
                 self.files[shard] = Future()
                 self.jobs.append((shard, self.files[shard]))
                 self.changed.notify()
@@ -114,33 +132,48 @@ class Fetcher:
         self.next = None
 
     def reach(self, position: int) -> set[int]:
-        """Delete the copies that no window needs from `position` on, and fetch ahead.
+        """Fetch ahead, and delete copies that no window needs from `position` on to make room.
 
-        Returns the shards that are no longer needed.
+        Returns the shards that are no longer needed. Some of them may stay here.
         """
         passed = [window for window in self.windows if window[1] <= position]
-        candidates = set(self.files)
+        candidates = set(self.files) - self.passed.keys()
         for window in passed:
             self.windows.remove(window)
             self.held.subtract(window[2])
             candidates.update(window[2])
         gone = {shard for shard in candidates if self.held[shard] <= 0}
-        for shard in gone:
-            self.forget(shard)
+        self.passed |= dict.fromkeys(sorted(gone & self.files.keys()))
+        self.make_room(0)
         while window := self.next or next(self.plan, None):
             self.next = window
             begin, end, shards = window
             sizes = {shard: size for shard in shards if (size := self.measure(shard))}
-            total = sum(self.bytes.values()) + sum(sizes.values())
-            if begin > position and (not sizes or total > self.max_bytes):
+            needed = sum(sizes.values())
+            kept = sum(self.bytes.get(shard, 0) for shard in self.passed if shard not in shards)
+            total = sum(self.bytes.values()) - kept + needed
+            is_new = bool(sizes) or not self.passed.keys().isdisjoint(shards)
+            if begin > position and (not is_new or total > self.max_bytes):
                 break
             self.next = None
             if end > position:
                 self.windows.append(window)
                 self.held.update(shards)
+                for shard in shards:
+                    self.passed.pop(shard, None)
                 for shard in sizes:
                     self.want(shard)
         return gone
+
+    def make_room(self, needed: int) -> None:
+        """Delete copies that no window needs, the oldest first, until `needed` bytes have room.
+
+        A shard that is not here yet is dropped in any case.
+        """
+        for shard in [*self.passed]:
+            is_here = self.files[shard].done() and not self.files[shard].exception()
+            if not is_here or sum(self.bytes.values()) + needed > self.max_bytes:
+                self.forget(shard)
 
     def measure(self, shard: int) -> int:
         """About how many bytes must be fetched for a shard: 0 if it is requested or on a disk."""
@@ -151,6 +184,7 @@ class Fetcher:
         """Delete the copy of a shard, or drop it if it is not here yet."""
         with self.changed:
             future = self.files.pop(shard, None)
+            self.passed.pop(shard, None)
             self.bytes.pop(shard, None)
             self.held.pop(shard, None)
             if future and (shard, future) in self.jobs:

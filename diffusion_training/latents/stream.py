@@ -1,6 +1,7 @@
 """Latent caches of any size, on a disk or at an address: their order, and which shards are here."""
 
 import hashlib
+import json
 import math
 import os
 from collections.abc import Collection, Iterable
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.data.ranges import Ranges
-from diffusion_training.errors import fail
+from diffusion_training.errors import explained, fail
 from diffusion_training.latents.fetch import Fetcher, make_fetch_folder
 from diffusion_training.latents.reader import Cache, CachedLatents
 from diffusion_training.latents.shards import Shards
@@ -115,6 +116,14 @@ def weigh_rows(shards: Shards) -> float:
     return 1.05 * size / int(shards.rows[number])  # captions differ in length
 
 
+def make_shards_dir(shards_dir: str | None, name: str = "") -> Path:
+    """Make --shards_dir and a folder in it."""
+    folder = Path(shards_dir or "", name)
+    with explained(f"--shards_dir {shards_dir} can't be written to"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 class StoredLatents(CachedLatents):
     """`CachedLatents` whose shards may be at an address.
 
@@ -143,10 +152,16 @@ class StoredLatents(CachedLatents):
 
     def fetch_all(self, storage: Storage, local_rank: int) -> None:
         """Fetch all shards into --shards_dir; each process of a machine begins with another one."""
-        folder = Path(storage.folder or "", f"whole-{self.fingerprint}")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.fetcher = Fetcher(self.describe, folder, math.inf)
         remote = np.flatnonzero(self.bytes_of)
+        addresses = json.dumps(self.folders)
+        name = f"whole-{hashlib.sha256(addresses.encode()).hexdigest()[:16]}"
+        folder = make_shards_dir(storage.folder, name)
+        self.fetcher = Fetcher(self.describe, folder, math.inf)
+        names = {self.fetcher.name(shard) for shard in remote.tolist()}
+        for path in folder.glob("*.arrow"):
+            # of the cache that was at the address before
+            if path.name not in names:
+                path.unlink(missing_ok=True)
         for shard in np.roll(remote, -len(remote) * local_rank // count_local()).tolist():
             self.fetcher.want(shard)
 
@@ -157,7 +172,7 @@ class StoredLatents(CachedLatents):
         self.check_size()
         folder = None
         if storage.folder and self.bytes_of.any():
-            folder = make_fetch_folder(storage.folder)
+            folder = make_fetch_folder(make_shards_dir(storage.folder))
         self.fetcher = Fetcher(self.describe, folder, storage.size / count_local())
 
     def check_size(self, kept_shards: Collection[int] = ()) -> None:

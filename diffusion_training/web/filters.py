@@ -21,13 +21,13 @@ def find_columns(where: str | None) -> list[str]:
     """Names of the columns in an expression such as "similarity > 0.3 and width >= 512".
 
     Returns no names for None. Raises ValueError if the text is not a valid expression. Allowed are
-    comparisons of columns, numbers and texts, `in [...]`, `is None`, `and`, `or` and `not`.
+    comparisons of columns, numbers and texts, `in [...]`, `is None`, `and`, `or` and `not`. A
+    column whose name is no word is written as column('aspect ratio').
     """
     if where is None:
         return []
     make_filter(where, None)
-    nodes = ast.walk(ast.parse(where.strip(), mode="eval"))
-    return sorted({node.id for node in nodes if isinstance(node, ast.Name)})
+    return sorted({node.id for node in ast.walk(parse(where)) if isinstance(node, ast.Name)})
 
 
 def make_filter(where: str, schema: pa.Schema | None) -> pc.Expression:
@@ -38,11 +38,54 @@ def make_filter(where: str, schema: pa.Schema | None) -> pc.Expression:
     With schema None, the expression is only checked. Raises ValueError if it is not valid.
     """
     try:
-        return build(ast.parse(where.strip(), mode="eval").body, schema)
+        return build(parse(where), schema)
     except SyntaxError as error:
         raise ValueError(f"{where!r} is no expression ({error.msg})") from None
     except RecursionError:
         raise ValueError(f"{where[:60]!r}... has too many parts in each other") from None
+
+
+class NameColumns(ast.NodeTransformer):
+    """Turns column('aspect ratio') into the name of that column."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        match node:
+            case ast.Call(ast.Name("column"), [ast.Constant(str(name))], []):
+                return ast.Name(name)
+        return node
+
+
+def parse(where: str) -> ast.expr:
+    """The syntax tree of an expression. Raises SyntaxError if it is none."""
+    return NameColumns().visit(ast.parse(where.strip(), mode="eval")).body
+
+
+def find_no_number(where: str, table: pa.Table) -> str | None:
+    """A sentence on the first text that the expression compares with a number but is none."""
+    for node in ast.walk(parse(where)):
+        if not isinstance(node, ast.Compare):
+            continue
+        parts = [node.left]
+        for part in node.comparators:
+            parts += part.elts if isinstance(part, ast.List | ast.Tuple) else [part]
+        names = [part.id for part in parts if isinstance(part, ast.Name)]
+        for name in names if any(map(is_number, parts)) else ():
+            for text in table[name].unique().drop_null() if holds_text(table.schema, name) else ():
+                try:
+                    text.cast(pa.float64())
+                except pa.ArrowInvalid:
+                    return f"column {name!r} holds {text.as_py()[:60]!r}, which is no number"
+    return None
+
+
+def is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.UnaryOp) or isinstance(getattr(node, "value", None), int | float)
+
+
+def holds_text(schema: pa.Schema, column: str) -> bool:
+    kind = schema.field(column).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def build(node: ast.AST, schema: pa.Schema | None) -> pc.Expression:
@@ -89,10 +132,16 @@ def compare(
     sides = []
     for node, compared in ((left, right), (right, left)):
         side = build(node, schema)
-        value = getattr(compared, "value", None)
-        is_number = isinstance(compared, ast.UnaryOp) or isinstance(value, int | float)
-        if schema and is_number and isinstance(node, ast.Name):
-            if pa.types.is_string(schema.field(node.id).type):
+        if schema and isinstance(node, ast.Name):
+            is_text = holds_text(schema, node.id)
+            if is_text and pa.types.is_dictionary(schema.field(node.id).type):
+                side = side.cast(pa.string())
+            if is_text and is_number(compared):
                 side = side.cast(pa.float64())
+            if not is_text and isinstance(getattr(compared, "value", None), str):
+                raise ValueError(
+                    f"column {node.id!r} holds {schema.field(node.id).type}, and "
+                    f"{ast.unparse(compared)} is text"
+                )
         sides.append(side)
     return COMPARE[type(kind)](*sides)

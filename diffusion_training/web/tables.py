@@ -12,15 +12,15 @@ from typing import Any
 import datasets
 import fsspec
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.csv_files import check_csv
+from diffusion_training.errors import explained, fail, printable
 from diffusion_training.remote import open_folder, writing
-from diffusion_training.web.filters import find_columns, make_filter
+from diffusion_training.web.filters import find_columns, find_no_number, make_filter
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 
@@ -45,7 +45,7 @@ def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
         for file in sorted(files):
             is_hidden = PurePosixPath(file).name.startswith((".", "_"))
             is_output = fs.unstrip_protocol(file).removeprefix("file://").startswith(output_dir)
-            if file.endswith(suffixes) and not is_hidden and not is_output:
+            if file.lower().endswith(suffixes) and not is_hidden and not is_output:
                 tables.append(file)
         if not tables:
             raise FileNotFoundError(f"there is no file that ends in {', '.join(suffixes)}")
@@ -67,7 +67,7 @@ def list_split(args: Namespace, suffixes: tuple[str, ...]) -> tuple[AbstractFile
             raise ValueError(f"it has no split {args.dataset_split!r}, but {splits}")
         urls = list(map(str, files[args.dataset_split]))
         for url in urls:
-            if not url.endswith(suffixes):
+            if not url.lower().endswith(suffixes):
                 raise ValueError(f"{url} is no table of URLs: that ends in {', '.join(suffixes)}")
         fs, _ = fsspec.url_to_fs(urls[0])
         return fs, [fs._strip_protocol(url) for url in urls]
@@ -79,7 +79,7 @@ def digest_table(fs: AbstractFileSystem, path: str) -> str:
     For parquet only the footer is hashed. It has the sizes and statistics of all data in the file.
     """
     with explained(f"{path} can't be used"), fs.open(path) as file:
-        if not path.endswith(".parquet"):
+        if not path.lower().endswith(".parquet"):
             return hashlib.file_digest(file, "sha256").hexdigest()
         length = pq.read_metadata(file).serialized_size
         file.seek(-8 - length, os.SEEK_END)
@@ -155,8 +155,7 @@ def copy_table(source: str, digest: str, **options: Any) -> dict[str, Any]:
         if not fs.exists(copy):
             needed = [*columns, *(name for name in find_columns(where) if name not in columns)]
             with open_table(source, needed) as (schema, batches), writing(copy) as file:
-                expression = where and make_filter(where, schema)
-                batches = filter_rows(batches, expression, columns, options.get("max_rows"))
+                batches = filter_rows(batches, schema, where, columns, options.get("max_rows"))
                 schema = pa.schema([schema.field(name) for name in columns])
                 with pq.ParquetWriter(file, schema, write_statistics=False) as writer:
                     for group in cut_groups(batches, options["rows_per_group"]):
@@ -178,7 +177,8 @@ def choose_columns(schema: pa.Schema, columns: list[str]) -> pa.Schema:
         if schema.names.count(name) != 1:
             count = "two columns" if name in schema.names else "no column"
             flags = "--url_column, --caption_column, --keep_columns and --where"
-            raise ValueError(f"{count} {name!r} but {', '.join(schema.names)}: see {flags}")
+            known = ", ".join(map(repr, schema.names))  # quoted: a name may begin with a space
+            raise ValueError(f"{count} {name!r} but {known}: see {flags}")
     return pa.schema([schema.field(name).remove_metadata() for name in columns])
 
 
@@ -192,7 +192,7 @@ def open_table(
     Raises ValueError if a column is missing or occurs twice.
     """
     with fsspec.open(url, compression="infer") as file:
-        suffix = PurePosixPath(url.removesuffix(".gz")).suffix
+        suffix = PurePosixPath(url.lower().removesuffix(".gz")).suffix
         if suffix == ".parquet":
             # With pre_buffer, the whole file would be read into memory.
             parquet = pq.ParquetFile(file, pre_buffer=False)
@@ -202,6 +202,8 @@ def open_table(
             parse = pa_csv.ParseOptions(
                 delimiter="," if suffix == ".csv" else "\t", newlines_in_values=True
             )
+            if sentence := check_csv(url):
+                print(printable(sentence))
             with fsspec.open(url, compression="infer") as begin:
                 names = pa_csv.open_csv(begin, parse_options=parse).schema.names
             convert = pa_csv.ConvertOptions(
@@ -221,18 +223,23 @@ def open_table(
 
 def filter_rows(
     batches: Iterator[pa.RecordBatch],
-    expression: pc.Expression | None,
+    schema: pa.Schema,
+    where: str | None,
     columns: list[str],
     max_rows: int | None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield `columns` of the rows that match `expression`, at most `max_rows`; None: no limit."""
-    if expression is None and max_rows is None:
+    """Yield `columns` of the rows that match `where`, at most `max_rows`; None: no limit."""
+    if where is None and max_rows is None:
         yield from batches
         return
+    expression = None if where is None else make_filter(where, schema)
     for batch in batches:
         table = pa.Table.from_batches([batch])
-        if expression is not None:
-            table = table.filter(expression)
+        if where is not None:
+            try:
+                table = table.filter(expression)
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"--where: {find_no_number(where, table) or error}") from None
         table = table.select(columns)
         if max_rows is not None:
             table = table[:max_rows]

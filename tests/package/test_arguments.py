@@ -33,6 +33,12 @@ def parser():
     return parser
 
 
+def test_addresses_lose_slashes_that_would_be_part_of_names():
+    assert PATH("s3://bucket/cache/") == "s3://bucket/cache"
+    assert PATH("s3://bucket//a///b//") == "s3://bucket/a/b" and PATH("s3://b/") == "s3://b"
+    assert PATH("file:///a//b/") == "file:///a/b" and PATH("a//b/") == "a//b/"
+
+
 def test_what_is_written_is_read_again_to_the_bit(parser, tmp_path):
     for argv in (
         [],

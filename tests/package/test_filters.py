@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from diffusion_training.web.filters import find_columns, make_filter
+from diffusion_training.web.filters import find_columns, find_no_number, make_filter
 
 COLUMNS = {"id": range(4), "width": [512, 100, None, 2048], "similarity": [0.31, 0.9, 0.5, -0.1]}
 COLUMNS |= {"text": ["a cat", "a dog", None, "a cat"], "nsfw": [False, False, True, None]}
@@ -44,13 +44,33 @@ def test_rows_are_those_that_an_expression_names(where, expected, kind):
 
 def test_columns_are_those_that_it_names():
     assert find_columns(None) == []
+    assert find_columns("column('aspect ratio') > 1 or b > 1") == ["aspect ratio", "b"]
+    table = pa.table({"aspect ratio": ["1", "2", None]})
+    assert table.filter(make_filter("column('aspect ratio') > 1", table.schema)).num_rows == 1
     assert find_columns(" b > 1 and (a == 'c' or not b in [1, 2])") == ["a", "b"]
+
+
+def test_a_text_that_is_compared_with_a_number_and_is_none_is_named_with_its_column():
+    columns = {"text": ["a", "b"], "width": ["7", "wide"], "id": [1, 2]}
+    large = {"text": pa.large_string(), "width": pa.large_string(), "id": pa.int64()}  # of polars
+    for schema in (None, pa.schema(large)):
+        table = pa.table(columns, schema=schema)
+        where = "text == 'a' and width > 512"
+        assert table[:1].filter(make_filter("width > 5", table.schema)).num_rows == 1
+        with pytest.raises(pa.ArrowInvalid):
+            table.filter(make_filter(where, table.schema))
+        assert find_no_number(where, table) == "column 'width' holds 'wide', which is no number"
+        with pytest.raises(ValueError, match="column 'id' holds int64, and '1' is text"):
+            make_filter("id == '1'", table.schema)
+    table = table.set_column(1, "width", pa.array(["7", "1024"]).dictionary_encode())
+    assert table.filter(make_filter("width > 512", table.schema))["id"].to_pylist() == [2]
 
 
 @pytest.mark.parametrize("where", [
     "", "width >", "width = 3", "__import__('os').system('true')", "width + 1 > 2", "width > [1]",
     "a.b > 1", "a is b", "lambda: 1", "width > 1 if a else b", "a[0] > 1", "text > b'1'",
-    "f(a) > 1", "x in y", "x in []", "None", pytest.param("not " * 3000 + "x", id="deep"),
+    "f(a) > 1", "column(a) > 1", "x in y", "x in []", "None",
+    pytest.param("not " * 3000 + "x", id="deep"),
 ])  # fmt: skip
 def test_all_else_is_refused_and_nothing_is_run(where):
     with pytest.raises(ValueError, match="is no|has too many parts"):

@@ -27,7 +27,7 @@ SCRIPTS = [
 # A module imports only from layers above its own line.
 LAYERS = """
 __init__ arguments batches errors pillow standalone
-files order loading heartbeat cluster memory models web.pictures web.filters
+csv_files files order loading heartbeat cluster memory models web.pictures web.filters
 remote quantization web.downloads families.base families.original_layout
 launch
 web.tables families.flux2 families.prx families.qwen_image families.z_image
@@ -45,7 +45,7 @@ latents.encoders
 latents.plan
 latents.cache
 latents.reader latents.remote_cache
-latents.stream
+latents.filtered latents.stream
 latents.source
 training.lora_files training.sharding
 training.signs training.lora training.progress training.optimizers training.objective

@@ -125,7 +125,7 @@ def test_what_can_not_be_read_is_one_sentence(tmp_path, load):
         load(tmp_path / "none")
 
 
-def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load):
+def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load, capsys):
     make_captioned(tmp_path / "images", 6)
     make_images(tmp_path / "beside", 6)
     for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines():
@@ -137,12 +137,14 @@ def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load):
     one, other = (load(tmp_path / name, **flags).rows for name in ("images", "beside"))
     assert one["text"][:] == other["text"][:] and one["text"][3] == "a digit zero"
     before = other._fingerprint
-    (tmp_path / "beside/2.cap").write_text("another")
+    (tmp_path / "beside/2.cap").write_text("another\n\nline")
     (tmp_path / "beside/4.cap").unlink()
     changed = load(tmp_path / "beside", **flags).rows
     assert (
-        changed["text"][2:5] == ["another", "a digit zero", None] and changed._fingerprint != before
+        changed["text"][2:5] == ["another\n\nline", "a digit zero", None]
+        and changed._fingerprint != before
     )
+    assert "1 captions have several lines, such as" in capsys.readouterr().out
 
 
 def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, load, monkeypatch):
@@ -246,6 +248,50 @@ def test_items_come_in_the_order_of_their_keys(tmp_path, load):
     assert [item["text"] for item in items] == ["c", "a", "c"] and items[0] == rows[2]
     # in a stream, the key contains the item
     assert read_items(rows, [(0, 5, 1.0, {"text": "it"})]) == [{"text": "it"}]
+
+
+@pytest.mark.parametrize("end", ["between two files", "in a header"])
+def test_a_tar_that_was_cut_off_is_no_shorter_tar(tmp_path, load, end):
+    """tarfile takes these for whole ones."""
+    make_images(tmp_path / "images", 8)
+    (tmp_path / "tars").mkdir()
+    path = tmp_path / "tars/train.tar"
+    with tarfile.open(path, "w") as tar:
+        begins = []
+        for i in range(8):
+            begins.append(tar.offset)
+            tar.add(tmp_path / f"images/{i}.png", f"{i}.png")
+    cut = begins[6] + (0 if end == "between two files" else 100)
+    assert len(load(tmp_path / "tars", image_column="png").rows) == 8
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(SystemExit, match="train.tar was cut off or is damaged at byte"):
+        load(tmp_path / "tars", image_column="png")
+    with pytest.raises(tarfile.ReadError, match="train.tar was cut off or is damaged at byte"):
+        list(load(tmp_path / "tars", streaming=True, image_column="png").rows)
+
+
+def test_a_csv_with_a_stray_quote_has_no_fewer_rows(tmp_path, load, capsys):
+    make_images(tmp_path / "images", 6)
+    captions = ["a", '"red cat', "b", '"blue', "c", "d"]
+    for name, column in {"metadata.csv": "file_name", "train.csv": "image"}.items():
+        folder = tmp_path / ("images" if column == "file_name" else "tables")
+        folder.mkdir(exist_ok=True)
+        files = [
+            f"{'' if column == 'file_name' else tmp_path / 'images/'}{i}.png" for i in range(6)
+        ]
+        lines = [f"{file},{text}" for file, text in zip(files, captions, strict=True)]
+        for quoted, said in {"": "row that begins in line 3", '"': "span several lines"}.items():
+            text = "\n".join([f"{column},text", *lines]).replace("blue", f"blue{quoted}")
+            text = text.replace("red cat", f"red cat\nb{quoted}")
+            (folder / name).write_text(text + "\n")
+            if quoted:
+                assert len(load(folder, others=["text"], image_column="image").rows) == 6
+                assert f"{folder / name}: 1 rows span several lines" in capsys.readouterr().out
+                continue
+            with pytest.raises(
+                SystemExit, match=f"{name} can't be loaded as a data set .the {said}"
+            ):
+                load(folder)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

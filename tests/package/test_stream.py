@@ -270,7 +270,8 @@ def test_shards_come_ahead_as_far_as_the_folder_holds_and_go_with_their_windows(
     assert fetcher.reach(4) == {0}
     wait_until(lambda: bucket.here() == {1, 2, 3, 4})
     assert fetcher.reach(40) == {1, 2, 3, 4}
-    assert fetcher.path(9).read_bytes() == bucket.data[9] and bucket.here() == {9}
+    assert fetcher.path(9).read_bytes() == bucket.data[9]
+    assert bucket.here() == {2, 3, 4, 9}  # those that have passed stay while there is room
 
 
 def test_what_is_needed_now_comes_first_and_what_has_passed_not_at_all(tmp_path, monkeypatch):
@@ -326,7 +327,7 @@ def test_another_plan_takes_the_place_of_the_one_before(tmp_path):
     wait_until(lambda: bucket.here() == {0, 1, 2})
     bucket.fetcher.follow(iter([(0, 9, (1, 3))]))
     assert {0, 2} <= bucket.fetcher.reach(0)
-    wait_until(lambda: bucket.here() == {1, 3})
+    wait_until(lambda: bucket.here() == {0, 1, 2, 3})
     bucket.fetcher.follow(iter([(0, 4, (4,)), (2, 6, (5,))]))  # of which one has passed
     bucket.fetcher.reach(4)
     assert 5 in bucket.fetcher.files and 4 not in bucket.fetcher.files
@@ -377,6 +378,45 @@ def test_a_cache_that_fits_comes_whole_before_it_is_asked_for(tmp_path, address)
     assert not dataset.opened
     largest = MemoryFileSystem().size("/bucket/cache/data-00000-of-00003.arrow")
     assert stream.weigh_rows(dataset.parts[0]) == pytest.approx(1.05 * largest / 3)
+
+
+def test_a_cache_that_was_made_anew_takes_the_place_of_the_one_before(tmp_path, address, cache):
+    open_caches(address, shards_dir=tmp_path / "shards")
+    here = lambda: {path.name for path in (tmp_path / "shards").glob("whole-*/*.arrow")}
+    wait_until(lambda: len(here()) == 3)
+    before = here()
+    make_cache(tmp_path / "other", seed=1)
+    for path in (tmp_path / "other").glob("*.*"):
+        MemoryFileSystem().pipe(f"/bucket/cache/{path.name}", path.read_bytes())
+    open_caches(address, shards_dir=tmp_path / "shards")
+    wait_until(lambda: len(here()) == 3 and not here() & before)
+
+
+def test_in_ranges_shards_that_all_fit_are_fetched_once(tmp_path, address, monkeypatch):
+    in_ranges(monkeypatch)
+    got, get_file = [], MemoryFileSystem.get_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "get_file", lambda fs, *args: got.append(args[0]) or get_file(fs, *args)
+    )
+    dataset = open_caches(address, shards_dir=tmp_path)
+    rows, _ = dataset.hold_out(accelerator(), 0, 0)
+    assert len(list(take_epochs(dataset, rows, 3))) == 3 * NUM_ROWS
+    assert len(got) == len({*got}) == 3
+
+
+def test_a_folder_that_can_not_be_written_to_is_named(tmp_path, address, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="--shards_dir .*file can't be written to"):
+        open_caches(address, shards_dir=tmp_path / "file")
+    monkeypatch.setattr(remote, "WAITS", (10**9,))  # a full disk is not waited for
+
+    def full(fs, source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", full)
+    dataset = open_caches(address, shards_dir=tmp_path)
+    with pytest.raises(SystemExit, match="--shards_dir .* can't be written to .*No space left"):
+        read(dataset, [0])
 
 
 def test_of_a_shard_that_stays_wrong_no_half_is_left(tmp_path):

@@ -1,0 +1,105 @@
+"""Make a latent cache of rows that were chosen from one with `datasets`.
+
+python -m diffusion_training.latents.filtered chosen --like latents --output_dir latents-chosen
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from diffusion_training.arguments import PATH, make_parser
+from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.files import lock_folder, write_file
+from diffusion_training.latents.cache import finish_cache, writing_shard
+from diffusion_training.latents.columns import (
+    BY_COLUMNS,
+    EMPTY,
+    checksum_row,
+    group_by_checksum,
+    list_columns,
+    view_rows,
+)
+from diffusion_training.latents.passes import EncodedRows
+from diffusion_training.latents.plan import name_shard
+from diffusion_training.latents.reader import load_cache
+from diffusion_training.remote import read_bytes
+
+# what `finish_cache` counts anew, and what says how the rows of the other cache were made
+COUNTED = ("rows", "encoded_again", "captions_cut", "skipped", "shards", "batch_size")
+
+
+def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
+    """Write `rows` as a cache. They have the columns of the cache `like`, whose models made them.
+
+    Rows may be left out, repeated or in another order, and numbers may differ: checksums are made
+    anew.
+    """
+    opened = load_cache(like)
+    # without a column that nothing reads, such as one that was added to choose rows by
+    schema = next(batch.schema for _, batch in opened.shards)
+    cache = {name: value for name, value in opened.settings.items() if name not in COUNTED}
+    features = [name for name in cache.get("features", []) if name != BY_COLUMNS]
+    if "features" in cache:
+        cache["features"] = features
+    fingerprint = f"filtered {rows._fingerprint}"  # no source of precompute_latents.py has it
+    cache["source"] = {"fingerprint": fingerprint, "rows": len(rows)}
+    if missing := set(schema.names) - set(rows.column_names):
+        fail(f"the rows have no column {min(missing)!r}, which {like} has")
+    lock = lock_folder(output_dir, output_dir, lambda names: False, "empty folder")
+    write_file(output_dir / "cache.json", "{}")
+    (output_dir / "unfinished").mkdir()
+    rows = rows.with_format("arrow").select_columns(schema.names)
+    groups = group_by_checksum(list_columns(cache))
+    per_shard = cache["rows_per_shard"]
+    for number, first in enumerate(range(0, len(rows), per_shard)):
+        with writing_shard(output_dir / name_shard(number, cache)) as (_, add):
+            table = rows[first : first + per_shard]
+            with explained(f"the columns are not those of {like}"):
+                table = pa.table({name: table[name] for name in schema.names}).cast(schema)
+            for batch in table.combine_chunks().to_batches():
+                columns = {name: batch[name] for name in schema.names}
+                for checksum, names in groups.items():
+                    views = {name: view_rows(columns[name]) for name in names}
+                    sums = [
+                        checksum_row({name: view[row] for name, view in views.items()})
+                        for row in range(len(batch))
+                    ]
+                    columns[checksum] = pa.array(sums, schema.field(checksum).type)
+                counts = {"encoded_again": 0, "captions_cut": 0}
+                batch = pa.RecordBatch.from_pydict(columns, schema)
+                add(EncodedRows(0, first, batch, [], counts))
+    empty_prompt = {}
+    for name, file in EMPTY.items():
+        if f"{file}_sha256" in cache:
+            write_file(output_dir / f"{file}.npy", read_bytes(f"{like}/{file}.npy"))
+            empty_prompt[name] = np.load(output_dir / f"{file}.npy")
+    write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
+    finish_cache(output_dir, empty_prompt, 1.0)
+    lock.release(force=True)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__file__, __doc__)
+    add = parser.add_argument
+    add("rows", type=PATH, help="folder of `datasets.Dataset.save_to_disk`")
+    add("--like", type=PATH, required=True, help="the cache that the rows were chosen from")
+    add("--output_dir", type=PATH, required=True, help="folder for the new cache")
+    return parser.freeze(parser.parse_args(argv))
+
+
+@in_one_sentence
+def main(args: argparse.Namespace) -> None:
+    with explained(f"{args.rows} holds no rows of save_to_disk"):
+        rows = datasets.load_from_disk(args.rows)
+        if not isinstance(rows, datasets.Dataset):
+            raise ValueError(f"it holds several splits: {', '.join(rows)}. Give one of the folders")
+    make_filtered(rows, args.like, Path(args.output_dir))
+    print(f"{args.output_dir} is a latent cache of {len(rows):,} rows")
+
+
+if __name__ == "__main__":
+    main(parse_args())

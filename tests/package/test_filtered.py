@@ -1,0 +1,60 @@
+"""Rows that were chosen with `datasets` become a cache again, and end in a sentence if they can't.
+
+The page on caches shows what is done here.
+"""
+
+import shutil
+
+import datasets
+import pytest
+import torch
+from test_cache import make_cache
+
+from diffusion_training.latents.filtered import main, parse_args
+from diffusion_training.latents.reader import CachedLatents, load_cache
+
+
+def read(folder):
+    cache = CachedLatents({str(folder): load_cache(folder)}, 0, False)
+    return cache[[(0, row, 1.0) for row in range(len(cache))]]
+
+
+def filtered(tmp_path, name="new"):
+    flags = [f"--like={tmp_path / 'cache'}", f"--output_dir={tmp_path / name}"]
+    main(parse_args([str(tmp_path / "chosen"), *flags]))
+    return tmp_path / name
+
+
+@pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
+def test_chosen_rows_are_a_cache(tmp_path, text_cache):
+    make_cache(tmp_path / "cache", f"--text_cache={text_cache}")
+    rows = datasets.load_from_disk(str(tmp_path / "cache"))
+    chosen = rows.filter(lambda row: row["key"] != rows["key"][1]).add_column("score", [1] * 5)
+    chosen.save_to_disk(tmp_path / "chosen")
+    before, after = read(tmp_path / "cache"), read(filtered(tmp_path))
+    for name in ("latents", "prompt_embeds" if text_cache == "embeddings" else "input_ids"):
+        assert torch.equal(after[name], before[name][[0, 2, 3, 4, 5]])
+    opened = load_cache(tmp_path / "new")
+    assert opened.settings["rows"] == 5 and set(opened.empty_prompt) == set(
+        load_cache(tmp_path / "cache").empty_prompt
+    )
+    assert datasets.load_from_disk(str(tmp_path / "new"))["key"][:] == chosen["key"][:]
+
+
+def test_rows_of_another_kind_are_refused(tmp_path, capfd):
+    make_cache(tmp_path / "cache")
+    rows = datasets.load_from_disk(str(tmp_path / "cache"))
+    for chosen, said in [
+        (rows.remove_columns("latents"), "no column 'latents'"),
+        (rows.select([]), "chosen holds no rows of save_to_disk"),
+        (datasets.DatasetDict(train=rows), "several splits: train"),
+    ]:
+        chosen.save_to_disk(tmp_path / "chosen")
+        with pytest.raises(SystemExit):
+            filtered(tmp_path)
+        assert said in capfd.readouterr().err
+        shutil.rmtree(tmp_path / "chosen")
+    rows.save_to_disk(tmp_path / "chosen")
+    with pytest.raises(SystemExit):
+        filtered(tmp_path, "cache")  # it is not written into the cache itself
+    assert "choose another folder" in capfd.readouterr().err
