@@ -118,6 +118,7 @@ from diffusion_training.training.objective import (
     measure_epsilon,
     min_snr_weight,
     objective_flags,
+    try_sampler,
 )
 from diffusion_training.training.output import (
     SINGLE_FILE,
@@ -302,10 +303,7 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
         if not noise_scheduler.config.rescale_betas_zero_snr:
             config = DDPMScheduler.load_config(source, **options)
             sampler_class = getattr(diffusers, config["_class_name"])
-        if not issubclass(sampler_class, diffusers.SchedulerMixin):
-            raise ValueError(f"{sampler_class.__name__} is none")
         sampler = sampler_class.from_pretrained(source, **options, **objective)
-        sampler.set_timesteps(1)  # raises an error for an unknown timestep_spacing
     if not hasattr(sampler, "betas"):
         fail(
             f"{source} has a {type(sampler).__name__}, which has no betas: a U-Net is trained with "
@@ -318,6 +316,8 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
             f"--num_inference_steps {args.num_inference_steps} exceeds the {timesteps} training "
             "timesteps"
         )
+    with explained(f"{source} has a {type(sampler).__name__} that can't draw samples"):
+        try_sampler(sampler, args.num_inference_steps)
     return noise_scheduler, sampler
 
 

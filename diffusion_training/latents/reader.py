@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import xxhash
 
 from diffusion_training.batches import Batch
 from diffusion_training.data.captions import tokenize_batch
@@ -96,6 +97,7 @@ class CachedLatents(torch.utils.data.Dataset):
     """
 
     fetcher: Fetcher  # of a subclass whose caches are at an address
+    holds = "latents"  # what `digest` gives the second hash of
 
     def __init__(
         self,
@@ -160,11 +162,15 @@ class CachedLatents(torch.utils.data.Dataset):
             opened = self.opened[shard] = shards.open(number, path, alone=True)
         return opened
 
-    def digest(self, row: int) -> str:
+    def digest(self, row: int) -> tuple[str, str]:
+        """Hashes of a row: of all its columns, and of its latents alone."""
         shard = int(np.searchsorted(self.ends, row, side="right"))
         opened = self.open(shard)
-        chunk, index = opened.find(row - int(self.ends[shard] - self.lengths[shard]))
-        return str(opened.checksums["checksum"][chunk][index])
+        index = row - int(self.ends[shard] - self.lengths[shard])
+        views, index_of_view = opened.view(index)
+        latents = xxhash.xxh3_128_hexdigest(views["latents"][index_of_view].tobytes())
+        chunk, index = opened.find(index)
+        return str(opened.checksums["checksum"][chunk][index]), latents
 
     def names(self, shards: Iterable[int] | None = None) -> Iterator[str]:
         for shard in range(len(self.lengths)) if shards is None else shards:
