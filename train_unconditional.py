@@ -89,6 +89,7 @@ from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
 from diffusion_training.training.objective import (
     check_objective,
+    load_sampler,
     measure_constant,
     measure_epsilon,
     min_snr_weight,
@@ -386,6 +387,7 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
     with explained(f"{source} holds no scheduler" if source else "these flags make no scheduler"):
         if source:
             options = {"subfolder": "scheduler", "cache_dir": args.cache_dir}
+            load_sampler(source, options, flags)  # its own class decides whether it can be used
             scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
         else:
             scheduler = DDPMScheduler(**flags)

@@ -38,8 +38,11 @@ class Cache(NamedTuple):
     shards: Shards
 
 
-def load_cache(folder: str | Path) -> Cache:
-    """Open a cache, on a disk or at an address, without reading its rows."""
+def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cache:
+    """Open a cache, on a disk or at an address, without reading its rows.
+
+    maker: the command that makes such caches.
+    """
     folder = str(folder)
     try:
         cache = json.loads(read_bytes(f"{folder}/cache.json"))
@@ -76,7 +79,7 @@ def load_cache(folder: str | Path) -> Cache:
         if not shards.rows.sum():
             raise ValueError("it holds no rows")
     except FileNotFoundError as error:
-        fail(f"{error.filename or error} is missing: make the cache with precompute_latents.py")
+        fail(f"{error.filename or error} is missing: make the cache with {maker}")
     except Exception as error:
         fail(
             f"{folder} is damaged ({error}): run the command that made the cache again, it mends it"

@@ -305,9 +305,7 @@ def load_start(
     )
 
 
-def list_changes(
-    before: dict[str, Any], settings: dict[str, Any], names: Iterable[str]
-) -> str:
+def list_changes(before: dict[str, Any], settings: dict[str, Any], names: Iterable[str]) -> str:
     """Such as ", shift 2.0 -> None", for a line that tells which settings have changed."""
     changes = ""
     for name in names:

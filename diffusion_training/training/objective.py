@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
@@ -41,6 +42,24 @@ def check_objective(scheduler: DDPMScheduler) -> None:
             "--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon "
             "has nothing to learn"
         )
+
+
+def load_sampler(source: str, options: dict[str, Any], objective: dict[str, Any]) -> Any:
+    """The scheduler of a pipeline, of its own class. Ends in a sentence for one without betas.
+
+    As a DDPMScheduler it would have betas that it was never trained with. options: subfolder,
+    cache_dir and revision. objective: of `objective_flags`.
+    """
+    config = DDPMScheduler.load_config(source, **options)
+    sampler = getattr(diffusers, config["_class_name"]).from_pretrained(
+        source, **options, **objective
+    )
+    if not hasattr(sampler, "betas"):
+        fail(
+            f"{source} has a {type(sampler).__name__}, which has no betas: a U-Net is trained with "
+            "a scheduler such as DDIMScheduler"
+        )
+    return sampler
 
 
 @torch.no_grad()
