@@ -94,6 +94,7 @@ from diffusion_training.training.objective import (
     measure_epsilon,
     min_snr_weight,
     objective_flags,
+    try_sampler,
 )
 from diffusion_training.training.output import (
     end_run,
@@ -398,6 +399,8 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
             f"--ddpm_num_inference_steps {args.ddpm_num_inference_steps} exceeds the {timesteps} "
             "training timesteps"
         )
+    with explained("the scheduler can't draw samples"):
+        try_sampler(scheduler, args.ddpm_num_inference_steps)
     return scheduler
 
 

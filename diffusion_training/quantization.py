@@ -67,8 +67,8 @@ def load_quantized(
     """`model_class.from_pretrained`, with the layers of `list_quantizable` in NF4 on `device`.
 
     Weights are read, hashed and quantized a few at a time: nothing ever holds the whole model in
-    the precision of its files. The hash is that of the exact weights. Raises ValueError for the same
-    weights as `load_weights`.
+    the precision of its files. The hash is that of the exact weights. Raises ValueError where
+    `load_weights` does.
     """
     config = model_class.load_config(source, subfolder=subfolder, **options)
     with no_init_weights(), init_empty_weights():

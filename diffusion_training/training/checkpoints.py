@@ -28,7 +28,6 @@ from diffusion_training.training.sharding import (
     load_weights_of,
 )
 
-
 # settings that decide what a model learns and draws: another phase says which of them it changes
 OBJECTIVE = (
     "shift",

@@ -44,7 +44,7 @@ def check_objective(scheduler: DDPMScheduler) -> None:
         )
 
 
-def load_sampler(source: str, options: dict[str, Any], objective: dict[str, Any]) -> Any:
+def load_sampler(source: str | None, options: dict[str, Any], objective: dict[str, Any]) -> Any:
     """The scheduler of a pipeline, of its own class. Ends in a sentence for one without betas.
 
     As a DDPMScheduler it would have betas that it was never trained with. options: subfolder,

@@ -650,8 +650,8 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
     ]
     begun = []
 
-    def starting(accelerator, start, models, state):
-        load_start(accelerator, start, models, state)
+    def starting(accelerator, start, models, state, settings):
+        load_start(accelerator, start, models, state, settings)
         begun.append(
             {
                 name: {k: v.clone() for k, v in model.state_dict().items()}

@@ -597,8 +597,8 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, c
     train(*images, "--max_train_steps=2")
     begun = []
 
-    def starting(accelerator, start, models, state):
-        load_start(accelerator, start, models, state)
+    def starting(accelerator, start, models, state, settings):
+        load_start(accelerator, start, models, state, settings)
         begun.append(state)
         for name, model in models.items():
             before = weights(tmp_path / f"out/checkpoint-2/{name}")
