@@ -203,9 +203,7 @@ def test_weights_with_nan_are_named(models, images, capfd, part):
     values[name][0] = math.nan
     save_file(values, path, {"format": "pt"})
     error = refused(capfd, *images)
-    assert (
-        f"1 weights with NaN or infinity, such as {name}" in error and f" {part}" in error.lower()
-    )
+    assert f"1 weights with NaN or infinity, such as {name}" in error
 
 
 def change_config(path, **changes):
