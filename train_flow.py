@@ -103,7 +103,7 @@ from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
 from diffusion_training.training.lora import add_lora, load_network_weights, save_lora
 from diffusion_training.training.metadata import name_readers
-from diffusion_training.training.objective import HeldOutMeasure, measure_constant
+from diffusion_training.training.objective import HeldOutMeasure, measure_constant, try_sampler
 from diffusion_training.training.output import (
     Drawn,
     draw_samples,
@@ -301,17 +301,21 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
     source = base.source
     options = {"cache_dir": args.cache_dir, "revision": args.revision}
     _, class_name = base.index.get("scheduler", [None, None])
-    with explained(f"{source} holds no scheduler"):
+    with explained(f"{source} holds no scheduler for flow matching"):
         if class_name == FlowMatchEulerDiscreteScheduler.__name__:
             sampler = FlowMatchEulerDiscreteScheduler.from_pretrained(
                 source, subfolder="scheduler", **options
             )
         else:  # no flow model, or no pipeline but single models
+            if base.family.recognizes(base.index.get("_class_name", "")) and args.shift is None:
+                raise ValueError(f"it has a {class_name}: say its shift of the noise with --shift")
             sampler = FlowMatchEulerDiscreteScheduler(shift=3.0 if resolution >= 512 else 1.0)
-    if args.shift is not None:  # the same for all sizes
-        sampler = FlowMatchEulerDiscreteScheduler.from_config(
-            sampler.config, shift=args.shift, use_dynamic_shifting=False
-        )
+        if args.shift is not None:  # the same for all sizes
+            sampler = FlowMatchEulerDiscreteScheduler.from_config(
+                sampler.config, shift=args.shift, use_dynamic_shifting=False
+            )
+        options = {"mu": 1.0} if sampler.config.use_dynamic_shifting else {}
+        try_sampler(sampler, args.num_inference_steps, **options)
     return sampler
 
 

@@ -114,10 +114,12 @@ from diffusion_training.training.lora import (
 from diffusion_training.training.metadata import describe_file, name_readers
 from diffusion_training.training.objective import (
     check_objective,
+    load_sampler,
     measure_constant,
     measure_epsilon,
     min_snr_weight,
     objective_flags,
+    try_sampler,
 )
 from diffusion_training.training.output import (
     SINGLE_FILE,
@@ -297,20 +299,11 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
     objective = objective_flags(args)
     options = {"subfolder": "scheduler", "cache_dir": args.cache_dir, "revision": args.revision}
     with explained(f"{source} holds no scheduler"):
+        sampler = load_sampler(source, options, objective)
         noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **objective)
-        sampler_class = DDIMScheduler  # the sampler that can start from pure noise
-        if not noise_scheduler.config.rescale_betas_zero_snr:
-            config = DDPMScheduler.load_config(source, **options)
-            sampler_class = getattr(diffusers, config["_class_name"])
-        if not issubclass(sampler_class, diffusers.SchedulerMixin):
-            raise ValueError(f"{sampler_class.__name__} is none")
-        sampler = sampler_class.from_pretrained(source, **options, **objective)
-        sampler.set_timesteps(1)  # raises an error for an unknown timestep_spacing
-    if not hasattr(sampler, "betas"):
-        fail(
-            f"{source} has a {type(sampler).__name__}, which has no betas: a U-Net is trained with "
-            "a scheduler such as DDIMScheduler"
-        )
+        if noise_scheduler.config.rescale_betas_zero_snr:
+            # the sampler that can start from pure noise
+            sampler = DDIMScheduler.from_pretrained(source, **options, **objective)
     check_objective(noise_scheduler)
     timesteps = noise_scheduler.config.num_train_timesteps
     if args.num_inference_steps > timesteps:
@@ -318,6 +311,8 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
             f"--num_inference_steps {args.num_inference_steps} exceeds the {timesteps} training "
             "timesteps"
         )
+    with explained(f"{source} has a {type(sampler).__name__} that can't draw samples"):
+        try_sampler(sampler, args.num_inference_steps)
     return noise_scheduler, sampler
 
 

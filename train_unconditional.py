@@ -89,10 +89,12 @@ from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
 from diffusion_training.training.objective import (
     check_objective,
+    load_sampler,
     measure_constant,
     measure_epsilon,
     min_snr_weight,
     objective_flags,
+    try_sampler,
 )
 from diffusion_training.training.output import (
     end_run,
@@ -386,6 +388,7 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
     with explained(f"{source} holds no scheduler" if source else "these flags make no scheduler"):
         if source:
             options = {"subfolder": "scheduler", "cache_dir": args.cache_dir}
+            load_sampler(source, options, flags)  # its own class decides whether it can be used
             scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
         else:
             scheduler = DDPMScheduler(**flags)
@@ -396,6 +399,8 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
             f"--ddpm_num_inference_steps {args.ddpm_num_inference_steps} exceeds the {timesteps} "
             "training timesteps"
         )
+    with explained("the scheduler can't draw samples"):
+        try_sampler(scheduler, args.ddpm_num_inference_steps)
     return scheduler
 
 

@@ -185,6 +185,22 @@ def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
             signal.signal(number, previous)
 
 
+@contextlib.contextmanager
+def holding_signals() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back until the end of the block.
+
+    Processes are forked in it: an exception in the midst of a fork would be printed and lost, and
+    one in the new process, which inherits the handlers, would be another traceback.
+    """
+    held: list[int] = []
+    try:
+        with handling(lambda number, frame: held.append(number)):
+            yield
+    finally:
+        for number in held:
+            signal.raise_signal(number)
+
+
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     """End the program: a signal handler.
 

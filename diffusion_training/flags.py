@@ -712,7 +712,7 @@ def add_init_flag(add: Add) -> None:
     add(
         "--init_from",
         type=PATH,
-        help="folder of a run: start from its weights and step, with other data",
+        help="folder of a run, or a checkpoint: start from its weights and step, with other data",
     )
 
 
@@ -792,7 +792,12 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
         default=5,
         help="epochs between samples, and held-out losses",
     )
-    add("--num_validation_images", type=number(1, 10**4, int), default=4, help="samples per prompt")
+    add(
+        "--num_validation_images",
+        type=number(0, 10**4, int),
+        default=4,
+        help="samples per prompt; 0: no samples",
+    )
     add(
         "--guidance_scale",
         type=number(1, 1000),

@@ -131,6 +131,7 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
         # fails if the device is busy, missing, or too old for this torch
         torch.ones(1, device=accelerator.device)
         check_processes(accelerator)
+        listen_to_machines(timeout)
     device = accelerator.device
     if precision == "fp16" and device.type == "cpu":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
@@ -149,7 +150,6 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
         keep_memory()
         if threads_are_default():
             torch.set_num_threads(cores)
-    listen_to_machines(timeout)
     shard = shard and accelerator.num_processes > 1
     launch = Launch(accelerator, cores, precision, backend, accumulation_steps, shard)
     accelerator.print(f"Processes: {launch.describe()}")

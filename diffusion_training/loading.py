@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from accelerate.utils import send_to_device
 
-from diffusion_training.errors import Refused
+from diffusion_training.errors import Refused, holding_signals
 
 Ahead = TypeVar("Ahead")
 Mark: TypeAlias = float | torch.cuda.Event  # see `mark_time`
@@ -44,7 +44,8 @@ def load_batches(
     )
     try:
         # starts the processes now, because forking beside a busy thread can deadlock
-        batches = iter(loader)
+        with holding_signals():
+            batches = iter(loader)
     finally:
         # registered after they start, so that it runs before other exit handlers wait for them
         atexit.register(end_workers)

@@ -22,18 +22,27 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from diffusion_training.batches import Models, Predict
 from diffusion_training.errors import explained
 
+NOT_FINITE = "weights with NaN or infinity"  # for `raise_for_keys`
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
 
 
 def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Module:
     """`kind.from_pretrained`, but raise ValueError if weights are missing or have other shapes.
 
-    Such weights would be random, or not there at all.
+    Such weights would be random, or not there at all. Weights with NaN or infinity are refused too,
+    since nothing can be trained with them.
     """
     model, info = kind.from_pretrained(source, output_loading_info=True, **options)
     for what in ("missing_keys", "mismatched_keys"):
         raise_for_keys(what.replace("_", " "), info[what])
+    broken = [name for name, weight in model.named_parameters() if not is_finite(weight)]
+    raise_for_keys(NOT_FINITE, broken)
     return model
+
+
+def is_finite(weight: torch.Tensor) -> bool:
+    """Whether all numbers of a tensor are finite, in one pass and without a copy."""
+    return weight.numel() == 0 or all(bound.isfinite() for bound in weight.aminmax())
 
 
 def make_new(kind: Any, config: Any, has_weights: bool) -> torch.nn.Module:

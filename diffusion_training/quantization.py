@@ -13,10 +13,12 @@ from safetensors import safe_open
 
 from diffusion_training.errors import fail
 from diffusion_training.models import (
+    NOT_FINITE,
     combine_hashes,
     find_weight_files,
     hash_weight,
     hash_weights,
+    is_finite,
     load_weights,
     raise_for_keys,
     read_precision,
@@ -65,8 +67,8 @@ def load_quantized(
     """`model_class.from_pretrained`, with the layers of `list_quantizable` in NF4 on `device`.
 
     Weights are read, hashed and quantized a few at a time: nothing ever holds the whole model in
-    the precision of its files. The hash is that of the exact weights. Raises ValueError if weights
-    are missing or have other shapes.
+    the precision of its files. The hash is that of the exact weights. Raises ValueError where
+    `load_weights` does.
     """
     config = model_class.load_config(source, subfolder=subfolder, **options)
     with no_init_weights(), init_empty_weights():
@@ -80,6 +82,7 @@ def load_quantized(
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     parameters = {name for name, _ in model.named_parameters()}
     mismatched: list[str] = []
+    broken: list[str] = []
     digests: list[str] = []
 
     def place(name: str, value: torch.Tensor) -> None:
@@ -88,6 +91,8 @@ def load_quantized(
             return
         layer_name, _, attribute = name.rpartition(".")
         layer = model.get_submodule(layer_name)
+        if not is_finite(value):
+            broken.append(name)
         if name in parameters:
             digests.append(hash_weight(value))
             if attribute == "weight" and layer_name in layers:
@@ -102,6 +107,7 @@ def load_quantized(
             # threads, because hashing takes longest, and lets others run
             list(pool.map(lambda name, file=file: place(name, file.get_tensor(name)), names))
     raise_for_keys("mismatched keys", mismatched)
+    raise_for_keys(NOT_FINITE, broken)
     missing = [name for name, value in model.state_dict().items() if value.is_meta]
     raise_for_keys("missing keys", missing)
     return model, combine_hashes(digests)

@@ -384,6 +384,7 @@ class RowDataset(torch.utils.data.Dataset):
     """The rows of `load_rows` and their names; a script's subclass defines the batches."""
 
     sizes: Any = None  # of each row, int [rows, 2], if they differ
+    holds = "images"  # what `digest` gives the second hash of
 
     def __init__(self, images: ImageRows, source: str, shuffle_buffer: int = 0) -> None:
         self.rows, self.column, _ = images
@@ -407,13 +408,14 @@ class RowDataset(torch.utils.data.Dataset):
             paths = [paths[i] for i in self.rows._indices.column(0).to_pylist()]
         return [name_image(row, {"path": path}, self.source) for row, path in enumerate(paths)]
 
-    def digest(self, row: int) -> str:
-        """A hash of a row's content: its text, and the bytes of its images.
+    def digest(self, row: int) -> tuple[str, str]:
+        """Hashes of a row: of all its content, and of its image alone.
 
         If the row has only the path of an image, the file is read.
         """
         digest = xxhash.xxh3_128()
-        for value in self.rows[row].values():
+        digest_of_image = xxhash.xxh3_128()
+        for name, value in self.rows[row].items():
             if isinstance(value, dict) and "pixels" in value:
                 value = value["pixels"].numpy().tobytes()
             elif isinstance(value, dict):
@@ -425,5 +427,8 @@ class RowDataset(torch.utils.data.Dataset):
                         with fsspec.open(path) as file:
                             data = file.read()
                 value = data or path
-            digest.update(value if isinstance(value, bytes) else repr(value).encode())
-        return digest.hexdigest()
+            content = value if isinstance(value, bytes) else repr(value).encode()
+            digest.update(content)
+            if name == self.column:
+                digest_of_image.update(content)
+        return digest.hexdigest(), digest_of_image.hexdigest()

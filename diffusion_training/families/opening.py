@@ -78,9 +78,17 @@ def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
     if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "model_index.json")):
         return {}
     with explained(f"{source} can't be opened as a pipeline"):
-        return diffusers.DiffusionPipeline.load_config(
+        index = diffusers.DiffusionPipeline.load_config(
             source, cache_dir=args.cache_dir, revision=args.revision
         )
+        for name, entry in index.items():
+            # others are settings of the pipeline
+            is_part = name.startswith(("scheduler", "text_encoder", "tokenizer", "vae"))
+            if is_part and not (isinstance(entry, list) and len(entry) == 2):
+                raise ValueError(
+                    f"model_index.json says {entry!r} of {name}, not a library and class"
+                )
+        return index
 
 
 def open_source(args: Namespace) -> str | None:

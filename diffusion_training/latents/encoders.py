@@ -52,6 +52,9 @@ def load_vae(base: Base, dtype: torch.dtype) -> torch.nn.Module:
         for name in family.ignored_vae_settings:
             if vae.config.get(name):
                 raise ValueError(f"it has a {name}, which a {family.pipeline} would leave out")
+        for name, scale in family.describe_scale(vae).items():
+            if scale is None:
+                raise ValueError(f"its config has no {name}")
     return vae.eval()
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import xxhash
 
 from diffusion_training.batches import Batch
 from diffusion_training.data.captions import tokenize_batch
@@ -37,8 +38,11 @@ class Cache(NamedTuple):
     shards: Shards
 
 
-def load_cache(folder: str | Path) -> Cache:
-    """Open a cache, on a disk or at an address, without reading its rows."""
+def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cache:
+    """Open a cache, on a disk or at an address, without reading its rows.
+
+    maker: the command that makes such caches.
+    """
     folder = str(folder)
     try:
         cache = json.loads(read_bytes(f"{folder}/cache.json"))
@@ -75,7 +79,7 @@ def load_cache(folder: str | Path) -> Cache:
         if not shards.rows.sum():
             raise ValueError("it holds no rows")
     except FileNotFoundError as error:
-        fail(f"{error.filename or error} is missing: make the cache with precompute_latents.py")
+        fail(f"{error.filename or error} is missing: make the cache with {maker}")
     except Exception as error:
         fail(
             f"{folder} is damaged ({error}): run the command that made the cache again, it mends it"
@@ -96,6 +100,7 @@ class CachedLatents(torch.utils.data.Dataset):
     """
 
     fetcher: Fetcher  # of a subclass whose caches are at an address
+    holds = "latents"  # what `digest` gives the second hash of
 
     def __init__(
         self,
@@ -160,11 +165,15 @@ class CachedLatents(torch.utils.data.Dataset):
             opened = self.opened[shard] = shards.open(number, path, alone=True)
         return opened
 
-    def digest(self, row: int) -> str:
+    def digest(self, row: int) -> tuple[str, str]:
+        """Hashes of a row: of all its columns, and of its latents alone."""
         shard = int(np.searchsorted(self.ends, row, side="right"))
         opened = self.open(shard)
-        chunk, index = opened.find(row - int(self.ends[shard] - self.lengths[shard]))
-        return str(opened.checksums["checksum"][chunk][index])
+        index = row - int(self.ends[shard] - self.lengths[shard])
+        views, index_of_view = opened.view(index)
+        latents = xxhash.xxh3_128_hexdigest(views["latents"][index_of_view].tobytes())
+        chunk, index = opened.find(index)
+        return str(opened.checksums["checksum"][chunk][index]), latents
 
     def names(self, shards: Iterable[int] | None = None) -> Iterator[str]:
         for shard in range(len(self.lengths)) if shards is None else shards:

@@ -189,7 +189,10 @@ def open_caches(
     optional_columns: Collection[str] = (),
 ) -> Data:
     """The data of latent caches. What they lack, such as encoders of tokens, is loaded."""
-    caches = {folder: load_cache(folder) for folder in args.latents_dir}
+    maker = "precompute_latents.py"
+    if base.family.named_in_cache:  # others need no flag
+        maker += f" --model_family {base.family.name}"
+    caches = {folder: load_cache(folder, maker) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
     text_cache = first.settings["text_cache"]
     transform = first.settings["transform"]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from diffusion_training.data.captions import tokenize
-from diffusion_training.errors import explain, fail
+from diffusion_training.errors import amount, explain, fail
 from diffusion_training.families.base import Base, Encoders, Prompts, Tokenizers, Tokens
 from diffusion_training.latents.columns import EMPTY
 from diffusion_training.models import load_weights
@@ -73,7 +73,14 @@ def count_max_tokens(base: Base, text_encoders: torch.nn.ModuleList, tokenizers:
             f"--max_sequence_length {base.max_tokens}: the text encoder takes {min(limits)} tokens"
         )
     family = base.family
-    return min(*limits, (base.max_tokens or family.max_tokens or math.inf) + family.dropped_tokens)
+    most = base.max_tokens or family.max_tokens or math.inf
+    count = min(*limits, most + family.dropped_tokens)
+    if count < family.dropped_tokens + 2:  # the tokens for the beginning and the end take as many
+        fail(
+            f"captions get {amount(int(count) - family.dropped_tokens, 'token')}, and need 2: see "
+            "--max_sequence_length, and model_max_length in the tokenizer's config"
+        )
+    return count
 
 
 def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:

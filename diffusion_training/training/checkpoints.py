@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ from diffusion_training.training.sharding import (
     gather_state,
     is_sharded,
     load_weights_of,
+)
+
+# settings that decide what a model learns and draws: another phase says which of them it changes
+OBJECTIVE = (
+    "shift",
+    "weighting_scheme",
+    "logit_mean",
+    "logit_std",
+    "snr_gamma",
+    "noise_offset",
+    "input_perturbation",
+    "clip_skip",
 )
 
 
@@ -205,6 +218,11 @@ def find_start(init_from: str | None) -> Path | None:
     if (Path(init_from) / "trainer_state.json").is_file():
         return Path(init_from)
     checkpoints = find_checkpoints(init_from)
+    if not checkpoints and (Path(init_from) / "model_index.json").is_file():
+        fail(
+            f"--init_from {init_from} is a pipeline and no checkpoint: give it as "
+            "--pretrained_model_name_or_path, from which a run begins at step 0"
+        )
     if not checkpoints:
         fail(f"--init_from {init_from} holds no whole checkpoint, and is none")
     return checkpoints[-1]
@@ -218,13 +236,6 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
     """
     state = read_state(start, None)
     before = state.pop("settings")
-    holds_same_out = before.get("holdout") == args.holdout and before.get("seed") == args.seed
-    if before.get("held_out") and not holds_same_out:
-        flags = f"--holdout {before['holdout']:g} --seed {before['seed']}"
-        fail(
-            f"{start} held images out, and these would be trained on: give {flags}, and images "
-            "of the same names"
-        )
     for name in ("prediction_type", "rescale_betas_zero_snr"):  # of what was learned
         if name in before and before[name] != getattr(args, name, None):
             fail(
@@ -238,21 +249,89 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
             "this run counts"
         )
     state.pop("cuts", None)
-    return state | {"images_seen": 0, "settings": {}}
+    return state | {"images_seen": 0, "settings": {}, "before": before}
 
 
-def load_start(accelerator: Accelerator, start: Path, models: Models, state: dict) -> None:
+def check_start(start: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Stop with an error if the two runs do not hold out the same part of all images.
+
+    Then an image that one of them trains on would be held out by the other. before: the settings of
+    the checkpoint `start`. settings: those of this run.
+    """
+    flags = ("holdout", "seed")
+    holds_out = bool(settings["held_out"])
+    if not before.get("held_out"):
+        if holds_out:
+            fail(
+                f"{start} held no images out, so it may have been trained on those that --holdout "
+                "sets aside: leave --holdout out"
+            )
+        return
+    same = all(before.get(flag) == settings.get(flag) for flag in flags)
+    below = settings["held_out_below"]
+    below_before = before.get("held_out_below", below)  # absent from checkpoints of old versions
+    if not (same and holds_out and below == below_before):
+        advice = "on the same images"
+        if before["holdout"] < 1:
+            advice = "and images of the same names"
+        fail(
+            f"{start} held out other images than this run, so one would be measured on images that "
+            f"the other trains on: give --holdout {before['holdout']:g} --seed {before['seed']}, "
+            f"{advice}"
+        )
+
+
+def load_start(
+    accelerator: Accelerator, start: Path, models: Models, state: dict, settings: dict[str, Any]
+) -> None:
     """Load the weights of --init_from; the averaged weights start from its averaged weights.
 
     Models that the other run did not have start as they are.
+
+    settings: of `record_settings`.
     """
+    before = state["before"]
+    check_start(start, before, settings)
     added = list_added(models, state)
     known = {name: model for name, model in models.items() if name not in added}
     with explained(f"{start} is damaged or from another model"):
         load_models_from(start, known, state)
     if added:
         accelerator.print(f"Not in {start}, so they start anew: {', '.join(added)}")
-    accelerator.print(f"Going on from the weights of {start}, at step {state['global_step']}")
+    changes = list_changes(before, settings, OBJECTIVE)
+    accelerator.print(
+        f"Going on from the weights of {start}, at step {state['global_step']}{changes}"
+    )
+
+
+def list_changes(before: dict[str, Any], settings: dict[str, Any], names: Iterable[str]) -> str:
+    """Such as ", shift 2.0 -> None", for a line that tells which settings have changed."""
+    changes = ""
+    for name in names:
+        if name in settings and before.get(name, settings[name]) != settings[name]:
+            changes += f", {name} {before[name]} -> {settings[name]}"
+    return changes
+
+
+def check_held_out(path: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Stop with an error if a resumed run would hold out other images than the checkpoint `path`.
+
+    Checkpoints of old versions have a hash of images with their captions only.
+    """
+    if not settings["held_out"]:
+        return
+    name = "held_out_images" if "held_out_images" in before else "held_out"
+    held_before = before.get(name)
+    held = settings[name]
+    if held == held_before:
+        return
+    if held_before and name == "held_out_images" and held["of"] != held_before["of"]:
+        fail(
+            f"{path} was trained on {held_before['of']}, and this run on {held['of']}: which ones "
+            "were held out can't be compared; keep the data as it was, or leave --holdout out"
+        )
+    advice = "keep images, --holdout and --seed as they were, or leave --holdout out"
+    fail(f"{path} was trained on images that would be held out, or held out others: {advice}")
 
 
 def load_checkpoint(
@@ -265,9 +344,7 @@ def load_checkpoint(
 ) -> None:
     """Load checkpoint-N into models, optimizer and fp16 scaler, and print changed settings."""
     before = state["settings"]
-    if settings["held_out"] and settings["held_out"] != before.get("held_out"):
-        advice = "keep images, --holdout and --seed as they were, or leave --holdout out"
-        fail(f"{path} was trained on images that would be held out, or held out others: {advice}")
+    check_held_out(path, before, settings)
     kind = before.get("optimizer", "adamw")
     if kind != settings["optimizer"]:
         fail(
@@ -294,8 +371,5 @@ def load_checkpoint(
             f"{path} is damaged or from another model ({reason}); resume from another or "
             "choose a new --output_dir"
         )
-    changes = ""
-    for key, value in settings.items():
-        if key != "resume_from_checkpoint" and before.get(key, value) != value:
-            changes += f", {key} {before[key]} -> {value}"
-    accelerator.print(f"Resuming from {path}{changes}")
+    names = [name for name in settings if not name.startswith(("resume_from", "held_out"))]
+    accelerator.print(f"Resuming from {path}{list_changes(before, settings, names)}")

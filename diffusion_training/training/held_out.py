@@ -27,7 +27,7 @@ def hold_out(
     others. Held out are the rows whose hash is below the share `holdout` or, if that is a number of
     rows, those with the lowest hashes. With the order `ranges`, whole shards are chosen first.
     """
-    if getattr(dataset, "order", None):
+    if has_ranges(dataset):
         return dataset.hold_out(accelerator, holdout, seed)
     if isinstance(getattr(dataset, "rows", None), datasets.IterableDataset):
         # a stream has no held-out images: its flags are checked for that
@@ -50,16 +50,38 @@ def hold_out(
     return np.sort(order[count:]), {int(row): int(hashes[row]) for row in order[:count]}
 
 
-def digest_held_out(accelerator: Accelerator, dataset: Any, held_out: dict[int, int]) -> str | None:
-    """Return a hash of what the held-out rows contain, the same on all processes; None without any.
+def has_ranges(dataset: Any) -> bool:
+    """Whether whole shards are held out."""
+    return bool(getattr(dataset, "order", None))
 
-    With it, a resumed run finds out whether it would train on them. Images may be
-    renamed or renumbered, but their contents do not change.
+
+def describe_held_out(
+    accelerator: Accelerator, dataset: Any, held_out: dict[int, int], holdout: float
+) -> dict[str, Any]:
+    """What a checkpoint records of the held-out rows, the same on all processes.
+
+    held_out: a hash of all that they contain. Checkpoints of old versions have this one alone.
+    held_out_images: a hash of their images without captions, and what it is of. With it, a resumed
+        run finds out whether it would train on them. Images may be renamed or renumbered, but their
+        contents do not change.
+    held_out_below: rows whose hash is below this number were held out, and no others. None if whole
+        shards were.
     """
-    digest = None
-    if held_out and accelerator.is_main_process:
-        digest = xxhash.xxh3_128_hexdigest(" ".join(sorted(map(dataset.digest, held_out))).encode())
-    return gather_object([digest])[0]
+    if not held_out:
+        return {"held_out": None, "held_out_images": None, "held_out_below": 0}
+    below = None
+    if not has_ranges(dataset):
+        below = int(holdout * 2.0**64) if holdout < 1 else max(held_out.values()) + 1
+    sent: list[list[str]] = []
+    if accelerator.is_main_process:
+        digests = zip(*map(dataset.digest, held_out), strict=True)
+        sent = [[xxhash.xxh3_128_hexdigest(" ".join(sorted(each)).encode()) for each in digests]]
+    whole, images = gather_object(sent)[0]
+    return {
+        "held_out": whole,
+        "held_out_images": {"of": dataset.holds, "digest": images},
+        "held_out_below": below,
+    }
 
 
 @torch.no_grad()

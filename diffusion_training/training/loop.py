@@ -18,7 +18,7 @@ from diffusion_training.report import About, Description, save_report
 from diffusion_training.training.card import save_model_card
 from diffusion_training.training.checkpoints import prune_checkpoints
 from diffusion_training.training.costs import describe_trained
-from diffusion_training.training.held_out import digest_held_out
+from diffusion_training.training.held_out import describe_held_out
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.output import Run, begin_run, end_run, keep_best, samples_path
 from diffusion_training.training.progress import Progress, format_duration
@@ -56,8 +56,14 @@ def record_settings(
         "num_processes": launch.num_processes,
         "num_images": progress.num_images,
         "data": dataset.fingerprint,
-        "held_out": digest_held_out(launch.accelerator, dataset, held_out),
+        **describe_held_out(launch.accelerator, dataset, held_out, settings.holdout),
     }
+
+
+def draws_samples(settings: Namespace) -> bool:
+    """Whether there are samples to draw; without a prompt only an unconditional model draws."""
+    is_unconditional = "validation_prompts" not in settings
+    return is_unconditional or bool(settings.validation_prompts and settings.num_validation_images)
 
 
 class Loop:
@@ -129,7 +135,7 @@ class Loop:
             save = partial(self.results.save, self.trained.gather_best())
             if self.launch.is_main:
                 keep_best(Path(settings.output_dir), self.records.held_out, step, save)
-        if getattr(settings, "validation_prompts", True):
+        if draws_samples(settings):
             roughness = self.results.log_validation()
             if is_result:
                 self.records.judge(roughness, step)
@@ -246,8 +252,10 @@ class Loop:
             prune_checkpoints(output_dir / f"checkpoint-{step}", limit)  # if a kill came before
             save_model_card(step, self.results.describe, settings)
         samples = "samples/"
-        if not getattr(settings, "validation_prompts", True):
-            samples = "no samples (no --validation_prompts)"
+        if not draws_samples(settings):
+            has_prompts = bool(settings.validation_prompts)
+            why = "--num_validation_images 0" if has_prompts else "no --validation_prompts"
+            samples = f"no samples ({why})"
         duration = format_duration(time.monotonic() - self.begun_at)
         name = self.results.name
         done = f"Done in {duration}: {name}, {samples} and report.html are in {output_dir}"

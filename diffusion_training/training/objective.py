@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
@@ -29,6 +30,8 @@ def check_objective(scheduler: DDPMScheduler) -> None:
     timesteps = scheduler.config.num_train_timesteps
     if type(timesteps) is not int or timesteps < 2:
         fail(f"the scheduler has {timesteps!r} training timesteps: there must be two at least")
+    if len(scheduler.betas) != timesteps:
+        fail(f"the scheduler has {len(scheduler.betas)} betas for {timesteps} training timesteps")
     if scheduler.config.prediction_type not in ("epsilon", "sample", "v_prediction"):
         fail(
             f"the scheduler's prediction type {scheduler.config.prediction_type!r} is unknown: "
@@ -39,6 +42,39 @@ def check_objective(scheduler: DDPMScheduler) -> None:
             "--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon "
             "has nothing to learn"
         )
+
+
+def load_sampler(source: str | None, options: dict[str, Any], objective: dict[str, Any]) -> Any:
+    """The scheduler of a pipeline, of its own class. Ends in a sentence for one without betas.
+
+    As a DDPMScheduler it would have betas that it was never trained with. options: subfolder,
+    cache_dir and revision. objective: of `objective_flags`.
+    """
+    config = DDPMScheduler.load_config(source, **options)
+    sampler = getattr(diffusers, config["_class_name"]).from_pretrained(
+        source, **options, **objective
+    )
+    if not hasattr(sampler, "betas"):
+        fail(
+            f"{source} has a {type(sampler).__name__}, which has no betas: a U-Net is trained with "
+            "a scheduler such as DDIMScheduler"
+        )
+    return sampler
+
+
+@torch.no_grad()
+def try_sampler(sampler: Any, num_steps: int, **options: Any) -> None:
+    """Draw with a sampler as a pipeline does, in `num_steps`, or in ten if these are fewer.
+
+    Raises an error if that is impossible. options: of `set_timesteps`.
+    """
+    sampler.set_timesteps(min(num_steps, 10), **options)
+    sample = torch.zeros(1, 4, 8, 8)
+    for timestep in sampler.timesteps:
+        scaled = sample
+        if hasattr(sampler, "scale_model_input"):  # flow matching needs none
+            scaled = sampler.scale_model_input(sample, timestep)
+        sample = sampler.step(torch.zeros_like(scaled), timestep, sample).prev_sample
 
 
 def min_snr_weight(
@@ -105,7 +141,6 @@ def measure_epsilon(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOut
     return HeldOutMeasure(add_noise, measure_error)
 
 
-@torch.no_grad()
 @torch.no_grad()
 def measure_constant(
     loss_of: Callable[..., torch.Tensor], loss_models: Models, models: Models, prepared: Prepared

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 import textwrap
 import time
 from argparse import Namespace
@@ -35,6 +36,7 @@ from diffusion_training.files import (
     sort_header,
 )
 from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.models import is_finite
 from diffusion_training.order import step_seed
 from diffusion_training.training.checkpoints import (
     find_checkpoint,
@@ -61,6 +63,7 @@ class Run:
     configs: Path | None = None  # checkpoint with the models' configs; None without --init_from
     command: str = ""  # the content of run.args
     reached: int = -1  # the step of the checkpoint, if there is one
+    tracker_id: str | None = None  # a resumed run keeps it, so it is one run in trackers, too
 
     def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
         """The state in which the run begins; see `read_state`."""
@@ -69,7 +72,7 @@ class Run:
         return read_state(self.checkpoint, num_images)
 
     def settings(self) -> dict[str, Any]:
-        return {"hub_model_id": self.hub_model_id}
+        return {"hub_model_id": self.hub_model_id, "tracker_id": self.tracker_id}
 
 
 def settings_of(args: Namespace, *values: Any, **others: Any) -> Flags:
@@ -126,7 +129,14 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     configs = (checkpoint or start) if init_from else None
     reached = state["global_step"] if checkpoint else -1
     before = state["settings"]
-    return Run(script, lock, checkpoint, before, hub_model_id, start, configs, command, reached)
+    tracker_id = os.environ.get("WANDB_RUN_ID")  # for those who choose it
+    # one that is begun in another folder from a checkpoint is another run
+    if checkpoint and checkpoint.parent.resolve() == output_dir.resolve():
+        tracker_id = tracker_id or before.get("tracker_id")
+    tracker_id = tracker_id or secrets.token_hex(4)
+    return Run(
+        script, lock, checkpoint, before, hub_model_id, start, configs, command, reached, tracker_id
+    )
 
 
 def begin_run(run: Run, output_dir: Path) -> None:
@@ -270,7 +280,7 @@ def to_square(latents: torch.Tensor) -> torch.Tensor:
 def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
     """Write the pipeline folder; an existing one stays until the new one is complete."""
     model = getattr(pipeline, "unet", None) or pipeline.transformer
-    if not all(weight.isfinite().all() for weight in model.parameters()):
+    if not all(map(is_finite, model.parameters())):
         fail(
             "the weights are not finite: they are not saved, and the pipeline that stood "
             "there stays",

@@ -58,7 +58,7 @@ class Records:
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
         self.num_records = sum("loss" in record for record in kept)
         self.signs = {kind for record in kept for kind in record.get("signs", ())}
-        init_trackers(accelerator, settings)
+        init_trackers(accelerator, settings, global_step if checkpoint else -1)
         self.bar = tqdm(
             total=settings.max_train_steps,
             initial=global_step,
@@ -70,7 +70,7 @@ class Records:
         # since the last record; "clipped" and "steps" count steps
         names = ("loss", "weight", "grad_norm", "clipped", "steps")
         self.sums = {name: torch.zeros((), device=accelerator.device) for name in names}
-        self.first_images = ImageSums(*torch.zeros(6, device=accelerator.device))
+        self.first_images = ImageSums(*torch.zeros(7, device=accelerator.device))
         self.num_looked_at = 0
         self.waits: list[Any] = []
         self.num_images = 0
@@ -115,7 +115,7 @@ class Records:
         judges = self.constant is not None and self.accelerator.is_main_process
         if judges and self.looked_at is None and weight.any():  # a wait, in the first step alone
             self.looked_at = take_first(prepared, 16)
-        measured = measure_images(prepared.images, weight)
+        measured = measure_images(prepared, weight)
         self.first_images = ImageSums(*map(sum, zip(self.first_images, measured, strict=True)))
         if self.costs and self.accelerator.is_main_process:
             with self.paused():
@@ -204,10 +204,14 @@ class Records:
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
             checkpoints = find_checkpoints(self.output_dir)
             newest = checkpoints[-1] if checkpoints else "none"
-            fail(
-                f"the loss is not finite at step {step} (last checkpoint: {newest}); try a lower "
-                "--learning_rate or more --lr_warmup_steps"
-            )
+            advice = "try a lower --learning_rate or more --lr_warmup_steps"
+            if not math.isfinite(sums["mean_square"]):
+                what = "latents" if "latents_dir" in self.settings else "images"
+                advice = (
+                    f"the {what} that the model gets are not finite, so look at the data and, if "
+                    "--mixed_precision is fp16, use bf16 or no"
+                )
+            fail(f"the loss is not finite at step {step} (last checkpoint: {newest}); {advice}")
 
     def make_record(self, step: int, sums: dict[str, float], last: bool) -> dict[str, Any]:
         """The record of the steps since the last one, which the bar shows as well."""
@@ -285,8 +289,13 @@ class Records:
             self.accelerator.log(numbers, step=record["step"])
 
 
-def init_trackers(accelerator: Accelerator, settings: Namespace) -> None:
-    """Start the trackers of --report_to, with the settings as they take them."""
+def init_trackers(accelerator: Accelerator, settings: Namespace, reached: int) -> None:
+    """Start the trackers of --report_to, with the settings as they take them.
+
+    A resumed run is one run with what it resumes, and has no step twice.
+
+    reached: the step of the checkpoint, or -1.
+    """
     values = {}
     for name, value in vars(settings).items():
         if value is not None:
@@ -295,9 +304,11 @@ def init_trackers(accelerator: Accelerator, settings: Namespace) -> None:
     if settings.report_to in ("wandb", "all"):
         advice = "`wandb login`, or set WANDB_MODE=offline, or "
     with explained(f"--report_to {settings.report_to} does not work: {advice}--report_to none"):
-        accelerator.init_trackers(
-            settings.tracker_project_name, values, {"wandb": {"dir": settings.output_dir}}
-        )
+        options = {
+            "wandb": {"dir": settings.output_dir, "id": settings.tracker_id, "resume": "allow"},
+            "tensorboard": {"purge_step": reached + 1},  # later records come again
+        }
+        accelerator.init_trackers(settings.tracker_project_name, values, options)
 
 
 def give_example(skipped: dict[str, str]) -> str:
@@ -313,6 +324,7 @@ class ImageSums(NamedTuple):
     mean_square: torch.Tensor
     flat: torch.Tensor  # 1 of an image of one colour
     roughness: torch.Tensor  # see `measure_roughness`
+    masked: torch.Tensor  # 1 of an image whose mask is all black
     count: torch.Tensor
 
 
@@ -324,16 +336,19 @@ def take_first(prepared: Prepared, count: int) -> Prepared:
 
 
 @torch.no_grad()
-def measure_images(images: torch.Tensor, weight: torch.Tensor) -> ImageSums:
-    """Return sums over images [N, C, H, W], weighted by `weight` [N]."""
+def measure_images(prepared: Prepared, weight: torch.Tensor) -> ImageSums:
+    """Return sums over images, weighted by `weight` [N]."""
+    images = prepared.images
     values = images.flatten(1)
     low, high = values.aminmax(dim=1)
+    mask = prepared.loss_inputs.get("mask", torch.ones_like(images))
     measures = [
         low,
         high,
         values.square().mean(dim=1),
         (low == high).float(),
         measure_roughness(images),
+        (mask.flatten(1).amax(dim=1) == 0).float(),
         torch.ones_like(low),
     ]
     return ImageSums(*(weight @ torch.stack(measures, dim=1)))

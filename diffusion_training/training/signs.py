@@ -121,7 +121,8 @@ def find_signs(
 
     records: those of metrics.jsonl.
     images: means over the first images that the U-Net gets: lowest value, highest value, mean
-    square, share of one colour, roughness; None if there were none.
+    square, share of one colour, roughness, share with a mask that is all black; None if there
+    were none.
     learned: 0 while a LoRA adds nothing.
     costs: `Costs`, if the memory of the device is known.
     sampled: (step, roughness) of the last samples.
@@ -130,7 +131,7 @@ def find_signs(
     # the others are of the held-out loss
     records = [record for record in records if "loss" in record]
     last = records[-1]
-    low, high, mean_square, flat, rough = images or (-1, 1, 1, 0, 1)
+    low, high, mean_square, flat, rough, masked = images or (-1, 1, 1, 0, 1, 0)
     sampled_at, sampled_rough = sampled or (0, 0)
     latents = "latents_dir" in args
     has_warmup = args.lr_scheduler not in ("constant", "piecewise_constant")
@@ -195,6 +196,11 @@ def find_signs(
         "colour": (
             not latents and flat > 0.1,
             f"{flat:.0%} of the images are of one colour: look at the data, and at --image_column",
+        ),
+        "masks": (
+            masked > 0.1,
+            f"the masks of {masked:.0%} of the images are all black, so nothing of these images is "
+            "trained on: white is what counts",
         ),
         "noise": (
             noisy and 2 * sampled_at >= args.max_train_steps,

@@ -80,7 +80,7 @@ class Trained:
                 self.accelerator, run.checkpoint, self.saved, self.optimizer, state, settings
             )
         elif run.start:
-            load_start(self.accelerator, run.start, self.saved, state)
+            load_start(self.accelerator, run.start, self.saved, state, settings)
 
     def prepare(self, global_step: int) -> None:
         """Wrap the models for devices, processes and precision, and start the schedule."""

@@ -90,7 +90,9 @@ def plan_run(
             f"The checkpoint is beyond step {max_train_steps}: there is nothing left to train"
         )
     else:
-        report_plan(accelerator, progress, plan, args)
+        # a resumed run has settings of its own
+        first_step = 0 if state["settings"] else progress.global_step
+        report_plan(accelerator, progress, plan, first_step, args)
     return plan, progress
 
 
@@ -222,14 +224,20 @@ def count_warmup(
     return steps
 
 
-def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: Namespace) -> None:
-    """Print steps and epochs. Stops with an error if the schedule does not fit the rate."""
-    steps = plan.max_train_steps
+def report_plan(
+    accelerator: Accelerator, progress: Progress, plan: Plan, first_step: int, args: Namespace
+) -> None:
+    """Print steps and epochs. Stops with an error if the schedule does not fit the rate.
+
+    first_step: the step of --init_from, from which this run counts; else 0.
+    """
+    steps = plan.max_train_steps - first_step
     if progress.num_images < sys.maxsize:  # a stream has no epochs
         per_epoch = math.ceil(progress.num_images / progress.images_per_step)
+        since = f" after step {first_step}" if first_step else ""
         accelerator.print(
             f"Epoch: {amount(progress.num_images, 'image')}, {amount(per_epoch, 'step')}; "
-            f"the run: {amount(steps, 'step')}, {steps / per_epoch:.4g} epochs"
+            f"the run: {amount(steps, 'step')}{since}, {steps / per_epoch:.4g} epochs"
         )
     if args.lr_scheduler == "polynomial" and plan.learning_rate <= 1e-7:
         fail(
@@ -237,7 +245,12 @@ def report_plan(accelerator: Accelerator, progress: Progress, plan: Plan, args: 
             f"{plan.learning_rate:g}"
         )
     has_no_warmup = args.lr_scheduler in ("constant", "piecewise_constant")
-    warmup = plan.lr_warmup_steps
+    warmup = plan.lr_warmup_steps - first_step
+    if warmup <= 0 < min(first_step, plan.lr_warmup_steps) and not has_no_warmup:
+        accelerator.print(
+            f"The warm-up of the learning rate ended at step {plan.lr_warmup_steps}, and this run "
+            f"begins at step {first_step}: its new optimizer starts without one"
+        )
     if warmup > steps / 10 and not has_no_warmup:
         what = f"takes {warmup} of {steps} steps"
         if warmup > steps:

@@ -17,6 +17,7 @@ from diffusion_training import __version__
 from diffusion_training.models import list_parameters
 from diffusion_training.training import checkpoints
 from diffusion_training.training.checkpoints import (
+    check_start,
     find_checkpoint,
     find_checkpoints,
     find_start,
@@ -35,7 +36,15 @@ SETTINGS = {
     "optimizer": "adamw",
     "resume_from_checkpoint": None,
     "held_out": None,
+    "held_out_images": None,
+    "held_out_below": 0,
 }
+
+
+def holding_out(images, of="images", text="", **others):
+    """Settings of a run that holds images out."""
+    held_out = {"held_out": f"{images}{text}", "held_out_images": {"of": of, "digest": images}}
+    return SETTINGS | {"holdout": 2.0, "held_out_below": 9} | held_out | others
 
 
 @pytest.fixture
@@ -253,14 +262,23 @@ def test_a_checkpoint_that_has_seen_the_images_that_would_be_held_out_is_refused
     with pytest.raises(
         SystemExit, match="checkpoint-2 was trained on images that would be held out, or held out"
     ):
-        load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "held_out": "these"})
-    save(2, settings={**SETTINGS, "held_out": "these"})
-    with pytest.raises(
-        SystemExit, match="keep images, --holdout and --seed as they were, or leave --holdout out"
-    ):
-        load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "held_out": "others"})
-    load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "held_out": "these"})
+        load(tmp_path / "out/checkpoint-2", settings=holding_out("these"))
+    save(2, settings=holding_out("these"))
+    advice = "keep images, --holdout and --seed as they were, or leave --holdout out"
+    with pytest.raises(SystemExit, match=advice):
+        load(tmp_path / "out/checkpoint-2", settings=holding_out("others"))
+    with pytest.raises(SystemExit, match="was trained on images, and this run on latents: which"):
+        load(tmp_path / "out/checkpoint-2", settings=holding_out("these", of="latents"))
+    load(tmp_path / "out/checkpoint-2", settings=holding_out("these"))
+    load(tmp_path / "out/checkpoint-2", settings=holding_out("these", text="a mended caption"))
     load(tmp_path / "out/checkpoint-2")  # without, nothing is measured that was trained on
+    # checkpoints of old versions know images only with their captions
+    old = holding_out("these")
+    del old["held_out_images"], old["held_out_below"]
+    save(2, settings=old)
+    load(tmp_path / "out/checkpoint-2", settings=holding_out("these"))
+    with pytest.raises(SystemExit, match=advice):
+        load(tmp_path / "out/checkpoint-2", settings=holding_out("these", text="mended"))
 
 
 def test_other_keys_of_what_is_drawn_and_a_stream_where_images_were_counted_are_refused(
@@ -395,7 +413,10 @@ def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_
     assert find_start(None) is None
     with pytest.raises(SystemExit, match="--init_from .* holds no whole checkpoint, and is none"):
         find_start(str(tmp_path))
-    save(2, 3, settings=SETTINGS | {"holdout": 2.0, "held_out": "a hash"})
+    (tmp_path / "model_index.json").touch()  # of best/, say
+    with pytest.raises(SystemExit, match="pipeline and no checkpoint: give it as --pretrained_mod"):
+        find_start(str(tmp_path))
+    save(2, 3)
     start = find_start(str(tmp_path / "out"))
     assert start == find_start(str(start)) == tmp_path / "out/checkpoint-3"
     args = argparse.Namespace(holdout=2.0, seed=0, max_train_steps=4)
@@ -406,12 +427,18 @@ def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_
         0,
         {},
     )
-    for name, other in ("holdout", 0.0), ("seed", 1):
-        with pytest.raises(
-            SystemExit,
-            match="would be trained on: give --holdout 2 --seed 0, and images of the same",
-        ):
-            read_start(start, argparse.Namespace(**vars(args) | {name: other}))
+    # both phases must hold out the same part of all images, known by its threshold
+    before = holding_out("these")
+    check_start(start, before, holding_out("others"))
+    check_start(start, SETTINGS, SETTINGS)
+    old = {name: value for name, value in before.items() if name != "held_out_below"}
+    check_start(start, old, holding_out("others", held_out_below=8))
+    changed = [{"held_out_below": 8}, {"held_out_below": None}, {"seed": 1}, {"holdout": 0.5}]
+    for settings in [SETTINGS, *(holding_out("these", **change) for change in changed)]:
+        with pytest.raises(SystemExit, match="give --holdout 2 --seed 0, on the same images"):
+            check_start(start, before, settings)
+    with pytest.raises(SystemExit, match="checkpoint-3 held no images out, so it may have been"):
+        check_start(start, SETTINGS, before)
     with pytest.raises(SystemExit, match="--max_train_steps 3: .*checkpoint-3 is at step 3"):
         read_start(start, argparse.Namespace(**vars(args) | {"max_train_steps": 3}))
 
@@ -426,25 +453,30 @@ def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(
     )
     state, (found, _) = read_start(start, args), make(2)
     assert "cuts" not in state
-    load_start(accelerator, start, found, state)
+    load_start(accelerator, start, found, state, SETTINGS)
     for name, model in models.items():
         one, other = model.state_dict(), found[name].state_dict()
         assert all(torch.equal(one[key], other[key]) for key in one), name
     assert capsys.readouterr().out == f"Going on from the weights of {start}, at step 3\n"
+    state["before"] = SETTINGS | {"shift": 3.0, "logit_mean": 0.0, "max_train_steps": 3}
+    now = SETTINGS | {"shift": None, "logit_mean": 0.0, "max_train_steps": 6}
+    load_start(accelerator, start, found, state, now)
+    said = f"Going on from the weights of {start}, at step 3, shift 3.0 -> None\n"
+    assert capsys.readouterr().out == said
     # a module that a script trains since then starts anew; a run that is resumed can't get one
     added = {name: torch.nn.Linear(2, 2) for name in ("added", "added_ema")}
     fresh = added["added"].weight.clone()
-    load_start(accelerator, start, found | added, state)
+    load_start(accelerator, start, found | added, state, SETTINGS)
     assert torch.equal(added["added"].weight, fresh)
     assert f"Not in {start}, so they start anew: added, added_ema" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="checkpoint-3 has no weights of added, added_ema: a mod"):
-        state = read_state(start, 4)
-        load_checkpoint(accelerator, start, found | added, None, state, SETTINGS)
+        resumed = read_state(start, 4)
+        load_checkpoint(accelerator, start, found | added, None, resumed, SETTINGS)
     (start / "unet/config.json").write_text("{}")
     with pytest.raises(
         SystemExit, match=r"checkpoint-3 is damaged or from another model \(unet/config.json is not"
     ):
-        load_start(accelerator, start, found, state)
+        load_start(accelerator, start, found, state, SETTINGS)
 
 
 class Harm:

@@ -22,6 +22,7 @@ from diffusion_training.errors import (
     explained,
     fail,
     foresee,
+    holding_signals,
     in_one_sentence,
     is_machines_fault,
     printable,
@@ -241,3 +242,21 @@ def test_what_is_undone_when_main_fails_stays_when_it_does_not():
 )
 def test_too_little_memory_is_one_sentence_whoever_says_it(said):
     assert "there is not enough memory" in foresee(RuntimeError(said), TRAINER)
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_signal_while_processes_are_forked_comes_after_that(capsys, error):
+    reached = []
+
+    def main(args):
+        with holding_signals():
+            signal.raise_signal(signal.SIGTERM)
+            reached.append("the end of the block")
+            if error:
+                raise error
+        reached.append("what follows")
+
+    with pytest.raises(SystemExit) as stop:
+        in_one_sentence(main)(TRAINER)
+    assert stop.value.code == 143 and reached == ["the end of the block"]
+    assert "Stopped by SIGTERM" in capsys.readouterr().out

@@ -223,7 +223,8 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
         SystemExit, match=r"upload to me/it failed; all is whole in .* \(no network\)"
     ):
         end_run(launch, run, "Done", [], args)
-    assert Run("train.py", None, None, {}, "me/it").settings() == {"hub_model_id": "me/it"}
+    run = Run("train.py", None, None, {}, "me/it", tracker_id="a1")
+    assert run.settings() == {"hub_model_id": "me/it", "tracker_id": "a1"}
 
 
 def test_deterministic_kernels_are_for_one_run(tmp_path, monkeypatch):

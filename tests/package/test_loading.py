@@ -106,6 +106,30 @@ def test_a_process_reads_so_many_ahead(given, most):
     batches.close()
 
 
+def test_a_signal_while_processes_are_forked_ends_the_run_without_a_traceback(tmp_path):
+    """It would be raised in the midst of a fork, where Python prints and drops it."""
+    fork = os.fork
+
+    def signalled():
+        pid = fork()
+        if pid:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return pid
+
+    @in_one_sentence
+    def main(args):
+        list(load_batches(Items(), [0.0] * 9, 2, CPU))
+
+    def run():
+        os.fork = signalled
+        main(argparse.Namespace(train_batch_size=1))
+
+    codes = finish(start(run, log=tmp_path / "log"), timeout=30)
+    said = (tmp_path / "log").read_text()
+    assert codes == [143] and "Stopped by SIGTERM" in said
+    assert "Traceback" not in said and "Exception ignored" not in said
+
+
 def test_errors_of_a_loaders_process_keep_their_traceback(tmp_path):
     codes, said = guarded(tmp_path, [0.0, bug], 1)
     assert (

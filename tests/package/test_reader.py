@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import xxhash
 from conftest import MODELS, replace
 from test_cache import LATENTS, NUM_ROWS, make_args, make_cache
 
@@ -146,7 +147,12 @@ def test_a_row_is_digested_by_its_content_wherever_it_stands(tmp_path, cache):
         open_caches(tmp_path / "other", cache),
     )
     digests = [data.digest(row) for data in (other, one) for row in range(6)]
-    assert [both.digest(row) for row in range(12)] == digests and len({*digests} - {"None"}) == 12
+    assert [both.digest(row) for row in range(12)] == digests
+    assert len({of_all for of_all, of_latents in digests} - {"None"}) == 12
+    for row, (_, of_latents) in enumerate(digests):
+        batch = both[[(0, row, 1.0)]]
+        found = xxhash.xxh3_128_hexdigest(batch["latents"].numpy().tobytes())
+        assert (found == of_latents) is not batch["flipped"].item()
 
 
 def test_empty_record_batches_are_in_nobodys_way(cache):

@@ -37,7 +37,8 @@ def run(tmp_path):
         )
         accelerator = Accelerator(cpu=True)
         checkpoint = tmp_path / "out/checkpoint-3" if global_step else None
-        records = Records(accelerator, global_step, num_left_out, checkpoint, args)
+        settings = argparse.Namespace(**vars(args), tracker_id="of-the-run")
+        records = Records(accelerator, global_step, num_left_out, checkpoint, settings)
         records.begin()
         return records
 
@@ -184,6 +185,17 @@ def test_a_tracker_that_does_not_work_is_one_sentence(run, monkeypatch):
         run(0, "--report_to=tensorboard")
 
 
+def test_a_resumed_run_is_the_same_run_in_trackers(run, monkeypatch):
+    """What was recorded after the checkpoint comes again, and replaces what was there."""
+    given = []
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda *args: given.append(args[-1]))
+    run(0)
+    run(3)
+    assert [options["wandb"]["id"] for options in given] == ["of-the-run"] * 2
+    assert {options["wandb"]["resume"] for options in given} == {"allow"}
+    assert [options["tensorboard"]["purge_step"] for options in given] == [0, 4]
+
+
 # ------------------------------------------------------------------- signs
 
 
@@ -232,10 +244,12 @@ def test_only_the_first_hundred_images_are_looked_at_and_each_is_prepared_once(r
 
 def test_images_are_measured_by_their_weight():
     images = torch.tensor([[-1.0, 1.0], [0.5, 0.5], [9.0, -9.0]]).view(3, 1, 1, 2)
-    found = measure_images(images, torch.tensor([0.5, 0.25, 0.0]))
-    assert torch.stack(found).tolist() == pytest.approx(
-        [-0.5 + 0.125, 0.5 + 0.125, 0.5 + 0.0625, 0.25, 0.5 * 2, 0.75]
-    )
+    weight = torch.tensor([0.5, 0.25, 0.0])
+    sums = [-0.5 + 0.125, 0.5 + 0.125, 0.5 + 0.0625, 0.25, 0.5 * 2]
+    for masks, masked in (({}, 0), ({"mask": torch.tensor([0.0, 0.1, 0.0])}, 0.5)):
+        masks = {name: mask.view(3, 1, 1, 1) for name, mask in masks.items()}
+        found = measure_images(Prepared(images, {}, masks), weight)
+        assert torch.stack(found).tolist() == pytest.approx([*sums, masked, 0.75])
 
 
 def test_roughness_is_1_of_noise_and_little_of_what_is_smooth():
@@ -243,10 +257,11 @@ def test_roughness_is_1_of_noise_and_little_of_what_is_smooth():
     x, one = torch.arange(32) / 32, torch.ones(1)
     for cycles in (1, 4, 8):
         wave = (7 * torch.sin(2 * torch.pi * cycles * x)).expand(1, 3, 32, 32)
-        assert measure_images(wave, one).roughness == pytest.approx(
+        assert measure_images(Prepared(wave, {}, {}), one).roughness == pytest.approx(
             1 - math.cos(2 * math.pi * cycles / 32), abs=0.04
         )
-    assert measure_images(torch.randn(1, 3, 64, 64), one).roughness == pytest.approx(1, abs=0.05)
+    noise = Prepared(torch.randn(1, 3, 64, 64), {}, {})
+    assert measure_images(noise, one).roughness == pytest.approx(1, abs=0.05)
 
 
 def test_samples_that_are_still_noise_late_in_a_run_are_told(tmp_path, run, capfd):
@@ -320,6 +335,7 @@ def test_what_is_left_is_estimated_without_pauses(run, monkeypatch):
     ([], {"low": 0.0}, {}, {"range"}),
     ([], {"high": 255.0}, {}, {"range"}),
     ([], {"flat": 0.2}, {}, {"colour"}),
+    ([], {"masked": 0.2}, {}, {"masks"}),
     ([], {}, {"clipped": 0.6}, {"clipped"}),
     # too few steps to judge
     (["--max_train_steps=20", "--lr_warmup_steps=0"], {},
@@ -338,7 +354,15 @@ def test_signs_are_told_apart_and_a_sane_run_has_none(tmp_path, argv, images, re
     # records of the warm-up are ignored
     records = [{"step": 1, **start, "clipped": 1, "data_wait": 1}]
     records += [{"step": int(step), **start, **record} for step in steps]
-    images = {"low": -0.9, "high": 0.8, "square": 0.3, "flat": 0.01, "rough": 0.1, **images}
+    images = {
+        "low": -0.9,
+        "high": 0.8,
+        "square": 0.3,
+        "flat": 0.01,
+        "rough": 0.1,
+        "masked": 0,
+        **images,
+    }
     signs = find_signs(records, list(images.values()), args)
     assert signs.keys() == found
     assert all("\n" not in text and len(text) < 160 for text in signs.values())
@@ -353,7 +377,7 @@ def test_of_latents_the_size_is_looked_at_and_no_range_or_colour(tmp_path):
     args = train_text_to_image.parse_args(argv)
     record = {"step": 1, "loss": 1, "lr": 1e-4, "data_wait": 0, "clipped": 0}
     for mean_square, wrong in ((0.18**2, "0.18"), (1.0, None), (5.5**2, "5.5")):
-        signs = find_signs([record], [-9.0, 9.0, mean_square, 1.0, 0.5], args)
+        signs = find_signs([record], [-9.0, 9.0, mean_square, 1.0, 0.5, 0.0], args)
         assert signs.keys() == ({"latents"} if wrong else set())
         assert (
             f"root mean square of {wrong}, not of about 1" in signs.get("latents", "") or not wrong

@@ -274,6 +274,11 @@ def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_t
     assert plan("--lr_warmup_steps=101")
     said = f"of 101 steps is longer than the run of 100, so the rate only rises. {advice}"
     assert said in capsys.readouterr().out
+    assert plan("--lr_warmup_steps=10", seen=20)
+    said = "The warm-up of the learning rate ended at step 10, and this run begins at step 20: its "
+    assert said in capsys.readouterr().out
+    assert plan("--lr_warmup_steps=10", seen=20, before={"seed": 0})  # the same run goes on
+    assert "warm-up" not in capsys.readouterr().out
     assert plan("--lr_warmup_steps=10") and plan("--lr_scheduler=constant")
     said = "Batch size: 1 x 1 accumulated x 1 process = 1 image per step\n"
     said += "Epoch: 1,000,000 images, 1,000,000 steps; the run: 100 steps, 0.0001 epochs\n"

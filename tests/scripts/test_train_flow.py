@@ -650,8 +650,8 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
     ]
     begun = []
 
-    def starting(accelerator, start, models, state):
-        load_start(accelerator, start, models, state)
+    def starting(accelerator, start, models, state, settings):
+        load_start(accelerator, start, models, state, settings)
         begun.append(
             {
                 name: {k: v.clone() for k, v in model.state_dict().items()}
@@ -678,15 +678,14 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
         assert page.index("<figcaption>step 4") < page.index("<figcaption>step 6")
         train(*second, "--max_train_steps=8")  # from its own
         assert len(begun) == 2 and max(checkpoints(tmp_path / "second")) == "checkpoint-8"
-    assert (
-        f"Going on from the weights of {tmp_path / 'out/checkpoint-4'}, at step 4"
-        in capfd.readouterr().out
-    )
+    said = capfd.readouterr().out
+    assert f"Going on from the weights of {tmp_path / 'out/checkpoint-4'}, at step 4" in said
+    assert "the run: 2 steps after step 4, " in said  # which is what is left of six
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "second")
     assert pipeline.config.default_sample_size == 32
 
     other = [*second, f"--output_dir={tmp_path / 'third'}"]
-    assert "held images out, and these would be trained on: give --holdout 2 --seed 0" in refused(
+    assert "held out other images than this run, so one would be measured on images" in refused(
         capfd, *other, "--holdout=0"
     )
     assert "holds no whole checkpoint, and is none" in refused(

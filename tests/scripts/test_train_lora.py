@@ -22,6 +22,7 @@ import torch
 from conftest import (
     MODELS,
     ROOT,
+    checkpoints,
     finish,
     launch,
     make_captioned,
@@ -584,3 +585,34 @@ def test_the_demo_teaches_the_9_and_keeps_0_to_8(tmp_path):
     nine = prompts[-1]
     assert before[nine] <= 0.1 and after[nine] >= 0.9
     assert np.mean([after[prompt] for prompt in prompts[:-1]]) >= 0.9
+
+
+def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, inputs):
+    """The command lines of diffusers' test of its LoRA script, with local paths, and --rank."""
+    shared = f"""
+        --pretrained_model_name_or_path {inputs / "sd"}
+        --dataset_name {inputs / "images"}
+        --output_dir {tmp_path / "out"}
+        --resolution 64
+        --center_crop
+        --random_flip
+        --train_batch_size 1
+        --gradient_accumulation_steps 1
+        --learning_rate 5.0e-04
+        --scale_lr
+        --lr_scheduler constant
+        --lr_warmup_steps 0
+        --checkpointing_steps=2
+        --seed=0
+        --num_validation_images=0
+        --rank=4
+        """.split()
+    train(*shared, "--max_train_steps=4")
+    assert checkpoints(tmp_path / "out") == {"checkpoint-2", "checkpoint-4"}
+    more = ["--resume_from_checkpoint=checkpoint-4", "--checkpoints_total_limit=2"]
+    train(*shared, "--max_train_steps=8", *more)
+    assert checkpoints(tmp_path / "out") == {"checkpoint-6", "checkpoint-8"}
+    assert all("lora" in name for name in load_file(tmp_path / "out" / FILE))
+    pipeline = open_pipeline(inputs / "sd")
+    pipeline.load_lora_weights(tmp_path / "out")
+    assert pipeline("a prompt", num_inference_steps=1).images

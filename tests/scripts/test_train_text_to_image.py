@@ -44,6 +44,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import precompute_latents
@@ -191,6 +192,54 @@ def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, models):
         "--checkpoints_total_limit=2",
     )
     assert checkpoints(out) == {"checkpoint-6", "checkpoint-8"}
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+def test_weights_with_nan_are_named(models, images, capfd, part):
+    """Else a run would only say that the loss is not finite."""
+    (path,) = (models / part).glob("*.safetensors")
+    values = load_file(path)
+    name = sorted(values)[0]
+    values[name][0] = math.nan
+    save_file(values, path, {"format": "pt"})
+    error = refused(capfd, *images)
+    assert f"1 weights with NaN or infinity, such as {name}" in error
+
+
+def change_config(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_odd_parts_of_a_base_end_in_a_sentence(tmp_path, models, images, capfd, monkeypatch):
+    for part, name, changes, sentence in (
+        ("vae", "config", {"scaling_factor": None}, "its config has no scaling_factor"),
+        (
+            "tokenizer",
+            "tokenizer_config",
+            {"model_max_length": 1},
+            "captions get 1 token, and need",
+        ),
+    ):
+        path = models / part / f"{name}.json"
+        content = path.read_text()
+        change_config(path, **changes)
+        assert sentence in refused(capfd, *images)
+        path.write_text(content)
+    index = models / "model_index.json"
+    for entry in (None, 5, ["transformers"]):
+        content = {"_class_name": "StableDiffusionPipeline", "text_encoder": entry}
+        index.write_text(json.dumps(content))
+        assert f"model_index.json says {entry!r} of text_encoder" in refused(capfd, *images)
+    index.unlink()
+    monkeypatch.setenv("RANK", "x")
+    assert "the processes can't be set up as they were launched" in refused(capfd, *images)
+
+
+def test_no_samples_are_drawn_if_none_are_wanted(tmp_path, images, capfd):
+    """diffusers' own tests give this flag."""
+    train(*images, "--max_train_steps=1", "--validation_prompts=a", "--num_validation_images=0")
+    assert not (tmp_path / "out/samples").exists()
+    assert "pipeline, no samples (--num_validation_images 0) and" in capfd.readouterr().out
 
 
 # Flags and defaults of diffusers' train_text_to_image.py, autumn 2026. docs/from-diffusers.md
@@ -380,7 +429,9 @@ def test_launched_for_real_with_bf16_and_wandb(tmp_path, cached):
     assert run.returncode == 0 and run.stdout.count("Processes: 1 on cpu, 1 thread each") == 1, (
         run.stderr
     )
-    assert list((tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb"))
+    (file,) = (tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb")
+    state = json.loads((tmp_path / "out/checkpoint-6/trainer_state.json").read_text())
+    assert file.stem == f"run-{state['settings']['tracker_id']}"
     assert StableDiffusionPipeline.from_pretrained(tmp_path / "out").unet.dtype == torch.float32
     assert len(metrics(tmp_path / "out")) == 6
 
@@ -597,8 +648,8 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, c
     train(*images, "--max_train_steps=2")
     begun = []
 
-    def starting(accelerator, start, models, state):
-        load_start(accelerator, start, models, state)
+    def starting(accelerator, start, models, state, settings):
+        load_start(accelerator, start, models, state, settings)
         begun.append(state)
         for name, model in models.items():
             before = weights(tmp_path / f"out/checkpoint-2/{name}")
@@ -614,6 +665,9 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, c
     assert len(begun) == 1 and checkpoints(tmp_path / "second") == {"checkpoint-3", "checkpoint-4"}
     unet = UNet2DConditionModel.from_pretrained(tmp_path / "second", subfolder="unet")
     assert unet.config.sample_size == 16
+    # the first phase may have been trained on what would be held out now
+    third = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3", "--holdout=2"]
+    assert "checkpoint-2 held no images out" in refused(capfd, *third)
     other = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3"]
     assert "was trained with prediction_type None, not v_prediction: keep the objective" in refused(
         capfd, *other, "--prediction_type=v_prediction"
@@ -893,6 +947,9 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         {"timestep_spacing": "bad"},
         {"prediction_type": None},
         {"_class_name": "UNet2DModel"},
+        {"_class_name": "RePaintScheduler"},
+        {"trained_betas": [0.1, 0.2]},
+        {"thresholding": True, "dynamic_thresholding_ratio": None},
     ):
         path.write_text(json.dumps({**json.loads(scheduler), **change}))
         with pytest.raises(SystemExit, match="scheduler"):

@@ -303,6 +303,10 @@ def test_trackers_and_hub_get_the_pipeline_and_no_secret(tmp_path, flags, monkey
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
     train(*flags, "--report_to=tensorboard", "--checkpointing_steps=3", "--push_to_hub")
+    # again from step 3, so the steps after it come again
+    shutil.rmtree(tmp_path / "out/checkpoint-6")
+    again = ["--report_to=tensorboard", "--resume_from_checkpoint=latest", "--push_to_hub"]
+    train(*flags, *again)
     events = EventAccumulator(str(tmp_path / "out/logs/train_unconditional"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
@@ -911,6 +915,11 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
     (tmp_path / "pipeline/scheduler").mkdir(parents=True)
     flags = [flag for flag in flags if "model_config" not in flag]
     with pytest.raises(SystemExit, match="pipeline holds no scheduler"):
+        make(f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}", of=scheduler)
+    # it would be trained with betas that it never had
+    config = {"_class_name": "ScoreSdeVeScheduler", "_diffusers_version": "0.42.1"}
+    (tmp_path / "pipeline/scheduler/scheduler_config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="has a ScoreSdeVeScheduler, which has no betas"):
         make(f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}", of=scheduler)
 
 
