@@ -43,6 +43,7 @@ from diffusion_training.training.checkpoints import (
     read_start,
     read_state,
 )
+from diffusion_training.training.copies import Copies, open_copies, share_checkpoint
 from diffusion_training.training.signs import read_best
 
 SINGLE_FILE = "single_file.safetensors"  # of --output_single_file
@@ -61,6 +62,7 @@ class Run:
     configs: Path | None = None  # checkpoint with the models' configs; None without --init_from
     command: str = ""  # the content of run.args
     reached: int = -1  # the step of the checkpoint, if there is one
+    copies: Copies | None = None  # at --checkpoints_to; None except on the first process
 
     def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
         """The state in which the run begins; see `read_state`."""
@@ -91,7 +93,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     """
     check_output_dir(vars(args))
     output_dir = Path(args.output_dir)
+    copies_to = None if args.find_lr else args.checkpoints_to
     lock = None
+    copies = None
     if launch.is_main:
         # every run leaves one of these; a cache may too, but it also has cache.json
         own = {"run.args", "metrics.jsonl", "find_lr.json", "image_cache"}
@@ -110,9 +114,17 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             fail(f"--save_best would replace {best}, which no run has written: rename it")
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
+        if copies_to:
+            copies = open_copies(args, output_dir)
     launch.accelerator.wait_for_everyone()
+    given = args.resume_from_checkpoint
+    folder = output_dir
+    if copies_to:
+        folder = share_checkpoint(launch.accelerator, copies, copies_to, output_dir)
+    if folder != output_dir:
+        given = "latest"  # it holds nothing else
     # On all processes, so that all of them stop if there is an error
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    checkpoint = find_checkpoint(given, str(folder))
     state = read_state(checkpoint, None)
     hub_model_id = args.hub_model_id
     command = format_args(vars(settings_of(args, launch)), Path(script).name)
@@ -126,7 +138,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     configs = (checkpoint or start) if init_from else None
     reached = state["global_step"] if checkpoint else -1
     before = state["settings"]
-    return Run(script, lock, checkpoint, before, hub_model_id, start, configs, command, reached)
+    return Run(
+        script, lock, checkpoint, before, hub_model_id, start, configs, command, reached, copies
+    )
 
 
 def begin_run(run: Run, output_dir: Path) -> None:
