@@ -213,6 +213,7 @@ def test_machines_that_share_no_folder_fetch_what_the_first_one_resumes(tmp_path
     assert_same_run(tmp_path / "whole", tmp_path / "0", "checkpoint-6")
 
 
+@pytest.mark.ci
 def test_a_bucket_is_resumed_from(tmp_path, flags, storage, monkeypatch):
     boto3 = pytest.importorskip("boto3", reason="no S3 server")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
