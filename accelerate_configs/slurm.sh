@@ -1,13 +1,16 @@
 #!/bin/bash
 # A trainer on several machines of a Slurm cluster, which starts again where it was after a preemption or a failure:
 #   sbatch --nodes 2 --gpus-per-node 8 accelerate_configs/slurm.sh train_text_to_image.py --output_dir /shared/sd ...
-# --output_dir is on a disk that all machines share; --shards_dir, --cache_dir and data sets may be each machine's own.
+# --output_dir is on a disk that all machines share, or --checkpoints_to is given; --shards_dir, --cache_dir and data sets
+# may be each machine's own.
 #SBATCH --job-name=train
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --requeue
-#SBATCH --signal=TERM@120
+#SBATCH --signal=TERM@180
 
+# After SIGTERM the step is finished, saved, and copied to --checkpoints_to. torch would kill the processes after 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=170
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export first
 # What stands in '' is run on each machine; a signal, or the end of one of them, ends all.

@@ -112,10 +112,13 @@ def checksum_files(folder: Path) -> dict[str, str]:
     checksums = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "trainer_state.json":
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, xxhash.xxh3_128)
-            checksums[str(path.relative_to(folder))] = digest.hexdigest()
+            checksums[str(path.relative_to(folder))] = checksum_file(path)
     return checksums
+
+
+def checksum_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def check_output_dir(flags: dict[str, Any]) -> None:

@@ -578,6 +578,18 @@ def add_saving_flags(add: Add) -> None:
     )
     add("--checkpoints_total_limit", type=COUNT, help="checkpoints to keep (default: all)")
     add(
+        "--checkpoints_to",
+        type=PATH,
+        help="address (s3://bucket/run) or folder to copy checkpoints, samples and records to, in "
+        "the background; --resume_from_checkpoint finds them there as well",
+    )
+    add(
+        "--checkpoints_to_timeout",
+        type=number(0, 86400),
+        default=120.0,
+        help="seconds to wait, at the end and after a signal, for the last copy",
+    )
+    add(
         "--save_best",
         **SWITCH,
         help="keep the weights with the lowest held-out loss in best/; needs --holdout",
@@ -689,6 +701,13 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             "--save_best goes by the held-out loss: say with --holdout how many images it is "
             "measured on"
         )
+    if args.checkpoints_to and not is_address(args.checkpoints_to):
+        one, other = Path(args.checkpoints_to).resolve(), Path(args.output_dir).resolve()
+        if one.is_relative_to(other) or other.is_relative_to(one):
+            parser.error(
+                f"--checkpoints_to {args.checkpoints_to} and --output_dir {args.output_dir} must "
+                "be two folders, neither in the other"
+            )
     tracker = args.report_to
     if tracker in LOGGER_TYPE_TO_CLASS and importlib.util.find_spec(tracker) is None:
         parser.error(

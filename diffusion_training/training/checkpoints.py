@@ -85,7 +85,7 @@ def find_checkpoint(given: str | None, output_dir: str) -> Path | None:
     if len(set(gather_object([path and path.name]))) > 1:
         fail(
             "the machines found different checkpoints: --output_dir must be a folder that "
-            "they share"
+            "they share, or give --checkpoints_to"
         )
     return path
 
@@ -96,10 +96,9 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     output_dir: str | Path,
-    total_limit: int | None = None,
     lora_metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write checkpoint-N and then prune the oldest: call it on every process.
+    """Write checkpoint-N: call it on every process.
 
     It holds the weights of `models`, each in a folder named after it, the optimizer and `state`.
     This is all that a resumed run needs: data order and noise follow from the step.
@@ -123,7 +122,6 @@ def save_checkpoint(
             own = xxhash.xxh3_128(json.dumps(state).encode())  # covers the rest of the file
             state["checksums"]["trainer_state.json"] = own.hexdigest()
             (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))
-        prune_checkpoints(path, total_limit)
     else:  # give the parts that the first process gathers above, in the same order
         for model in models.values():
             gather_model(model)
@@ -131,14 +129,18 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
 
 
-def prune_checkpoints(saved: Path, total_limit: int | None) -> None:
-    """Delete the oldest checkpoints beyond --checkpoints_total_limit, but never `saved`."""
+def prune_checkpoints(saved: Path, total_limit: int | None, held: Path | None = None) -> None:
+    """Delete the oldest checkpoints beyond --checkpoints_total_limit.
+
+    saved: the newest, which is never deleted. held: one that is still read.
+    """
     if total_limit is None:
         return
     others = [checkpoint for checkpoint in find_checkpoints(saved.parent) if checkpoint != saved]
     for checkpoint in others[: max(0, len(others) - total_limit + 1)]:
-        # Under another name first, so that no half of it is ever taken for a checkpoint.
-        delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
+        if checkpoint != held:
+            # Under another name first, so that no half of it is ever taken for a checkpoint.
+            delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
 
 
 def save_weights(model: torch.nn.Module, folder: Path) -> None:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
+
 from diffusion_training import __version__
 from diffusion_training.batches import Batch, Models
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
@@ -117,6 +119,17 @@ class Loop:
     def save_checkpoint(self) -> None:
         state = self.progress.state() | {"settings": self.recorded}
         self.trained.save(state, self.lora_metadata)
+        self.prune()
+        if self.run.copies:
+            self.run.copies.wake()
+
+    def prune(self) -> None:
+        """Delete the oldest checkpoints beyond the limit."""
+        saved = Path(self.settings.output_dir, f"checkpoint-{self.progress.global_step}")
+        if self.run.copies:
+            self.run.copies.prune(saved)
+        elif self.launch.is_main:
+            prune_checkpoints(saved, self.settings.checkpoints_total_limit)
 
     def save_result(self) -> None:
         best = self.trained.gather_best()
@@ -143,6 +156,8 @@ class Loop:
             launcher = "accelerate launch" if is_launched() else "python"
             describe = self.results.describe
             save_report(self.run.script, describe, step, settings, self.list_facts(), launcher)
+        if self.run.copies:
+            self.run.copies.wake()
         return stop_signal.agree()
 
     def look_first(
@@ -159,8 +174,9 @@ class Loop:
         step = self.progress.global_step
         resumed = self.run.checkpoint is not None
         if resumed:
+            # what the first process has: other machines may have an --output_dir of their own
             has_samples = samples_path(self.settings.output_dir, step).exists()
-            looks = self.progress.is_due(*samples_every) and not has_samples
+            looks = self.progress.is_due(*samples_every) and not gather_object([has_samples])[0]
         else:
             looks = is_pretrained and self.settings.validate_first
         if not looks:
@@ -177,6 +193,8 @@ class Loop:
         if self.launch.is_main:
             begin_run(self.run, Path(self.settings.output_dir))
         self.records.begin()
+        if self.run.copies:
+            self.run.copies.begin(self.run.reached)
 
     def take_step(self, step: Step, batches: Iterator[Batch]) -> None:
         """Take the next optimizer step, and note its result."""
@@ -244,12 +262,15 @@ class Loop:
         if not stop:
             self.save_result()  # before the samples, again because of the time they take
             stop = self.look(stop_signal)
+        if settings.checkpoints_to:
+            if self.run.copies:
+                self.run.copies.finish()
+            self.launch.accelerator.wait_for_everyone()  # or torch ends the first process too
         stop_signal.close()
         if stop:
             end_stopped(self.launch.accelerator, stop, step, settings.max_train_steps)
+        self.prune()  # if a kill came before
         if self.launch.is_main:
-            limit = settings.checkpoints_total_limit
-            prune_checkpoints(output_dir / f"checkpoint-{step}", limit)  # if a kill came before
             save_model_card(step, self.results.describe, settings)
         samples = "samples/"
         if not draws_samples(settings):

@@ -45,6 +45,7 @@ from diffusion_training.training.checkpoints import (
     read_start,
     read_state,
 )
+from diffusion_training.training.copies import Copies, open_copies, share_checkpoint
 from diffusion_training.training.signs import read_best
 
 SINGLE_FILE = "single_file.safetensors"  # of --output_single_file
@@ -64,6 +65,7 @@ class Run:
     command: str = ""  # the content of run.args
     reached: int = -1  # the step of the checkpoint, if there is one
     tracker_id: str | None = None  # a resumed run keeps it, so it is one run in trackers, too
+    copies: Copies | None = None  # at --checkpoints_to; None except on the first process
 
     def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
         """The state in which the run begins; see `read_state`."""
@@ -94,7 +96,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     """
     check_output_dir(vars(args))
     output_dir = Path(args.output_dir)
+    copies_to = None if args.find_lr else args.checkpoints_to
     lock = None
+    copies = None
     if launch.is_main:
         # every run leaves one of these; a cache may too, but it also has cache.json
         own = {"run.args", "metrics.jsonl", "find_lr.json", "image_cache"}
@@ -113,9 +117,17 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             fail(f"--save_best would replace {best}, which no run has written: rename it")
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
+        if copies_to:
+            copies = open_copies(args, output_dir)
     launch.accelerator.wait_for_everyone()
+    given = args.resume_from_checkpoint
+    folder = output_dir
+    if copies_to:
+        folder = share_checkpoint(launch.accelerator, copies, copies_to, output_dir)
+    if folder != output_dir:
+        given = "latest"  # it holds nothing else
     # On all processes, so that all of them stop if there is an error
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    checkpoint = find_checkpoint(given, str(folder))
     state = read_state(checkpoint, None)
     hub_model_id = args.hub_model_id
     command = format_args(vars(settings_of(args, launch)), Path(script).name)
@@ -135,7 +147,17 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
         tracker_id = tracker_id or before.get("tracker_id")
     tracker_id = tracker_id or secrets.token_hex(4)
     return Run(
-        script, lock, checkpoint, before, hub_model_id, start, configs, command, reached, tracker_id
+        script,
+        lock,
+        checkpoint,
+        before,
+        hub_model_id,
+        start,
+        configs,
+        command,
+        reached,
+        tracker_id,
+        copies,
     )
 
 

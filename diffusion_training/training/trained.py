@@ -38,7 +38,7 @@ class Trained:
         self.shard = launch.shard
         self.settings = settings
         self.models = models
-        if not settings.find_lr:  # which saves nothing
+        if launch.is_main and not settings.find_lr:  # which saves nothing
             check_free_space(models, settings)
         if not launch.shard:
             for model in models.values():
@@ -113,22 +113,23 @@ class Trained:
             self.optimizer,
             state,
             self.settings.output_dir,
-            self.settings.checkpoints_total_limit,
             lora_metadata,
         )
 
 
 def check_free_space(models: Models, settings: Namespace) -> None:
-    """Stop with an error if --output_dir has no room for two checkpoints and the result.
+    """Stop with an error if --output_dir has no room for the checkpoints and the result.
 
-    Checkpoints that are there count, but the next one is written before an old one is deleted.
+    Two checkpoints are there at a time, since the next one is written before an old one is deleted;
+    with --checkpoints_to also one that is still copied. Those that are there count.
     """
     checkpoint, result = count_disk(models, settings.use_ema, settings.optimizer)
-    count = max(1, 2 - len(find_checkpoints(settings.output_dir)))
+    most = 3 if settings.checkpoints_to else 2
+    count = max(1, most - len(find_checkpoints(settings.output_dir)))
     needed = count * checkpoint + result
     free = shutil.disk_usage(settings.output_dir).free
     if free < needed:
-        what = "two checkpoints" if count == 2 else "a checkpoint"
+        what = ("a checkpoint", "two checkpoints", "three checkpoints")[count - 1]
         fail(
             f"--output_dir {settings.output_dir} has {free / 1e9:.3g} GB free, and {what} and the "
             f"result take {needed / 1e9:.3g} GB: make room, or choose another folder"

@@ -95,7 +95,8 @@ def save(tmp_path, accelerator, make):
                 "settings": settings,
                 **more,
             }
-            save_checkpoint(accelerator, models, optimizer, state, tmp_path / "out", limit)
+            save_checkpoint(accelerator, models, optimizer, state, tmp_path / "out")
+            prune_checkpoints(tmp_path / f"out/checkpoint-{step}", limit)
         return models, optimizer
 
     return save

@@ -29,7 +29,7 @@ LAYERS = """
 __init__ arguments batches errors pillow standalone
 csv_files files order loading heartbeat cluster memory models web.pictures web.filters
 remote quantization web.downloads families.base families.original_layout
-launch
+launch stores
 web.tables families.flux2 families.prx families.qwen_image families.z_image
 families.stable_diffusion
 web.shards
@@ -51,7 +51,8 @@ training.lora_files training.sharding
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas
 training.checkpoints training.costs training.held_out
-training.output training.records report
+training.copies training.records report
+training.output
 training.trained
 training.metadata training.card training.tuning
 training.loop
@@ -320,7 +321,7 @@ def test_every_number_has_bounds_and_every_flag_a_chapter(script):
         )
         paths = (
             "_dir$|_path$|^dataset_name$|^resume_from|^init_from|^input$|^single_file|"
-            "^network_weights"
+            "^network_weights|^checkpoints_to$"
         )
         if path := re.search(paths, action.dest):
             assert (

@@ -1,0 +1,433 @@
+"""Copies of a run at --checkpoints_to, made in the background, and fetched to resume the run.
+
+At the address are `checkpoint-N` as in --output_dir, `best-N` (best/ as of step N), `samples/` and
+the files in RECORDS. The last file of a folder that is written, and the first that is deleted, is
+its marker: a folder without it is an unfinished copy.
+"""
+
+import json
+import re
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from fsspec import AbstractFileSystem
+from tqdm import tqdm
+
+from diffusion_training.errors import CHANGED, explain, explained, fail
+from diffusion_training.files import checksum_file, delete, saving
+from diffusion_training.remote import persist
+from diffusion_training.stores import LOCK, LostLockError, Store, StoreLock, try_store
+from diffusion_training.training.checkpoints import find_checkpoints, prune_checkpoints
+
+RECORDS = ("run.args", "metrics.jsonl", "report.html")
+MARKERS = {"checkpoint": "trainer_state.json", "best": "held_out.json"}
+RETRY = 60.0  # seconds between tries of what could not be copied
+FETCHED = ".tmp-fetched"  # folder in --output_dir of machines that do not share it
+
+
+def find_whole(names: Iterable[str], kind: str) -> list[int]:
+    """The steps of the whole copies of a kind, "checkpoint" or "best", oldest first."""
+    pattern = re.compile(rf"{kind}-(\d+)/{MARKERS[kind]}")
+    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+
+
+def find_unfinished(names: Iterable[str]) -> set[str]:
+    """The folders of copies that have no marker."""
+    names = list(names)
+    folders = {name.split("/")[0] for name in names if re.match(r"(checkpoint|best)-\d+/", name)}
+    return folders - {f"{kind}-{step}" for kind in MARKERS for step in find_whole(names, kind)}
+
+
+def step_of(name: str) -> int:
+    """The step in the name of a checkpoint, or of samples."""
+    return int(Path(name).stem.split("-")[-1])
+
+
+class Copies:
+    """Copies the checkpoints, samples and records of a run in a thread, as soon as they are whole.
+
+    What can't be copied is tried again later. The training never waits, except in `finish`.
+
+    limit: how many checkpoints are kept, None for all. timeout: seconds to wait in `finish`.
+    """
+
+    def __init__(self, url: str, output_dir: Path, limit: int | None, timeout: float) -> None:
+        self.url = url
+        self.output_dir = output_dir
+        self.limit = limit
+        self.timeout = timeout
+        self.lock = StoreLock(url)
+        self.there: set[str] = set()  # the files at the address; replaced, never changed
+        self.sent: dict[str, tuple[int, int]] = {}  # (time, size) of each record when it was sent
+        self.held: Path | None = None  # the checkpoint that is being copied
+        self.holding = threading.Lock()  # while `held` is chosen, and while checkpoints are deleted
+        self.changed = threading.Condition()
+        self.asked = 0  # how often there was something new
+        self.done = 0  # the value of `asked` of which everything is copied
+        self.is_over = False
+        self.failure = ""
+        self.pause = RETRY
+
+    def open(self) -> None:
+        """Lock the address and delete unfinished copies, or stop if it is not a run's."""
+        try_store(self.url, "--checkpoints_to")
+        with explained(f"--checkpoints_to {self.url} can't be written to"):
+            store = Store(self.url)
+            names = store.list()
+            if names and not names & {"run.args", LOCK}:
+                fail(
+                    f"--checkpoints_to {self.url} holds {min(names)} and no run of this script: "
+                    "choose another address"
+                )
+            self.lock.acquire(self.timeout)
+            CHANGED.callback(self.close)
+            names = store.list()
+            for folder in find_unfinished(names):
+                store.delete_folder(folder)
+            for name in names:
+                if Path(name).name.startswith(".tmp-"):
+                    store.delete(name)
+            self.there = store.list()
+
+    def fetch(self, given: str | None) -> None:
+        """Fetch the checkpoint that --resume_from_checkpoint means, if it is only at the address.
+
+        The records, samples and best weights up to its step are fetched before it.
+        """
+        steps = find_whole(self.there, "checkpoint")
+        if not steps:
+            return
+        newest = steps[-1]
+        if given is None:
+            fail(
+                f"--checkpoints_to {self.url} holds checkpoint-{newest} of an earlier run: resume "
+                "it with --resume_from_checkpoint latest, or choose another address"
+            )
+        step = newest if given == "latest" else self.find_step(given)
+        if step < newest:
+            fail(
+                f"checkpoint-{newest} at {self.url} is newer than {given}, or of another run: "
+                "delete what is newer, or choose another --checkpoints_to"
+            )
+        here = [step_of(path.name) for path in find_checkpoints(self.output_dir)]
+        if step in steps and step > max(here, default=-1):
+            print(f"Fetching checkpoint-{step} from {self.url}")
+            fetch_samples(self.url, self.there, step, self.output_dir)
+            fetch_records(self.url, self.there, step, self.output_dir)
+            fetch_checkpoint(self.url, step, self.output_dir)
+
+    def find_step(self, given: str) -> int:
+        """The step of a checkpoint of this run, by its name or path; -1 for one of another run."""
+        path = Path(self.output_dir, given)
+        if not path.is_dir() and f"{Path(given)}/{MARKERS['checkpoint']}" not in self.there:
+            path = Path(given)
+        is_own = path.resolve().parent == self.output_dir.resolve()
+        return step_of(path.name) if is_own and re.fullmatch(r"checkpoint-\d+", path.name) else -1
+
+    def begin(self, reached: int) -> None:
+        """Start to copy. reached: the step from which the run was resumed; -1 for a new run."""
+        threading.Thread(target=self.work, args=(reached,), daemon=True).start()
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the thread look for what is new."""
+        with self.changed:
+            self.asked += 1
+            self.changed.notify_all()
+
+    def prune(self, saved: Path) -> None:
+        """Delete the oldest checkpoints of --output_dir, except the one that is being copied."""
+        with self.holding:
+            prune_checkpoints(saved, self.limit, self.held)
+
+    def finish(self) -> None:
+        """Wait for what is still to be copied, and print what could not be."""
+        self.pause = min(RETRY, 5.0)
+        self.wake()
+        with self.changed:
+            if not self.changed.wait_for(self.is_settled, min(1, self.timeout)):
+                print(f"Copying to {self.url}, for at most {self.timeout:g} s", flush=True)
+                self.changed.wait_for(self.is_settled, self.timeout)
+            is_done = self.done == self.asked
+        if not is_done:
+            missing = ", ".join(self.list_missing()) or "the last records"
+            print(
+                f"Not copied to {self.url}: {missing}. The same command copies it, if "
+                f"{self.output_dir} is still there then",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def is_settled(self) -> bool:
+        return self.done == self.asked or self.is_over
+
+    def list_missing(self) -> list[str]:
+        """What is not at the address of the checkpoints and samples that should be."""
+        steps = find_whole(self.there, "checkpoint")
+        names = [path.name for path in self.choose(steps)]
+        return names + [f"samples/{path.name}" for path in self.list_samples()]
+
+    def close(self) -> None:
+        """Stop copying and unlock the address."""
+        with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
+        self.lock.release()
+
+    def work(self, reached: int) -> None:
+        """Copy until the run is over: the thread."""
+        is_begun = False
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.asked > self.done or self.is_over)
+                asked = self.asked
+            if self.is_over:
+                return
+            try:
+                store = Store(self.url)
+                if not is_begun:
+                    self.delete_newer(store, reached)
+                    is_begun = True
+                while self.copy_newest(store):
+                    pass
+            except LostLockError:
+                self.give_up()
+                return
+            except Exception as error:
+                self.warn(explain(error))
+                with self.changed:
+                    if self.asked == asked:
+                        self.changed.wait(self.pause)
+                continue
+            with self.changed:
+                self.failure = ""
+                self.done = asked
+                self.changed.notify_all()
+
+    def give_up(self) -> None:
+        if not self.is_over:
+            text = f"Another run has taken {self.url}: nothing more of this one is copied there"
+            tqdm.write(text, file=sys.stderr)
+        with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
+
+    def warn(self, failure: str) -> None:
+        if failure != self.failure and not self.is_over:
+            text = f"Copying to {self.url} failed ({failure}): it is tried again later"
+            tqdm.write(text, file=sys.stderr)
+        self.failure = failure
+
+    def delete_newer(self, store: Store, reached: int) -> None:
+        """Delete what the run makes again, or all of an earlier one if this one is new."""
+        names = store.list()
+        self.lock.check(store)
+        for step in find_whole(names, "best"):
+            if step > reached:
+                self.delete_copy(store, "best", step)
+        for name in names:
+            if re.fullmatch(r"samples/step-\d+\.png", name) and step_of(name) > reached:
+                store.delete(name)
+
+    def delete_copy(self, store: Store, kind: str, step: int) -> None:
+        self.lock.check(store)
+        store.delete(f"{kind}-{step}/{MARKERS[kind]}")
+        store.delete_folder(f"{kind}-{step}")
+
+    def list_samples(self) -> list[Path]:
+        """The samples that are not at the address."""
+        paths = sorted((self.output_dir / "samples").glob("step-*.png"))
+        return [path for path in paths if f"samples/{path.name}" not in self.there]
+
+    def choose(self, steps: list[int]) -> list[Path]:
+        """The checkpoints that are to be copied, newest first. steps: those at the address."""
+        here = {step_of(path.name): path for path in find_checkpoints(self.output_dir)}
+        wanted = sorted({*here, *steps}, reverse=True)[: self.limit]
+        return [here[step] for step in wanted if step not in steps]
+
+    def copy_newest(self, store: Store) -> bool:
+        """Copy what is new. Returns whether a checkpoint was copied: then there may be another.
+
+        A checkpoint is chosen before records and best weights are copied, and copied after them,
+        so that a run which resumes from it finds what it knew. In the same way, the samples of a
+        step are copied after what came before them: with them, the step needs no second look.
+        """
+        self.there = store.list()
+        steps = find_whole(self.there, "checkpoint")
+        samples = self.list_samples()
+        with self.holding:
+            chosen = self.choose(steps)
+            self.held = chosen[0] if chosen else None
+        try:
+            self.copy_records(store)
+            self.copy_best(store)
+            for path in samples:
+                store.send(path, f"samples/{path.name}")
+                self.there = self.there | {f"samples/{path.name}"}
+            if self.held:
+                content = (self.held / MARKERS["checkpoint"]).read_bytes()
+                self.copy_folder(store, self.held, self.held.name, MARKERS["checkpoint"], content)
+        finally:
+            self.held = None
+        self.delete_old(store)
+        return bool(chosen)
+
+    def copy_records(self, store: Store) -> None:
+        self.lock.check(store)
+        for name in RECORDS:
+            path = self.output_dir / name
+            if path.exists():
+                status = path.stat()
+                version = status.st_mtime_ns, status.st_size
+                if self.sent.get(name) != version:
+                    store.send(path, name)
+                    self.sent[name] = version
+
+    def copy_best(self, store: Store) -> None:
+        """Copy best/ and the one before it, if a checkpoint knows them."""
+        checkpoints = find_checkpoints(self.output_dir)
+        newest = step_of(checkpoints[-1].name) if checkpoints else -1
+        for folder in (self.output_dir / "best-before", self.output_dir / "best"):
+            try:
+                content = (folder / MARKERS["best"]).read_bytes()
+            except FileNotFoundError:
+                continue
+            step = json.loads(content)["step"]
+            if step <= newest and f"best-{step}/{MARKERS['best']}" not in self.there:
+                self.copy_folder(store, folder, f"best-{step}", MARKERS["best"], content)
+
+    def copy_folder(
+        self, store: Store, folder: Path, name: str, marker: str, content: bytes
+    ) -> None:
+        """Copy a folder, whole or not at all; not at all if it is replaced meanwhile.
+
+        content: of its marker before anything was copied. Each version has another one.
+        """
+        try:
+            for path in sorted(folder.rglob("*")):
+                if path.is_file() and path != folder / marker:
+                    store.send(path, f"{name}/{path.relative_to(folder).as_posix()}")
+            is_same = (folder / marker).read_bytes() == content
+        except FileNotFoundError:
+            if folder.exists():  # a fault of the store
+                raise
+            is_same = False
+        self.lock.check(store)
+        if is_same:
+            store.write(f"{name}/{marker}", content)
+            self.there = self.there | {f"{name}/{marker}"}
+        else:
+            store.delete_folder(name)
+
+    def delete_old(self, store: Store) -> None:
+        """Delete checkpoints beyond the limit, and best weights that no resumed run needs."""
+        steps = find_whole(self.there, "checkpoint")
+        for step in steps[: -self.limit] if self.limit else []:
+            self.delete_copy(store, "checkpoint", step)
+        newest = max(steps, default=-1)
+        known = [step for step in find_whole(self.there, "best") if step <= newest]
+        for step in known[:-1]:
+            self.delete_copy(store, "best", step)
+
+
+def fetch_file(url: str, target: Path, checksum: str | None = None) -> None:
+    """Fetch a file; it is tried again for a minute. checksum: what it must have."""
+
+    def copy(fs: AbstractFileSystem, location: str) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fs.get_file(location, str(target))
+        if checksum and checksum_file(target) != checksum:
+            raise ValueError("it is not as it was written")
+
+    persist(url, copy)
+
+
+def fetch_samples(url: str, names: set[str], step: int, output_dir: Path) -> None:
+    """Fetch the samples up to a step that are not here."""
+    folder = output_dir / "samples"
+    wanted = []
+    for name in sorted(names):
+        is_wanted = re.fullmatch(r"samples/step-\d+\.png", name) and step_of(name) <= step
+        if is_wanted and not (output_dir / name).exists():
+            wanted.append(Path(name).name)
+    if wanted:
+        folder.mkdir(exist_ok=True)
+        with saving(folder, "samples") as unfinished:
+            targets = [str(unfinished / name) for name in wanted]
+            persist(
+                f"{url}/samples",
+                lambda fs, root: fs.get([f"{root}/{name}" for name in wanted], targets),
+            )
+
+
+def fetch_records(url: str, names: set[str], step: int, output_dir: Path) -> None:
+    """Fetch metrics.jsonl, and best/ as of a step."""
+    with saving(output_dir, "records") as unfinished:
+        if "metrics.jsonl" in names:
+            fetch_file(f"{url}/metrics.jsonl", unfinished / "metrics.jsonl")
+        known = [best for best in find_whole(names, "best") if best <= step]
+        for name in sorted(names):
+            folder, _, file = name.partition("/")
+            if known and folder == f"best-{known[-1]}":
+                fetch_file(f"{url}/{name}", unfinished / "best" / file)
+
+
+def fetch_checkpoint(url: str, step: int, folder: Path) -> None:
+    """Fetch checkpoint-N, whole or not at all, and compare it with its checksums."""
+    name = f"checkpoint-{step}"
+    with saving(folder, name) as unfinished:
+        state = unfinished / name / MARKERS["checkpoint"]
+        fetch_file(f"{url}/{name}/{state.name}", state)
+        with explained(f"{url}/{name} is damaged: delete it, and resume from another"):
+            checksums = json.loads(state.read_text())["checksums"]
+        for file, checksum in checksums.items():
+            if file != state.name:
+                fetch_file(f"{url}/{name}/{file}", unfinished / name / file, checksum)
+
+
+def open_copies(args: Namespace, output_dir: Path) -> Copies:
+    """Lock --checkpoints_to, and fetch the checkpoint that is resumed if it is only there.
+
+    Call it on the first process.
+    """
+    url = args.checkpoints_to
+    limit = args.checkpoints_total_limit
+    copies = Copies(url, output_dir, limit, args.checkpoints_to_timeout)
+    copies.open()
+    copies.fetch(args.resume_from_checkpoint)
+    return copies
+
+
+def share_checkpoint(
+    accelerator: Accelerator, copies: Copies | None, url: str, output_dir: Path
+) -> Path:
+    """Return the folder that holds the newest checkpoint of the first process.
+
+    This is --output_dir, or on machines that do not share it a folder in theirs: the first process
+    of each fetches the checkpoint there. Call it on all processes.
+
+    copies: those of the first process.
+    """
+    newest = find_checkpoints(output_dir)[-1:]
+    (name, *_) = gather_object([newest[0].name if newest else None])
+    is_missing = bool(name) and not (output_dir / name / MARKERS["checkpoint"]).exists()
+    if not any(gather_object([is_missing])):
+        return output_dir
+    if copies and f"{name}/{MARKERS['checkpoint']}" not in copies.there:
+        with explained(f"{name} could not be copied to {url}, where other machines need it"):
+            copies.copy_newest(Store(url))
+    accelerator.wait_for_everyone()
+    folder = output_dir / FETCHED
+    if is_missing and accelerator.is_local_main_process:
+        delete(folder)
+        folder.mkdir(parents=True)
+        names = Store(url).list()
+        fetch_records(url, names & {"metrics.jsonl"}, step_of(name), folder)
+        fetch_checkpoint(url, step_of(name), folder)
+    accelerator.wait_for_everyone()
+    return folder if is_missing else output_dir

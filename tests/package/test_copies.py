@@ -1,0 +1,324 @@
+"""Copies at an address: whole at any moment, none is deleted too early, and what is refused."""
+
+import contextlib
+import functools
+import json
+import shutil
+import threading
+
+import pytest
+import xxhash
+from conftest import patch, wait_until
+from fsspec.implementations.memory import MemoryFileSystem
+
+from diffusion_training.files import checksum_files
+from diffusion_training.stores import LOCK, Store, StoreLock
+from diffusion_training.training.checkpoints import find_checkpoints
+from diffusion_training.training.copies import Copies, find_unfinished, find_whole
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    patch(monkeypatch, "LOCK_BEAT", 0.02)
+    patch(monkeypatch, "RETRY", 0.05)
+    patch(monkeypatch, "WAITS", (0.01,))
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "out/samples").mkdir(parents=True)
+    (tmp_path / "out/run.args").write_text("--seed 1")
+    (tmp_path / "out/metrics.jsonl").write_text("{}\n")
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def make(out):
+    """make(limit) -> Copies of `out` with its address locked; they are closed at the end."""
+    MemoryFileSystem.store.clear()
+    made = []
+
+    def make(limit=None, timeout=20, folder=out):
+        copies = Copies("memory://bucket/run", folder, limit, timeout)
+        made.append(copies)
+        copies.open()
+        return copies
+
+    yield make
+    for copies in made:
+        copies.close()
+
+
+def save(out, step, best=None):
+    """A checkpoint, samples of the same step, and perhaps best/."""
+    folder = out / f"checkpoint-{step}"
+    (folder / "unet").mkdir(parents=True)
+    (folder / "unet/weights").write_text(f"weights of step {step}")
+    (folder / "optimizer.bin").write_text(f"moments of step {step}")
+    state = {"step": step, "checksums": checksum_files(folder)}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    if best is not None:
+        shutil.rmtree(out / "best-before", ignore_errors=True)
+        if (out / "best").exists():
+            (out / "best").rename(out / "best-before")
+        (out / "best").mkdir()
+        (out / "best/weights").write_text(f"best weights of step {best}")
+        text = json.dumps({"step": best, "held_out_loss": 1 / best})
+        (out / "best/held_out.json").write_text(text)
+    (out / "samples").mkdir(exist_ok=True)
+    (out / f"samples/step-{step:07d}.png").write_text(f"samples of step {step}")
+    return folder
+
+
+def check(url="memory://bucket/run"):
+    """The steps of the checkpoints at the address, which are as they were written."""
+    store = Store(url)
+    names = store.list()
+    steps = find_whole(names, "checkpoint")
+    for step in steps:
+        state = json.loads(store.read(f"checkpoint-{step}/trainer_state.json"))
+        for name, checksum in state["checksums"].items():
+            content = store.read(f"checkpoint-{step}/{name}")
+            assert xxhash.xxh3_128(content).hexdigest() == checksum
+    for step in find_whole(names, "best"):
+        assert store.read(f"best-{step}/weights") == f"best weights of step {step}".encode()
+    return steps
+
+
+class Held:
+    """Holds the thread that copies at its next file, or lets it fail there."""
+
+    def __init__(self, monkeypatch, name, failure=None):
+        self.reached, self.free = threading.Event(), threading.Event()
+        send = Store.send
+
+        def hold(store, source, target):
+            if target.startswith(name) and not self.free.is_set():
+                self.reached.set()
+                if failure:
+                    raise failure
+                self.free.wait(20)
+            send(store, source, target)
+
+        monkeypatch.setattr(Store, "send", hold)
+
+
+def test_what_is_new_is_copied_and_the_limit_is_kept(out, make, capsys):
+    copies = make(limit=2)
+    save(out, 1, best=1)
+    copies.begin(-1)
+    copies.finish()
+    assert check() == [1]
+    for step, best in ((2, 2), (3, None), (4, 4)):
+        save(out, step, best)
+        copies.prune(out / f"checkpoint-{step}")
+        copies.wake()
+    copies.finish()
+    assert check() == [3, 4]
+    store = Store(copies.url)
+    names = store.list()
+    assert find_whole(names, "best") == [4]  # the one before is not needed any more
+    assert {f"samples/step-000000{step}.png" for step in range(1, 5)} < names
+    (out / "metrics.jsonl").write_text("{}\n{}\n")
+    copies.finish()
+    save(out, 5)  # beyond the limit, nothing is copied
+    chosen = [[path.name[-1] for path in copies.choose(there)] for there in ([], [5], [6])]
+    assert chosen == [["5", "4"], ["4"], ["5"]]
+    assert store.read("metrics.jsonl") == b"{}\n{}\n" and store.read("run.args") == b"--seed 1"
+    assert not find_unfinished(names) and not capsys.readouterr().err
+    copies.close()
+    assert LOCK not in store.list()
+
+
+def test_the_one_that_is_copied_is_not_deleted_and_the_newest_is_next(out, make, monkeypatch):
+    held = Held(monkeypatch, "checkpoint-1/")
+    copies = make(limit=1)
+    save(out, 1)
+    copies.begin(-1)
+    held.reached.wait(20)
+    for step in (2, 3):
+        save(out, step)
+        copies.prune(out / f"checkpoint-{step}")
+        copies.wake()
+        assert [path.name for path in find_checkpoints(out)] == [
+            "checkpoint-1",
+            f"checkpoint-{step}",
+        ]
+    held.free.set()
+    copies.finish()
+    assert check() == [3]
+    copies.prune(out / "checkpoint-3")
+    assert [path.name for path in find_checkpoints(out)] == ["checkpoint-3"]
+
+
+def test_best_weights_that_are_replaced_meanwhile_are_not_copied(out, make, monkeypatch):
+    held = Held(monkeypatch, "best-1/")
+    write, written = Store.write, []
+    record = lambda store, name, content: written.append(name) or write(store, name, content)
+    monkeypatch.setattr(Store, "write", record)
+    copies = make()
+    save(out, 1, best=1)
+    copies.begin(-1)
+    held.reached.wait(20)
+    shutil.rmtree(out / "best")
+    save(out, 2, best=2)
+    shutil.rmtree(out / "best-before", ignore_errors=True)
+    held.free.set()
+    copies.finish()
+    names = Store(copies.url).list()
+    assert check() == [1, 2] and find_whole(names, "best") == [2] and not find_unfinished(names)
+    assert "best-1/held_out.json" not in written  # a mixture of both
+
+
+def test_a_store_that_fails_is_tried_again_and_keeps_what_it_has(out, make, monkeypatch, capsys):
+    copies = make(limit=1)
+    save(out, 1)
+    copies.begin(-1)
+    copies.finish()
+    held = Held(monkeypatch, "checkpoint-2/unet", OSError("the store is\nbroken"))
+    save(out, 2)
+    copies.wake()
+    held.reached.wait(20)
+    assert check() == [1]
+    copies.timeout = 0.2
+    copies.finish()
+    error = capsys.readouterr().err
+    assert error.count("failed (the store is broken): it is tried again later") == 1
+    assert "Not copied to memory://bucket/run: checkpoint-2. The same command copies it" in error
+    held.free.set()
+    wait_until(lambda: check() == [2], 5)
+
+
+def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
+    out, make, monkeypatch
+):
+    """Two checkpoints are at the address; with a limit of one, a third replaces them."""
+    changes = {name: getattr(Store, name) for name in ("send", "write", "delete", "delete_folder")}
+    begun = make()
+    save(out, 1, best=1), save(out, 2, best=2)
+    begun.copy_newest(Store(begun.url))
+    begun.copy_newest(Store(begun.url))
+    begun.close()
+    before = dict(MemoryFileSystem.store)
+    save(out, 3, best=3)
+    found = []
+    for number in range(100):
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.store.update(before)
+        copies = make(limit=1)
+        left = iter(range(number))
+
+        def change(store, *args, name, left=left):
+            if LOCK not in args and next(left, None) is None:
+                raise LookupError("killed")
+            changes[name](store, *args)
+
+        with monkeypatch.context() as m, contextlib.suppress(LookupError):
+            for name in changes:
+                m.setattr(Store, name, functools.partialmethod(change, name=name))
+            copies.delete_newer(Store(copies.url), 2)
+            copies.copy_newest(Store(copies.url))
+            found.append("end")
+        steps = check()
+        best = find_whole(Store(copies.url).list(), "best")
+        assert best[-1] == 3 or 2 in best
+        copies.close()
+        found.append(steps)
+        make(limit=1).close()
+        assert check() == steps and not find_unfinished(Store(copies.url).list())
+        if "end" in found:
+            break
+    assert found[0] == [1, 2] and [1, 2, 3] in found and found[-2:] == ["end", [3]]
+    assert len(found) > 15
+
+
+def test_what_a_new_machine_needs_is_fetched(out, make, tmp_path, monkeypatch, capsys):
+    copies = make()
+    save(out, 1, best=1), save(out, 2)
+    copies.begin(-1)
+    copies.finish()
+    held = Held(monkeypatch, "checkpoint-3/", OSError("killed"))
+    save(out, 3, best=3)
+    copies.wake()
+    held.reached.wait(20)
+    copies.close()
+    assert find_whole(Store(copies.url).list(), "best") == [1, 3]
+    new = tmp_path / "new"
+    new.mkdir()
+    make(folder=new).fetch("latest")
+    assert checksum_files(new / "checkpoint-2") == checksum_files(out / "checkpoint-2")
+    assert (new / "best/weights").read_text() == "best weights of step 1"
+    assert (new / "metrics.jsonl").read_text() == "{}\n"
+    assert sorted(path.name for path in (new / "samples").iterdir()) == [
+        "step-0000001.png",
+        "step-0000002.png",
+    ]
+    assert not (new / "checkpoint-1").exists()
+    assert "Fetching checkpoint-2 from memory://bucket/run" in capsys.readouterr().out
+
+
+def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
+    copies = make()
+    save(out, 1), save(out, 2)
+    copies.begin(-1)
+    copies.finish()
+    copies.close()
+
+    def fetch(given, *here):
+        folder = tmp_path / "fetched"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for step in here:
+            save(folder, step)
+        copies = make(folder=folder)
+        try:
+            copies.fetch(given)
+        finally:
+            copies.close()
+        return [path.name for path in find_checkpoints(folder)]
+
+    one, two, three = (f"checkpoint-{step}" for step in (1, 2, 3))
+    assert fetch("latest") == [two]
+    assert fetch("latest", 1) == [one, two]
+    assert fetch("latest", 3) == [three]
+    assert fetch(two) == fetch(f"{two}/") == fetch(str(tmp_path / "fetched" / two)) == [two]
+    assert fetch(three, 3) == [three]
+    for given, here in ((one, []), (one, [1]), (str(out / two), []), ("elsewhere", [])):
+        with pytest.raises(SystemExit, match=f"checkpoint-2 at .* is newer than {given}, or of an"):
+            fetch(given, *here)
+    for here in ([], [2]):
+        with pytest.raises(SystemExit, match="holds checkpoint-2 of an earlier run: resume it wi"):
+            fetch(None, *here)
+    Store(copies.url).write("checkpoint-2/unet/weights", b"other weights")
+    with pytest.raises(SystemExit, match="unet/weights can't be read .it is not as it was written"):
+        fetch("latest")
+    Store(copies.url).write("checkpoint-2/trainer_state.json", b"{")
+    with pytest.raises(SystemExit, match="run/checkpoint-2 is damaged: delete it, and resume from"):
+        fetch("latest")
+
+
+def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):
+    store = Store("memory://bucket/run")
+    for name in ("checkpoint-7/model.bin", "thesis.txt"):
+        store.write(name, b"mine")
+        with pytest.raises(SystemExit, match=f"holds {name} and no run of this script"):
+            make()
+        assert store.list() == {name}
+        store.delete(name)
+    copies = make()
+    with pytest.raises(SystemExit, match="another run, on .* writes to memory://bucket/run"):
+        make(timeout=0)
+    save(out, 1)
+    copies.begin(-1)
+    copies.finish()
+    other = StoreLock(copies.url)  # this run was stopped for so long that another took the lock
+    held = Held(monkeypatch, "checkpoint-2/")
+    save(out, 2)
+    copies.wake()
+    held.reached.wait(20)
+    store.write(LOCK, other.text(0))
+    held.free.set()
+    copies.finish()
+    assert check() == [1] and store.read(LOCK) == other.text(0)
+    error = capsys.readouterr().err
+    assert "Another run has taken memory://bucket/run: nothing more of this one is" in error
