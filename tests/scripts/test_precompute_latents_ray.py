@@ -91,26 +91,38 @@ def driver(storage):
 
 
 def serve(folder):
+    from ray.cluster_utils import Cluster
+
+    global cluster
+    signal.signal(signal.SIGALRM, stop_waiting)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    disconnect = script.connect(
-        "local",
-        MODULES,
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        _temp_dir=folder,
-        # Keep idle workers, because their imports take some seconds
-        _system_config={"num_workers_soft_limit": 6},
-    )
-    answer = script.ray.get_runtime_context().gcs_address
+    node = {
+        "num_cpus": 2,
+        "memory": 15 * 2**29,  # 7.5 GiB, whatever the machine has
+        "object_store_memory": 100 * 2**20,
+        "include_dashboard": False,
+        "temp_dir": folder,
+        # Keep idle workers, because their imports take some seconds; notice lost nodes soon
+        "_system_config": {"num_workers_soft_limit": 6, "health_check_period_ms": 500},
+    }
+    cluster = Cluster(True, head_node_args=node)
+    disconnect = script.connect(cluster.address, MODULES)
+    answer = cluster.address
     with contextlib.suppress(EOFError):
         while True:
             pickle.dump(answer, answers)
             answers.flush()
             argv, setup = pickle.load(sys.stdin.buffer)
+            signal.alarm(150)  # no run may wait for ever
             answer = run(argv, setup and globals()[setup])
+            signal.alarm(0)
     disconnect()
+    cluster.shutdown()
+
+
+def stop_waiting(number, frame):
+    raise TimeoutError("it took too long")
 
 
 def run(argv, setup=None):
@@ -189,9 +201,8 @@ class Remote:
                 begin(*args)
             return Ref(self.what, *args)
         actor = self.what(*args)
-        return argparse.Namespace(
-            **{name: Remote(getattr(actor, name)) for name in ("make", "find_batch_size")}
-        )
+        calls = {name: Remote(getattr(actor, name)) for name in ("make", "find_batch_size")}
+        return argparse.Namespace(**calls, __ray_ready__=Remote(lambda: True))
 
 
 @pytest.fixture
@@ -204,7 +215,6 @@ def here(monkeypatch):
         argparse.Namespace(
             get_gpu_ids=lambda: [],
             exceptions=script.ray.exceptions,
-            cluster_resources=lambda: {"CPU": 2},
             nodes=lambda: nodes,
             cloudpickle=script.ray.cloudpickle,
             remote=lambda **options: Remote,
@@ -479,12 +489,12 @@ class Dies(script.Encoder):
         super().__init__(job)
         self.decode = script.ray.remote(max_retries=0)(dying_decoder)
 
-    def make(self, shard):
+    def make(self, shard, ahead):
         begun, done = (marker(self.job.args, name) for name in ("begun", "done"))
         if shard[0] == 1 and not begun.exists():
             begun.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        result = super().make(shard)
+        result = super().make(shard, ahead)
         if shard[0] == 2 and not done.exists():
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -556,12 +566,12 @@ def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flag
 
 
 class DiesAlways(script.Encoder):
-    def make(self, shard):
+    def make(self, shard, ahead):
         if shard[0] == 1:
             with marker(self.job.args, "tries").open("a") as file:
                 file.write("x")
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().make(shard)
+        return super().make(shard, ahead)
 
 
 def dying_encoder():
@@ -576,15 +586,15 @@ class Gone(script.Encoder):
 
     gone = False
 
-    def begin(self, shard):
+    def begin(self, shard, ahead):
         self.gone |= shard[0] == 1
         with marker(self.job.args, "tries").open("a") as file:
             file.write(str(shard[0]))
 
-    def make(self, shard):
+    def make(self, shard, ahead):
         if self.gone:
             raise script.ray.exceptions.RayActorError(None, "no memory")
-        return super().make(shard)
+        return super().make(shard, ahead)
 
 
 def gone_encoder():
@@ -754,7 +764,7 @@ def test_parts_are_some_batches_and_end_with_their_shard(flags):
 def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypatch):
     """One task runs per core of the encoder, and shards are encoded in the order of the calls."""
     job = argparse.Namespace(
-        caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, ahead=3, threads=1
+        caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, threads=1
     )
     encoder, given, encoded, steps = object.__new__(script.Encoder), [], [], threading.Semaphore(0)
     decode = Remote(lambda part, rows: [{"part": part}])
@@ -776,7 +786,7 @@ def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypat
     monkeypatch.setattr(script, "write_each", lambda writing, paths, encoded: list(encoded))
     threads = []
     for number in range(3):
-        threads.append(threading.Thread(target=encoder.make, args=((number, {0: "x"}),)))
+        threads.append(threading.Thread(target=encoder.make, args=((number, {0: "x"}), 3)))
         threads[-1].start()
         wait_until(lambda: len(encoder.queue) == number + 1 and encoded, 20)
     for step in range(12):
@@ -834,74 +844,112 @@ def test_other_settings_too_many_bad_rows_and_bad_folders_are_refused(tmp_path, 
         assert (tmp_path / "out/.tmp-of-another-run").exists()
 
 
-def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flags, monkeypatch):
-    """And not waited for."""
+@pytest.fixture
+def plan(flags, monkeypatch):
+    """plan(*argv, nodes=[(CPUs, GPUs), ...]) plans for such a cluster.
 
-    def plan(*argv, nodes=((4, 0), (4, 0)), types=(), memory=2**34, weights=10**9):
-        nodes = [{"CPU": cpus, "GPU": gpus, "memory": memory} for cpus, gpus in nodes]
-        total = {kind: sum(node[kind] for node in nodes) for kind in ("CPU", "GPU")}
+    Returns (engine, places, sentences). types: of the nodes' GPUs. memory: GB of each node.
+    """
+
+    def planned(*argv, nodes=((4, 0), (4, 0)), types=(), memory=20, weights=10**9):
+        nodes = [{"CPU": cpus, "GPU": gpus, "memory": memory * 1e9} for cpus, gpus in nodes]
         for node, kind in zip(nodes, types, strict=False):
             node |= {f"accelerator_type:{kind}": 1} if kind else {}
         found = [{"Alive": True, "Resources": node} for node in nodes]
-        monkeypatch.setattr(script.ray, "cluster_resources", lambda: total)
         gone = {"Alive": False, "Resources": {"CPU": 99, "GPU": 99, "memory": 2**50}}
         monkeypatch.setattr(script.ray, "nodes", lambda: [*found, gone])
-        args = script.parse_args([*flags, *argv])
-        return script.plan_engine(args, weights)
+        engine, sentences = script.plan_engine(script.parse_args([*flags, *argv]), weights)
+        return engine, script.find_places(engine), sentences
 
-    count, task, encoder, num_tasks, sentence = plan()
-    assert (count, num_tasks) == (1, 8 - 1) and sentence.startswith(
-        "Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU"
-    )
-    assert (task["num_cpus"], task["num_gpus"]) == (1, 0) and (
-        encoder["num_cpus"],
-        encoder["num_gpus"],
-    ) == (0, 0)
+    return planned
+
+
+def test_ray_is_used_as_far_as_it_goes(plan):
+    engine, places, sentences = plan()
+    assert (places.allowed, places.tasks) == (1, 8 - 1)
+    assert sentences.startswith("Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU")
+    assert (engine.task["num_cpus"], engine.task["num_gpus"]) == (1, 0)
+    assert (engine.encoder["num_cpus"], engine.encoder["num_gpus"]) == (0, 0)
     # The weights twice: in float32, and in the precision in which they are used
-    assert encoder["memory"] - task["memory"] == 2 * 10**9
-    count, _, encoder, num_tasks, sentence = plan(nodes=((8, 4), (8, 4), (8, 0)))
-    assert (count, encoder["num_gpus"], num_tasks) == (
-        8,
-        1,
-        24 - 8,
-    ) and "8 encoders of 1 GPUs" in sentence
-    assert plan("--gpus_per_encoder=0.5", nodes=((8, 4),)).num_encoders == 8
-    engine = plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))
-    assert (engine.num_encoders, engine.num_tasks) == (3, 5)
-    engine = plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))
+    assert engine.encoder["memory"] - engine.task["memory"] == 2 * 10**9
+    engine, places, sentences = plan(nodes=((8, 4), (8, 4), (8, 0)))
+    assert (places.allowed, places.fit, places.tasks) == (8, 8, 24 - 8)
+    assert engine.encoder["num_gpus"] == 1 and "8 encoders of 1 GPUs" in sentences
+    assert "accelerator_type" not in engine.encoder and "\n" not in sentences
+    engine, places, _ = plan("--gpus_per_encoder=0.5", nodes=((8, 4),), memory=40)
+    assert (places.allowed, places.fit) == (8, 8)
+    engine, places, _ = plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))
+    assert (places.allowed, places.tasks) == (3, 5)
+    engine, _, _ = plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))
     assert engine.encoder["num_gpus"] == 0
-    assert "accelerator_type" not in plan(nodes=((8, 4),)).encoder
     types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
-    count, task, encoder, num_tasks, _ = plan("--accelerator_type=T4", **types)
-    assert (count, encoder["accelerator_type"], num_tasks) == (
-        2,
-        "T4",
-        24 - 2,
-    ) and "accelerator_type" not in task
+    engine, places, _ = plan("--accelerator_type=T4", **types)
+    assert (places.allowed, places.fit, places.tasks) == (2, 2, 24 - 2)
+    assert engine.encoder["accelerator_type"] == "T4" and "accelerator_type" not in engine.task
+
+
+def test_encoders_and_tasks_are_packed_together(plan):
+    """An encoder takes 3.3 GB here, and a task 1.3 GB."""
+    # Eight GPUs, and memory for three encoders and a task
+    _, places, said = plan(nodes=((8, 8),), memory=12)
+    assert (places.allowed, places.fit) == (8, 3)
+    assert said.endswith(
+        "Ray has a place for 3 of 8 encoders (3.3 GB each); the others wait for further nodes"
+    )
+    _, places, _ = plan("--gpus_per_encoder=0.6", "--num_encoders=4", nodes=((8, 4),))
+    assert places.fit == 4  # none has parts of two GPUs
+    # Three encoders fit, and leave each node 0.1 GB.
+    _, places, said = plan("--num_encoders=4", nodes=((8, 0),), memory=10.1)
+    assert (places.allowed, places.fit, places.tasks) == (2, 3, 8 - 2)
+    assert said.endswith(
+        "2 of 4 encoders: with more of them (3.3 GB each) no node would have memory "
+        "for a task that decodes (1.3 GB)"
+    )
+    _, places, _ = plan("--num_encoders=2", nodes=((8, 0),), memory=10.1)
+    assert places.allowed == 2
+    # Another node has no place for an encoder, but one for a task.
+    _, places, _ = plan("--num_encoders=4", nodes=((8, 4), (8, 0)), memory=10.1)
+    assert (places.allowed, places.fit) == (4, 3)
+    # A node of 8 GB, of which Ray gives out 4: an encoder, or a task
+    for count in ([], ["--num_encoders=1"]):
+        with pytest.raises(SystemExit, match=r"an encoder needs 3.3 GB and a task .* 1.3 GB, and"):
+            plan(*count, nodes=((4, 0),), memory=4)
+
+
+def test_what_no_node_has_is_refused_or_asked_for(plan):
+    types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
     for argv, options, said in [
         (
             ["--accelerator_type=H100"],
             types,
-            "no node of Ray has --accelerator_type H100, but A100, T4",
+            "no node of Ray has --accelerator_type H100, but A100, T4: if .* --num_encoders",
         ),
         (["--accelerator_type=H100"], {}, "no node of Ray has --accelerator_type H100, but none"),
-        (
-            ["--accelerator_type=T4", "--gpus_per_encoder=3"],
-            types,
-            "an encoder needs 0 CPUs, 3 GPUs and",
-        ),
+        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "an encoder needs 3 GPUs and"),
         (
             ["--gpus_per_encoder=1"],
             {},
-            "an encoder needs 0 CPUs, 1 GPUs and .* GB, and no node of Ray has that",
+            "an encoder needs 1 GPUs and 3.3 GB, and no node of Ray has that: .* --num_encoders",
         ),
-        ([], {"memory": 2**29}, "a task that decodes needs 1 CPUs, 0 GPUs and 1.3 GB, and no node"),
-        ([], {"weights": 2**34}, "an encoder needs 0 CPUs, 0 GPUs and 35.7 GB, and no node"),
-        (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "an encoder needs 0 CPUs, 2 GPUs"),
+        (
+            [],
+            {"memory": 0.5},
+            "a task that decodes needs 1 CPU and 1.3 GB and an encoder needs 0 GPUs and 3.3 GB",
+        ),
+        ([], {"weights": 2**34}, "^an encoder needs 0 GPUs and 35.7 GB, and no node"),
+        (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "an encoder needs 2 GPUs"),
         (["--mixed_precision=fp16"], {}, "fp16 does nothing on a CPU"),
     ]:
         with pytest.raises(SystemExit, match=said):
             plan(*argv, **options)
+
+    # An autoscaling cluster: no GPU yet, or the head alone, which runs no tasks
+    for argv in (["--gpus_per_encoder=1"], ["--accelerator_type=H100"]):
+        for nodes in (((4, 0),), ((0, 0),)):
+            engine, places, said = plan("--num_encoders=64", *argv, nodes=nodes)
+            assert (places.allowed, places.fit, engine.encoder["num_gpus"]) == (64, 0, 1)
+            assert "\nWaiting for nodes, which Ray is asked for: " in said
+            assert ("a task that decodes needs 1 CPU" in said) == (nodes == ((0, 0),))
 
 
 @pytest.mark.parametrize(
@@ -1135,6 +1183,45 @@ def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket)
     bucket.pipe_file("bucket/images/data-2.parquet", b"no parquet")
     with pytest.raises(SystemExit):
         remote_rows.RemoteRows(args)
+
+
+# ------------------------------------------------------------------- clusters that grow and shrink
+
+
+def weigh(gigabytes):
+    """Have each encoder ask for this memory. A task asks for 1 GiB, and the first node has 7.5."""
+    real = script.plan_engine
+    script.plan_engine = lambda args, weights: real(args, (gigabytes - 1) * 2**29)
+
+
+def one_place():
+    weigh(5)
+
+
+def two_places_and_none_for_a_task():
+    weigh(3.5)
+
+
+def a_place_and_none_for_a_task():
+    weigh(7)
+
+
+@pytest.mark.ci
+def test_more_encoders_than_places_hold_nothing_up(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, "--num_encoders=2", setup=one_place)
+    assert code == 0 and contents(tmp_path / "out") == whole, said
+    assert "Ray has a place for 1 of 2 encoders (5.4 GB each); the others wait" in said
+    assert "1 starting or waiting for a place" in said
+
+    code, said = driver(*flags, setup=a_place_and_none_for_a_task)
+    assert code == 1 and "no node of Ray has memory for both: add a node" in said, said
+
+
+@pytest.mark.long
+def test_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, "--num_encoders=2", setup=two_places_and_none_for_a_task)
+    assert code == 0 and contents(tmp_path / "out") == whole, said
+    assert "1 of 2 encoders: with more of them (3.8 GB each) no node would have memory" in said
 
 
 # ------------------------------------------------------------------- whole nodes, and memory
