@@ -29,6 +29,7 @@ from conftest import (
     ROOT,
     finish,
     free_port,
+    kill,
     make_captioned,
     make_images,
     make_klein,
@@ -205,6 +206,18 @@ class Remote:
         return argparse.Namespace(**calls, __ray_ready__=Remote(lambda: True))
 
 
+class Gauge:
+    """A gauge as Ray has it, without Ray."""
+
+    values: dict[str, float | None] = {}
+
+    def __init__(self, name, description):
+        self.name = name
+
+    def set(self, value):
+        self.values[self.name] = value
+
+
 @pytest.fixture
 def here(monkeypatch):
     """Runs the script as `driver` does, but without Ray: one shard at a time, in random order."""
@@ -224,6 +237,7 @@ def here(monkeypatch):
             get=lambda ref: ref.call() if isinstance(ref, Ref) else ref,
         ),
     )
+    monkeypatch.setattr(script, "Gauge", Gauge)
     monkeypatch.setattr(script, "check_shards", Remote(script.check_shards._function))
     once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)
     monkeypatch.setattr(script, "work_off", once)
@@ -245,7 +259,12 @@ def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(
         )
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
         assert contents(tmp_path / str(count)) == whole
-    assert "3 encoders of 1 CPU threads" in said and "waiting for images" in said
+    assert "3 encoders of 1 CPU threads" in said
+    assert re.search(r"\d% waiting for images, [1-3] encoder", said), said
+    gauges = {name.removeprefix("precompute_latents_"): Gauge.values[name] for name in Gauge.values}
+    assert gauges["rows_done"] == NUM_ROWS and gauges["rows_per_second"] > 0
+    assert 0 < gauges["waiting_share"] < 1
+    assert 1 <= gauges["encoders_at_work"] <= 3 - gauges["encoders_waiting"]
 
 
 def test_images_of_several_sizes_and_masks_are_the_bytes_of_one_process(tmp_path, flags, here):
@@ -389,34 +408,26 @@ def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, f
 
 @pytest.mark.ci
 def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(
-    tmp_path, flags, whole
+    tmp_path, flags, whole, driver
 ):
-    """Ray is really launched, by a single file with another name in another folder.
+    """Ray really runs it, from a single file with another name in another folder.
 
     So workers can only import the modules that they are sent.
     """
-    two = start(
-        lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log"
-    )
-    assert finish(two) == [0, 0], (tmp_path / "log").read_text()
-    assert contents(tmp_path / "two") == whole
     (tmp_path / "mine.py").write_text(make_standalone(ROOT / "precompute_latents_ray.py"))
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    env = {**os.environ, "PYTHONPATH": CHILDREN, "RAY_TMPDIR": folder}
-    command = [
-        sys.executable,
-        tmp_path / "mine.py",
-        *flags,
-        "--num_encoders=2",
-        "--num_transform_cpus=1",
-    ]
-    done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    assert done.returncode == 0 and "Done: 24 rows, 2 skipped" in done.stdout, done.stderr
-    assert (
-        "2 encoders of 1 CPU threads, 1 tasks that decode" in done.stdout
-        and "waiting for images" in done.stderr
-    )
+    command = [sys.executable, tmp_path / "mine.py", *flags, f"--address={driver.address}"]
+    command += ["--num_encoders=2", "--num_transform_cpus=1"]
+    env = {**os.environ, "PYTHONPATH": CHILDREN}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd="/", env=env, **pipes) as alone:
+        output = f"--output_dir={tmp_path / 'two'}"
+        two = start(lambda: precompute(*flags, output), 2, log=tmp_path / "log")
+        assert finish(two) == [0, 0], (tmp_path / "log").read_text()
+        assert contents(tmp_path / "two") == whole
+        said, errors = alone.communicate()
+    assert alone.returncode == 0 and "Done: 24 rows, 2 skipped" in said, errors
+    assert "2 encoders of 1 CPU threads, 1 tasks that decode" in said
+    assert "waiting for images" in errors
     assert contents(tmp_path / "out") == whole
 
 
@@ -502,26 +513,19 @@ class Dies(script.Encoder):
 
 
 def kill_both():
-    """Use `Dies`, and let the driver record the last two shards only when the file "go" exists.
+    script.Encoder = Dies
 
-    Until then, the driver can be killed.
-    """
+
+def hold_back():
+    """Let the driver record only the first two shards, and then wait until it is killed."""
     shards = script.make_shards
 
-    def make_shards(missing, job, *engine):
-        late = []
-        for number, made in shards(missing, job, *engine):
+    def make_shards(*args):
+        for number, made in shards(*args):
             if number < 2:
                 yield number, made
-            else:
-                late.append((number, made))
-        wait_until(marker(job.args, "go").exists, 600)
-        yield from late
 
-    script.make_shards, script.Encoder = make_shards, Dies
-
-
-MARKS = {"begun", "done", "decoded-4"}
+    script.make_shards = make_shards
 
 
 def start_driver(log, setup, *argv):
@@ -535,34 +539,35 @@ def start_driver(log, setup, *argv):
 
 
 @pytest.mark.ci
-def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver, here, bucket):
-    """Nor does a killed driver: it leaves whole files, here at an address, and can be resumed."""
+def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, setup=kill_both)
+    assert code == 0 and {"begun", "done", "decoded-4"} < set(os.listdir(tmp_path)), said
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.ci
+def test_a_killed_driver_leaves_whole_objects(tmp_path, flags, whole, driver, here, bucket):
+    """And the same command resumes, here from an address."""
     flags.append("--output_dir=s3://bucket/latents")
-    process = start_driver(tmp_path / "log", kill_both, *flags, f"--address={driver.address}")
+    argv = [*flags, f"--address={driver.address}"]
+
+    def drive():
+        os.chdir("/")
+        print(run(argv, hold_back))
+
+    process = start(drive, log=tmp_path / "log")
     record = "bucket/latents/unfinished/data-00001-of-00004.arrow.json"
-    killed = lambda: MARKS < set(os.listdir(tmp_path)) and bucket.exists(record)
-    wait_until(lambda: killed() or process.poll() is not None, 200)
-    process.kill()
-    process.wait()
+    wait_until(lambda: bucket.exists(record), 100)
+    kill(process)
     made = objects(bucket, "bucket/latents")
     shards = {name for name in made if name.startswith("data-")}
-    assert killed() and {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (
-        tmp_path / "log"
-    ).read_text()
+    assert {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (tmp_path / "log").read_text()
     assert all(made[name] == whole[name] for name in shards) and "state.json" not in made
     times = {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
     code, said = here(*flags)  # at once: the dead one's workers may not have noticed yet
     assert code == 0, said
     assert objects(bucket, "bucket/latents") == whole
     assert times == {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
-
-
-@pytest.mark.long
-def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flags, whole, driver):
-    (tmp_path / "go").touch()
-    code, said = driver(*flags, setup=kill_both)
-    assert code == 0 and MARKS < set(os.listdir(tmp_path)), said
-    assert contents(tmp_path / "out") == whole
 
 
 class DiesAlways(script.Encoder):
@@ -1188,6 +1193,119 @@ def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket)
 # ------------------------------------------------------------------- clusters that grow and shrink
 
 
+class Cluster:
+    """Stands for Ray. It answers what the test says, and notes which encoders are ended."""
+
+    def __init__(self, *memory):
+        self.memory = memory  # of each node, in encoders or tasks
+        self.encoders, self.ended, self.answers = [], [], {}
+
+    def nodes(self):
+        return [
+            {"Alive": True, "Resources": {"CPU": 4, "memory": memory}} for memory in self.memory
+        ]
+
+    def remote(self, **options):
+        def start(job):
+            number = len(self.encoders)
+            shards = argparse.Namespace(remote=lambda shard, ahead: (number, shard[0]))
+            started = argparse.Namespace(remote=lambda: (number, None))
+            self.encoders.append(argparse.Namespace(make=shards, __ray_ready__=started))
+            return self.encoders[-1]
+
+        return lambda kind: argparse.Namespace(remote=start)
+
+    def put(self, value):
+        return value
+
+    def kill(self, encoder):
+        self.ended.append(self.encoders.index(encoder))
+
+    def get(self, ref):
+        if ref not in self.answers:
+            raise script.ray.exceptions.RayActorError(None, "a node is lost")
+        return self.answers[ref]
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    """crew(count, shards, *memory): a `Crew` on nodes with memory for so many encoders or tasks."""
+
+    def make(count, shards, *memory):
+        cluster = Cluster(*memory)
+        monkeypatch.setattr(script.ray, "nodes", cluster.nodes)
+        for name in ("remote", "put", "kill", "get"):
+            monkeypatch.setattr(script.ray, name, getattr(cluster, name))
+        needs = {"num_cpus": 0, "num_gpus": 0, "memory": 1}
+        engine = script.Engine(count, None, 0, {**needs, "num_cpus": 1}, needs)
+        return script.Crew(dict.fromkeys(range(shards), {}), None, engine), cluster
+
+    return make
+
+
+def turn(crew):
+    """A turn of `make_shards`. Returns the calls, (encoder, shard or None), that are unanswered."""
+    crew.hand_out()
+    crew.resize()
+    return sorted(crew.calls, key=str)
+
+
+def test_an_encoder_gets_shards_once_it_has_answered_and_is_let_go_when_none_are_left(crew):
+    crew, cluster = crew(3, 8, 2.5, 9)
+    assert turn(crew) == [(0, None), (1, None), (2, None)]
+    cluster.answers = {(0, None): True, (1, None): True}
+    assert crew.take((0, None)) is crew.take((1, None)) is None
+    # One shard is kept for each encoder that may still answer.
+    of_two = [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5), (2, None)]
+    assert turn(crew) == of_two and crew.left == [6, 7]
+    cluster.answers |= {(0, shard): {} for shard in (0, 2, 4)}
+    assert [crew.take((0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
+    assert turn(crew) == [(0, 6), (1, 1), (1, 3), (1, 5), (2, None)] and crew.left == [7]
+    assert (len(crew.ready), crew.count_wanted()) == (2, 3)
+    cluster.answers |= {(0, 6): {}, (0, 7): {}}
+    crew.take((0, 6))
+    assert turn(crew) == [(0, 7), (1, 1), (1, 3), (1, 5)] and cluster.ended == [2]
+    crew.take((0, 7))
+    assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [2, 0]
+
+
+def test_the_shards_of_a_lost_node_go_to_those_at_work(crew):
+    """They are tried again one at a time, and the encoder that is made anew may never have a place.
+
+    One that dies at its start four times ends the run.
+    """
+    crew, cluster = crew(2, 5, 9)
+    turn(crew)
+    cluster.answers = {(0, None): True, (1, None): True}
+    crew.take((0, None)), crew.take((1, None))
+    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
+    assert crew.take((1, 1)) is crew.take((1, 3)) is None
+    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (2, None)] and crew.left == [1, 3]
+    cluster.answers |= {(0, shard): {} for shard in (0, 2, 4, 1, 3)}
+    [crew.take((0, shard)) for shard in (0, 2, 4)]
+    assert turn(crew) == [(0, 1), (2, None)]
+    for number in (2, 3, 4):
+        assert crew.take((number, None)) is None
+        assert turn(crew) == [(0, 1), (number + 1, None)]
+    with pytest.raises(SystemExit, match="not be started: its process died 4 times, .* is lost"):
+        crew.take((5, None))
+    assert crew.take((0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and not crew.is_done()
+    assert crew.take((0, 3)) == (3, {}) and crew.is_done()
+
+
+def test_if_the_last_room_for_tasks_is_lost_an_encoder_makes_room(crew):
+    crew, cluster = crew(2, 6, 2, 1)
+    turn(crew)
+    cluster.answers = {(0, None): True, (1, None): True}
+    crew.take((0, None)), crew.take((1, None))
+    assert len(turn(crew)) == 6
+    cluster.memory, crew.looked = (2,), 0
+    assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [0]
+    assert crew.left == [0, 2, 4] and not crew.tries
+    cluster.memory, crew.looked = (2, 2), 0
+    assert turn(crew) == [(1, 1), (1, 3), (1, 5), (2, None)]
+
+
 def weigh(gigabytes):
     """Have each encoder ask for this memory. A task asks for 1 GiB, and the first node has 7.5."""
     real = script.plan_engine
@@ -1215,6 +1333,47 @@ def test_more_encoders_than_places_hold_nothing_up(tmp_path, flags, whole, drive
 
     code, said = driver(*flags, setup=a_place_and_none_for_a_task)
     assert code == 1 and "no node of Ray has memory for both: add a node" in said, said
+
+
+def come_and_go():
+    """Two nodes come when encoders wait for them. One is lost at work, and none comes for it."""
+    weigh(9)
+    script.Encoder, make = Slow, script.make_shards
+    nodes, seen = [], set()
+
+    def add_nodes():
+        nodes.extend(cluster.add_node(num_cpus=0, memory=10 * 2**30) for _ in range(2))
+
+    def make_shards(missing, job, engine, show):
+        def watch(at_work, waiting):
+            if not seen:
+                threading.Thread(target=add_nodes).start()
+            seen.add(at_work)
+            show(at_work, waiting)
+
+        for made in make(missing, job, engine, watch):
+            if 2 in seen and len(nodes) == 2:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            yield made
+        for node in nodes:
+            cluster.remove_node(node, allow_graceful=False)
+
+    script.make_shards = make_shards
+
+
+@pytest.mark.long
+def test_nodes_that_come_late_or_are_lost(tmp_path, flags, driver):
+    flags.append("--rows_per_shard=4")
+    precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
+    code, said = driver(*flags, "--num_encoders=2", setup=come_and_go)
+    assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
+    assert "Waiting for nodes, which Ray is asked for: an encoder needs 0 GPUs and 9.7 GB" in said
+    phases = [
+        "0 encoders, 2 starting or waiting for a place",
+        "waiting for images, 2 encoders]",
+        "waiting for images, 1 encoder, 1 starting or waiting for a place",
+    ]
+    assert [said.find(phase) for phase in phases] == sorted(map(said.index, phases)), said
 
 
 @pytest.mark.long
