@@ -845,7 +845,7 @@ class Destination:
             self.opened.lock.release(force=True)
 
 
-class Progress:
+class CrewProgress:
     """The progress bar, and its numbers as gauges of Ray's metrics."""
 
     def __init__(self, total: int, done: int) -> None:
@@ -910,7 +910,7 @@ def make_missing(
     counts = {number: min(per_shard, num_rows - number * per_shard) for number in missing}
     total = num_rows * len(destinations)
     to_make = sum(len(paths) * counts[number] for number, paths in missing.items())
-    progress = Progress(total, total - to_make)
+    progress = CrewProgress(total, total - to_make)
     # Start the worker processes now: they open the data while the encoders load their models.
     warm_up = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **job.task)(decode_part)
     for _ in range(min(find_places(engine).tasks, len(missing))):
