@@ -546,7 +546,7 @@ def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver
 
 
 @pytest.mark.ci
-def test_a_killed_driver_leaves_whole_objects(tmp_path, flags, whole, driver, here, bucket):
+def test_a_killed_driver_leaves_whole_objects(tmp_path, flags, whole, driver, bucket, request):
     """And the same command resumes, here from an address."""
     flags.append("--output_dir=s3://bucket/latents")
     argv = [*flags, f"--address={driver.address}"]
@@ -564,6 +564,7 @@ def test_a_killed_driver_leaves_whole_objects(tmp_path, flags, whole, driver, he
     assert {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (tmp_path / "log").read_text()
     assert all(made[name] == whole[name] for name in shards) and "state.json" not in made
     times = {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
+    here = request.getfixturevalue("here")  # only now, since the fork needs the real Ray
     code, said = here(*flags)  # at once: the dead one's workers may not have noticed yet
     assert code == 0, said
     assert objects(bucket, "bucket/latents") == whole
