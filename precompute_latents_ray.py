@@ -17,7 +17,8 @@ Layout of this file:
     parse_args   the flags of the other script, and five for Ray
     decode_part  stage 1, tasks on CPUs: the rows of a part of a shard -> pixels and tokens
     Encoder      stage 2, actors with the models: have the parts of a shard decoded, and write it
-    make_shards  hands out shards, and counts how often a shard killed its process
+    find_places  how many encoders and tasks fit on the nodes of the cluster
+    Crew         starts encoders, hands out shards, and counts how often a shard killed its process
     main         the run in phases
 A part is a few batches, cut where the other script cuts them. Ray only schedules; the files are the
 state. A shard file is either complete or missing, even if a process is killed, so it does not
@@ -42,6 +43,7 @@ import functools
 import heapq
 import importlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -73,6 +75,7 @@ from diffusion_training.data.captions import (
 from diffusion_training.data.rows import ImageRows, load_rows
 from diffusion_training.errors import (
     Refused,
+    amount,
     end_if_stopped,
     explain,
     explained,
@@ -112,6 +115,7 @@ from precompute_latents import (
 
 try:
     import ray
+    from ray.util.metrics import Gauge
 except ImportError:
     sys.exit(f"{Path(__file__).name}: Ray is missing: pip install -r requirements-ray.txt")
 
@@ -122,6 +126,7 @@ Part = tuple[int, int, tuple[int, ...]]  # first row, row after the last, indice
 PART_BYTES = 2**26
 TRIES = 4  # tries to make a shard, if its process dies or raises an exception
 DEPTH = 3  # shards in work at an encoder: one is written, one encoded, one decoded
+LOOK = 5  # seconds between two looks at the nodes of the cluster
 # Flags that are not recorded in the cache
 ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
 
@@ -141,7 +146,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--num_encoders",
         type=number(1, 10**5, int),
-        help="number of encoders (default: one per GPU, or 1 on CPUs)",
+        help="number of encoders at most; those without a place wait until the cluster has one "
+        "(default: one per GPU, or 1 on CPUs)",
     )
     add(
         "--gpus_per_encoder",
@@ -206,7 +212,6 @@ class Job:
     threads: int  # of the driver
     task: dict[str, Any]  # resources of a task of stage 1
     part_rows: int = 0  # rows of a part
-    ahead: int = 1  # parts that are decoded ahead for each encoder
 
 
 class PickledRows(NamedTuple):
@@ -310,6 +315,7 @@ class Encoder:
         self.queue: list[list[Part]] = []
         # The parts that are given to a task and not yet encoded, with Ray's reference.
         self.decoding: dict[Part, Any] = {}
+        self.ahead = 1  # parts that are decoded ahead
         self.turn = threading.Condition()
         _, self.reason = attempt(self.load_models)
 
@@ -325,13 +331,14 @@ class Encoder:
         dtype = getattr(torch, settings["dtype"])
         self.encoders = place_encoders(self.exact, base, dtype, self.device, args.compile)
 
-    def make(self, shard: Shard) -> dict[str, Any]:
-        """Write a shard's file in each cache.
+    def make(self, shard: Shard, ahead: int) -> dict[str, Any]:
+        """Write a shard's file in each cache. `ahead`: how many parts to have decoded ahead.
 
         Returns {"records": {index of the cache: record}, "failed": the reason or None, "waited":
         seconds spent waiting for images, "busy": seconds spent on the rest}.
         """
         spent = dict.fromkeys(("waited", "busy"), 0.0)
+        self.ahead = ahead
 
         def write() -> dict[int, dict]:
             with contextlib.closing(self.encode(shard, spent)) as encoded:
@@ -387,7 +394,7 @@ class Encoder:
     def decode_ahead(self) -> None:
         """Start tasks for the next parts, up to the number of cores per encoder."""
         for left in list(self.queue):
-            while left and len(self.decoding) < self.job.ahead:
+            while left and len(self.decoding) < self.ahead:
                 part = left.pop(0)
                 self.decoding[part] = self.decode.remote(part, self.job.rows)
         if self.decoding:
@@ -438,62 +445,153 @@ def make_absolute(args: argparse.Namespace) -> Flags:
 
 
 class Engine(NamedTuple):
-    """How the two stages are spread over a Ray cluster."""
+    """What the two stages need of a Ray cluster."""
 
-    num_encoders: int
+    num_encoders: int  # at most
+    num_tasks: int | None  # of stage 1 at a time; None: as many as the cores allow
+    threads: int  # cores that an encoder uses
     task: dict[str, Any]  # resources of a task of stage 1
     encoder: dict[str, Any]  # resources of an encoder
-    num_tasks: int  # of stage 1, at a time
-    sentence: str  # that describes all this
 
 
-def plan_engine(args: argparse.Namespace, weight_bytes: int) -> Engine:
-    """Fit the two stages to the Ray cluster. Stops the script if no node has enough resources."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    type_key = f"accelerator_type:{args.accelerator_type}"
-    # The nodes on which encoders may run.
-    own = [node for node in nodes if args.accelerator_type is None or type_key in node]
-    if not own:
+class Places(NamedTuple):
+    """What the nodes of a cluster have room for."""
+
+    nodes: int
+    cpus: float
+    gpus: float  # of the type that encoders need
+    fit: int  # encoders that fit on the nodes at the same time
+    for_tasks: bool  # whether a node can run a task of stage 1
+    allowed: int  # encoders that may be started
+    tasks: int  # tasks of stage 1 at a time
+
+
+def list_nodes() -> list[dict[str, float]]:
+    """The resources of each node that is alive."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def count_fitting(node: dict[str, float], encoder: dict[str, Any]) -> int:
+    """How many encoders fit on a node at the same time."""
+    kind = encoder.get("accelerator_type")
+    if kind and f"accelerator_type:{kind}" not in node:
+        return 0
+    fit = int(node.get("memory", 0) // encoder["memory"])
+    gpus, per_encoder = node.get("GPU", 0), encoder["num_gpus"]
+    if per_encoder >= 1:
+        return min(fit, int(gpus // per_encoder))
+    if per_encoder:  # several share a GPU, but none has parts of two
+        return min(fit, int(gpus) * int(round(1 / per_encoder, 4)))
+    return fit
+
+
+def find_places(engine: Engine) -> Places:
+    """Look at the nodes that the cluster has now.
+
+    Ray may place encoders wherever they fit. If they would then leave no node with memory for a
+    task, all would wait for ever. In this case one encoder less than fit is allowed: where it would
+    be, there is room. Otherwise all are allowed, because those that do not fit only wait.
+    """
+    nodes = list_nodes()
+    kind = engine.encoder.get("accelerator_type")
+    cpus = gpus = 0.0
+    fit = 0
+    for_tasks = beside = instead = False  # room for a task: at all, beside, instead of an encoder
+    for node in nodes:
+        count = count_fitting(node, engine.encoder)
+        fit += count
+        cpus += node.get("CPU", 0)
+        if kind is None or f"accelerator_type:{kind}" in node:
+            gpus += node.get("GPU", 0)
+        memory = node.get("memory", 0)
+        if node.get("CPU", 0) >= 1 and memory >= engine.task["memory"]:
+            for_tasks = True
+            beside |= memory - count * engine.encoder["memory"] >= engine.task["memory"]
+            instead |= count > 0
+    allowed = engine.num_encoders
+    if instead and not beside:
+        allowed = min(allowed, fit - 1)
+    tasks = engine.num_tasks or max(1, int(cpus - min(fit, allowed) * engine.threads))
+    return Places(len(nodes), cpus, gpus, fit, for_tasks, allowed, tasks)
+
+
+def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, str]:
+    """Fit the two stages to the Ray cluster. Returns the engine, and sentences on it.
+
+    Stops the script if no node has enough resources, unless --num_encoders asks for more nodes.
+    """
+    nodes = list_nodes()
+    wanted = args.accelerator_type
+    own = [node for node in nodes if wanted is None or f"accelerator_type:{wanted}" in node]
+    if not own and not args.num_encoders:
         keys = {key for node in nodes for key in node if key.startswith("accelerator_type:")}
         types = ", ".join(sorted(key.split(":")[1] for key in keys))
         fail(
-            f"no node of Ray has --accelerator_type {args.accelerator_type}, but {types or 'none'}"
+            f"no node of Ray has --accelerator_type {wanted}, but {types or 'none'}: "
+            "if the cluster will have such nodes, give --num_encoders"
         )
-    cpus = ray.cluster_resources().get("CPU", 0)
     gpus = sum(node.get("GPU", 0) for node in own)
     per_encoder = args.gpus_per_encoder
     if per_encoder is None:
-        per_encoder = float(gpus > 0)
+        per_encoder = float(gpus > 0 or wanted is not None)
     if per_encoder == 0 and args.mixed_precision == "fp16":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
-    count = args.num_encoders or max(1, int(gpus / per_encoder) if per_encoder else 1)
+    memory = 2**30 + 4 * PART_BYTES
     # Encoders reserve no cores. If they did, a small node might not have enough left for a task of
     # stage 1, which would wait for ever. Instead, the number of tasks of stage 1 is limited to the
     # cores that the encoders do not use.
-    threads = torch.get_num_threads()
-    busy = count * (1 if per_encoder else threads)
-    num_tasks = args.num_transform_cpus or max(1, int(cpus - busy))
-    memory = 2**30 + 4 * PART_BYTES
-    task = {"CPU": 1, "GPU": 0, "memory": memory}
-    encoder = {"CPU": 0, "GPU": per_encoder, "memory": memory + 2 * weight_bytes}
-    for what, need, able in (("a task that decodes", task, nodes), ("an encoder", encoder, own)):
-        if not any(all(node.get(kind, 0) >= need[kind] for kind in need) for node in able):
-            resources = (
-                f"{need['CPU']} CPUs, {need['GPU']:g} GPUs and {need['memory'] / 1e9:.1f} GB"
-            )
-            fail(f"{what} needs {resources}, and no node of Ray has that: it would wait for ever")
-    task_options, encoder_options = (
-        {"num_cpus": need["CPU"], "num_gpus": need["GPU"], "memory": need["memory"]}
-        for need in (task, encoder)
+    encoder = {"num_cpus": 0, "num_gpus": per_encoder, "memory": memory + 2 * weight_bytes}
+    if wanted:
+        encoder["accelerator_type"] = wanted
+    engine = Engine(
+        num_encoders=args.num_encoders or max(1, int(gpus / per_encoder) if per_encoder else 1),
+        num_tasks=args.num_transform_cpus,
+        threads=1 if per_encoder else torch.get_num_threads(),
+        task={"num_cpus": 1, "num_gpus": 0, "memory": memory},
+        encoder=encoder,
     )
-    if args.accelerator_type:
-        encoder_options["accelerator_type"] = args.accelerator_type
-    place = f"{per_encoder:g} GPUs" if per_encoder else f"{threads} CPU threads"
-    sentence = (
-        f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs; {count} encoders of {place}, "
-        f"{num_tasks} tasks that decode"
-    )
-    return Engine(count, task_options, encoder_options, num_tasks, sentence)
+    return engine, describe_engine(engine, find_places(engine), bool(args.num_encoders))
+
+
+def describe_engine(engine: Engine, places: Places, may_wait: bool) -> str:
+    """Sentences on what runs where.
+
+    Stops the script if nothing can run, unless it may wait for further nodes.
+    """
+    count = engine.num_encoders
+    encoder_gb, task_gb = (need["memory"] / 1e9 for need in (engine.encoder, engine.task))
+    per_encoder = engine.encoder["num_gpus"]
+    needs = []
+    if not places.for_tasks:
+        needs.append(f"a task that decodes needs 1 CPU and {task_gb:.1f} GB")
+    if not places.fit:
+        needs.append(f"an encoder needs {per_encoder:g} GPUs and {encoder_gb:.1f} GB")
+    lacking = f"{' and '.join(needs)}, and no node of Ray has that"
+    if needs and not may_wait:
+        fail(f"{lacking}: if the cluster will have such nodes, give --num_encoders")
+    if places.allowed == 0:
+        fail(
+            f"an encoder needs {encoder_gb:.1f} GB and a task that decodes {task_gb:.1f} GB, "
+            "and no node of Ray has memory for both: add a node, or take one with more memory"
+        )
+    place = f"{per_encoder:g} GPUs" if per_encoder else f"{engine.threads} CPU threads"
+    sentences = [
+        f"Ray: {places.nodes} nodes, {places.cpus:g} CPUs, {places.gpus:g} GPUs; "
+        f"{places.allowed} encoders of {place}, {places.tasks} tasks that decode"
+    ]
+    if needs:
+        sentences.append(f"Waiting for nodes, which Ray is asked for: {lacking} yet")
+    elif places.allowed < count:
+        sentences.append(
+            f"{places.allowed} of {count} encoders: with more of them ({encoder_gb:.1f} GB each) "
+            f"no node would have memory for a task that decodes ({task_gb:.1f} GB)"
+        )
+    elif places.fit < count:
+        sentences.append(
+            f"Ray has a place for {places.fit} of {count} encoders ({encoder_gb:.1f} GB each); "
+            "the others wait for further nodes"
+        )
+    return "\n".join(sentences)
 
 
 def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> dict[str, str]:
@@ -517,64 +615,162 @@ def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> di
     return damages
 
 
-class Pending(NamedTuple):
-    """A shard that an encoder has."""
+class Call(NamedTuple):
+    """A call of an encoder that is not yet answered."""
 
-    shard: int
-    slot: int  # of the encoder in the list
+    slot: int
     encoder: Any
+    shard: int | None  # None: the first call, which only asks whether the encoder has started
+
+
+class Crew:
+    """The encoders of a run, and what each has to do.
+
+    An encoder gets shards once it has answered. One without a place therefore holds nothing up:
+    it waits for a node with its resources, which Ray asks an autoscaler for, while others work.
+    """
+
+    def __init__(self, missing: dict[int, dict[int, str]], job: Job, engine: Engine) -> None:
+        self.missing = missing
+        self.engine = engine
+        self.actor = ray.remote(
+            max_concurrency=DEPTH, scheduling_strategy="SPREAD", **engine.encoder
+        )(Encoder)
+        self.job = ray.put(job)
+        self.left = sorted(missing)  # a heap
+        self.encoders: dict[int, Any] = {}  # {slot: encoder}
+        self.ready: set[int] = set()  # slots of the encoders that have answered
+        self.calls: dict[Any, Call] = {}  # {Ray's reference: call}
+        self.tries: collections.Counter = collections.Counter()  # of a shard
+        self.starts: collections.Counter = collections.Counter()  # deaths at the start in a slot
+        self.places = find_places(engine)
+        self.looked = time.monotonic()
+
+    def is_done(self) -> bool:
+        return not self.left and all(call.shard is None for call in self.calls.values())
+
+    def count_load(self) -> collections.Counter:
+        """How many shards each slot has."""
+        return collections.Counter(
+            call.slot for call in self.calls.values() if call.shard is not None
+        )
+
+    def count_wanted(self) -> int:
+        """How many encoders have something to do, or would have."""
+        return min(self.engine.num_encoders, len(self.count_load()) + len(self.left))
+
+    def hand_out(self) -> None:
+        """Give shards to the encoders that have answered."""
+        load = self.count_load()
+        # Ray does not tell which shard killed a process. All shards that the process had are
+        # therefore tried again one at a time.
+        for call in self.calls.values():
+            if call.shard is not None and self.tries[call.shard]:
+                load[call.slot] += DEPTH
+        starting = len(self.encoders) - len(self.ready)
+        running = max(1, min(self.places.fit, len(self.encoders)))
+        ahead = max(1, self.places.tasks // running)
+        for depth in range(DEPTH):
+            for slot in sorted(self.ready):
+                if not self.left or load[slot] != depth:
+                    continue
+                # Those that start will want a shard each, and a shard that is tried again is alone.
+                if depth and (len(self.left) <= starting or self.tries[self.left[0]]):
+                    continue
+                number = heapq.heappop(self.left)
+                encoder = self.encoders[slot]
+                ref = encoder.make.remote((number, self.missing[number]), ahead)
+                self.calls[ref] = Call(slot, encoder, number)
+                load[slot] += DEPTH if self.tries[number] else 1
+
+    def resize(self) -> None:
+        """Let go of encoders that have nothing to do or may not stay; start those that lack."""
+        if time.monotonic() > self.looked + LOOK:
+            self.places = find_places(self.engine)
+            self.looked = time.monotonic()
+        wanted = min(self.places.allowed, self.count_wanted())
+        load = self.count_load()
+        least_first = sorted(self.encoders, key=lambda slot: (slot in self.ready, load[slot]))
+        for slot in least_first[: max(0, len(self.encoders) - wanted)]:
+            self.let_go(slot)
+        free = (slot for slot in range(self.engine.num_encoders) if slot not in self.encoders)
+        for slot in list(itertools.islice(free, wanted - len(self.encoders))):
+            encoder = self.actor.remote(self.job)
+            self.encoders[slot] = encoder
+            self.calls[encoder.__ray_ready__.remote()] = Call(slot, encoder, None)
+
+    def let_go(self, slot: int) -> None:
+        """End an encoder, so that its place is free; its shards are for the others."""
+        ray.kill(self.encoders.pop(slot))
+        self.ready.discard(slot)
+        for ref, call in list(self.calls.items()):
+            if call.slot == slot:
+                del self.calls[ref]
+                if call.shard is not None:
+                    heapq.heappush(self.left, call.shard)
+
+    def wait(self) -> list[Any]:
+        """Wait up to a second, and return the references to all answers."""
+        if not self.calls:
+            time.sleep(1)
+            return []
+        done, _ = ray.wait(list(self.calls), timeout=1, fetch_local=False)
+        if done:  # take all that are ready: a turn of `make_shards` looks at every encoder
+            at_once = {"num_returns": len(self.calls), "timeout": 0}
+            done, _ = ray.wait(list(self.calls), **at_once, fetch_local=False)
+        return done
+
+    def take(self, ref: Any) -> tuple[int, dict] | None:
+        """Take an answer; returns (number of a shard, result) if a shard is made or given up."""
+        call = self.calls.pop(ref)
+        try:
+            result = ray.get(ref)
+        except ray.exceptions.RayError as error:  # the process or the node died
+            return self.bury(call, str(error).strip().splitlines()[-1][:200])
+        if call.shard is not None:
+            return call.shard, result
+        self.ready.add(call.slot)
+        self.starts[call.slot] = 0
+        return None
+
+    def bury(self, call: Call, reason: str) -> tuple[int, dict] | None:
+        """Note that an encoder died, and put the shard that it had back."""
+        if self.encoders.get(call.slot) is call.encoder:
+            del self.encoders[call.slot]
+            self.ready.discard(call.slot)
+        died = f"its process died {TRIES} times, of memory? ({reason})"
+        if call.shard is None:
+            self.starts[call.slot] += 1
+            if self.starts[call.slot] == TRIES:
+                fail(f"an encoder could not be started: {died}; the same command resumes")
+            return None
+        self.tries[call.shard] += 1
+        heapq.heappush(self.left, call.shard)
+        return (call.shard, {"failed": died}) if self.tries[call.shard] == TRIES else None
 
 
 def make_shards(
-    missing: dict[int, dict[int, str]], job: Job, num_encoders: int, resources: dict[str, Any]
+    missing: dict[int, dict[int, str]], job: Job, engine: Engine, show: Callable[[int, int], None]
 ) -> Generator[tuple[int, dict]]:
     """Have encoders make the missing shards, {number: {index of a cache: file}}.
 
     Yields (number, result of `Encoder.make`) in any order. A shard whose process died TRIES times
-    yields {"failed": reason}.
+    yields {"failed": reason}. `show` is told how many encoders are at work and how many are not.
     """
-    actor = ray.remote(max_concurrency=DEPTH, scheduling_strategy="SPREAD", **resources)(Encoder)
-    job_ref = ray.put(job)
-    encoders = [actor.remote(job_ref) for _ in range(min(num_encoders, len(missing)))]
-    left = sorted(missing)
-    pending: dict[Any, Pending] = {}
-    tries: collections.Counter = collections.Counter()
+    crew = Crew(missing, job, engine)
     try:
-        while left or pending:
-            load = collections.Counter(each.slot for each in pending.values())
-            # Ray does not tell which shard killed a process. All shards that the process had are
-            # therefore tried again one at a time.
-            for each in pending.values():
-                if tries[each.shard]:
-                    load[each.slot] += DEPTH
-            for depth in range(DEPTH):
-                for slot, encoder in enumerate(encoders):
-                    if left and load[slot] == depth and (depth == 0 or not tries[left[0]]):
-                        number = heapq.heappop(left)
-                        ref = encoder.make.remote((number, missing[number]))
-                        pending[ref] = Pending(number, slot, encoder)
-                        load[slot] += DEPTH if tries[number] else 1
-            done, _ = ray.wait(list(pending), timeout=1, fetch_local=False)
-            if done:  # take all that are ready: a turn of this loop looks at every encoder
-                at_once = {"num_returns": len(pending), "timeout": 0}
-                done, _ = ray.wait(list(pending), **at_once, fetch_local=False)
+        while not crew.is_done():
+            crew.hand_out()
+            crew.resize()
+            show(len(crew.ready), crew.count_wanted() - len(crew.ready))
+            done = crew.wait()
             end_if_stopped()
             for ref in done:
-                number, slot, encoder = pending.pop(ref)
-                try:
-                    yield number, ray.get(ref)
-                except ray.exceptions.RayError as error:  # the process or the node died
-                    if encoders[slot] is encoder:
-                        encoders[slot] = actor.remote(job_ref)
-                    tries[number] += 1
-                    heapq.heappush(left, number)
-                    if tries[number] == TRIES:
-                        reason = str(error).strip().splitlines()[-1][:200]
-                        sentence = f"its process died {TRIES} times, of memory? ({reason})"
-                        yield number, {"failed": sentence}
+                if made := crew.take(ref):
+                    yield made
     finally:
-        for encoder in encoders:
-            ray.kill(encoder)
+        for slot in list(crew.encoders):
+            crew.let_go(slot)
 
 
 def try_batch_sizes(job: Job, resources: dict) -> int:
@@ -650,6 +846,57 @@ class Destination:
             self.opened.lock.release(force=True)
 
 
+class CrewProgress:
+    """The progress bar, and its numbers as gauges of Ray's metrics."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.bar = tqdm(total=total, initial=done, desc="Images", unit="img")
+        self.busy = self.waited = 0.0  # seconds of the encoders
+        self.at_work = self.waiting = 0  # encoders
+        self.gauges = {
+            name: Gauge(f"precompute_latents_{name}", description)
+            for name, description in {
+                "rows_done": "Rows that are in the cache",
+                "rows_per_second": "Rows per second, as in the progress bar",
+                "waiting_share": "Share of their time for which encoders waited for images",
+                "encoders_at_work": "Encoders that have a place and their models",
+                "encoders_waiting": "Encoders that start or wait for a place",
+            }.items()
+        }
+
+    def add(self, rows: int, result: dict[str, Any]) -> None:
+        """Count the rows of a result of `Encoder.make`."""
+        self.busy += result["busy"]
+        self.waited += result["waited"]
+        self.bar.set_postfix_str(self.describe(), refresh=False)
+        self.bar.update(rows)
+        self.set_gauges()
+
+    def show(self, at_work: int, waiting: int) -> None:
+        """Show how many encoders are at work, and how many start or wait for a place."""
+        if (self.at_work, self.waiting) != (at_work, waiting):
+            self.at_work, self.waiting = at_work, waiting
+            self.bar.set_postfix_str(self.describe())
+        self.set_gauges()
+
+    def find_share(self) -> float:
+        return self.waited / (self.busy + self.waited) if self.busy else 0.0
+
+    def describe(self) -> str:
+        phrases = [f"{self.find_share():.1%} waiting for images"] if self.busy else []
+        phrases.append(amount(self.at_work, "encoder"))
+        if self.waiting:
+            phrases.append(f"{self.waiting} starting or waiting for a place")
+        return ", ".join(phrases)
+
+    def set_gauges(self) -> None:
+        self.gauges["rows_done"].set(self.bar.n)
+        self.gauges["rows_per_second"].set(self.bar.format_dict["rate"])
+        self.gauges["waiting_share"].set(self.find_share())
+        self.gauges["encoders_at_work"].set(self.at_work)
+        self.gauges["encoders_waiting"].set(self.waiting)
+
+
 def make_missing(
     missing: dict[int, dict[int, str]],
     job: Job,
@@ -664,27 +911,21 @@ def make_missing(
     counts = {number: min(per_shard, num_rows - number * per_shard) for number in missing}
     total = num_rows * len(destinations)
     to_make = sum(len(paths) * counts[number] for number, paths in missing.items())
-    progress_bar = tqdm(total=total, initial=total - to_make, desc="Images", unit="img")
+    progress = CrewProgress(total, total - to_make)
     # Start the worker processes now: they open the data while the encoders load their models.
     warm_up = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **job.task)(decode_part)
-    for _ in range(min(engine.num_tasks, len(missing))):
+    for _ in range(min(find_places(engine).tasks, len(missing))):
         warm_up.remote((0, 0, ()), job.rows)
-    busy = waited = 0.0
-    results = make_shards(missing, job, engine.num_encoders, engine.encoder)
-    with contextlib.closing(results):
+    with contextlib.closing(make_shards(missing, job, engine, progress.show)) as results:
         for number, result in results:
             if result["failed"]:
                 first = number * per_shard
                 rows = f"rows {first} to {first + counts[number] - 1} could not be made"
                 fail(f"{rows}: {result['failed']}; the same command goes on from what is whole")
-            busy += result["busy"]
-            waited += result["waited"]
-            share = waited / (busy + waited)
-            progress_bar.set_postfix_str(f"{share:.1%} waiting for images", refresh=False)
-            progress_bar.update(counts[number] * len(missing[number]))
+            progress.add(counts[number] * len(missing[number]), result)
             for index, record in result["records"].items():
                 destinations[index].add(names[number], record, num_rows, max_skipped)
-    progress_bar.close()
+    progress.bar.close()
 
 
 @in_one_sentence
@@ -730,8 +971,8 @@ def main(args: argparse.Namespace) -> None:
     # Connect to Ray first, so that no cache is begun if there are no nodes to make it.
     modules = find_modules(Encoder, TransformedRows, Refused)
     disconnect = connect(args.address, modules)
-    engine = plan_engine(args, weight_bytes)
-    print(engine.sentence, flush=True)
+    engine, sentences = plan_engine(args, weight_bytes)
+    print(sentences, flush=True)
     destinations = [Destination(cache) for cache in caches]
     absolute, num_rows = make_absolute(recorded), len(images.rows)
     threads = torch.get_num_threads()
@@ -766,7 +1007,6 @@ def main(args: argparse.Namespace) -> None:
             threads,
             engine.task,
             part_rows=per_batch * max(1, PART_BYTES // (row_bytes * per_batch)),
-            ahead=max(1, engine.num_tasks // min(engine.num_encoders, max(1, len(missing)))),
         )
         make_missing(missing, job, engine, destinations, args.max_skipped)
         for destination in destinations:

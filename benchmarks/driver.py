@@ -55,7 +55,7 @@ class Encoder:
     def __init__(self, job, stops):
         self.last = -(-job.num_rows // ROWS) - 1 if stops else None
 
-    def make(self, shard):
+    def make(self, shard, ahead):
         number, paths = shard
         if number == self.last:
             return {"records": None, "failed": "a stub", "waited": 0.0, "busy": 1.0}
@@ -128,7 +128,9 @@ def prepare_cache(folder, shards, encoders, stops, seconds):
         return lambda encoder: types.SimpleNamespace(remote=give)
 
     ray = script.ray
-    script.ray = types.SimpleNamespace(**vars(ray) | {"remote": remote})
+    # An encoder that is let go must not end the process, which is also that of others.
+    changed = {"remote": remote, "kill": lambda encoder: None}
+    script.ray = types.SimpleNamespace(**vars(ray) | changed)
     script.RemoteRows = lambda args: Rows(shards * ROWS)
     script.decode_part = lambda part, pickled: []
     script.make_shards = watched(seconds, script.make_shards)

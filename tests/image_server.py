@@ -5,6 +5,7 @@ import collections
 import functools
 import gzip
 import io
+import math
 import struct
 import threading
 import zlib
@@ -84,10 +85,11 @@ class ImageServer:
 
     `requests`: how often each path was requested. `most`: the highest number of requests at a time.
     `delay`: seconds before each answer. `sent`: bytes of bodies that do not end. `headers`: those
-    of the last request.
+    of the last request. `held`: images with this number or a higher one are not yet answered.
     """
 
     def __init__(self, ssl=None):
+        self.held = math.inf
         self.requests, self.open, self.most, self.delay, self.sent = (
             collections.Counter(),
             0,
@@ -142,6 +144,8 @@ class ImageServer:
         await asyncio.sleep(self.delay)
         kind, _, rest = path.strip("/").partition("/")
         number = int(rest) if rest.isdecimal() else 0
+        while number >= self.held:
+            await asyncio.sleep(0.01)
         image = make_image(number)
 
         def send(status="200 OK", body=b"", length=None, **more):

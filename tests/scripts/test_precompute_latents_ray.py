@@ -30,6 +30,7 @@ from conftest import (
     ROOT,
     finish,
     free_port,
+    kill,
     make_captioned,
     make_images,
     make_klein,
@@ -92,26 +93,38 @@ def driver(storage):
 
 
 def serve(folder):
+    from ray.cluster_utils import Cluster
+
+    global cluster
+    signal.signal(signal.SIGALRM, stop_waiting)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    disconnect = script.connect(
-        "local",
-        MODULES,
-        num_cpus=2,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        _temp_dir=folder,
-        # Keep idle workers, because their imports take some seconds
-        _system_config={"num_workers_soft_limit": 6},
-    )
-    answer = script.ray.get_runtime_context().gcs_address
+    node = {
+        "num_cpus": 2,
+        "memory": 15 * 2**29,  # 7.5 GiB, whatever the machine has
+        "object_store_memory": 100 * 2**20,
+        "include_dashboard": False,
+        "temp_dir": folder,
+        # Keep idle workers, because their imports take some seconds; notice lost nodes soon
+        "_system_config": {"num_workers_soft_limit": 6, "health_check_period_ms": 500},
+    }
+    cluster = Cluster(True, head_node_args=node)
+    disconnect = script.connect(cluster.address, MODULES)
+    answer = cluster.address
     with contextlib.suppress(EOFError):
         while True:
             pickle.dump(answer, answers)
             answers.flush()
             argv, setup = pickle.load(sys.stdin.buffer)
+            signal.alarm(150)  # no run may wait for ever
             answer = run(argv, setup and globals()[setup])
+            signal.alarm(0)
     disconnect()
+    cluster.shutdown()
+
+
+def stop_waiting(number, frame):
+    raise TimeoutError("it took too long")
 
 
 def run(argv, setup=None):
@@ -190,9 +203,20 @@ class Remote:
                 begin(*args)
             return Ref(self.what, *args)
         actor = self.what(*args)
-        return argparse.Namespace(
-            **{name: Remote(getattr(actor, name)) for name in ("make", "find_batch_size")}
-        )
+        calls = {name: Remote(getattr(actor, name)) for name in ("make", "find_batch_size")}
+        return argparse.Namespace(**calls, __ray_ready__=Remote(lambda: True))
+
+
+class Gauge:
+    """A gauge as Ray has it, without Ray."""
+
+    values: dict[str, float | None] = {}
+
+    def __init__(self, name, description):
+        self.name = name
+
+    def set(self, value):
+        self.values[self.name] = value
 
 
 @pytest.fixture
@@ -205,7 +229,6 @@ def here(monkeypatch):
         argparse.Namespace(
             get_gpu_ids=lambda: [],
             exceptions=script.ray.exceptions,
-            cluster_resources=lambda: {"CPU": 2},
             nodes=lambda: nodes,
             cloudpickle=script.ray.cloudpickle,
             remote=lambda **options: Remote,
@@ -215,6 +238,7 @@ def here(monkeypatch):
             get=lambda ref: ref.call() if isinstance(ref, Ref) else ref,
         ),
     )
+    monkeypatch.setattr(script, "Gauge", Gauge)
     monkeypatch.setattr(script, "check_shards", Remote(script.check_shards._function))
     once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)
     monkeypatch.setattr(script, "work_off", once)
@@ -237,7 +261,12 @@ def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
         assert "Next: accelerate launch train_text_to_image.py --latents_dir " in said
         assert contents(tmp_path / str(count)) == whole
-    assert "3 encoders of 1 CPU threads" in said and "waiting for images" in said
+    assert "3 encoders of 1 CPU threads" in said
+    assert re.search(r"\d% waiting for images, [1-3] encoder", said), said
+    gauges = {name.removeprefix("precompute_latents_"): Gauge.values[name] for name in Gauge.values}
+    assert gauges["rows_done"] == NUM_ROWS and gauges["rows_per_second"] > 0
+    assert 0 < gauges["waiting_share"] < 1
+    assert 1 <= gauges["encoders_at_work"] <= 3 - gauges["encoders_waiting"]
 
 
 def test_images_of_several_sizes_and_masks_are_the_bytes_of_one_process(tmp_path, flags, here):
@@ -381,34 +410,26 @@ def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, f
 
 @pytest.mark.ci
 def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(
-    tmp_path, flags, whole
+    tmp_path, flags, whole, driver
 ):
-    """Ray is really launched, by a single file with another name in another folder.
+    """Ray really runs it, from a single file with another name in another folder.
 
     So workers can only import the modules that they are sent.
     """
-    two = start(
-        lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log"
-    )
-    assert finish(two) == [0, 0], (tmp_path / "log").read_text()
-    assert contents(tmp_path / "two") == whole
     (tmp_path / "mine.py").write_text(make_standalone(ROOT / "precompute_latents_ray.py"))
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    env = {**os.environ, "PYTHONPATH": CHILDREN, "RAY_TMPDIR": folder}
-    command = [
-        sys.executable,
-        tmp_path / "mine.py",
-        *flags,
-        "--num_encoders=2",
-        "--num_transform_cpus=1",
-    ]
-    done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    assert done.returncode == 0 and "Done: 24 rows, 2 skipped" in done.stdout, done.stderr
-    assert (
-        "2 encoders of 1 CPU threads, 1 tasks that decode" in done.stdout
-        and "waiting for images" in done.stderr
-    )
+    command = [sys.executable, tmp_path / "mine.py", *flags, f"--address={driver.address}"]
+    command += ["--num_encoders=2", "--num_transform_cpus=1"]
+    env = {**os.environ, "PYTHONPATH": CHILDREN}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd="/", env=env, **pipes) as alone:
+        output = f"--output_dir={tmp_path / 'two'}"
+        two = start(lambda: precompute(*flags, output), 2, log=tmp_path / "log")
+        assert finish(two) == [0, 0], (tmp_path / "log").read_text()
+        assert contents(tmp_path / "two") == whole
+        said, errors = alone.communicate()
+    assert alone.returncode == 0 and "Done: 24 rows, 2 skipped" in said, errors
+    assert "2 encoders of 1 CPU threads, 1 tasks that decode" in said
+    assert "waiting for images" in errors
     assert contents(tmp_path / "out") == whole
 
 
@@ -475,45 +496,38 @@ def dying_decoder(part, pickled):
 
 
 class Dies(script.Encoder):
-    """An encoder that is killed once before the second shard and once after the third."""
+    """An encoder that is killed once, when the file of the second shard is written.
+
+    The driver does not know that it is, and the third shard is in work.
+    """
 
     def __init__(self, job):
         super().__init__(job)
         self.decode = script.ray.remote(max_retries=0)(dying_decoder)
 
-    def make(self, shard):
-        begun, done = (marker(self.job.args, name) for name in ("begun", "done"))
-        if shard[0] == 1 and not begun.exists():
-            begun.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = super().make(shard)
-        if shard[0] == 2 and not done.exists():
+    def make(self, shard, ahead):
+        result, done = super().make(shard, ahead), marker(self.job.args, "done")
+        if shard[0] == 1 and not done.exists():
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
 
 def kill_both():
-    """Use `Dies`, and let the driver record the last two shards only when the file "go" exists.
+    script.Encoder = Dies
 
-    Until then, the driver can be killed.
-    """
+
+def hold_back():
+    """Let the driver record only the first two shards, and then wait until it is killed."""
     shards = script.make_shards
 
-    def make_shards(missing, job, *engine):
-        late = []
-        for number, made in shards(missing, job, *engine):
+    def make_shards(*args):
+        for number, made in shards(*args):
             if number < 2:
                 yield number, made
-            else:
-                late.append((number, made))
-        wait_until(marker(job.args, "go").exists, 600)
-        yield from late
+        signal.pause()
 
-    script.make_shards, script.Encoder = make_shards, Dies
-
-
-MARKS = {"begun", "done", "decoded-4"}
+    script.make_shards = make_shards
 
 
 def start_driver(log, setup, *argv):
@@ -527,43 +541,45 @@ def start_driver(log, setup, *argv):
 
 
 @pytest.mark.ci
-def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver, here, bucket):
-    """Nor does a killed driver: it leaves whole files, here at an address, and can be resumed."""
+def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, setup=kill_both)
+    assert code == 0 and {"done", "decoded-4"} < set(os.listdir(tmp_path)), said
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.ci
+def test_a_killed_driver_leaves_whole_objects(tmp_path, flags, whole, driver, bucket, request):
+    """And the same command resumes, here from an address."""
     flags.append("--output_dir=s3://bucket/latents")
-    process = start_driver(tmp_path / "log", kill_both, *flags, f"--address={driver.address}")
+    argv = [*flags, f"--address={driver.address}"]
+
+    def drive():
+        os.chdir("/")
+        print(run(argv, hold_back))
+
+    process = start(drive, log=tmp_path / "log")
     record = "bucket/latents/unfinished/data-00001-of-00004.arrow.json"
-    killed = lambda: MARKS < set(os.listdir(tmp_path)) and bucket.exists(record)
-    wait_until(lambda: killed() or process.poll() is not None, 200)
-    process.kill()
-    process.wait()
+    wait_until(lambda: bucket.exists(record), 100)
+    kill(process)
     made = objects(bucket, "bucket/latents")
     shards = {name for name in made if name.startswith("data-")}
-    assert killed() and {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (
-        tmp_path / "log"
-    ).read_text()
+    assert {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (tmp_path / "log").read_text()
     assert all(made[name] == whole[name] for name in shards) and "state.json" not in made
     times = {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
+    here = request.getfixturevalue("here")  # only now, since the fork needs the real Ray
     code, said = here(*flags)  # at once: the dead one's workers may not have noticed yet
     assert code == 0, said
     assert objects(bucket, "bucket/latents") == whole
     assert times == {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
 
 
-@pytest.mark.long
-def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flags, whole, driver):
-    (tmp_path / "go").touch()
-    code, said = driver(*flags, setup=kill_both)
-    assert code == 0 and MARKS < set(os.listdir(tmp_path)), said
-    assert contents(tmp_path / "out") == whole
-
-
 class DiesAlways(script.Encoder):
-    def make(self, shard):
+    def make(self, shard, ahead):
         if shard[0] == 1:
             with marker(self.job.args, "tries").open("a") as file:
                 file.write("x")
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().make(shard)
+        return super().make(shard, ahead)
 
 
 def dying_encoder():
@@ -578,15 +594,15 @@ class Gone(script.Encoder):
 
     gone = False
 
-    def begin(self, shard):
+    def begin(self, shard, ahead):
         self.gone |= shard[0] == 1
         with marker(self.job.args, "tries").open("a") as file:
             file.write(str(shard[0]))
 
-    def make(self, shard):
+    def make(self, shard, ahead):
         if self.gone:
             raise script.ray.exceptions.RayActorError(None, "no memory")
-        return super().make(shard)
+        return super().make(shard, ahead)
 
 
 def gone_encoder():
@@ -756,7 +772,7 @@ def test_parts_are_some_batches_and_end_with_their_shard(flags):
 def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypatch):
     """One task runs per core of the encoder, and shards are encoded in the order of the calls."""
     job = argparse.Namespace(
-        caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, ahead=3, threads=1
+        caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, threads=1
     )
     encoder, given, encoded, steps = object.__new__(script.Encoder), [], [], threading.Semaphore(0)
     decode = Remote(lambda part, rows: [{"part": part}])
@@ -778,7 +794,7 @@ def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypat
     monkeypatch.setattr(script, "write_each", lambda writing, paths, encoded: list(encoded))
     threads = []
     for number in range(3):
-        threads.append(threading.Thread(target=encoder.make, args=((number, {0: "x"}),)))
+        threads.append(threading.Thread(target=encoder.make, args=((number, {0: "x"}), 3)))
         threads[-1].start()
         wait_until(lambda: len(encoder.queue) == number + 1 and encoded, 20)
     for step in range(12):
@@ -836,74 +852,112 @@ def test_other_settings_too_many_bad_rows_and_bad_folders_are_refused(tmp_path, 
         assert (tmp_path / "out/.tmp-of-another-run").exists()
 
 
-def test_ray_is_used_as_far_as_it_goes_and_what_no_node_can_give_is_refused(flags, monkeypatch):
-    """And not waited for."""
+@pytest.fixture
+def plan(flags, monkeypatch):
+    """plan(*argv, nodes=[(CPUs, GPUs), ...]) plans for such a cluster.
 
-    def plan(*argv, nodes=((4, 0), (4, 0)), types=(), memory=2**34, weights=10**9):
-        nodes = [{"CPU": cpus, "GPU": gpus, "memory": memory} for cpus, gpus in nodes]
-        total = {kind: sum(node[kind] for node in nodes) for kind in ("CPU", "GPU")}
+    Returns (engine, places, sentences). types: of the nodes' GPUs. memory: GB of each node.
+    """
+
+    def planned(*argv, nodes=((4, 0), (4, 0)), types=(), memory=20, weights=10**9):
+        nodes = [{"CPU": cpus, "GPU": gpus, "memory": memory * 1e9} for cpus, gpus in nodes]
         for node, kind in zip(nodes, types, strict=False):
             node |= {f"accelerator_type:{kind}": 1} if kind else {}
         found = [{"Alive": True, "Resources": node} for node in nodes]
-        monkeypatch.setattr(script.ray, "cluster_resources", lambda: total)
         gone = {"Alive": False, "Resources": {"CPU": 99, "GPU": 99, "memory": 2**50}}
         monkeypatch.setattr(script.ray, "nodes", lambda: [*found, gone])
-        args = script.parse_args([*flags, *argv])
-        return script.plan_engine(args, weights)
+        engine, sentences = script.plan_engine(script.parse_args([*flags, *argv]), weights)
+        return engine, script.find_places(engine), sentences
 
-    count, task, encoder, num_tasks, sentence = plan()
-    assert (count, num_tasks) == (1, 8 - 1) and sentence.startswith(
-        "Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU"
-    )
-    assert (task["num_cpus"], task["num_gpus"]) == (1, 0) and (
-        encoder["num_cpus"],
-        encoder["num_gpus"],
-    ) == (0, 0)
+    return planned
+
+
+def test_ray_is_used_as_far_as_it_goes(plan):
+    engine, places, sentences = plan()
+    assert (places.allowed, places.tasks) == (1, 8 - 1)
+    assert sentences.startswith("Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU")
+    assert (engine.task["num_cpus"], engine.task["num_gpus"]) == (1, 0)
+    assert (engine.encoder["num_cpus"], engine.encoder["num_gpus"]) == (0, 0)
     # The weights twice: in float32, and in the precision in which they are used
-    assert encoder["memory"] - task["memory"] == 2 * 10**9
-    count, _, encoder, num_tasks, sentence = plan(nodes=((8, 4), (8, 4), (8, 0)))
-    assert (count, encoder["num_gpus"], num_tasks) == (
-        8,
-        1,
-        24 - 8,
-    ) and "8 encoders of 1 GPUs" in sentence
-    assert plan("--gpus_per_encoder=0.5", nodes=((8, 4),)).num_encoders == 8
-    engine = plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))
-    assert (engine.num_encoders, engine.num_tasks) == (3, 5)
-    engine = plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))
+    assert engine.encoder["memory"] - engine.task["memory"] == 2 * 10**9
+    engine, places, sentences = plan(nodes=((8, 4), (8, 4), (8, 0)))
+    assert (places.allowed, places.fit, places.tasks) == (8, 8, 24 - 8)
+    assert engine.encoder["num_gpus"] == 1 and "8 encoders of 1 GPUs" in sentences
+    assert "accelerator_type" not in engine.encoder and "\n" not in sentences
+    engine, places, _ = plan("--gpus_per_encoder=0.5", nodes=((8, 4),), memory=40)
+    assert (places.allowed, places.fit) == (8, 8)
+    engine, places, _ = plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))
+    assert (places.allowed, places.tasks) == (3, 5)
+    engine, _, _ = plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))
     assert engine.encoder["num_gpus"] == 0
-    assert "accelerator_type" not in plan(nodes=((8, 4),)).encoder
     types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
-    count, task, encoder, num_tasks, _ = plan("--accelerator_type=T4", **types)
-    assert (count, encoder["accelerator_type"], num_tasks) == (
-        2,
-        "T4",
-        24 - 2,
-    ) and "accelerator_type" not in task
+    engine, places, _ = plan("--accelerator_type=T4", **types)
+    assert (places.allowed, places.fit, places.tasks) == (2, 2, 24 - 2)
+    assert engine.encoder["accelerator_type"] == "T4" and "accelerator_type" not in engine.task
+
+
+def test_encoders_and_tasks_are_packed_together(plan):
+    """An encoder takes 3.3 GB here, and a task 1.3 GB."""
+    # Eight GPUs, and memory for three encoders and a task
+    _, places, said = plan(nodes=((8, 8),), memory=12)
+    assert (places.allowed, places.fit) == (8, 3)
+    assert said.endswith(
+        "Ray has a place for 3 of 8 encoders (3.3 GB each); the others wait for further nodes"
+    )
+    _, places, _ = plan("--gpus_per_encoder=0.6", "--num_encoders=4", nodes=((8, 4),))
+    assert places.fit == 4  # none has parts of two GPUs
+    # Three encoders fit, and leave each node 0.1 GB.
+    _, places, said = plan("--num_encoders=4", nodes=((8, 0),), memory=10.1)
+    assert (places.allowed, places.fit, places.tasks) == (2, 3, 8 - 2)
+    assert said.endswith(
+        "2 of 4 encoders: with more of them (3.3 GB each) no node would have memory "
+        "for a task that decodes (1.3 GB)"
+    )
+    _, places, _ = plan("--num_encoders=2", nodes=((8, 0),), memory=10.1)
+    assert places.allowed == 2
+    # Another node has no place for an encoder, but one for a task.
+    _, places, _ = plan("--num_encoders=4", nodes=((8, 4), (8, 0)), memory=10.1)
+    assert (places.allowed, places.fit) == (4, 3)
+    # A node of 8 GB, of which Ray gives out 4: an encoder, or a task
+    for count in ([], ["--num_encoders=1"]):
+        with pytest.raises(SystemExit, match=r"an encoder needs 3.3 GB and a task .* 1.3 GB, and"):
+            plan(*count, nodes=((4, 0),), memory=4)
+
+
+def test_what_no_node_has_is_refused_or_asked_for(plan):
+    types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
     for argv, options, said in [
         (
             ["--accelerator_type=H100"],
             types,
-            "no node of Ray has --accelerator_type H100, but A100, T4",
+            "no node of Ray has --accelerator_type H100, but A100, T4: if .* --num_encoders",
         ),
         (["--accelerator_type=H100"], {}, "no node of Ray has --accelerator_type H100, but none"),
-        (
-            ["--accelerator_type=T4", "--gpus_per_encoder=3"],
-            types,
-            "an encoder needs 0 CPUs, 3 GPUs and",
-        ),
+        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "an encoder needs 3 GPUs and"),
         (
             ["--gpus_per_encoder=1"],
             {},
-            "an encoder needs 0 CPUs, 1 GPUs and .* GB, and no node of Ray has that",
+            "an encoder needs 1 GPUs and 3.3 GB, and no node of Ray has that: .* --num_encoders",
         ),
-        ([], {"memory": 2**29}, "a task that decodes needs 1 CPUs, 0 GPUs and 1.3 GB, and no node"),
-        ([], {"weights": 2**34}, "an encoder needs 0 CPUs, 0 GPUs and 35.7 GB, and no node"),
-        (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "an encoder needs 0 CPUs, 2 GPUs"),
+        (
+            [],
+            {"memory": 0.5},
+            "a task that decodes needs 1 CPU and 1.3 GB and an encoder needs 0 GPUs and 3.3 GB",
+        ),
+        ([], {"weights": 2**34}, "^an encoder needs 0 GPUs and 35.7 GB, and no node"),
+        (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "an encoder needs 2 GPUs"),
         (["--mixed_precision=fp16"], {}, "fp16 does nothing on a CPU"),
     ]:
         with pytest.raises(SystemExit, match=said):
             plan(*argv, **options)
+
+    # An autoscaling cluster: no GPU yet, or the head alone, which runs no tasks
+    for argv in (["--gpus_per_encoder=1"], ["--accelerator_type=H100"]):
+        for nodes in (((4, 0),), ((0, 0),)):
+            engine, places, said = plan("--num_encoders=64", *argv, nodes=nodes)
+            assert (places.allowed, places.fit, engine.encoder["num_gpus"]) == (64, 0, 1)
+            assert "\nWaiting for nodes, which Ray is asked for: " in said
+            assert ("a task that decodes needs 1 CPU" in said) == (nodes == ((0, 0),))
 
 
 @pytest.mark.parametrize(
@@ -1137,6 +1191,199 @@ def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket)
     bucket.pipe_file("bucket/images/data-2.parquet", b"no parquet")
     with pytest.raises(SystemExit):
         remote_rows.RemoteRows(args)
+
+
+# ------------------------------------------------------------------- clusters that grow and shrink
+
+
+class Cluster:
+    """Stands for Ray. It answers what the test says, and notes which encoders are ended."""
+
+    def __init__(self, *memory):
+        self.memory = memory  # of each node, in encoders or tasks
+        self.encoders, self.ended, self.answers = [], [], {}
+
+    def nodes(self):
+        return [
+            {"Alive": True, "Resources": {"CPU": 4, "memory": memory}} for memory in self.memory
+        ]
+
+    def remote(self, **options):
+        def start(job):
+            number = len(self.encoders)
+            shards = argparse.Namespace(remote=lambda shard, ahead: (number, shard[0]))
+            started = argparse.Namespace(remote=lambda: (number, None))
+            self.encoders.append(argparse.Namespace(make=shards, __ray_ready__=started))
+            return self.encoders[-1]
+
+        return lambda kind: argparse.Namespace(remote=start)
+
+    def put(self, value):
+        return value
+
+    def kill(self, encoder):
+        self.ended.append(self.encoders.index(encoder))
+
+    def get(self, ref):
+        if ref not in self.answers:
+            raise script.ray.exceptions.RayActorError(None, "a node is lost")
+        return self.answers[ref]
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    """crew(count, shards, *memory): a `Crew` on nodes with memory for so many encoders or tasks."""
+
+    def make(count, shards, *memory):
+        cluster = Cluster(*memory)
+        monkeypatch.setattr(script.ray, "nodes", cluster.nodes)
+        for name in ("remote", "put", "kill", "get"):
+            monkeypatch.setattr(script.ray, name, getattr(cluster, name))
+        needs = {"num_cpus": 0, "num_gpus": 0, "memory": 1}
+        engine = script.Engine(count, None, 0, {**needs, "num_cpus": 1}, needs)
+        return script.Crew(dict.fromkeys(range(shards), {}), None, engine), cluster
+
+    return make
+
+
+def turn(crew):
+    """A turn of `make_shards`. Returns the calls, (encoder, shard or None), that are unanswered."""
+    crew.hand_out()
+    crew.resize()
+    return sorted(crew.calls, key=str)
+
+
+def test_an_encoder_gets_shards_once_it_has_answered_and_is_let_go_when_none_are_left(crew):
+    crew, cluster = crew(3, 8, 2.5, 9)
+    assert turn(crew) == [(0, None), (1, None), (2, None)]
+    cluster.answers = {(0, None): True, (1, None): True}
+    assert crew.take((0, None)) is crew.take((1, None)) is None
+    # One shard is kept for each encoder that may still answer.
+    of_two = [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5), (2, None)]
+    assert turn(crew) == of_two and crew.left == [6, 7]
+    cluster.answers |= {(0, shard): {} for shard in (0, 2, 4)}
+    assert [crew.take((0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
+    assert turn(crew) == [(0, 6), (1, 1), (1, 3), (1, 5), (2, None)] and crew.left == [7]
+    assert (len(crew.ready), crew.count_wanted()) == (2, 3)
+    cluster.answers |= {(0, 6): {}, (0, 7): {}}
+    crew.take((0, 6))
+    assert turn(crew) == [(0, 7), (1, 1), (1, 3), (1, 5)] and cluster.ended == [2]
+    crew.take((0, 7))
+    assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [2, 0]
+
+
+def test_the_shards_of_a_lost_node_go_to_those_at_work(crew):
+    """They are tried again one at a time, and the encoder that is made anew may never have a place.
+
+    One that dies at its start four times ends the run.
+    """
+    crew, cluster = crew(2, 5, 9)
+    turn(crew)
+    cluster.answers = {(0, None): True, (1, None): True}
+    crew.take((0, None)), crew.take((1, None))
+    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
+    assert crew.take((1, 1)) is crew.take((1, 3)) is None
+    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (2, None)] and crew.left == [1, 3]
+    cluster.answers |= {(0, shard): {} for shard in (0, 2, 4, 1, 3)}
+    [crew.take((0, shard)) for shard in (0, 2, 4)]
+    assert turn(crew) == [(0, 1), (2, None)]
+    for number in (2, 3, 4):
+        assert crew.take((number, None)) is None
+        assert turn(crew) == [(0, 1), (number + 1, None)]
+    with pytest.raises(SystemExit, match="not be started: its process died 4 times, .* is lost"):
+        crew.take((5, None))
+    assert crew.take((0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and not crew.is_done()
+    assert crew.take((0, 3)) == (3, {}) and crew.is_done()
+
+
+def test_if_the_last_room_for_tasks_is_lost_an_encoder_makes_room(crew):
+    crew, cluster = crew(2, 6, 2, 1)
+    turn(crew)
+    cluster.answers = {(0, None): True, (1, None): True}
+    crew.take((0, None)), crew.take((1, None))
+    assert len(turn(crew)) == 6
+    cluster.memory, crew.looked = (2,), 0
+    assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [0]
+    assert crew.left == [0, 2, 4] and not crew.tries
+    cluster.memory, crew.looked = (2, 2), 0
+    assert turn(crew) == [(1, 1), (1, 3), (1, 5), (2, None)]
+
+
+def weigh(gigabytes):
+    """Have each encoder ask for this memory. A task asks for 1 GiB, and the first node has 7.5."""
+    real = script.plan_engine
+    script.plan_engine = lambda args, weights: real(args, (gigabytes - 1) * 2**29)
+
+
+def one_place():
+    weigh(5)
+
+
+def two_places_and_none_for_a_task():
+    weigh(3.5)
+
+
+def a_place_and_none_for_a_task():
+    weigh(7)
+
+
+@pytest.mark.ci
+def test_more_encoders_than_places_hold_nothing_up(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, "--num_encoders=2", setup=one_place)
+    assert code == 0 and contents(tmp_path / "out") == whole, said
+    assert "Ray has a place for 1 of 2 encoders (5.4 GB each); the others wait" in said
+    assert "1 starting or waiting for a place" in said
+
+    code, said = driver(*flags, setup=a_place_and_none_for_a_task)
+    assert code == 1 and "no node of Ray has memory for both: add a node" in said, said
+
+
+def come_and_go():
+    """Two nodes come when encoders wait for them. One is lost at work, and none comes for it."""
+    weigh(9)
+    script.Encoder, make = Slow, script.make_shards
+    nodes, seen = [], set()
+
+    def add_nodes():
+        nodes.extend(cluster.add_node(num_cpus=0, memory=10 * 2**30) for _ in range(2))
+
+    def make_shards(missing, job, engine, show):
+        def watch(at_work, waiting):
+            show(at_work, waiting)
+            if not seen:
+                add_nodes()
+            seen.add(at_work)
+
+        for made in make(missing, job, engine, watch):
+            if 2 in seen and len(nodes) == 2:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            yield made
+        for node in nodes:
+            cluster.remove_node(node, allow_graceful=False)
+
+    script.make_shards = make_shards
+
+
+@pytest.mark.long
+def test_nodes_that_come_late_or_are_lost(tmp_path, flags, driver):
+    flags.append("--rows_per_shard=4")
+    precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
+    code, said = driver(*flags, "--num_encoders=2", setup=come_and_go)
+    assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
+    assert "Waiting for nodes, which Ray is asked for: an encoder needs 0 GPUs and 9.7 GB" in said
+    phases = [
+        "0 encoders, 2 starting or waiting for a place",
+        "waiting for images, 2 encoders]",
+        "waiting for images, 1 encoder, 1 starting or waiting for a place",
+    ]
+    assert [said.find(phase) for phase in phases] == sorted(map(said.index, phases)), said
+
+
+@pytest.mark.long
+def test_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, "--num_encoders=2", setup=two_places_and_none_for_a_task)
+    assert code == 0 and contents(tmp_path / "out") == whole, said
+    assert "1 of 2 encoders: with more of them (3.8 GB each) no node would have memory" in said
 
 
 # ------------------------------------------------------------------- whole nodes, and memory
