@@ -1,23 +1,18 @@
-"""A folder at an address or on a disk: whole files, and a lock that survives its holder's death."""
+"""A folder at an address or on a disk: whole files, and which run writes to it."""
 
 import contextlib
 import shutil
-import socket
-import threading
-import time
 import uuid
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors import explained
 from diffusion_training.files import write_file
 from diffusion_training.remote import writing
 
-LOCK = "checkpoints_to.lock"
-LOCK_BEAT = 5.0  # seconds
-SILENT_BEATS = 4  # after so many the holder of a lock is taken for dead
+OWNER = "checkpoints_to.owner"
 
 
 class Store:
@@ -75,79 +70,26 @@ class Store:
             self.fs.rm(self.path(name), recursive=True)
 
 
-class LostLockError(Exception):
-    """Another run has taken the lock, because it heard nothing of this one."""
+class TakenOverError(Exception):
+    """Another run has begun to write to the store."""
 
 
-class StoreLock:
-    """A lock in a store: a file that its holder writes anew with each beat.
+class Owner:
+    """Which run writes to a store: the one that took it last. The others stop when they see it.
 
-    Its holder is taken for dead if the file has not changed for SILENT_BEATS. The one that waits
-    counts them, because the clocks of two machines differ.
+    For example, a machine that was taken for dead may still copy when the next one has begun.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.key = uuid.uuid4().hex
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.beat, daemon=True)
+    def __init__(self) -> None:
+        self.key = uuid.uuid4().hex.encode()
 
-    def text(self, number: int) -> bytes:
-        return f"{self.key} {number} {socket.gethostname()}".encode()
-
-    def acquire(self, patience: float) -> None:
-        """Wait for a holder that still writes, `patience` seconds at most, and take the lock.
-
-        For example, a spot machine may still copy its last checkpoint when the next one starts.
-        """
-        store = Store(self.url)
-        begin = time.monotonic()
-        silent = 0
-        found = store.read(LOCK)
-        if found:
-            host = found.decode().split(" ")[-1]
-            wait = SILENT_BEATS * LOCK_BEAT
-            print(f"{host} has written to {self.url}: waiting {wait:g} s to see if it still does")
-        while found and silent < SILENT_BEATS:
-            time.sleep(LOCK_BEAT)
-            latest = store.read(LOCK)
-            silent = silent + 1 if latest == found else 0
-            found = latest
-            if silent == 0 and found and time.monotonic() - begin > patience:
-                fail(f"another run, on {host}, writes to {self.url}: end it, or wait for it")
-        store.write(LOCK, self.text(0))
-        if store.read(LOCK) != self.text(0):
-            fail(f"another run has just begun to write to {self.url}: choose another address")
-        self.thread.start()
+    def take(self, store: Store) -> None:
+        store.write(OWNER, self.key)
 
     def check(self, store: Store) -> None:
-        """Raise LostLockError if this run does not hold the lock any more."""
-        content = store.read(LOCK) or b""
-        if not content.startswith(self.key.encode()):
-            raise LostLockError
-
-    def beat(self) -> None:
-        number = 0
-        store = None
-        while not self.ended.wait(LOCK_BEAT):
-            try:
-                store = store or Store(self.url)
-                self.check(store)
-                number += 1
-                store.write(LOCK, self.text(number))
-            except LostLockError:
-                return
-            except Exception:  # the store can't be reached: try again with a new connection
-                store = None
-        with contextlib.suppress(Exception):
-            store = store or Store(self.url)
-            self.check(store)
-            store.delete(LOCK)
-
-    def release(self) -> None:
-        self.ended.set()
-        if self.thread.is_alive():
-            self.thread.join(2 * LOCK_BEAT)  # the store may not answer
+        """Raise TakenOverError if another run has taken the store."""
+        if store.read(OWNER) != self.key:
+            raise TakenOverError
 
 
 def try_store(url: str, flag: str) -> None:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from diffusion_training.errors import CHANGED, explain, explained, fail
 from diffusion_training.files import checksum_file, delete, saving
 from diffusion_training.remote import persist
-from diffusion_training.stores import LOCK, LostLockError, Store, StoreLock, try_store
+from diffusion_training.stores import OWNER, Owner, Store, TakenOverError, try_store
 from diffusion_training.training.checkpoints import find_checkpoints, prune_checkpoints
 
 RECORDS = ("run.args", "metrics.jsonl", "report.html")
@@ -61,7 +61,8 @@ class Copies:
         self.output_dir = output_dir
         self.limit = limit
         self.timeout = timeout
-        self.lock = StoreLock(url)
+        self.owner = Owner()
+        self.is_taken = False
         self.there: set[str] = set()  # the files at the address; replaced, never changed
         self.sent: dict[str, tuple[int, int]] = {}  # (time, size) of each record when it was sent
         self.held: Path | None = None  # the checkpoint that is being copied
@@ -74,25 +75,28 @@ class Copies:
         self.pause = RETRY
 
     def open(self) -> None:
-        """Lock the address and delete unfinished copies, or stop if it is not a run's."""
+        """Look what is at the address, or stop if it is not a run's or can't be written to."""
         try_store(self.url, "--checkpoints_to")
-        with explained(f"--checkpoints_to {self.url} can't be written to"):
-            store = Store(self.url)
-            names = store.list()
-            if names and not names & {"run.args", LOCK}:
-                fail(
-                    f"--checkpoints_to {self.url} holds {min(names)} and no run of this script: "
-                    "choose another address"
-                )
-            self.lock.acquire(self.timeout)
-            CHANGED.callback(self.close)
-            names = store.list()
-            for folder in find_unfinished(names):
-                store.delete_folder(folder)
-            for name in names:
-                if Path(name).name.startswith(".tmp-"):
-                    store.delete(name)
-            self.there = store.list()
+        with explained(f"--checkpoints_to {self.url} can't be read"):
+            self.there = Store(self.url).list()
+        if self.there and not self.there & {"run.args", OWNER}:
+            fail(
+                f"--checkpoints_to {self.url} holds {min(self.there)} and no run of this script: "
+                "choose another address"
+            )
+
+    def take(self, store: Store) -> None:
+        """Take the address over, and delete unfinished copies of killed runs."""
+        if self.is_taken:
+            return
+        self.owner.take(store)
+        names = store.list()
+        for folder in find_unfinished(names):
+            store.delete_folder(folder)
+        for name in names:
+            if Path(name).name.startswith(".tmp-"):
+                store.delete(name)
+        self.is_taken = True
 
     def fetch(self, given: str | None) -> None:
         """Fetch the checkpoint that --resume_from_checkpoint means, if it is only at the address.
@@ -131,6 +135,7 @@ class Copies:
 
     def begin(self, reached: int) -> None:
         """Start to copy. reached: the step from which the run was resumed; -1 for a new run."""
+        CHANGED.callback(self.close)
         threading.Thread(target=self.work, args=(reached,), daemon=True).start()
         self.wake()
 
@@ -173,11 +178,10 @@ class Copies:
         return names + [f"samples/{path.name}" for path in self.list_samples()]
 
     def close(self) -> None:
-        """Stop copying and unlock the address."""
+        """Stop copying."""
         with self.changed:
             self.is_over = True
             self.changed.notify_all()
-        self.lock.release()
 
     def work(self, reached: int) -> None:
         """Copy until the run is over: the thread."""
@@ -191,11 +195,12 @@ class Copies:
             try:
                 store = Store(self.url)
                 if not is_begun:
+                    self.take(store)
                     self.delete_newer(store, reached)
                     is_begun = True
                 while self.copy_newest(store):
                     pass
-            except LostLockError:
+            except TakenOverError:
                 self.give_up()
                 return
             except Exception as error:
@@ -211,7 +216,7 @@ class Copies:
 
     def give_up(self) -> None:
         if not self.is_over:
-            text = f"Another run has taken {self.url}: nothing more of this one is copied there"
+            text = f"Another run writes to {self.url} now: nothing more of this one is copied there"
             tqdm.write(text, file=sys.stderr)
         with self.changed:
             self.is_over = True
@@ -226,7 +231,6 @@ class Copies:
     def delete_newer(self, store: Store, reached: int) -> None:
         """Delete what the run makes again, or all of an earlier one if this one is new."""
         names = store.list()
-        self.lock.check(store)
         for step in find_whole(names, "best"):
             if step > reached:
                 self.delete_copy(store, "best", step)
@@ -235,7 +239,7 @@ class Copies:
                 store.delete(name)
 
     def delete_copy(self, store: Store, kind: str, step: int) -> None:
-        self.lock.check(store)
+        self.owner.check(store)
         store.delete(f"{kind}-{step}/{MARKERS[kind]}")
         store.delete_folder(f"{kind}-{step}")
 
@@ -278,7 +282,7 @@ class Copies:
         return bool(chosen)
 
     def copy_records(self, store: Store) -> None:
-        self.lock.check(store)
+        self.owner.check(store)
         for name in RECORDS:
             path = self.output_dir / name
             if path.exists():
@@ -317,7 +321,7 @@ class Copies:
             if folder.exists():  # a fault of the store
                 raise
             is_same = False
-        self.lock.check(store)
+        self.owner.check(store)
         if is_same:
             store.write(f"{name}/{marker}", content)
             self.there = self.there | {f"{name}/{marker}"}
@@ -391,7 +395,7 @@ def fetch_checkpoint(url: str, step: int, folder: Path) -> None:
 
 
 def open_copies(args: Namespace, output_dir: Path) -> Copies:
-    """Lock --checkpoints_to, and fetch the checkpoint that is resumed if it is only there.
+    """Open --checkpoints_to, and fetch the checkpoint that is resumed if it is only there.
 
     Call it on the first process.
     """
@@ -420,7 +424,9 @@ def share_checkpoint(
         return output_dir
     if copies and f"{name}/{MARKERS['checkpoint']}" not in copies.there:
         with explained(f"{name} could not be copied to {url}, where other machines need it"):
-            copies.copy_newest(Store(url))
+            store = Store(url)
+            copies.take(store)
+            copies.copy_newest(store)
     accelerator.wait_for_everyone()
     folder = output_dir / FETCHED
     if is_missing and accelerator.is_local_main_process:

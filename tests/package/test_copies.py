@@ -12,14 +12,13 @@ from conftest import patch, wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 
 from diffusion_training.files import checksum_files
-from diffusion_training.stores import LOCK, Store, StoreLock
+from diffusion_training.stores import OWNER, Owner, Store
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.copies import Copies, find_unfinished, find_whole
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    patch(monkeypatch, "LOCK_BEAT", 0.02)
     patch(monkeypatch, "RETRY", 0.05)
     patch(monkeypatch, "WAITS", (0.01,))
 
@@ -34,7 +33,7 @@ def out(tmp_path):
 
 @pytest.fixture
 def make(out):
-    """make(limit) -> Copies of `out` with its address locked; they are closed at the end."""
+    """make(limit) -> Copies of `out`, which are closed at the end."""
     MemoryFileSystem.store.clear()
     made = []
 
@@ -126,8 +125,6 @@ def test_what_is_new_is_copied_and_the_limit_is_kept(out, make, capsys):
     assert chosen == [["5", "4"], ["4"], ["5"]]
     assert store.read("metrics.jsonl") == b"{}\n{}\n" and store.read("run.args") == b"--seed 1"
     assert not find_unfinished(names) and not capsys.readouterr().err
-    copies.close()
-    assert LOCK not in store.list()
 
 
 def test_the_one_that_is_copied_is_not_deleted_and_the_newest_is_next(out, make, monkeypatch):
@@ -195,6 +192,7 @@ def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
     """Two checkpoints are at the address; with a limit of one, a third replaces them."""
     changes = {name: getattr(Store, name) for name in ("send", "write", "delete", "delete_folder")}
     begun = make()
+    begun.take(Store(begun.url))
     save(out, 1, best=1), save(out, 2, best=2)
     begun.copy_newest(Store(begun.url))
     begun.copy_newest(Store(begun.url))
@@ -209,13 +207,14 @@ def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
         left = iter(range(number))
 
         def change(store, *args, name, left=left):
-            if LOCK not in args and next(left, None) is None:
+            if OWNER not in args and next(left, None) is None:
                 raise LookupError("killed")
             changes[name](store, *args)
 
         with monkeypatch.context() as m, contextlib.suppress(LookupError):
             for name in changes:
                 m.setattr(Store, name, functools.partialmethod(change, name=name))
+            copies.take(Store(copies.url))
             copies.delete_newer(Store(copies.url), 2)
             copies.copy_newest(Store(copies.url))
             found.append("end")
@@ -224,7 +223,7 @@ def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
         assert best[-1] == 3 or 2 in best
         copies.close()
         found.append(steps)
-        make(limit=1).close()
+        make(limit=1).take(Store(copies.url))
         assert check() == steps and not find_unfinished(Store(copies.url).list())
         if "end" in found:
             break
@@ -306,19 +305,17 @@ def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):
         assert store.list() == {name}
         store.delete(name)
     copies = make()
-    with pytest.raises(SystemExit, match="another run, on .* writes to memory://bucket/run"):
-        make(timeout=0)
     save(out, 1)
     copies.begin(-1)
     copies.finish()
-    other = StoreLock(copies.url)  # this run was stopped for so long that another took the lock
+    other = Owner()
     held = Held(monkeypatch, "checkpoint-2/")
     save(out, 2)
     copies.wake()
     held.reached.wait(20)
-    store.write(LOCK, other.text(0))
+    other.take(store)
     held.free.set()
     copies.finish()
-    assert check() == [1] and store.read(LOCK) == other.text(0)
+    assert check() == [1] and store.read(OWNER) == other.key
     error = capsys.readouterr().err
-    assert "Another run has taken memory://bucket/run: nothing more of this one is" in error
+    assert "Another run writes to memory://bucket/run now: nothing more of this one is" in error
