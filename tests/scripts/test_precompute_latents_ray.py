@@ -517,8 +517,9 @@ def kill_both():
     script.Encoder = Dies
 
 
-def hold_back():
+def kill_both_and_hold_back():
     """Let the driver record only the first two shards, and then wait until it is killed."""
+    kill_both()
     shards = script.make_shards
 
     def make_shards(*args):
@@ -540,26 +541,30 @@ def start_driver(log, setup, *argv):
     return subprocess.Popen([sys.executable, "-c", code, *argv], **options)
 
 
-@pytest.mark.ci
-def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver):
+MARKS = {"done", "decoded-4"}
+
+
+@pytest.mark.long
+def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flags, whole, driver):
     code, said = driver(*flags, setup=kill_both)
-    assert code == 0 and {"done", "decoded-4"} < set(os.listdir(tmp_path)), said
+    assert code == 0 and MARKS < set(os.listdir(tmp_path)), said
     assert contents(tmp_path / "out") == whole
 
 
 @pytest.mark.ci
-def test_a_killed_driver_leaves_whole_objects(tmp_path, flags, whole, driver, bucket, request):
-    """And the same command resumes, here from an address."""
+def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver, bucket, request):
+    """Nor does a killed driver: it leaves whole files, here at an address, and can be resumed."""
     flags.append("--output_dir=s3://bucket/latents")
     argv = [*flags, f"--address={driver.address}"]
 
     def drive():
         os.chdir("/")
-        print(run(argv, hold_back))
+        print(run(argv, kill_both_and_hold_back))
 
     process = start(drive, log=tmp_path / "log")
-    record = "bucket/latents/unfinished/data-00001-of-00004.arrow.json"
-    wait_until(lambda: bucket.exists(record), 100)
+    record = "bucket/latents/unfinished/data-00002-of-00004.arrow.json"
+    killed = lambda: MARKS < set(os.listdir(tmp_path)) and bucket.exists(record)
+    wait_until(killed, 150)
     kill(process)
     made = objects(bucket, "bucket/latents")
     shards = {name for name in made if name.startswith("data-")}
