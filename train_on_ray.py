@@ -50,6 +50,7 @@ from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, numb
 from diffusion_training.cluster import connect, find_modules
 from diffusion_training.errors import (
     PEER_ENDED,
+    Refused,
     amount,
     end_if_stopped,
     explain,
@@ -58,7 +59,7 @@ from diffusion_training.errors import (
     in_one_sentence,
 )
 from diffusion_training.files import check_output_dir, delete, leave_nothing
-from diffusion_training.supervisor import Ended, Order, Supervisor, wait_until_free
+from diffusion_training.supervisor import TAIL, Ended, Order, Supervisor, wait_until_free
 
 try:
     import ray.train
@@ -192,6 +193,11 @@ class Job:
         """A file that every supervisor locks until its trainer has ended."""
         return str(self.shared / "lock")
 
+    @property
+    def log(self) -> str:
+        """What the trainers of worker 0 have printed."""
+        return str(self.shared / "log")
+
 
 class NoBackend(Backend):
     """The trainers make their process group themselves; NCCL has to see all GPUs of a machine."""
@@ -232,7 +238,9 @@ def run_worker(config: dict[str, Job]) -> None:
         spec = importlib.util.find_spec(Path(script).stem)
         script = str(spec and spec.origin)
     command = [sys.executable, script, *job.flags, *RESUME]
-    supervisor = Supervisor(Order(command, job.folder, job.lock, job.save_seconds), environment)
+    log = None if rank else job.log
+    order = Order(command, job.folder, job.lock, log, job.save_seconds)
+    supervisor = Supervisor(order, environment)
     threading.Thread(target=heed_warning, args=(supervisor,), daemon=True).start()
     ended = supervisor.wait()
     if event := judge(ended, name, f"{name} of worker {rank} on {host}"):
@@ -337,7 +345,7 @@ def check_resources(args: argparse.Namespace) -> None:
 
 
 def watch(fit: threading.Thread, job: Job, max_failures: int) -> None:
-    """Print what happens to the workers until `fit` ends.
+    """Print what happens until `fit` ends.
 
     Stops with an error if a trainer failed, or if workers start again and again without saving.
     """
@@ -345,31 +353,43 @@ def watch(fit: threading.Thread, job: Job, max_failures: int) -> None:
     starts = 0
     reason = ""
     failures: list[str] = []
-    while True:
-        try:
-            event = job.events.get(timeout=1)
-        except Empty:
-            event = None
+    printed = ""
+    with open(job.log, newline="", errors="replace") as log:
+        while True:
+            event = next_event(job.events)
+            new = log.read()
+            print(new, end="", flush=True)
+            printed = (printed + new)[-TAIL:]
+            if event is None and failures:  # only one worker of a machine prints the sentence
+                name = Path(job.script).name
+                sentence = next((x for x in failures if x.startswith(f"{name}: ")), failures[0])
+                raise SystemExit(1) if sentence in printed else Refused(sentence)
+            if event is None and not fit.is_alive():
+                return
+            if event is None:
+                continue
+            if event.kind == "failed":
+                failures.append(event.text)
+                continue
+            print(f"Ray: {event.text}", flush=True)
+            if event.kind == "lost":
+                reason = f", at last because {event.text}"
+                continue
+            before = saved
+            saved = set(Path(job.output_dir).glob("checkpoint-*/trainer_state.json"))
+            starts = starts + 1 if saved == before else 0
+            if starts > max_failures:
+                fail(f"the workers started {starts + 1} times without a new checkpoint{reason}")
+
+
+def next_event(events: Queue) -> Event | None:
+    """The next event, or None if none comes within a second."""
+    try:
+        return events.get(timeout=1)
+    except Empty:
+        return None
+    finally:
         end_if_stopped()  # Ray may have swallowed a signal's exception
-        if event is None and failures:  # only one worker of a machine prints the sentence
-            own = [text for text in failures if text.startswith(Path(job.script).name + ": ")]
-            fail([*own, *failures][0])
-        if event is None and not fit.is_alive():
-            return
-        if event is None:
-            continue
-        if event.kind == "failed":
-            failures.append(event.text)
-            continue
-        print(f"Ray: {event.text}", flush=True)
-        if event.kind == "lost":
-            reason = f", at last because {event.text}"
-            continue
-        before = saved
-        saved = set(Path(job.output_dir).glob("checkpoint-*/trainer_state.json"))
-        starts = starts + 1 if saved == before else 0
-        if starts > max_failures:
-            fail(f"the workers started {starts + 1} times without a new checkpoint{reason}")
 
 
 @in_one_sentence
@@ -384,7 +404,7 @@ def main(args: argparse.Namespace) -> None:
 
     # Start Ray or find it.
     modules = find_modules(run_worker, Supervisor, trainer.parse_args)
-    disconnect = connect(args.address, modules, log_to_driver=True)
+    disconnect = connect(args.address, modules)
     job = None
     try:
         check_resources(args)
@@ -409,6 +429,7 @@ def main(args: argparse.Namespace) -> None:
         with explained(f"--output_dir {args.output_dir} can't be written to"):
             job.shared.mkdir(parents=True, exist_ok=True)
             (job.shared / job.token).touch()
+            Path(job.log).write_bytes(b"")
 
         # Train. Ray's own signal handler would not wait for the trainers, so `fit` is in a thread.
         scaling = ray.train.ScalingConfig(

@@ -51,7 +51,8 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
             address,
             runtime_env={"py_modules": modules},
             logging_level="error",
-            **{"log_to_driver": False} | options,
+            log_to_driver=False,
+            **options,
         )
     for number, handler in handlers.items():  # Ray has replaced them
         signal.signal(number, handler)

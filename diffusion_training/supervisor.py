@@ -29,6 +29,7 @@ class Order:
     command: list[str]  # starts the trainer
     folder: str  # in which it starts
     lock: str  # a file that is locked (shared) until the trainer has ended
+    log: str | None  # a file for what the trainer prints; None: where the worker prints
     save_seconds: float  # that the trainer has to save before it is killed
 
 
@@ -78,6 +79,10 @@ def supervise() -> None:
     import fcntl  # only on systems that have fork
 
     order = Order(**json.loads(sys.argv[1]))
+    if order.log:
+        with open(order.log, "ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
     with open(order.lock, "a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         trainer = subprocess.Popen(
