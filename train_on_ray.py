@@ -44,7 +44,9 @@ import time
 import uuid
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number
 from diffusion_training.cluster import connect, find_modules
@@ -181,7 +183,6 @@ class Job:
     host: str  # of the driver
     cpu: bool
     save_seconds: float
-    events: Queue
 
     @property
     def shared(self) -> Path:
@@ -189,13 +190,24 @@ class Job:
         return Path(self.output_dir, ".ray")
 
     @property
+    def busy(self) -> str:
+        """An error."""
+        advice = "end it, or choose another --output_dir"
+        return f"another process is writing to {self.output_dir}: {advice}"
+
+    @property
     def lock(self) -> str:
         """A file that every supervisor locks until its trainer has ended."""
         return str(self.shared / "lock")
 
     @property
+    def over(self) -> Path:
+        """A file that appears when the job ends: the trainers save and end, none is started."""
+        return self.shared / "over"
+
+    @property
     def log(self) -> str:
-        """What the trainers of worker 0 have printed."""
+        """A file of what the trainers of worker 0 have printed."""
         return str(self.shared / "log")
 
 
@@ -218,56 +230,45 @@ class OnlyRanks(TorchConfig):
         return contextlib.nullcontext
 
 
-def run_worker(config: dict[str, Job]) -> None:
+def run_worker(config: dict[str, Any]) -> None:
     """Start the trainer as one rank of the group, and wait for its end.
 
-    Raises RuntimeError if it did not end well; then Ray Train starts all workers again.
+    Raises RuntimeError if the workers are to start again. Returns if the job has ended, well or
+    not: if all workers do so, Ray Train ends too.
     """
     job = config["job"]
-    host = socket.gethostname()
-    rank = ray.train.get_context().get_world_rank()
-    name = Path(job.script).name
-    for path in (Path(job.folder), job.shared / job.token):
-        if not path.exists():
-            folder = job.folder if str(path) == job.folder else f"--output_dir {job.output_dir}"
-            advice = "it must be on a disk that all machines share"
-            report(job, Event("failed", f"{host} has not the {folder} of {job.host}: {advice}"))
-    environment = make_environment(job)
-    script = job.script
-    if not os.path.exists(script):  # Ray has sent it
-        spec = importlib.util.find_spec(Path(script).stem)
-        script = str(spec and spec.origin)
-    command = [sys.executable, script, *job.flags, *RESUME]
-    log = None if rank else job.log
-    order = Order(command, job.folder, job.lock, log, job.save_seconds)
-    supervisor = Supervisor(order, environment)
-    threading.Thread(target=heed_warning, args=(supervisor,), daemon=True).start()
-    ended = supervisor.wait()
-    if event := judge(ended, name, f"{name} of worker {rank} on {host}"):
-        report(job, event)
+    events = config["events"]
+    environment = meet(job, events)
+    event = run_trainer(job, environment) if environment else None
+    if event:
+        events.put(event)
+    deadline = time.monotonic() + 60
+    while event and event.kind == "failed" and not job.over.exists():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    if event and not job.over.exists():
+        raise RuntimeError(event.text)
 
 
-def report(job: Job, event: Event) -> NoReturn:
-    """Tell the driver why this worker ends, and end it."""
-    job.events.put(event)
-    raise RuntimeError(event.text)
+def meet(job: Job, events: Queue) -> dict[str, str] | None:
+    """Wait for the other workers, and until the trainers of the previous group have ended.
 
-
-def make_environment(job: Job) -> dict[str, str]:
-    """Wait until the previous group has ended. Returns the environment of this rank's trainer."""
+    Returns the environment of this rank's trainer; None if none is to be started.
+    """
     context = ray.train.get_context()
     address = None
-    if context.get_world_rank() == 0:
-        if not wait_until_free(job.lock, job.save_seconds + 60):
-            advice = "end it, or choose another --output_dir"
-            report(
-                job, Event("failed", f"another process is writing to {job.output_dir}: {advice}")
-            )
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            address = ray.util.get_node_ip_address(), listener.getsockname()[1]
-        job.events.put(Event("started", amount(context.get_world_size(), "worker")))
-    host, port = broadcast_from_rank_zero(address)
+    if context.get_world_rank() == 0 and not job.over.exists():
+        if wait_until_free(job.lock, job.save_seconds + 60):
+            with socket.socket() as listener:
+                listener.bind(("", 0))
+                address = ray.util.get_node_ip_address(), listener.getsockname()[1]
+            events.put(Event("started", amount(context.get_world_size(), "worker")))
+        else:
+            events.put(Event("failed", job.busy))
+    address = broadcast_from_rank_zero(address)
+    if address is None:
+        return None
     environment = dict(os.environ)
     if job.cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
@@ -283,10 +284,37 @@ def make_environment(job: Job) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": context.get_local_world_size(),
         "GROUP_RANK": context.get_node_rank(),
         "GROUP_WORLD_SIZE": len(machines),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": address[1],
     }
     return environment | {key: str(value) for key, value in ranks.items()}
+
+
+def run_trainer(job: Job, environment: dict[str, str]) -> Event | None:
+    """Run the trainer to its end. Returns None if all went well."""
+    host = socket.gethostname()
+    if missing := find_missing(job):
+        advice = "it must be on a disk that all machines share"
+        return Event("failed", f"{host} does not see {missing} of {job.host}: {advice}")
+    script = job.script
+    if not os.path.exists(script):  # Ray has sent it
+        spec = importlib.util.find_spec(Path(script).stem)
+        script = str(spec and spec.origin)
+    command = [sys.executable, script, *job.flags, *RESUME]
+    rank = ray.train.get_context().get_world_rank()
+    log = None if rank else job.log
+    order = Order(command, job.folder, job.lock, log, str(job.over), job.save_seconds)
+    supervisor = Supervisor(order, environment)
+    threading.Thread(target=heed_warning, args=(supervisor,), daemon=True).start()
+    name = Path(job.script).name
+    return judge(supervisor.wait(), name, f"{name} of worker {rank} on {host}")
+
+
+def find_missing(job: Job) -> str | None:
+    """A folder of the driver that this machine does not have."""
+    if not (job.shared / job.token).exists():
+        return f"--output_dir {job.output_dir}"
+    return None if os.path.isdir(job.folder) else f"the folder {job.folder}"
 
 
 def heed_warning(supervisor: Supervisor) -> None:
@@ -324,6 +352,20 @@ def judge(ended: Ended | None, script: str, what: str) -> Event | None:
 # the driver
 
 
+def make_shared(job: Job) -> BaseFileLock:
+    """Make the folder that the workers share, and lock --output_dir against another driver."""
+    job.shared.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(Path(job.output_dir, ".lock-ray"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        fail(job.busy)
+    job.over.unlink(missing_ok=True)  # of a driver that was killed
+    (job.shared / job.token).touch()
+    Path(job.log).write_bytes(b"")
+    return lock
+
+
 def check_resources(args: argparse.Namespace) -> None:
     """Stop with an error, or say that the job waits, if there are too few CPUs or GPUs."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -344,8 +386,8 @@ def check_resources(args: argparse.Namespace) -> None:
     print(f"{sentence}: waiting for more machines", flush=True)
 
 
-def watch(fit: threading.Thread, job: Job, max_failures: int) -> None:
-    """Print what happens until `fit` ends.
+def watch(fitting: threading.Thread, job: Job, events: Queue, max_failures: int) -> None:
+    """Print what happens until `fitting` ends.
 
     Stops with an error if a trainer failed, or if workers start again and again without saving.
     """
@@ -356,7 +398,7 @@ def watch(fit: threading.Thread, job: Job, max_failures: int) -> None:
     printed = ""
     with open(job.log, newline="", errors="replace") as log:
         while True:
-            event = next_event(job.events)
+            event = next_event(events)
             new = log.read()
             print(new, end="", flush=True)
             printed = (printed + new)[-TAIL:]
@@ -364,7 +406,7 @@ def watch(fit: threading.Thread, job: Job, max_failures: int) -> None:
                 name = Path(job.script).name
                 sentence = next((x for x in failures if x.startswith(f"{name}: ")), failures[0])
                 raise SystemExit(1) if sentence in printed else Refused(sentence)
-            if event is None and not fit.is_alive():
+            if event is None and not fitting.is_alive():
                 return
             if event is None:
                 continue
@@ -392,6 +434,41 @@ def next_event(events: Queue) -> Event | None:
         end_if_stopped()  # Ray may have swallowed a signal's exception
 
 
+def fit(args: argparse.Namespace, job: Job, events: Queue, errors: list[Exception]) -> None:
+    """Run Ray Train to its end; appends the error if there is one."""
+    scaling = ray.train.ScalingConfig(
+        num_workers=(args.min_workers, args.max_workers),
+        use_gpu=not args.cpu,
+        resources_per_worker={"CPU": args.cpus_per_worker},
+        elastic_resize_monitor_interval_s=args.resize_seconds,
+    )
+    run = ray.train.RunConfig(
+        name=f"run-{job.token}",
+        storage_path=str(job.shared),
+        failure_config=ray.train.FailureConfig(max_failures=-1),  # `watch` counts them
+    )
+    try:
+        TorchTrainer(
+            run_worker,
+            train_loop_config={"job": job, "events": events},
+            torch_config=OnlyRanks(backend="gloo"),
+            scaling_config=scaling,
+            run_config=run,
+        ).fit()
+    except Exception as error:
+        errors.append(error)
+
+
+def end_workers(job: Job, fitting: threading.Thread) -> None:
+    """Let the trainers save and end, and then Ray Train.
+
+    Ray ends this process at once if a thread still uses it when it is shut down.
+    """
+    job.over.touch()
+    wait_until_free(job.lock, job.save_seconds + 10)
+    fitting.join(15)
+
+
 @in_one_sentence
 def main(args: argparse.Namespace) -> None:
     """Train.
@@ -402,74 +479,45 @@ def main(args: argparse.Namespace) -> None:
     trainer = sys.modules[Path(args.script).stem]
     check_output_dir(vars(args.trainer))
 
-    # Start Ray or find it.
-    modules = find_modules(run_worker, Supervisor, trainer.parse_args)
-    disconnect = connect(args.address, modules)
-    job = None
-    try:
-        check_resources(args)
+    # Make the folder that the workers share.
+    job = Job(
+        args.script,
+        args.flags,
+        os.getcwd(),
+        args.output_dir,
+        uuid.uuid4().hex,
+        socket.gethostname(),
+        args.cpu,
+        args.save_seconds,
+    )
+    is_new = not os.path.exists(args.output_dir)
+    with explained(f"--output_dir {args.output_dir} can't be written to"):
+        lock = make_shared(job)
 
-        # Make what the workers share.
-        output_dir = Path(args.output_dir)
-        is_new = not output_dir.exists()
+    # Start Ray or find it, and train. Ray's own handler of Ctrl-C would not wait for the trainers,
+    # so `fit` is in a thread.
+    try:
+        disconnect = connect(args.address, find_modules(run_worker, Supervisor, trainer.parse_args))
+        check_resources(args)
         here = ray.get_runtime_context().get_node_id()
         on_this_machine = NodeAffinitySchedulingStrategy(here, soft=False)
         events = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_machine})
-        job = Job(
-            args.script,
-            args.flags,
-            os.getcwd(),
-            args.output_dir,
-            uuid.uuid4().hex,
-            socket.gethostname(),
-            args.cpu,
-            args.save_seconds,
-            events,
-        )
-        with explained(f"--output_dir {args.output_dir} can't be written to"):
-            job.shared.mkdir(parents=True, exist_ok=True)
-            (job.shared / job.token).touch()
-            Path(job.log).write_bytes(b"")
-
-        # Train. Ray's own signal handler would not wait for the trainers, so `fit` is in a thread.
-        scaling = ray.train.ScalingConfig(
-            num_workers=(args.min_workers, args.max_workers),
-            use_gpu=not args.cpu,
-            resources_per_worker={"CPU": args.cpus_per_worker},
-            elastic_resize_monitor_interval_s=args.resize_seconds,
-        )
-        run = ray.train.RunConfig(
-            name="train",
-            storage_path=str(job.shared),
-            failure_config=ray.train.FailureConfig(max_failures=-1),  # `watch` counts them
-        )
-        torch_trainer = TorchTrainer(
-            run_worker,
-            train_loop_config={"job": job},
-            torch_config=OnlyRanks(backend="gloo"),
-            scaling_config=scaling,
-            run_config=run,
-        )
         errors: list[Exception] = []
-
-        def fit() -> None:
-            try:
-                torch_trainer.fit()
-            except Exception as error:
-                errors.append(error)
-
-        fitting = threading.Thread(target=fit, daemon=True)
-        fitting.start()
-        watch(fitting, job, args.max_failures)
-        if errors:
-            fail(f"Ray Train could not go on ({explain(errors[0])}); the same command goes on")
+        fitting = threading.Thread(target=fit, args=(args, job, events, errors), daemon=True)
+        try:
+            fitting.start()
+            watch(fitting, job, events, args.max_failures)
+            if errors:
+                reason = explain(errors[0])
+                fail(f"Ray Train could not go on ({reason}); the same command resumes the run")
+        finally:
+            end_workers(job, fitting)
+            disconnect()
     finally:
-        disconnect()
-        if job is not None:  # the trainers are now told to save
-            wait_until_free(job.lock, args.save_seconds + 10)
-            delete(job.shared)
-            if is_new:
-                leave_nothing(output_dir)
+        delete(job.shared)
+        lock.release(force=True)
+        if is_new:
+            leave_nothing(Path(args.output_dir))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class Order:
     folder: str  # in which it starts
     lock: str  # a file that is locked (shared) until the trainer has ended
     log: str | None  # a file for what the trainer prints; None: where the worker prints
+    over: str  # a file that appears when the job ends
     save_seconds: float  # that the trainer has to save before it is killed
 
 
@@ -72,7 +73,7 @@ class Supervisor:
 def supervise() -> None:
     """Carry out the `Order` in argv, and write an `Ended` to the file descriptor in argv.
 
-    When stdin is closed, the trainer is told to save and end (SIGTERM).
+    When stdin is closed or the job is over, the trainer is told to save and end (SIGTERM).
     """
     if os.fork():
         os._exit(0)
@@ -93,7 +94,7 @@ def supervise() -> None:
             start_new_session=True,  # a process group, to which its loader processes belong
             preexec_fn=end_with_parent,
         )
-        ended = watch(trainer, order.save_seconds)
+        ended = watch(trainer, order.over, order.save_seconds)
     with contextlib.suppress(BrokenPipeError):  # the worker has ended
         os.write(int(sys.argv[2]), json.dumps(asdict(ended)).encode())
 
@@ -104,8 +105,8 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def watch(trainer: subprocess.Popen[bytes], save_seconds: float) -> Ended:
-    """Wait until a trainer ends or stdin is closed, and see to it that no process is left."""
+def watch(trainer: subprocess.Popen[bytes], over: str, save_seconds: float) -> Ended:
+    """Wait until a trainer has ended, and see to it that no process is left."""
     assert trainer.stderr
     errors = trainer.stderr.fileno()
     os.set_blocking(errors, False)
@@ -113,8 +114,8 @@ def watch(trainer: subprocess.Popen[bytes], save_seconds: float) -> Ended:
     waiting = [0, errors]
     deadline = math.inf
     while trainer.poll() is None and time.monotonic() < deadline:
-        ready, _, _ = select.select(waiting, [], [], 0.2)
-        if 0 in ready:
+        ready, _, _ = select.select(waiting, [], [], 0.5)
+        if deadline == math.inf and (0 in ready or os.path.exists(over)):
             waiting.remove(0)
             trainer.terminate()
             deadline = time.monotonic() + save_seconds

@@ -45,7 +45,8 @@ class Worker:
         command = [sys.executable, "-S", "-c", TRAINER, str(folder), "yes" if stubborn else "no"]
         self.folder = folder
         self.lock = str(folder / "lock")
-        order = Order(command, str(folder), self.lock, str(folder / "log"), save_seconds)
+        log, over = str(folder / "log"), str(folder / "over")
+        order = Order(command, str(folder), self.lock, log, over, save_seconds)
 
         def work():
             supervisor = Supervisor(order, os.environ | {"PYTHONPATH": str(ROOT)})
@@ -96,6 +97,13 @@ def test_a_trainer_that_does_not_end_is_killed(worker):
     os.kill(it.pid, signal.SIGKILL)
     wait_until(lambda: not it.is_left(), 10)
     assert (it.folder / "saved").exists() and 0.9 < time.time() - begin < 5
+
+
+def test_a_job_that_is_over_ends_the_trainer(worker):
+    it = worker()
+    (it.folder / "over").touch()
+    assert it.ended() == repr(Ended(143, "\ntrainer.py: a sentence\n"))
+    assert (it.folder / "saved").exists() and not it.is_left()
 
 
 def test_a_killed_trainer_is_reported_with_what_it_said_and_its_loaders_end(worker):
