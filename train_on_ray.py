@@ -391,7 +391,7 @@ def watch(fitting: threading.Thread, job: Job, events: Queue, max_failures: int)
 
     Stops with an error if a trainer failed, or if workers start again and again without saving.
     """
-    saved: set[Path] = set()
+    saved: set[Path] | None = None
     starts = 0
     reason = ""
     failures: list[str] = []
