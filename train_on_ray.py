@@ -61,7 +61,7 @@ from diffusion_training.errors import (
     in_one_sentence,
 )
 from diffusion_training.files import check_output_dir, delete, leave_nothing
-from diffusion_training.supervisor import TAIL, Ended, Order, Supervisor, wait_until_free
+from diffusion_training.supervisor import TAIL, Ended, Supervisor, Task, wait_until_free
 
 try:
     import ray.train
@@ -172,7 +172,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class RayJob:
     """What workers need to know."""
 
     script: str  # path on the driver's machine
@@ -251,7 +251,7 @@ def run_worker(config: dict[str, Any]) -> None:
         raise RuntimeError(event.text)
 
 
-def meet(job: Job, events: Queue) -> dict[str, str] | None:
+def meet(job: RayJob, events: Queue) -> dict[str, str] | None:
     """Wait for the other workers, and until the trainers of the previous group have ended.
 
     Returns the environment of this rank's trainer; None if none is to be started.
@@ -290,10 +290,10 @@ def meet(job: Job, events: Queue) -> dict[str, str] | None:
     return environment | {key: str(value) for key, value in ranks.items()}
 
 
-def run_trainer(job: Job, environment: dict[str, str]) -> Event | None:
+def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
     """Run the trainer to its end. Returns None if all went well."""
     host = socket.gethostname()
-    if missing := find_missing(job):
+    if missing := find_unshared(job):
         advice = "it must be on a disk that all machines share"
         return Event("failed", f"{host} does not see {missing} of {job.host}: {advice}")
     script = job.script
@@ -303,14 +303,14 @@ def run_trainer(job: Job, environment: dict[str, str]) -> Event | None:
     command = [sys.executable, script, *job.flags, *RESUME]
     rank = ray.train.get_context().get_world_rank()
     log = None if rank else job.log
-    order = Order(command, job.folder, job.lock, log, str(job.over), job.save_seconds)
-    supervisor = Supervisor(order, environment)
+    task = Task(command, job.folder, job.lock, log, str(job.over), job.save_seconds)
+    supervisor = Supervisor(task, environment)
     threading.Thread(target=heed_warning, args=(supervisor,), daemon=True).start()
     name = Path(job.script).name
     return judge(supervisor.wait(), name, f"{name} of worker {rank} on {host}")
 
 
-def find_missing(job: Job) -> str | None:
+def find_unshared(job: RayJob) -> str | None:
     """A folder of the driver that this machine does not have."""
     if not (job.shared / job.token).exists():
         return f"--output_dir {job.output_dir}"
@@ -352,7 +352,7 @@ def judge(ended: Ended | None, script: str, what: str) -> Event | None:
 # the driver
 
 
-def make_shared(job: Job) -> BaseFileLock:
+def make_shared(job: RayJob) -> BaseFileLock:
     """Make the folder that the workers share, and lock --output_dir against another driver."""
     job.shared.mkdir(parents=True, exist_ok=True)
     lock = FileLock(Path(job.output_dir, ".lock-ray"))
@@ -386,7 +386,7 @@ def check_resources(args: argparse.Namespace) -> None:
     print(f"{sentence}: waiting for more machines", flush=True)
 
 
-def watch(fitting: threading.Thread, job: Job, events: Queue, max_failures: int) -> None:
+def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: int) -> None:
     """Print what happens until `fitting` ends.
 
     Stops with an error if a trainer failed, or if workers start again and again without saving.
@@ -434,7 +434,7 @@ def next_event(events: Queue) -> Event | None:
         end_if_stopped()  # Ray may have swallowed a signal's exception
 
 
-def fit(args: argparse.Namespace, job: Job, events: Queue, errors: list[Exception]) -> None:
+def fit(args: argparse.Namespace, job: RayJob, events: Queue, errors: list[Exception]) -> None:
     """Run Ray Train to its end; appends the error if there is one."""
     scaling = ray.train.ScalingConfig(
         num_workers=(args.min_workers, args.max_workers),
@@ -459,7 +459,7 @@ def fit(args: argparse.Namespace, job: Job, events: Queue, errors: list[Exceptio
         errors.append(error)
 
 
-def end_workers(job: Job, fitting: threading.Thread) -> None:
+def end_trainers(job: RayJob, fitting: threading.Thread) -> None:
     """Let the trainers save and end, and then Ray Train.
 
     Ray ends this process at once if a thread still uses it when it is shut down.
@@ -480,7 +480,7 @@ def main(args: argparse.Namespace) -> None:
     check_output_dir(vars(args.trainer))
 
     # Make the folder that the workers share.
-    job = Job(
+    job = RayJob(
         args.script,
         args.flags,
         os.getcwd(),
@@ -511,7 +511,7 @@ def main(args: argparse.Namespace) -> None:
                 reason = explain(errors[0])
                 fail(f"Ray Train could not go on ({reason}); the same command resumes the run")
         finally:
-            end_workers(job, fitting)
+            end_trainers(job, fitting)
             disconnect()
     finally:
         delete(job.shared)

@@ -23,7 +23,7 @@ TAIL = 20_000  # bytes of the last errors that are reported
 
 
 @dataclass(frozen=True)
-class Order:
+class Task:
     """What a supervisor does."""
 
     command: list[str]  # starts the trainer
@@ -45,11 +45,11 @@ class Ended:
 class Supervisor:
     """A supervisor and its trainer, as the worker sees them."""
 
-    def __init__(self, order: Order, environment: dict[str, str]) -> None:
+    def __init__(self, task: Task, environment: dict[str, str]) -> None:
         read, write = os.pipe()
         code = f"from {supervise.__module__} import supervise; supervise()"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(asdict(order)), str(write)],
+            [sys.executable, "-c", code, json.dumps(asdict(task)), str(write)],
             env=environment,
             stdin=subprocess.PIPE,
             pass_fds=[write],
@@ -71,7 +71,7 @@ class Supervisor:
 
 
 def supervise() -> None:
-    """Carry out the `Order` in argv, and write an `Ended` to the file descriptor in argv.
+    """Carry out the `Task` in argv, and write an `Ended` to the file descriptor in argv.
 
     When stdin is closed or the job is over, the trainer is told to save and end (SIGTERM).
     """
@@ -79,22 +79,22 @@ def supervise() -> None:
         os._exit(0)
     import fcntl  # only on systems that have fork
 
-    order = Order(**json.loads(sys.argv[1]))
-    if order.log:
-        with open(order.log, "ab") as log:
+    task = Task(**json.loads(sys.argv[1]))
+    if task.log:
+        with open(task.log, "ab") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-    with open(order.lock, "a+") as lock:
+    with open(task.lock, "a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         trainer = subprocess.Popen(
-            order.command,
-            cwd=order.folder,
+            task.command,
+            cwd=task.folder,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,  # a process group, to which its loader processes belong
             preexec_fn=end_with_parent,
         )
-        ended = watch(trainer, order.over, order.save_seconds)
+        ended = wait_for_end(trainer, task.over, task.save_seconds)
     with contextlib.suppress(BrokenPipeError):  # the worker has ended
         os.write(int(sys.argv[2]), json.dumps(asdict(ended)).encode())
 
@@ -105,7 +105,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def watch(trainer: subprocess.Popen[bytes], over: str, save_seconds: float) -> Ended:
+def wait_for_end(trainer: subprocess.Popen[bytes], over: str, save_seconds: float) -> Ended:
     """Wait until a trainer has ended, and see to it that no process is left."""
     assert trainer.stderr
     errors = trainer.stderr.fileno()

@@ -238,7 +238,9 @@ def test_every_script_is_of_this_version_and_looks_before_it_imports_more():
             (ROOT / f"{script}.py").read_text(),
         )
         assert 0 < text.index(look) < text.index("from diffusion_training.")
-        assert text.index(look) < text.index("import torch" if "torch" in text else "import ray")
+        assert text.index(look) < text.index(
+            "\nimport torch" if "\nimport torch" in text else "import ray"
+        )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from conftest import ROOT, finish, kill, start, wait_until
 
-from diffusion_training.supervisor import Ended, Order, Supervisor, wait_until_free
+from diffusion_training.supervisor import Ended, Supervisor, Task, wait_until_free
 
 # Stands for a trainer with a loader process; it notes its own id and that of the loader.
 TRAINER = """
@@ -46,10 +46,10 @@ class Worker:
         self.folder = folder
         self.lock = str(folder / "lock")
         log, over = str(folder / "log"), str(folder / "over")
-        order = Order(command, str(folder), self.lock, log, over, save_seconds)
+        task = Task(command, str(folder), self.lock, log, over, save_seconds)
 
         def work():
-            supervisor = Supervisor(order, os.environ | {"PYTHONPATH": str(ROOT)})
+            supervisor = Supervisor(task, os.environ | {"PYTHONPATH": str(ROOT)})
             if stops:
                 wait_until(lambda: (folder / "pids").exists())
                 supervisor.stop()

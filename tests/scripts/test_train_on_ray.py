@@ -269,24 +269,24 @@ def test_too_few_cpus_or_gpus_are_an_error_or_waited_for(monkeypatch, capsys, fl
 
 
 def make_job(tmp_path, **changes):
-    values = dict.fromkeys(field.name for field in dataclasses.fields(train_on_ray.Job))
+    values = dict.fromkeys(field.name for field in dataclasses.fields(train_on_ray.RayJob))
     values |= {"folder": str(tmp_path), "output_dir": str(tmp_path / "out"), "token": "t"}
-    return train_on_ray.Job(**values | {"host": "first", "script": "train_x.py"} | changes)
+    return train_on_ray.RayJob(**values | {"host": "first", "script": "train_x.py"} | changes)
 
 
 def test_what_a_machine_does_not_share_is_named(tmp_path):
     job = make_job(tmp_path)
     lock = train_on_ray.make_shared(job)
-    assert train_on_ray.find_missing(job) is None
+    assert train_on_ray.find_unshared(job) is None
     with pytest.raises(SystemExit, match="another process is writing to .*out: end it"):
         train_on_ray.make_shared(job)
     lock.release()
     missing = make_job(tmp_path, token="of another folder")
-    assert train_on_ray.find_missing(missing) == f"--output_dir {tmp_path / 'out'}"
+    assert train_on_ray.find_unshared(missing) == f"--output_dir {tmp_path / 'out'}"
     event = train_on_ray.run_trainer(missing, {})
     assert event.kind == "failed" and "of first: it must be on a disk that all" in event.text
     missing = make_job(tmp_path, folder="/none")
-    assert train_on_ray.find_missing(missing) == "the folder /none"
+    assert train_on_ray.find_unshared(missing) == "the folder /none"
 
 
 @pytest.mark.parametrize("status, kind, words", [
