@@ -35,6 +35,8 @@ NO_MEMORY = (  # in the words of torch, the system, oneDNN, C++ and Python's thr
     "bad allocation",
     "can't start new thread",
 )
+# Exit status of a process that ends only because another one of its group has ended.
+PEER_ENDED = 75
 UNDO: list[Callable[[], None]] = []  # what to call if `main` fails before there is anything to keep
 # signals since `main` began, kept here because their exceptions can be swallowed
 SIGNALS: list[int] = []
@@ -43,16 +45,17 @@ CHANGED = contextlib.ExitStack()
 
 
 class Refused(SystemExit):
-    """The end of the program with status 1 and a sentence, which `in_one_sentence` prints.
+    """The end of the program with a status and a sentence, which `in_one_sentence` prints.
 
     Usually all processes end for the same reason, so only the first process of each machine prints
     it. `alone`: this process may be the only one that knows the reason, so it prints the sentence
     itself.
     """
 
-    def __init__(self, sentence: str, alone: bool = False) -> None:
+    def __init__(self, sentence: str, alone: bool = False, status: int = 1) -> None:
         super().__init__(sentence)
         self.alone = alone
+        self.status = status
 
 
 def fail(sentence: str, alone: bool = False) -> NoReturn:
@@ -69,7 +72,8 @@ def explained(sentence: str, alone: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        fail(f"{sentence} ({explain(error)})", alone)
+        status = PEER_ENDED if is_peers_end(error) else 1
+        raise Refused(f"{sentence} ({explain(error)})", alone, status) from None
 
 
 def explain(error: BaseException) -> str:
@@ -156,9 +160,16 @@ def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
             "a process that loads data was killed: out of memory or /dev/shm? "
             "Try fewer --dataloader_num_workers"
         )
-    if is_a(error, "DistError") or (isinstance(error, RuntimeError) and "gloo" in text):
+    if is_peers_end(error):
         return f"another process has ended, and says why ({text[:100]})"
     return None
+
+
+def is_peers_end(error: BaseException) -> bool:
+    """Whether an error only shows that another process of the group has ended."""
+    if is_a(error, "DistError"):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in explain(error)
 
 
 def is_local_main() -> bool:
@@ -243,12 +254,14 @@ def in_one_sentence(
         except Refused as refused:
             sentence = str(refused)
             alone = refused.alone
+            status = refused.status
         except SystemExit:
             if not SIGNALS:  # its message is printed already
                 raise
         except Exception as error:
             sentence = foresee(error, args)
             alone = True
+            status = PEER_ENDED if is_peers_end(error) else 1
             if sentence is None and not SIGNALS:
                 raise
         finally:
@@ -266,7 +279,7 @@ def in_one_sentence(
             raise SystemExit(128 + SIGNALS[-1])
         if alone or is_local_main():
             print(f"\n{script}: {sentence}", file=sys.stderr, flush=True)
-        raise SystemExit(1)
+        raise SystemExit(status)
 
     return guarded
 

@@ -93,9 +93,9 @@ def lock_folder(
 
 
 def leave_nothing(folder: Path) -> None:
-    """Delete the folder of a failed run if it holds nothing but the lock and the flags."""
+    """Delete the folder of a failed run if it holds nothing but locks and the flags."""
     with contextlib.suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= {".lock", "run.args"}:
+        if {path.name for path in folder.iterdir()} <= {".lock", ".lock-ray", "run.args"}:
             delete(folder)
 
 

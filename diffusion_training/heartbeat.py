@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion_training.errors import is_local_main
+from diffusion_training.errors import PEER_ENDED, is_local_main
 
 BEAT = 2.0  # seconds
 # beats; the launcher then ends its other processes, and the job is over within a minute
@@ -23,7 +23,7 @@ def listen_to_machines(timeout: timedelta) -> None:
     """Send heartbeats of this machine and listen to the others of the job, in threads.
 
     The threads also run while a machine computes. If a machine is silent for `MAX_SILENT` beats of
-    this one, the process prints an error and ends with status 1. Silence is counted in beats and
+    this one, the process prints an error and ends with status 75. Silence is counted in beats and
     not in seconds, so that a job that is stopped and continued (SIGSTOP, a suspended cluster) hears
     all machines again. A single machine starts no threads.
 
@@ -32,6 +32,9 @@ def listen_to_machines(timeout: timedelta) -> None:
     rank = int(os.environ.get("RANK", "0"))
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_machines = int(os.environ.get("WORLD_SIZE", "1")) // num_local
+    # Ray may put another number of processes on each machine, and tells these two
+    num_machines = int(os.environ.get("GROUP_WORLD_SIZE", num_machines))
+    own_machine = int(os.environ.get("GROUP_RANK", rank // num_local))
     if num_machines < 2:
         return
     # A connection of its own: requests that block on torch's connection must not delay heartbeats.
@@ -42,7 +45,7 @@ def listen_to_machines(timeout: timedelta) -> None:
     # the store also holds the beats of earlier attempts
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = [f"heartbeat/{attempt}/{machine}" for machine in range(num_machines)]
-    own_key = keys[rank // num_local]
+    own_key = keys[own_machine]
     heard = []
     ended = threading.Event()
 
@@ -79,7 +82,7 @@ def listen_to_machines(timeout: timedelta) -> None:
                         file=sys.stderr,
                         flush=True,
                     )
-                os._exit(1)  # whatever the main thread waits for
+                os._exit(PEER_ENDED)  # whatever the main thread waits for
 
     beating = threading.Thread(target=beat, daemon=True)
     listening = threading.Thread(target=listen, daemon=True)

@@ -53,7 +53,12 @@ def pytest_collection_modifyitems(items):
 
     The tests that start Ray in processes of their own take longest and come first.
     """
-    places = {"test_precompute_latents_ray": -1, "test_cluster": 1, "test_download_images": 2}
+    places = {
+        "test_precompute_latents_ray": -1,
+        "test_train_on_ray": -1,
+        "test_cluster": 1,
+        "test_download_images": 2,
+    }
     items.sort(key=lambda item: places.get(item.path.stem, 0))
 
 

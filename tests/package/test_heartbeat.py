@@ -14,6 +14,7 @@ import torch
 from conftest import finish, kill, patch, reset, start, wait_until
 
 from diffusion_training.arguments import Flags
+from diffusion_training.errors import PEER_ENDED
 from diffusion_training.launch import make_launch
 
 
@@ -47,7 +48,7 @@ def test_a_machine_that_is_silent_ends_the_job_in_a_sentence(tmp_path, quick, st
     time.sleep(1)  # they have heard each other
     os.killpg(pids[stopped], signal.SIGSTOP)
     try:
-        assert finish([pids[1 - stopped]], 20) == [1]
+        assert finish([pids[1 - stopped]], 20) == [PEER_ENDED]
     finally:
         kill(pids)
     said = (tmp_path / "log").read_text()

@@ -1,0 +1,128 @@
+"""A trainer ends with its worker, whoever is killed, and leaves no process."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import ROOT, finish, kill, start, wait_until
+
+from diffusion_training.supervisor import Ended, Supervisor, Task, wait_until_free
+
+# Stands for a trainer with a loader process; it notes its own id and that of the loader.
+TRAINER = """
+import json, os, signal, sys, time
+folder, stubborn = sys.argv[1:]
+
+def save(number, frame):
+    time.sleep(0.3)
+    open(f"{folder}/saved", "w").close()
+    if stubborn == "no":
+        sys.exit(143)
+
+signal.signal(signal.SIGTERM, save)
+loader = os.fork()
+if not loader:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+print("\\ntrainer.py: a sentence", file=sys.stderr, flush=True)
+with open(f"{folder}/.pids", "w") as file:
+    json.dump([os.getpid(), loader, os.getppid()], file)
+os.rename(f"{folder}/.pids", f"{folder}/pids")
+while True:
+    time.sleep(60)
+"""
+
+
+class Worker:
+    """A worker in a process of its own, and the processes that it has started."""
+
+    def __init__(self, folder, stubborn=False, save_seconds=20, stops=False):
+        command = [sys.executable, "-S", "-c", TRAINER, str(folder), "yes" if stubborn else "no"]
+        self.folder = folder
+        self.lock = str(folder / "lock")
+        log, over = str(folder / "log"), str(folder / "over")
+        task = Task(command, str(folder), self.lock, log, over, save_seconds)
+
+        def work():
+            supervisor = Supervisor(task, os.environ | {"PYTHONPATH": str(ROOT)})
+            if stops:
+                wait_until(lambda: (folder / "pids").exists())
+                supervisor.stop()
+            (folder / "ended").write_text(repr(supervisor.wait()))
+
+        (self.pid,) = start(work)
+        wait_until(lambda: (folder / "pids").exists())
+        self.trainer, self.loader, self.supervisor = json.loads((folder / "pids").read_text())
+
+    def is_left(self):
+        """Which of trainer, loader and supervisor live."""
+        left = []
+        for name in ("trainer", "loader", "supervisor"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(getattr(self, name)).status() != psutil.STATUS_ZOMBIE:
+                    left.append(name)
+        return left
+
+    def ended(self):
+        finish([self.pid])
+        return (self.folder / "ended").read_text()
+
+
+@pytest.fixture
+def worker(tmp_path):
+    made = []
+    yield lambda **options: made.append(Worker(tmp_path, **options)) or made[0]
+    kill([made[0].pid])
+    for name in made[0].is_left():
+        os.kill(getattr(made[0], name), signal.SIGKILL)
+
+
+def test_a_killed_worker_lets_the_trainer_save_and_leaves_no_process(worker):
+    it = worker()
+    assert not wait_until_free(it.lock, 0)
+    os.kill(it.pid, signal.SIGKILL)
+    assert wait_until_free(it.lock, 10)  # a new group waits for this
+    wait_until(lambda: not it.is_left(), 5)
+    assert (it.folder / "saved").exists()
+
+
+def test_a_trainer_that_does_not_end_is_killed(worker):
+    it = worker(stubborn=True, save_seconds=1)
+    begin = time.time()
+    os.kill(it.pid, signal.SIGKILL)
+    wait_until(lambda: not it.is_left(), 10)
+    assert (it.folder / "saved").exists() and 0.9 < time.time() - begin < 5
+
+
+def test_a_job_that_is_over_ends_the_trainer(worker):
+    it = worker()
+    (it.folder / "over").touch()
+    assert it.ended() == repr(Ended(143, "\ntrainer.py: a sentence\n"))
+    assert (it.folder / "saved").exists() and not it.is_left()
+
+
+def test_a_killed_trainer_is_reported_with_what_it_said_and_its_loaders_end(worker):
+    it = worker()
+    os.kill(it.trainer, signal.SIGKILL)
+    assert it.ended() == repr(Ended(-9, "\ntrainer.py: a sentence\n"))
+    wait_until(lambda: not it.is_left(), 5)
+    assert (it.folder / "log").read_text() == "\ntrainer.py: a sentence\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_killed_supervisor_takes_the_trainer_with_it(worker):
+    it = worker()
+    os.kill(it.supervisor, signal.SIGKILL)
+    assert it.ended() == "None"
+    wait_until(lambda: "trainer" not in it.is_left(), 5)
+
+
+def test_a_worker_can_tell_the_trainer_to_save(worker):
+    it = worker(stops=True)
+    assert it.ended() == repr(Ended(143, "\ntrainer.py: a sentence\n"))
+    assert (it.folder / "saved").exists() and not it.is_left()

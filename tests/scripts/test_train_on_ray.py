@@ -1,0 +1,416 @@
+"""A trainer on Ray Train: workers and machines come and go, and every image comes once an epoch."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, free_port, make_images, make_unet_config, replace, wait_until
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
+# Without these Ray writes into the home folder, and sends statistics.
+RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+import train_on_ray  # noqa: E402
+from diffusion_training.supervisor import Ended  # noqa: E402
+
+NUM_IMAGES = 12
+# A trainer that notes which rows each step draws; an image's grey level tells its row.
+NOTING = """
+import json, os
+import train_unconditional
+from train_unconditional import main, parse_args
+
+take_step = train_unconditional.train_step
+
+def note(*args):
+    *before, batches, micro_batches, data_step, look = args
+    taken = [next(batches) for _ in range(micro_batches)]
+    rows = [
+        int(image.float().mean()) // 20
+        for batch in taken
+        for image, weight in zip(batch["pixel_values"], batch["weight"])
+        if weight
+    ]
+    ranks = {name: os.environ.get(name) for name in ("MASTER_PORT", "WORLD_SIZE")}
+    line = json.dumps({"step": data_step, "rows": rows, "pid": os.getpid(), **ranks})
+    with open(os.environ["NOTES"], "a") as notes:
+        notes.write(line + "\\n")
+    return take_step(*before, iter(taken), micro_batches, data_step, look)
+
+train_unconditional.train_step = note
+
+if __name__ == "__main__":
+    main(parse_args())
+"""
+
+# Stands for a trainer: in its first run it is killed, in its second one it ends with an error.
+FAILING = """
+import argparse, os, signal, sys
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output_dir")
+    parser.add_argument("--resume_from_checkpoint")
+    return parser.parse_args(argv)
+
+if __name__ == "__main__":
+    state = os.path.join(parse_args().output_dir, "checkpoint-1", "trainer_state.json")
+    if os.path.exists(state):
+        print(f"threads: {os.environ['OMP_NUM_THREADS']}", flush=True)
+        sys.exit("\\nfailing.py: a sentence")
+    os.mkdir(os.path.dirname(state))
+    open(state, "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Run:
+    """Runs of train_on_ray.py, and machines of Ray's that come and go."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.out = folder / "out"
+        self.temp = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short, for the names of sockets
+        self.port = free_port()
+        (folder / "noting.py").write_text(NOTING)
+        self.env = os.environ | RAY
+        self.env |= {"NOTES": str(folder / "notes"), "PYTHONPATH": f"{ROOT}:{ROOT}/tests/children"}
+        self.started = []
+
+    def start(self, command, log):
+        with open(self.folder / log, "ab") as file:
+            process = subprocess.Popen(
+                [str(word) for word in command],
+                env=self.env,
+                cwd=self.folder,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    def add_machine(self):
+        head = not self.started
+        place = ["--head", f"--port={self.port}", "--include-dashboard=false"]
+        place = place if head else [f"--address=127.0.0.1:{self.port}"]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+        memory = "--object-store-memory=80000000"
+        temp = [f"--temp-dir={self.temp}"] if head else []
+        process = self.start([*ray, *place, memory, *temp], f"machine-{len(self.started)}.log")
+        wait_until(lambda: "--block" in (self.folder / process_log(self)).read_text(), 120)
+        return process
+
+    def train(self, *flags, trainer="noting.py", workers=("--min_workers=1", "--max_workers=2")):
+        data = [
+            f"--train_data_dir={self.folder / 'images'}",
+            f"--model_config_name_or_path={self.folder / 'tiny-unet'}",
+            f"--output_dir={self.out}",
+            "--resolution=16",
+            "--train_batch_size=1",
+            "--report_to=none",
+            "--eval_batch_size=1",
+            "--logging_steps=1",
+            "--ddpm_num_inference_steps=1",
+            "--lr_warmup_steps=0",
+            "--checkpointing_steps=20",
+            "--checkpoints_total_limit=3",
+            "--mixed_precision=no",
+            "--dataloader_num_workers=1",
+            "--lr_scheduler=constant",
+        ]
+        address = [f"--address=127.0.0.1:{self.port}"] if self.started else []
+        script = [sys.executable, ROOT / "train_on_ray.py", "--cpu", *workers, *address]
+        return self.start([*script, "--resize_seconds=5", trainer, *data, *flags], "driver.log")
+
+    def log(self):
+        return (self.folder / "driver.log").read_text()
+
+    def notes(self):
+        path = self.folder / "notes"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def sizes(self):
+        """The number of workers of each group that has taken a step, in order."""
+        sizes = {}
+        for note in self.notes():
+            sizes.setdefault(note["MASTER_PORT"] or note["pid"], int(note["WORLD_SIZE"] or 1))
+        return list(sizes.values())
+
+    def steps(self):
+        """[{step: rows}] of each group."""
+        groups = collections.defaultdict(lambda: collections.defaultdict(list))
+        for note in self.notes():
+            groups[note["MASTER_PORT"] or note["pid"]][note["step"]] += note["rows"]
+        return list(groups.values())
+
+    def checkpoints(self):
+        states = self.out.glob("checkpoint-*/trainer_state.json")
+        return {int(path.parent.name.split("-")[1]) for path in states}
+
+    def find(self, word):
+        """The processes of this test whose command line has a word."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if word in " ".join(process.cmdline()) and self.is_ours(process):
+                    found.append(process)
+        return found
+
+    def is_ours(self, process):
+        """Also of processes that have lost their parents."""
+        with contextlib.suppress(psutil.Error):
+            if any(parent.pid == each.pid for parent in process.parents() for each in self.started):
+                return True
+            return process.environ().get("NOTES") == self.env["NOTES"]
+        return False
+
+    def trainers(self):
+        """The trainers and their loader processes."""
+        return self.find(str(self.folder / "noting.py"))
+
+    def close(self):
+        for process in self.started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for process in self.find(""):
+            process.kill()
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def process_log(run):
+    return f"machine-{len(run.started) - 1}.log"
+
+
+@pytest.fixture
+def run(tmp_path):
+    make_images(tmp_path / "images", NUM_IMAGES)
+    make_unet_config(tmp_path)
+    run = Run(tmp_path)
+    yield run
+    run.close()
+
+
+def kill_machine(process):
+    """End a machine of Ray's, as if it had lost its power; its trainers live on for a moment."""
+    for child in [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
+
+
+def refuse(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        train_on_ray.parse_args([str(arg) for arg in argv])
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_bad_arguments_end_with_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "failing.py").write_text(FAILING)
+    (tmp_path / "plain.py").write_text("")
+    (tmp_path / "letter.txt").write_text("")
+    two = "--max_workers=2"
+    for script in ("nothing.py", "letter.txt", tmp_path):
+        assert f"{script} is no trainer: give the path of a file" in refuse(capsys, two, script)
+    assert "plain.py is no trainer: it has no parse_args" in refuse(capsys, two, "plain.py")
+    said = refuse(capsys, two, "--min_workers=3", "failing.py", "--output_dir=out")
+    assert "--min_workers 3 exceeds --max_workers 2" in said
+    # the trainer's own errors, before Ray is started
+    assert "unrecognized arguments: --typo" in refuse(capsys, two, "failing.py", "--typo")
+    resume = "--resume_from_checkpoint=checkpoint-3"
+    said = refuse(capsys, two, "failing.py", "--output_dir=out", resume)
+    assert "--resume_from_checkpoint checkpoint-3 would be resumed after each change" in said
+    gone = "--output_dir=/tmp/ray/session/working_dir_files/x/out"
+    assert "give --output_dir from the root" in refuse(capsys, two, "failing.py", gone)
+    assert list(tmp_path.glob("out*")) == []
+    args = train_on_ray.parse_args([two, "failing.py", "--output_dir", "out"])
+    assert (args.script, args.output_dir) == (str(tmp_path / "failing.py"), str(tmp_path / "out"))
+    # beside the script, wherever it is started
+    monkeypatch.chdir(ROOT)
+    args = train_on_ray.parse_args([two, "train_unconditional.py"])
+    assert args.script == str(ROOT / "train_unconditional.py")
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--cpu", "--min_workers=5"], "4 CPUs and 1 GPUs: 4 workers of 1 CPU, but --min_workers is 5"),
+    (["--cpus_per_worker=2", "--min_workers=2"], "1 worker of 2 CPU and a GPU, but --min_workers"),
+    (["--cpu", "--min_workers=4"], ""),
+    (["--cpus_per_worker=3", "--min_workers=1"], ""),
+])  # fmt: skip
+def test_too_few_cpus_or_gpus_are_an_error_or_waited_for(monkeypatch, capsys, flags, words):
+    nodes = [{"CPU": 3, "GPU": 1}, {"CPU": 1}, {"CPU": 64}]
+    nodes = [{"Resources": node, "Alive": node["CPU"] < 64} for node in nodes]
+    monkeypatch.setattr(train_on_ray.ray, "nodes", lambda: nodes)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    flags = [*flags, "--max_workers=9", "train_unconditional.py"]
+    args = train_on_ray.parse_args(flags)
+    with pytest.raises(SystemExit) if words else contextlib.nullcontext() as stop:
+        train_on_ray.check_resources(args)
+    assert not words or words in str(stop.value)
+    # a cluster may grow
+    train_on_ray.check_resources(replace(args, address="a:1"))
+    assert words in capsys.readouterr().out
+
+
+def make_job(tmp_path, **changes):
+    values = dict.fromkeys(field.name for field in dataclasses.fields(train_on_ray.RayJob))
+    values |= {"folder": str(tmp_path), "output_dir": str(tmp_path / "out"), "token": "t"}
+    return train_on_ray.RayJob(**values | {"host": "first", "script": "train_x.py"} | changes)
+
+
+def test_what_a_machine_does_not_share_is_named(tmp_path):
+    job = make_job(tmp_path)
+    lock = train_on_ray.make_shared(job)
+    assert train_on_ray.find_unshared(job) is None
+    with pytest.raises(SystemExit, match="another process is writing to .*out: end it"):
+        train_on_ray.make_shared(job)
+    lock.release()
+    missing = make_job(tmp_path, token="of another folder")
+    assert train_on_ray.find_unshared(missing) == f"--output_dir {tmp_path / 'out'}"
+    event = train_on_ray.run_trainer(missing, {})
+    assert event.kind == "failed" and "of first: it must be on a disk that all" in event.text
+    missing = make_job(tmp_path, folder="/none")
+    assert train_on_ray.find_unshared(missing) == "the folder /none"
+
+
+@pytest.mark.parametrize("status, kind, words", [
+    (0, None, ""), (-9, "lost", "was ended by SIGKILL"), (143, "lost", "was ended by SIGTERM"),
+    (75, "lost", "because another worker had"), (2, "failed", "train_x.py: one sentence"),
+    (1, "failed", "train_x.py: one sentence"), (None, "lost", "was killed, with its supervisor"),
+])  # fmt: skip
+def test_what_the_end_of_a_trainer_means(status, kind, words):
+    errors = "a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rSteps: 2%\n"
+    ended = None if status is None else Ended(status, errors)
+    event = train_on_ray.judge(ended, "train_x.py", "it")
+    assert (event and event.kind) == kind and words in (event.text if event else "")
+    if status == 1:
+        event = train_on_ray.judge(Ended(1, "Traceback\nKeyError: 3\n\n"), "train_x.py", "it")
+        assert event.text == "it ended with status 1: KeyError: 3"
+
+
+class Events:
+    """Stands for the queue between workers and driver."""
+
+    def __init__(self, *events):
+        self.events = [train_on_ray.Event(*event) for event in events]
+
+    def get(self, timeout):
+        if not self.events:
+            raise train_on_ray.Empty
+        return self.events.pop(0)
+
+
+def test_it_ends_after_starts_without_a_new_checkpoint_or_with_the_sentence(tmp_path, capsys):
+    job = make_job(tmp_path)
+    train_on_ray.make_shared(job).release()
+    over = threading.Thread()  # that does not run
+    start, lost = ("started", "2 workers"), ("lost", "it was ended by SIGKILL")
+    train_on_ray.watch(over, job, Events(start, lost, start, lost, start), 2)
+    with pytest.raises(SystemExit, match="started 3 times without a new checkpoint, at last bec"):
+        train_on_ray.watch(over, job, Events(start, lost, start, lost, start), 1)
+    failed = [("failed", "it ended with status 1: x"), ("failed", "train_x.py: a sentence")]
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="^train_x.py: a sentence"):
+        train_on_ray.watch(over, job, Events(start, *failed), 1)
+    Path(job.log).write_text("\ntrain_x.py: a sentence\n")
+    with pytest.raises(SystemExit, match="^1$"):  # it is printed once
+        train_on_ray.watch(over, job, Events(start, *failed), 1)
+    assert capsys.readouterr().out.count("a sentence") == 1
+
+
+@pytest.mark.ci
+def test_a_killed_trainer_starts_again_and_an_error_ends_the_job_once(run):
+    (run.folder / "failing.py").write_text(FAILING)
+    run.env.pop("OMP_NUM_THREADS")  # then Ray sets it
+    command = [sys.executable, ROOT / "train_on_ray.py", "--cpu", "--max_workers=1"]
+    command += ["--cpus_per_worker=2", "failing.py", f"--output_dir={run.out}"]
+    driver = run.start(command, "driver.log")
+    assert driver.wait(200) == 1
+    said = run.log()
+    assert said.count("Ray: 1 worker\n") == 2 and said.count("was ended by SIGKILL") == 1, said
+    assert said.count("failing.py: a sentence") == 1 and "threads: 2" in said, said
+    assert "Traceback" not in said
+    assert sorted(path.name for path in run.out.iterdir()) == [".lock-ray", "checkpoint-1"]
+
+
+@pytest.mark.long
+def test_a_driver_that_is_stopped_or_killed_saves_and_leaves_no_process(run):
+    begin = time.time()
+    for number, status in (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9):
+        before = run.checkpoints()
+        driver = run.train("--max_train_steps=100000")
+        wait_until(lambda: driver.poll() is not None or run.checkpoints() - before, 300)
+        driver.send_signal(number)
+        stopped = time.time()
+        assert driver.wait(120) == status, run.log()
+        wait_until(lambda: not run.find(""), 60)
+        print(
+            f"{time.time() - begin:.0f} s: {number.name}, {time.time() - stopped:.1f} s to the end"
+        )
+        assert max(run.checkpoints()) == max(run.steps()[-1]) + 1
+        assert (run.out / ".ray").exists() == (number == signal.SIGKILL)
+        run.started.clear()
+    assert run.sizes() == [2, 2, 2]
+    assert [min(group) for group in run.steps()[1:]] == [max(x) + 1 for x in run.steps()[:-1]]
+
+
+@pytest.mark.long
+def test_machines_and_workers_come_and_go_and_every_image_comes_once_an_epoch(run):
+    run.add_machine()
+    other = run.add_machine()
+    driver = run.train("--max_train_steps=100000")
+    begin = time.time()
+
+    def wait_for(what, condition):
+        wait_until(lambda: driver.poll() is not None or condition(), 300)
+        assert driver.poll() is None, run.log()
+        print(f"{time.time() - begin:4.0f} s: {what}", flush=True)
+
+    wait_for("2 workers have saved", lambda: run.sizes() == [2] and run.checkpoints())
+    before = run.trainers()
+    kill_machine(other)
+    wait_for("a machine was lost: 1 worker", lambda: run.sizes()[1:] == [1])
+    assert not any(process.is_running() for process in before)
+    run.add_machine()
+    wait_for("a machine came: 2 workers", lambda: run.sizes()[2:] == [2])
+    # they were told, and saved: no step was lost
+    one, two = run.steps()[1:]
+    assert min(two) == max(one) + 1
+
+    before = run.trainers()
+    run.find("ray::RayTrainWorker")[0].kill()
+    wait_for("a worker was killed", lambda: run.sizes()[3:] == [2])
+    assert not any(process.is_running() for process in before)
+    before = run.trainers()
+    wait_for("they have saved", lambda: max(run.checkpoints()) > max(run.steps()[2]) + 1)
+    before[0].kill()
+    wait_for("a trainer was killed", lambda: run.sizes()[4:] == [2])
+    assert not any(process.is_running() for process in before)
+
+    os.killpg(driver.pid, signal.SIGTERM)
+    assert driver.wait(120) == 143
+    assert not run.trainers() and not (run.out / ".ray").exists()
+    groups = run.steps()
+    assert max(run.checkpoints()) == max(groups[-1]) + 1
+    drawn = []
+    for step in range(max(run.checkpoints())):
+        drawn += [group[step] for group in groups if step in group][-1]
+    print(f"{len(drawn) // NUM_IMAGES} epochs, {len(groups)} groups")
+    for first in range(0, len(drawn) - NUM_IMAGES + 1, NUM_IMAGES):
+        assert sorted(drawn[first : first + NUM_IMAGES]) == list(range(NUM_IMAGES)), first

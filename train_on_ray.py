@@ -1,0 +1,526 @@
+"""Run any trainer on Ray Train, with as many workers as a Ray cluster has at the moment.
+
+    python train_on_ray.py --cpu --max_workers 2 train_unconditional.py  # the demo, on this machine
+    python train_on_ray.py --address 10.0.0.1:6379 --min_workers 2 --max_workers 8 \\
+        train_flow.py --pretrained_model_name_or_path black-forest-labs/FLUX.2-klein-base-4B \\
+        --model_family flux2-klein --latents_dir /shared/latents --output_dir /shared/klein
+
+Start it once, with python, on a machine of the cluster. A worker is one process of the trainer, on
+a GPU of its own. When a worker or a machine is lost or added, all workers start again from the last
+checkpoint. The order of the data does not depend on their number, so every image still comes once
+an epoch. All machines must share --output_dir.
+
+Layout of this file:
+    parse_args  the flags of this script, then the trainer and its flags
+    run_worker  in each worker of Ray Train: starts the trainer as a process of its own
+    watch       in the driver: prints what happens to the workers, and decides when to give up
+    main        the run in phases
+Ray Train only says how many workers there are, and starts them. The trainer saves, resumes and
+deals out the data, as it does under any launcher.
+"""
+
+from pathlib import Path
+
+try:
+    from diffusion_training import check_version
+except ModuleNotFoundError:
+    raise SystemExit(
+        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
+        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+    ) from None
+check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from filelock import BaseFileLock, FileLock, Timeout
+
+from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number
+from diffusion_training.cluster import connect, find_modules
+from diffusion_training.errors import (
+    PEER_ENDED,
+    Refused,
+    amount,
+    end_if_stopped,
+    explain,
+    explained,
+    fail,
+    in_one_sentence,
+)
+from diffusion_training.files import check_output_dir, delete, leave_nothing
+from diffusion_training.supervisor import TAIL, Ended, Supervisor, Task, wait_until_free
+
+try:
+    import ray.train
+    from ray.train.backend import Backend
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.util.queue import Empty, Queue
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError:
+    sys.exit(
+        f"{Path(__file__).name}: Ray is missing, or too old: pip install -r requirements-ray.txt"
+    )
+
+RESUME = ["--resume_from_checkpoint", "latest"]
+
+
+def parse_args(argv: list[str] | None = None) -> Flags:
+    """Parse and check the command line, and that of the trainer.
+
+    A bad argument stops the script with one line and status 2 before anything is started.
+    """
+    parser = make_parser(__file__, __doc__, "docs/cluster.md")
+    add = parser.add_argument_group("trainer").add_argument
+    add("script", help="file of the trainer, such as train_flow.py")
+    add(
+        "flags",
+        nargs=argparse.REMAINDER,
+        help="flags of the trainer; --resume_from_checkpoint latest is added",
+    )
+    add = parser.add_argument_group("workers").add_argument
+    add("--min_workers", type=COUNT, default=1, help="train only if there are so many workers")
+    add("--max_workers", type=COUNT, required=True, help="use so many workers at most")
+    add("--cpu", action="store_true", help="train on CPUs; else each worker has a GPU")
+    add(
+        "--cpus_per_worker",
+        type=number(1, 10**4, int),
+        default=1,
+        help="cores that Ray reserves for each worker; with --cpu also its threads",
+    )
+    add(
+        "--resize_seconds",
+        type=number(1, 10**6),
+        default=60,
+        help="how often to look for more workers. If there are, the trainers save and start again",
+    )
+    add(
+        "--save_seconds",
+        type=number(1, 10**5),
+        default=120,
+        help="time that a trainer has to finish its step and save, before it is killed",
+    )
+    add(
+        "--max_failures",
+        type=number(0, 10**6, int),
+        default=8,
+        help="end after more starts in a row than this without a new checkpoint",
+    )
+    add = parser.add_argument_group("ray").add_argument
+    add(
+        "--address",
+        help="address of a Ray cluster (default: RAY_ADDRESS, or start Ray on this machine)",
+    )
+
+    args = parser.parse_args(argv)
+    if args.min_workers > args.max_workers:
+        parser.error(f"--min_workers {args.min_workers} exceeds --max_workers {args.max_workers}")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        parser.error("start this script once, with python: Ray starts the processes")
+    trainer = import_trainer(parser, args.script)
+    with contextlib.redirect_stdout(io.StringIO()):  # the trainer itself will print it
+        given = trainer.parse_args(args.flags).resume_from_checkpoint
+        flags = trainer.parse_args([*args.flags, *RESUME])
+    if given not in (None, "latest"):
+        parser.error(
+            f"--resume_from_checkpoint {given} would be resumed after each change again: "
+            "leave it out, since the latest checkpoint is resumed"
+        )
+    output_dir = os.path.abspath(flags.output_dir)
+    # Ray unpacks the folder of `ray job submit --working-dir` there.
+    if "/working_dir_files/" in output_dir:
+        parser.error(f"Ray deletes {output_dir} after the job: give --output_dir from the root")
+    found = {"script": trainer.__file__, "output_dir": output_dir}
+    return Flags(**vars(args) | found | {"trainer": flags})
+
+
+def import_trainer(parser: Parser, script: str) -> ModuleType:
+    """Import the module of a trainer, which is in the working directory or beside this script."""
+    places = [Path(script), Path(__file__).parent / script]
+    path = next((path.resolve() for path in places if path.is_file()), None)
+    if path is None or path.suffix != ".py":
+        parser.error(f"{script} is no trainer: give the path of a file such as train_flow.py")
+    sys.path.insert(0, str(path.parent))
+    module = importlib.import_module(path.stem)
+    if not hasattr(module, "parse_args"):
+        parser.error(f"{script} is no trainer: it has no parse_args")
+    return module
+
+
+# -------------------------------------------------------------------------------------------------
+# the workers
+
+
+class Event(NamedTuple):
+    """What a worker tells the driver."""
+
+    kind: str  # "started", "lost": the workers start again, or "failed": the job ends
+    text: str
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """What workers need to know."""
+
+    script: str  # path on the driver's machine
+    flags: list[str]
+    folder: str  # in which the trainers start
+    output_dir: str
+    token: str  # a file in `shared`, which shows whether a machine has the driver's --output_dir
+    host: str  # of the driver
+    cpu: bool
+    save_seconds: float
+
+    @property
+    def shared(self) -> Path:
+        """The folder of this script in --output_dir."""
+        return Path(self.output_dir, ".ray")
+
+    @property
+    def busy(self) -> str:
+        """An error."""
+        advice = "end it, or choose another --output_dir"
+        return f"another process is writing to {self.output_dir}: {advice}"
+
+    @property
+    def lock(self) -> str:
+        """A file that every supervisor locks until its trainer has ended."""
+        return str(self.shared / "lock")
+
+    @property
+    def over(self) -> Path:
+        """A file that appears when the job ends: the trainers save and end, none is started."""
+        return self.shared / "over"
+
+    @property
+    def log(self) -> str:
+        """A file of what the trainers of worker 0 have printed."""
+        return str(self.shared / "log")
+
+
+class NoBackend(Backend):
+    """The trainers make their process group themselves; NCCL has to see all GPUs of a machine."""
+
+    share_cuda_visible_devices = True
+
+
+@dataclass
+class OnlyRanks(TorchConfig):
+    """Lets Ray Train number the workers only: torch would take memory of each worker's GPU."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return NoBackend
+
+    @property
+    def train_func_context(self) -> type:
+        return contextlib.nullcontext
+
+
+def run_worker(config: dict[str, Any]) -> None:
+    """Start the trainer as one rank of the group, and wait for its end.
+
+    Raises RuntimeError if the workers are to start again. Returns if the job has ended, well or
+    not: if all workers do so, Ray Train ends too.
+    """
+    job = config["job"]
+    events = config["events"]
+    environment = meet(job, events)
+    event = run_trainer(job, environment) if environment else None
+    if event:
+        events.put(event)
+    deadline = time.monotonic() + 60
+    while event and event.kind == "failed" and not job.over.exists():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    if event and not job.over.exists():
+        raise RuntimeError(event.text)
+
+
+def meet(job: RayJob, events: Queue) -> dict[str, str] | None:
+    """Wait for the other workers, and until the trainers of the previous group have ended.
+
+    Returns the environment of this rank's trainer; None if none is to be started.
+    """
+    context = ray.train.get_context()
+    address = None
+    if context.get_world_rank() == 0 and not job.over.exists():
+        if wait_until_free(job.lock, job.save_seconds + 60):
+            with socket.socket() as listener:
+                listener.bind(("", 0))
+                address = ray.util.get_node_ip_address(), listener.getsockname()[1]
+            events.put(Event("started", amount(context.get_world_size(), "worker")))
+        else:
+            events.put(Event("failed", job.busy))
+    address = broadcast_from_rank_zero(address)
+    if address is None:
+        return None
+    environment = dict(os.environ)
+    if job.cpu:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    if context.get_world_size() == 1:
+        return environment
+    group = ray.util.get_current_placement_group()
+    machines = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+    # as torchrun sets them
+    ranks = {
+        "RANK": context.get_world_rank(),
+        "WORLD_SIZE": context.get_world_size(),
+        "LOCAL_RANK": context.get_local_rank(),
+        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+        "GROUP_RANK": context.get_node_rank(),
+        "GROUP_WORLD_SIZE": len(machines),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": address[1],
+    }
+    return environment | {key: str(value) for key, value in ranks.items()}
+
+
+def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
+    """Run the trainer to its end. Returns None if all went well."""
+    host = socket.gethostname()
+    if missing := find_unshared(job):
+        advice = "it must be on a disk that all machines share"
+        return Event("failed", f"{host} does not see {missing} of {job.host}: {advice}")
+    script = job.script
+    if not os.path.exists(script):  # Ray has sent it
+        spec = importlib.util.find_spec(Path(script).stem)
+        script = str(spec and spec.origin)
+    command = [sys.executable, script, *job.flags, *RESUME]
+    rank = ray.train.get_context().get_world_rank()
+    log = None if rank else job.log
+    task = Task(command, job.folder, job.lock, log, str(job.over), job.save_seconds)
+    supervisor = Supervisor(task, environment)
+    threading.Thread(target=heed_warning, args=(supervisor,), daemon=True).start()
+    name = Path(job.script).name
+    return judge(supervisor.wait(), name, f"{name} of worker {rank} on {host}")
+
+
+def find_unshared(job: RayJob) -> str | None:
+    """A folder of the driver that this machine does not have."""
+    if not (job.shared / job.token).exists():
+        return f"--output_dir {job.output_dir}"
+    return None if os.path.isdir(job.folder) else f"the folder {job.folder}"
+
+
+def heed_warning(supervisor: Supervisor) -> None:
+    """Tell the trainer to save when Ray announces that it will take a machine away."""
+    if not hasattr(ray.train, "get_preemption_info"):  # an older Ray
+        return
+    with contextlib.suppress(Exception):  # the other workers have ended
+        while ray.train.get_preemption_info() is None:
+            time.sleep(5)
+        supervisor.stop()
+
+
+def judge(ended: Ended | None, script: str, what: str) -> Event | None:
+    """What the end of a trainer means for the job; None if all went well.
+
+    An error of the trainer ends the job, since it would come again. A signal, or the end of another
+    rank, does not.
+    """
+    if ended is None:
+        return Event("lost", f"{what} was killed, with its supervisor")
+    if ended.status == 0:
+        return None
+    if ended.status < 0 or ended.status > 128:
+        number = -ended.status if ended.status < 0 else ended.status - 128
+        return Event("lost", f"{what} was ended by {signal.Signals(number).name}")
+    if ended.status == PEER_ENDED:
+        return Event("lost", f"{what} ended, because another worker had")
+    lines = [line for line in ended.errors.replace("\r", "\n").split("\n") if line.strip()]
+    sentences = [line for line in lines if line.startswith(f"{script}: ")]
+    last = lines[-1] if lines else "it does not say why"
+    return Event("failed", (sentences or [f"{what} ended with status {ended.status}: {last}"])[-1])
+
+
+# -------------------------------------------------------------------------------------------------
+# the driver
+
+
+def make_shared(job: RayJob) -> BaseFileLock:
+    """Make the folder that the workers share, and lock --output_dir against another driver."""
+    job.shared.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(Path(job.output_dir, ".lock-ray"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        fail(job.busy)
+    job.over.unlink(missing_ok=True)  # of a driver that was killed
+    (job.shared / job.token).touch()
+    Path(job.log).write_bytes(b"")
+    return lock
+
+
+def check_resources(args: argparse.Namespace) -> None:
+    """Stop with an error, or say that the job waits, if there are too few CPUs or GPUs."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    possible = 0
+    for node in nodes:
+        workers = int(node.get("CPU", 0) // args.cpus_per_worker)
+        possible += workers if args.cpu else min(workers, int(node.get("GPU", 0)))
+    if possible >= args.min_workers:
+        return
+    totals = [f"{sum(node.get(kind, 0) for node in nodes):g} {kind}s" for kind in ("CPU", "GPU")]
+    each = f"{args.cpus_per_worker} CPU{' and a GPU' * (not args.cpu)}"
+    sentence = (
+        f"Ray has {' and '.join(totals)}: {amount(possible, 'worker')} of {each}, "
+        f"but --min_workers is {args.min_workers}"
+    )
+    if not (args.address or os.environ.get("RAY_ADDRESS")):
+        fail(f"{sentence}: lower it, or give the --address of a larger cluster")
+    print(f"{sentence}: waiting for more machines", flush=True)
+
+
+def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: int) -> None:
+    """Print what happens until `fitting` ends.
+
+    Stops with an error if a trainer failed, or if workers start again and again without saving.
+    """
+    saved: set[Path] | None = None
+    starts = 0
+    reason = ""
+    failures: list[str] = []
+    printed = ""
+    with open(job.log, newline="", errors="replace") as log:
+        while True:
+            event = next_event(events)
+            new = log.read()
+            print(new, end="", flush=True)
+            printed = (printed + new)[-TAIL:]
+            if event is None and failures:  # only one worker of a machine prints the sentence
+                name = Path(job.script).name
+                sentence = next((x for x in failures if x.startswith(f"{name}: ")), failures[0])
+                raise SystemExit(1) if sentence in printed else Refused(sentence)
+            if event is None and not fitting.is_alive():
+                return
+            if event is None:
+                continue
+            if event.kind == "failed":
+                failures.append(event.text)
+                continue
+            print(f"Ray: {event.text}", flush=True)
+            if event.kind == "lost":
+                reason = f", at last because {event.text}"
+                continue
+            before = saved
+            saved = set(Path(job.output_dir).glob("checkpoint-*/trainer_state.json"))
+            starts = starts + 1 if saved == before else 0
+            if starts > max_failures:
+                fail(f"the workers started {starts + 1} times without a new checkpoint{reason}")
+
+
+def next_event(events: Queue) -> Event | None:
+    """The next event, or None if none comes within a second."""
+    try:
+        return events.get(timeout=1)
+    except Empty:
+        return None
+    finally:
+        end_if_stopped()  # Ray may have swallowed a signal's exception
+
+
+def fit(args: argparse.Namespace, job: RayJob, events: Queue, errors: list[Exception]) -> None:
+    """Run Ray Train to its end; appends the error if there is one."""
+    scaling = ray.train.ScalingConfig(
+        num_workers=(args.min_workers, args.max_workers),
+        use_gpu=not args.cpu,
+        resources_per_worker={"CPU": args.cpus_per_worker},
+        elastic_resize_monitor_interval_s=args.resize_seconds,
+    )
+    run = ray.train.RunConfig(
+        name=f"run-{job.token}",
+        storage_path=str(job.shared),
+        failure_config=ray.train.FailureConfig(max_failures=-1),  # `watch` counts them
+    )
+    try:
+        TorchTrainer(
+            run_worker,
+            train_loop_config={"job": job, "events": events},
+            torch_config=OnlyRanks(backend="gloo"),
+            scaling_config=scaling,
+            run_config=run,
+        ).fit()
+    except Exception as error:
+        errors.append(error)
+
+
+def end_trainers(job: RayJob, fitting: threading.Thread) -> None:
+    """Let the trainers save and end, and then Ray Train.
+
+    Ray ends this process at once if a thread still uses it when it is shut down.
+    """
+    job.over.touch()
+    wait_until_free(job.lock, job.save_seconds + 10)
+    fitting.join(15)
+
+
+@in_one_sentence
+def main(args: argparse.Namespace) -> None:
+    """Train.
+
+    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line that
+    tells the reason.
+    """
+    trainer = sys.modules[Path(args.script).stem]
+    check_output_dir(vars(args.trainer))
+
+    # Make the folder that the workers share.
+    job = RayJob(
+        args.script,
+        args.flags,
+        os.getcwd(),
+        args.output_dir,
+        uuid.uuid4().hex,
+        socket.gethostname(),
+        args.cpu,
+        args.save_seconds,
+    )
+    is_new = not os.path.exists(args.output_dir)
+    with explained(f"--output_dir {args.output_dir} can't be written to"):
+        lock = make_shared(job)
+
+    # Start Ray or find it, and train. Ray's own handler of Ctrl-C would not wait for the trainers,
+    # so `fit` is in a thread.
+    try:
+        disconnect = connect(args.address, find_modules(run_worker, Supervisor, trainer.parse_args))
+        check_resources(args)
+        here = ray.get_runtime_context().get_node_id()
+        on_this_machine = NodeAffinitySchedulingStrategy(here, soft=False)
+        events = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_machine})
+        errors: list[Exception] = []
+        fitting = threading.Thread(target=fit, args=(args, job, events, errors), daemon=True)
+        try:
+            fitting.start()
+            watch(fitting, job, events, args.max_failures)
+            if errors:
+                reason = explain(errors[0])
+                fail(f"Ray Train could not go on ({reason}); the same command resumes the run")
+        finally:
+            end_trainers(job, fitting)
+            disconnect()
+    finally:
+        delete(job.shared)
+        lock.release(force=True)
+        if is_new:
+            leave_nothing(Path(args.output_dir))
+
+
+if __name__ == "__main__":
+    # Run the module under its own name, not as __main__, since workers import it by that name.
+    this = importlib.import_module(Path(__file__).stem)
+    this.main(this.parse_args())
