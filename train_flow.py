@@ -315,7 +315,7 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
                 sampler.config, shift=args.shift, use_dynamic_shifting=False
             )
         options = {"mu": 1.0} if sampler.config.use_dynamic_shifting else {}
-        try_sampler(sampler, args.num_inference_steps, **options)
+        try_sampler(sampler, 10, **options)
     return sampler
 
 

@@ -108,20 +108,13 @@ def test_a_process_reads_so_many_ahead(given, most):
 
 def test_a_signal_while_processes_are_forked_ends_the_run_without_a_traceback(tmp_path):
     """It would be raised in the midst of a fork, where Python prints and drops it."""
-    fork = os.fork
-
-    def signalled():
-        pid = fork()
-        if pid:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return pid
 
     @in_one_sentence
     def main(args):
         list(load_batches(Items(), [0.0] * 9, 2, CPU))
 
     def run():
-        os.fork = signalled
+        os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
         main(argparse.Namespace(train_batch_size=1))
 
     codes = finish(start(run, log=tmp_path / "log"), timeout=30)
