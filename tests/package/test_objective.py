@@ -170,6 +170,7 @@ def test_flags_that_are_given_win_and_others_are_left_to_the_scheduler():
     ({"prediction_type": None}, "prediction type None is unknown: set --prediction_type"),
     ({"rescale_betas_zero_snr": True, "prediction_type": "epsilon"},
      "needs --prediction_type v_prediction or sample"),
+    ({"num_train_timesteps": 3}, "the scheduler has 2 betas for 3 training timesteps"),
 ])  # fmt: skip
 def test_what_can_not_be_trained_is_refused(config, sentence):
     plain = {
@@ -177,9 +178,14 @@ def test_what_can_not_be_trained_is_refused(config, sentence):
         "prediction_type": "epsilon",
         "rescale_betas_zero_snr": False,
     }
-    check_objective(argparse.Namespace(config=argparse.Namespace(**plain)))
+
+    def check(**changed):
+        config = argparse.Namespace(**plain | changed)
+        check_objective(argparse.Namespace(config=config, betas=[0.1, 0.2]))
+
+    check()
     with pytest.raises(SystemExit, match=sentence):
-        check_objective(argparse.Namespace(config=argparse.Namespace(**plain | config)))
+        check(**config)
 
 
 @TRAINERS
