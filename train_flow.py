@@ -314,8 +314,9 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
             sampler = FlowMatchEulerDiscreteScheduler.from_config(
                 sampler.config, shift=args.shift, use_dynamic_shifting=False
             )
-        options = {"mu": 1.0} if sampler.config.use_dynamic_shifting else {}
-        try_sampler(sampler, 10, **options)
+        if class_name:
+            options = {"mu": 1.0} if sampler.config.use_dynamic_shifting else {}
+            try_sampler(sampler, 10, **options)
     return sampler
 
 

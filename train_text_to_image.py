@@ -311,7 +311,7 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
             f"--num_inference_steps {args.num_inference_steps} exceeds the {timesteps} training "
             "timesteps"
         )
-    with explained(f"{source} has a {type(sampler).__name__} that can't draw samples"):
+    with explained(f"the scheduler of {source} ({type(sampler).__name__}) can't draw samples"):
         try_sampler(sampler, args.num_inference_steps)
     return noise_scheduler, sampler
 

@@ -399,8 +399,9 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
             f"--ddpm_num_inference_steps {args.ddpm_num_inference_steps} exceeds the {timesteps} "
             "training timesteps"
         )
-    with explained("the scheduler can't draw samples"):
-        try_sampler(scheduler, args.ddpm_num_inference_steps)
+    if source:
+        with explained(f"the scheduler of {source} can't draw samples"):
+            try_sampler(scheduler, args.ddpm_num_inference_steps)
     return scheduler
 
 

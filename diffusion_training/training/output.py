@@ -64,7 +64,7 @@ class Run:
     configs: Path | None = None  # checkpoint with the models' configs; None without --init_from
     command: str = ""  # the content of run.args
     reached: int = -1  # the step of the checkpoint, if there is one
-    tracker_id: str | None = None  # a resumed run keeps it, so it is one run in trackers, too
+    tracker_id: str | None = None  # a resumed run keeps it, so it is one run in wandb
     copies: Copies | None = None  # at --checkpoints_to; None except on the first process
 
     def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
@@ -141,11 +141,13 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     configs = (checkpoint or start) if init_from else None
     reached = state["global_step"] if checkpoint else -1
     before = state["settings"]
-    tracker_id = os.environ.get("WANDB_RUN_ID")  # for those who choose it
-    # one that is begun in another folder from a checkpoint is another run
-    if checkpoint and checkpoint.parent.resolve() == output_dir.resolve():
-        tracker_id = tracker_id or before.get("tracker_id")
-    tracker_id = tracker_id or secrets.token_hex(4)
+    tracker_id = None
+    if args.report_to in ("wandb", "all"):
+        tracker_id = os.environ.get("WANDB_RUN_ID")  # for those who choose it
+        # one that is begun in another folder from a checkpoint is another run
+        if checkpoint and checkpoint.parent.resolve() == output_dir.resolve():
+            tracker_id = tracker_id or before.get("tracker_id")
+        tracker_id = tracker_id or secrets.token_hex(4)
     return Run(
         script,
         lock,

@@ -377,7 +377,9 @@ class Target:
         """The run ended with one sentence, and the status of an error."""
         sentences = re.findall(rf"^{self.name}\.py: .*", said, re.M)
         fine = (
-            set(codes) <= {1, 2} and "Traceback" not in said and 1 <= len(sentences) <= len(codes)
+            set(codes) <= {1, 2, 75}
+            and "Traceback" not in said
+            and 1 <= len(sentences) <= len(codes)
         )
         assert fine and len(sentences[0]) < 600, f"{reproduction}\n{codes}\n{said}"
         return sentences[0]
