@@ -72,8 +72,7 @@ def explained(sentence: str, alone: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        status = PEER_ENDED if is_peers_end(error) else 1
-        raise Refused(f"{sentence} ({explain(error)})", alone, status) from None
+        raise Refused(f"{sentence} ({explain(error)})", alone, status_of(error)) from None
 
 
 def explain(error: BaseException) -> str:
@@ -172,6 +171,11 @@ def is_peers_end(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "gloo" in explain(error)
 
 
+def status_of(error: BaseException) -> int:
+    """The exit status of a process that ends because of an error."""
+    return PEER_ENDED if is_peers_end(error) else 1
+
+
 def is_local_main() -> bool:
     """Whether this process prints the messages that are the same on all of its machine."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0"
@@ -261,7 +265,7 @@ def in_one_sentence(
         except Exception as error:
             sentence = foresee(error, args)
             alone = True
-            status = PEER_ENDED if is_peers_end(error) else 1
+            status = status_of(error)
             if sentence is None and not SIGNALS:
                 raise
         finally:

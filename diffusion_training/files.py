@@ -14,7 +14,7 @@ import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.arguments import list_values
-from diffusion_training.errors import explain, explained, fail
+from diffusion_training.errors import Refused, explain, explained, fail, status_of
 
 
 @contextlib.contextmanager
@@ -48,9 +48,8 @@ def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
         full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
         reason = "the disk is full" if full else explain(error)
         shutil.rmtree(unfinished, ignore_errors=True)
-        fail(
-            f"{what} could not be saved ({reason}); what was saved before is untouched", alone=True
-        )
+        sentence = f"{what} could not be saved ({reason}); what was saved before is untouched"
+        raise Refused(sentence, True, status_of(error)) from None
 
 
 def write_out(path: Path) -> None:
