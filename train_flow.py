@@ -308,7 +308,7 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
             )
         else:  # no flow model, or no pipeline but single models
             if base.family.recognizes(base.index.get("_class_name", "")) and args.shift is None:
-                raise ValueError(f"it has a {class_name}: say its shift of the noise with --shift")
+                raise ValueError(f"it has a {class_name}: give the shift of its noise with --shift")
             sampler = FlowMatchEulerDiscreteScheduler(shift=3.0 if resolution >= 512 else 1.0)
         if args.shift is not None:  # the same for all sizes
             sampler = FlowMatchEulerDiscreteScheduler.from_config(

@@ -191,7 +191,7 @@ class RayJob:
 
     @property
     def busy(self) -> str:
-        """An error."""
+        """The error message if another process writes to the folder."""
         advice = "end it, or choose another --output_dir"
         return f"another process is writing to {self.output_dir}: {advice}"
 

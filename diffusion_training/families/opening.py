@@ -86,7 +86,7 @@ def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
             is_part = name.startswith(("scheduler", "text_encoder", "tokenizer", "vae"))
             if is_part and not (isinstance(entry, list) and len(entry) == 2):
                 raise ValueError(
-                    f"model_index.json says {entry!r} of {name}, not a library and class"
+                    f"model_index.json has {entry!r} for {name}, not a library and a class"
                 )
         return index
 

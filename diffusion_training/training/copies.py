@@ -231,6 +231,7 @@ class Copies:
     def delete_newer(self, store: Store, reached: int) -> None:
         """Delete what the run makes again, or all of an earlier one if this one is new."""
         names = store.list()
+        self.owner.check(store)
         for step in find_whole(names, "best"):
             if step > reached:
                 self.delete_copy(store, "best", step)

@@ -149,17 +149,17 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             tracker_id = tracker_id or before.get("tracker_id")
         tracker_id = tracker_id or secrets.token_hex(4)
     return Run(
-        script,
-        lock,
-        checkpoint,
-        before,
-        hub_model_id,
-        start,
-        configs,
-        command,
-        reached,
-        tracker_id,
-        copies,
+        script=script,
+        lock=lock,
+        checkpoint=checkpoint,
+        before=before,
+        hub_model_id=hub_model_id,
+        start=start,
+        configs=configs,
+        command=command,
+        reached=reached,
+        tracker_id=tracker_id,
+        copies=copies,
     )
 
 

@@ -12,7 +12,7 @@ from conftest import patch, wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 
 from diffusion_training.files import checksum_files
-from diffusion_training.stores import OWNER, Owner, Store
+from diffusion_training.stores import OWNER, Owner, Store, TakenOverError
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.copies import Copies, find_unfinished, find_whole
 
@@ -316,6 +316,10 @@ def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):
     other.take(store)
     held.free.set()
     copies.finish()
+    names = store.list()
+    with pytest.raises(TakenOverError):
+        copies.delete_newer(store, 0)
+    assert store.list() == names
     assert check() == [1] and store.read(OWNER) == other.key
     error = capsys.readouterr().err
     assert "Another run writes to memory://bucket/run now: nothing more of this one is" in error
