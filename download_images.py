@@ -18,9 +18,9 @@ each shard. Run the same command again to resume: it downloads only what is miss
 Design:
 - Ray only schedules. Each work item is a range of rows with its own shard file, and the files are
   the state.
-- Tables at addresses are copied by tasks, the needed columns alone. If they are parquet and taken
-  whole, their footers tell the names of all shards: the first tables are downloaded from while the
-  next ones are copied. Tables on a disk, which other machines may not have, are copied here.
+- Ray's tasks copy the needed columns of tables at addresses. If the tables are parquet and all rows
+  are used, their footers determine the names of all shards, so downloads begin while later tables
+  are copied. This machine copies tables on its disk, because others may not have them.
 - A shard file is either complete or missing. Its footer lists the rows that it holds. Its record
   lists the failures and their reasons. The old record is deleted before a new shard is written, and
   the new record is written after it. So a killed run loses no complete shard: if a shard has no
@@ -29,8 +29,8 @@ Design:
   came from, and rejects private addresses. Proxies from the environment are not used, since they
   would hide that address.
 - Repeated files are found when all shards exist. Shards that hold them are then written again.
-- A fault of a row is recorded as its failure. A fault of the machine (memory, file descriptors,
-  disk, network) ends the task and never skips a row.
+- A fault of a row is recorded. A fault of the machine (memory, file descriptors, disk, network)
+  ends the task and never skips a row.
 Requests, images, tables and shards are in diffusion_training/web/: downloads.py, pictures.py,
 tables.py, shards.py.
 """
@@ -103,8 +103,8 @@ MAX_URL = 500  # characters; a record cuts longer URLs
 # Shards that may fail before the run stops. After more, the cause is hardly temporary: a full disk,
 # for example.
 MAX_ERRORS = 3
-AHEAD = 4  # tables that are copied while an earlier one is downloaded from
-# Flags that decide the content of the shards: a folder holds one download.
+AHEAD = 4  # tables that are copied while the images of an earlier one are downloaded
+# Flags that determine the content of the shards. A folder holds only one download.
 FIXED = (
     "url_column",
     "caption_column",
@@ -141,14 +141,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--caption_column", default="text", help="column of captions, or lists of captions")
     add("--keep_columns", nargs="+", default=[], help="columns to copy into the shards")
     add("--where", help="rows to use, such as 'similarity > 0.3 and width >= 512' (default: all)")
-    add("--limit", type=COUNT, help="use only so many rows, the first ones (default: all)")
+    add("--limit", type=COUNT, help="number of rows to use, the first ones (default: all)")
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", type=PATH, help="folder or address for all output")
     add(
         "--rows_per_shard",
         type=number(1, 10**7, int),
         default=1000,
-        help="source rows per file; a killed task loses at most this many",
+        help="number of rows of the table per output file; a killed task loses at most this many",
     )
     add(
         "--retry_failed",
@@ -251,16 +251,16 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if "/working_dir_files/" in os.path.abspath(args.output_dir):
         parser.error(
             f"Ray deletes {os.path.abspath(args.output_dir)} after the job: "
-            "give --output_dir from the root"
+            "give an absolute --output_dir"
         )
     address = args.address or os.environ.get("RAY_ADDRESS", "local")
     if args.num_cpus is not None and address != "local":
         parser.error(
-            "--num_cpus is for a Ray that is started here: "
-            "leave it out with --address and RAY_ADDRESS"
+            "--num_cpus works only if Ray is started on this machine: "
+            "leave it out with --address or RAY_ADDRESS"
         )
     if not args.user_agent.isprintable():
-        parser.error(f"--user_agent {args.user_agent!r} would be more than one line of a request")
+        parser.error(f"--user_agent {args.user_agent!r} must be one line of printable characters")
     read = [args.url_column, args.caption_column, *args.keep_columns]
     written = ["image", "text", "url", "width", "height", "sha256", *args.keep_columns]
     for columns in (read, written):
@@ -278,7 +278,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         if networks:
             networks = [str(ipaddress.ip_network(text)) for text in networks]
     except ValueError as error:
-        parser.error(f"--allow_private_addresses: {error}, such as 10.1.0.0/16")
+        parser.error(f"--allow_private_addresses: {error}; give a network such as 10.1.0.0/16")
     opt_out = [directive.lower() for directive in args.opt_out]
     changed = {"allow_private_addresses": networks, "opt_out": opt_out}
     return Flags(**vars(args) | changed)
@@ -295,8 +295,8 @@ def copy_share(source: str, digest: str, args: Namespace, folder: str) -> dict[s
             folder=folder,
             where=args.where,
         )
-    except SystemExit as refused:  # a task must not exit
-        return {"error": str(refused)}
+    except SystemExit as error:  # a task must not exit
+        return {"error": str(error)}
 
 
 def download_shard(
@@ -365,18 +365,18 @@ def download_shard(
 
 
 def connect_to_ray(args: Namespace) -> Callable[[], float]:
-    """Connect to Ray until `main` ends. Returns a function: how many tasks to have in work."""
+    """Connect to Ray until `main` ends. Returns a function: how many tasks to submit at once."""
     import ray
 
     options = {} if args.num_cpus is None else {"num_cpus": args.num_cpus}
     modules = find_modules(download_shard, fetch_rows)
     CHANGED.callback(connect(args.address, modules, **options))
-    # anew each time, because nodes may join the cluster
+    # asked each time, because nodes may join the cluster
     return lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1
 
 
 def start_copying(args: Namespace, folder: str) -> Callable[[str, str], Any]:
-    """A function that starts a task of `copy_share`. Ray repeats one whose machine is lost."""
+    """Returns a function that starts `copy_share` on Ray, again if its machine is lost."""
     import ray
 
     task = ray.remote(num_cpus=1, memory=2**30, scheduling_strategy="SPREAD")(copy_share)
@@ -384,7 +384,7 @@ def start_copying(args: Namespace, folder: str) -> Callable[[str, str], Any]:
 
 
 def copy_on_cluster(tables: list[tuple[str, str]], args: Namespace, folder: str) -> list[dict]:
-    """Have Ray copy tables, (source, digest), of which the rows are counted only in that way."""
+    """Have Ray copy tables (source, digest) whose rows can be counted only in this way."""
     count_tasks, copy = connect_to_ray(args), start_copying(args, folder)
     copies = {}
     with contextlib.closing(work_off(tables, lambda table: copy(*table), count_tasks)) as works:
@@ -426,7 +426,7 @@ def run_items(
             begun.add(item["table"])
             for table in itertools.islice(left, 1 if copies else AHEAD):
                 copies[table[0]] = copy(*table)
-        # Ray starts the task when the table is copied.
+        # Ray starts the task once the table is copied.
         return task.remote(item, *shared, copies.get(item["table"]))
 
     for item, result, error in work_off(items, submit, count_tasks):
@@ -445,7 +445,7 @@ def describe_failures(reasons: collections.Counter, rows: int) -> str:
 
 
 def describe_download(tables_fs: Any, paths: list[str], args: Namespace) -> tuple[dict, list[str]]:
-    """Return (what decides the content of the shards, the digests of the tables)."""
+    """Returns (the settings that determine the shards' content, the digests of the tables)."""
     with ThreadPoolExecutor(16) as pool:
         digests = list(pool.map(functools.partial(digest_table, tables_fs), paths))
     digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
@@ -457,14 +457,14 @@ def describe_download(tables_fs: Any, paths: list[str], args: Namespace) -> tupl
 def download(
     missing: list[dict], num_rows: int, args: Namespace, folder: str, schema: Any
 ) -> list[str]:
-    """Have tasks make the missing shards, and show how it goes. Returns the errors of tasks."""
+    """Have tasks make the missing shards, and show the progress. Returns the errors of tasks."""
     rows_done = num_rows - sum(item["last"] - item["first"] for item in missing)
     bar = tqdm(total=num_rows, initial=rows_done, unit="row", desc="Rows")
     start = time.perf_counter()
     rows = images = received = 0
     reasons = collections.Counter()
     errors = []
-    # Closed before Ray is: it ends the tasks that still run.
+    # Closing it ends the tasks that still run, before Ray is shut down.
     with contextlib.closing(run_items(missing, args, folder, schema)) as results:
         for result in results if missing else ():
             if "error" in result:
@@ -488,11 +488,11 @@ def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
     """Print the result. Stops with an error if there is no image at all."""
     failed = describe_failures(collections.Counter(summary["failures"]), num_rows)
     why = (
-        f"Why: {args.output_dir}/__download__/failures.jsonl; "
-        "--retry_failed tries again what may pass"
+        f"Reasons: {args.output_dir}/__download__/failures.jsonl; "
+        "--retry_failed tries temporary failures again"
     )
     if not summary["images"]:
-        fail(f"not one of {num_rows:,} rows has given an image: {failed}. {why}")
+        fail(f"none of {num_rows:,} rows gave an image: {failed}. {why}")
     print(
         f"Done: {summary['images']:,} images ({summary['bytes'] / 1e9:.3f} GB) "
         f"are in {args.output_dir}; {failed}"
@@ -532,7 +532,7 @@ def main(args: Namespace) -> None:
         for name in ("records", "tables"):
             fs.makedirs(f"{root}/__download__/{name}", exist_ok=True)
 
-    # Look into the tables, copy them where that is needed now, and cut them into work items.
+    # Read the tables, copy them if that is necessary now, and cut them into work items.
     settings, digests = describe_download(tables_fs, paths, args)
     if fs.exists(settings_path):
         differences = find_differences(read_json(fs, settings_path), settings)
@@ -562,7 +562,7 @@ def main(args: Namespace) -> None:
 
     # Download the missing shards.
     missing = choose_items(fs, folder, items, args.retry_failed)
-    # A summary means that an earlier run has finished, and has looked for repeated files.
+    # A summary means that an earlier run has finished and searched for repeated files.
     is_finished = not missing and fs.exists(summary_path)
     tqdm.write(f"{num_rows:,} rows in {len(items):,} shards, {len(missing):,} of them to do")
     if missing:
@@ -575,7 +575,7 @@ def main(args: Namespace) -> None:
             with contextlib.closing(run_items(repeated, args, folder, schema)) as results:
                 errors = [result["error"] for result in results if "error" in result]
     if errors:
-        fail(f"{errors[0]}; the same command goes on from the shards that are whole")
+        fail(f"{errors[0]}; run the same command again to make the missing shards")
 
     # All shards are complete: write the summary.
     summary = gather(fs, folder, items)

@@ -146,10 +146,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=side,
         nargs="+",
         action=OneOrMore,
-        help="side of the square images in pixels; several values make several caches "
-        "(default: that of the family: 512, SDXL 1024)",
+        help="side of the square images in pixels; with --bucket_step, no image has more pixels "
+        "than this square; several values make several caches (default: 512 or 1024, as the "
+        "model has it)",
     )
-    add("--center_crop", **SWITCH, help="crop the centre, not a random square")
+    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
     add(
         "--random_flip",
         **SWITCH,
@@ -169,29 +170,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--latents",
         choices=["moments", "sample"],
-        help="what to store of an image: mean and standard deviation of its latents (moments), or "
-        "one sample of them (default: moments if the VAE has them)",
+        help="what to store for an image: mean and standard deviation of its latents (moments), "
+        "from which each step draws new latents, or one sample of them (default: moments if the "
+        "VAE has them)",
     )
     add(
         "--text_cache",
         choices=["embeddings", "ids"],
         default="embeddings",
-        help="what to store of a caption: its embeddings, or token ids, which the trainer encodes",
+        help="what to store for a caption: its embeddings, or its token ids, which take less "
+        "space and are encoded in each step of the training",
     )
     add(
         "--rows_per_shard",
         type=COUNT,
         default=1024,
-        help="source rows per file; a killed run loses at most this many",
+        help="number of rows (images) per file of the cache; a killed run loses at most this many",
     )
     add(
         "--batch_size",
         type=number(1, 10**5, int, "auto"),
         default=16,
-        help="images per forward pass of a process; auto: the largest that fits",
+        help="images that each process (GPU) encodes at once; auto finds the largest number that "
+        "fits",
     )
     add(
-        "--max_skipped", type=number(0, 1), default=0.05, help="largest share of rows that may fail"
+        "--max_skipped",
+        type=number(0, 1),
+        default=0.05,
+        help="stop with an error if more than this share of the images can't be used",
     )
     add("--seed", type=number(0, 2**63 - 1, int), default=0, help="seed of all random choices")
     add("--dry_run", **SWITCH, help="print how large the cache will be, and stop")
@@ -204,7 +211,10 @@ def check_args(parser: argparse.ArgumentParser, args: Namespace) -> None:
     if args.pretrained_model_name_or_path is None:
         for name in ("vae_name_or_path", "text_encoder_name_or_path"):
             if getattr(args, name) is None:
-                parser.error(f"--pretrained_model_name_or_path is needed, or --{name} as well")
+                parser.error(
+                    "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
+                    "--text_encoder_name_or_path"
+                )
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -216,7 +226,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if args.dataset_name is None and args.train_data_dir is None:
         demo = DEMO
         family = FAMILIES.get(args.model_family or "")
-        if family and family.script == "train_flow.py":  # not the folder of the U-Net's demo
+        if family and family.script == "train_flow.py":  # a folder other than the U-Net's demo
             demo += " --output_dir latents-digits-flow"
         args = parse_demo(parser, demo, argv)
     check_args(parser, args)
@@ -229,7 +239,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 class RowBatch(TypedDict, total=False):
-    """Some rows for one cache. First in the order of the rows, then in that of `groups`."""
+    """Some rows for one cache.
+
+    The first entries are in the order of the rows, those after the blank line in that of `groups`.
+    """
 
     cache: int  # its index among the caches
     row: list[int]
@@ -241,7 +254,7 @@ class RowBatch(TypedDict, total=False):
 
     pixel_values: list[torch.Tensor]  # of each group, uint8 [n, C, H, W]
     mask: list[torch.Tensor]  # of each group, uint8 [n, 1, H, W], if the data set has masks
-    input_ids: torch.Tensor  # [N, model_max_length], with what else `tokenize` gives
+    input_ids: torch.Tensor  # [N, model_max_length]; other results of `tokenize` too
     original_size: torch.Tensor  # int32 [N, 2]
     crop_top_left: torch.Tensor  # int32 [N, 2]
 
@@ -250,7 +263,7 @@ class TransformedRows(torch.utils.data.Dataset):
     """Decodes rows once and makes a batch of them for each cache.
 
     Takes (indices into `caches`, keys (0, row)) and returns {"batches": [a `RowBatch` per cache]}.
-    The rows are transformed as the trainers see them in epoch 0.
+    The rows are transformed as in epoch 0 of a trainer.
     """
 
     def __init__(self, rows: Any, tokenizers: Tokenizers, caches: list[PlannedCache]) -> None:
@@ -301,14 +314,14 @@ def describe_encoders(
     """Try the models on the CPU in float32, and describe the cache that they will make.
 
     Returns (empty_prompt, settings, kind of the latents). `empty_prompt` is {name: float16 array},
-    the embeddings that a trainer uses for a dropped caption. `settings` must be equal in two runs
-    for their shards to fit together.
+    the embeddings that a trainer uses for a dropped caption. Two runs can work on one cache only if
+    their `settings` are equal.
     """
     family = base.family
     vae = encoders.vae
     try_encoders(encoders)
     if args.latents == "moments" and not family.has_moments(vae):
-        fail(f"an {type(vae).__name__} has no moments: leave --latents out")
+        fail(f"an {type(vae).__name__} has no moments: use --latents sample")
     kind = args.latents or ("moments" if family.has_moments(vae) else "sample")
     resolution = list_values(args.resolution or family.resolution)[0]
     latents = describe_latents(family, vae, resolution, kind)
@@ -323,7 +336,7 @@ def describe_encoders(
         "text_cache": args.text_cache,
         "dtype": DTYPES[mixed_precision],
     }
-    if family.ragged:  # drop the padding, as for the rows
+    if family.ragged:  # without padding, like the rows
         mask = empty_prompt.pop("prompt_mask")
         empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][mask]
     rounded = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
@@ -354,8 +367,8 @@ def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[s
 class Encoded(NamedTuple):
     """The columns of a batch, on their way to the CPU."""
 
-    columns: dict[str, list[torch.Tensor]]  # of each group of rows [n, numbers per row]
-    event: torch.cuda.Event | None  # they are there once it has happened; None on a CPU
+    columns: dict[str, list[torch.Tensor]]  # per group of rows, [n, numbers per row]
+    event: torch.cuda.Event | None  # happens when they have arrived; None on a CPU
 
 
 @torch.inference_mode()
@@ -367,11 +380,11 @@ def encode(
 ) -> Encoded:
     """Stage 2, on the device: a batch of rows -> the cache's columns of numbers.
 
-    texts: of `encode_texts`, if the captions are encoded already.
+    texts: from `encode_texts`, if the captions are encoded already.
     """
     family = encoders.family
     device = encoders.vae.device
-    # Batches begin where shards do, so the noise does not depend on the number of processes.
+    # Each shard starts a new batch, so the noise does not depend on the number of processes.
     generator = torch.Generator(device).manual_seed(
         step_seed("latents", cache.transform.seed, batch["row"][0])
     )
@@ -417,8 +430,8 @@ def collect(
 ) -> tuple[dict[str, list[np.ndarray]], list[bool]]:
     """Wait for `encode`, and put its columns into the order of the rows.
 
-    padded: columns of which padding is left out. Returns ({column: the numbers of each row}, for
-    each row whether all its numbers are finite).
+    padded: columns whose padding is removed. Returns ({column: the numbers of each row}, for each
+    row whether all its numbers are finite).
     """
     columns, event = encoded
     if event is not None:
@@ -442,9 +455,9 @@ def collect(
 def encode_all(
     batches: Iterable[RowBatch], encoders: Encoders, exact: Encoders, caches: list[PlannedCache]
 ) -> Iterator[EncodedRows]:
-    """Encode batch after batch for `caches`.
+    """Encode batches for `caches`.
 
-    The captions of some rows are encoded only once if the next batch has the same rows.
+    If the next batch has the same rows, for another cache, their captions are encoded only once.
 
     Rows with numbers that are not finite are encoded again by `exact`, the same models in float32,
     because Stable Diffusion's VAEs overflow in float16. A row is skipped if that does not help, or
@@ -469,7 +482,7 @@ def encode_all(
 def write_rows(
     batch: RowBatch, encoded: Encoded, encoders: Encoders, exact: Encoders, cache: PlannedCache
 ) -> EncodedRows:
-    """Check what `encode` gave, encode again what is not finite, and make Arrow columns of it."""
+    """Make Arrow columns of the results of `encode`, after encoding rows again if not finite."""
     by_name = {column.name: column for column in cache.columns}
     padded = [name for name, column in by_name.items() if column.is_padded]
     rows, finite = collect(batch["groups"], encoded, padded)
@@ -523,7 +536,7 @@ def show_progress(
     start = time.perf_counter()
     waited = 0.0
     for item in encoded:
-        while len(waits) > 2:  # on CUDA the last may not have happened yet
+        while len(waits) > 2:  # on CUDA the last ones may be unfinished
             waited += seconds_between(*waits.pop(0))
         share = waited / (time.perf_counter() - start)
         progress_bar.set_postfix_str(f"{share:.1%} waiting for images", refresh=False)
@@ -534,7 +547,7 @@ def show_progress(
 def find_missing(
     shards: Iterable[int], caches: list[PlannedCache], opened: list[OpenCache], show_bar: bool
 ) -> dict[int, dict[int, Path]]:
-    """Which shards are missing or damaged: {shard: {index of a cache that lacks it: its file}}."""
+    """Missing or damaged shards: {shard: {index of a cache that lacks it: its file}}."""
     missing: dict[int, dict[int, Path]] = {}
     for shard in tqdm(list(shards), "Checking", disable=not show_bar, leave=False):
         for index, (cache, open_one) in enumerate(zip(caches, opened, strict=True)):
@@ -565,8 +578,8 @@ def write_shards(
 ) -> None:
     """Write the shards, and stop if too many rows are skipped.
 
-    skipped: of each cache, the rows skipped so far. count_rows(shard): how many rows there are, as
-    far as it is known after a shard.
+    skipped: the rows skipped so far, per cache. count_rows(shard): how many rows are known after a
+    shard.
     """
     per_shard = caches[0].rows_per_shard
     for shard, rows in itertools.groupby(encoded, lambda item: item.first_row // per_shard):
@@ -587,7 +600,7 @@ def finish(
     empty_prompt: dict[str, np.ndarray],
     max_skipped: float,
 ) -> None:
-    """On the first process, which has the locks: write the records into one cache.json."""
+    """On the first process, which holds the locks, write the records into one cache.json."""
     for planned, open_one in zip(caches, opened, strict=True):
         if open_one.lock is None:
             continue
@@ -597,7 +610,7 @@ def finish(
         except OSError as error:
             fail(
                 f"{folder} could not be finished ({error}); "
-                "its shards are whole, the same command goes on"
+                "its shards are complete: run the same command to resume"
             )
         open_one.lock.release(force=True)
         # missing_ok: some versions of filelock delete the file themselves.
@@ -613,7 +626,7 @@ def main(args: Namespace) -> None:
     """Make the cache.
 
     The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
-    that tells the reason.
+    that gives the reason.
     """
     transformers.utils.logging.disable_progress_bar()
     # Processes synchronize only at the start and at the end, which may be days apart.
@@ -631,9 +644,9 @@ def main(args: Namespace) -> None:
     report_equal(texts, args)
     report_emptied(exact.tokenizers, texts)
 
-    # The plan decides the content, and so whether an existing cache can be resumed.
+    # The plan decides the content of the caches. A run can resume only those with an equal plan.
     launch_flags = {"mixed_precision": launch.mixed_precision, "compile": launch.compile}
-    # None leaves it out of cache.json, because the script on Ray has no --streaming.
+    # None is not written: cache.json must be as on Ray, where there is no --streaming.
     launch_flags["streaming"] = args.streaming or None
     caches = plan_caches(args, images, exact, kind, described, launch_flags)
     tokens = count_tokens(exact.tokenizers, texts)
@@ -656,7 +669,7 @@ def main(args: Namespace) -> None:
         stream = StreamedRows(
             images.rows, Path(caches[0].output_dir), opened[0].cache, opened[0].records
         )
-        num_rows = stream.count  # as far as it was read before
+        num_rows = stream.count  # rows that earlier runs have read
 
     # Each process takes every num_processes-th shard. It first checks its shards, then makes those
     # that are missing or damaged. Each shard starts a new batch, so its bytes do not depend on the

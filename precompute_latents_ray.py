@@ -16,7 +16,7 @@ be parquet, and each output file is one upload.
 Layout of this file:
     parse_args   the flags of the other script, and five for Ray
     decode_part  stage 1, tasks on CPUs: the rows of a part of a shard -> pixels and tokens
-    Encoder      stage 2, actors with the models: have the parts of a shard decoded, and write it
+    Encoder      stage 2, actors with the models: let tasks decode a shard, encode and write it
     find_places  how many encoders and tasks fit on the nodes of the cluster
     Crew         starts encoders, hands out shards, and counts how often a shard killed its process
     main         the run in phases
@@ -124,9 +124,9 @@ Shard = tuple[int, dict[int, str]]  # its number, {index of a cache that lacks i
 Part = tuple[int, int, tuple[int, ...]]  # first row, row after the last, indices of caches
 # Bytes of pixels in a part. This keeps a GPU busy, and many parts fit in a node's memory.
 PART_BYTES = 2**26
-TRIES = 4  # tries to make a shard, if its process dies or raises an exception
-DEPTH = 3  # shards in work at an encoder: one is written, one encoded, one decoded
-LOOK = 5  # seconds between two looks at the nodes of the cluster
+TRIES = 4  # attempts to make a shard whose process dies or raises an exception
+DEPTH = 3  # shards per encoder at a time: one is written, one encoded, one decoded
+LOOK = 5  # seconds between two checks of the nodes of the cluster
 # Flags that are not recorded in the cache
 ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
 
@@ -146,7 +146,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--num_encoders",
         type=number(1, 10**5, int),
-        help="number of encoders at most; those without a place wait until the cluster has one "
+        help="at most this many encoders; those without a place wait until the cluster has one "
         "(default: one per GPU, or 1 on CPUs)",
     )
     add(
@@ -156,12 +156,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--accelerator_type",
-        help="Ray's name of the GPU type, such as T4; one type gives equal bytes (default: any)",
+        help="Ray's name of a GPU type, such as T4; with one type, the bytes of a cache are always "
+        "equal (default: any type)",
     )
     add(
         "--num_transform_cpus",
         type=number(1, 10**6, int),
-        help="cores that decode images (default: all that the encoders leave)",
+        help="cores that decode images (default: all that the encoders do not use)",
     )
 
     args = parser.parse_args(argv)
@@ -172,17 +173,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if "/working_dir_files/" in os.path.abspath(output_dir):
         parser.error(
             f"Ray deletes {os.path.abspath(output_dir)} after the job: "
-            "give --output_dir from the root"
+            "give an absolute --output_dir"
         )
     local = {**vars(args), "output_dir": output_dir}
     if is_address(args.train_data_dir):
         for name in ("dataset_config_name", "dataset_split"):
             if getattr(args, name) != parser.get_default(name):
                 parser.error(
-                    f"--{name} is for folders: "
-                    f"of --train_data_dir {args.train_data_dir} all parquet is read"
+                    f"--{name} is for folders: all parquet files at --train_data_dir "
+                    f"{args.train_data_dir} are read"
                 )
-        local["train_data_dir"] = "."  # the checks of folders do not know addresses
+        local["train_data_dir"] = "."  # the checks of folders can't handle addresses
         if f"{output_dir}/".startswith(f"{args.train_data_dir.rstrip('/')}/"):
             parser.error(
                 f"--output_dir {output_dir} lies in --train_data_dir {args.train_data_dir}"
@@ -191,7 +192,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.mixed_precision == "fp16" and args.gpus_per_encoder == 0:
         parser.error("--mixed_precision fp16 needs GPUs: use bf16 or no")
     if args.accelerator_type and args.gpus_per_encoder == 0:
-        parser.error("--accelerator_type is of GPUs: leave it out with --gpus_per_encoder 0")
+        parser.error(
+            "--accelerator_type chooses GPUs, but --gpus_per_encoder 0 uses none: remove one"
+        )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("start this script once, with python: Ray starts the processes")
     return Flags(**vars(args) | {"output_dir": output_dir})
@@ -203,7 +206,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Job:
-    """What workers need to know; pickled once."""
+    """The values that all workers need, pickled once."""
 
     args: Flags  # with absolute paths, because workers start in other folders
     caches: list[PlannedCache]
@@ -228,7 +231,7 @@ class PickledRows(NamedTuple):
 def open_rows(pickled: bytes) -> TransformedRows:
     """The `TransformedRows` of this run; a node without the driver's files loads the data set.
 
-    Raises ValueError if the node then finds other data than the driver.
+    Raises ValueError if the node then finds other data.
     """
     given: PickledRows = pickle.loads(pickled)
     try:
@@ -237,7 +240,7 @@ def open_rows(pickled: bytes) -> TransformedRows:
         rows = load_rows(given.args, others=[given.args.caption_column]).rows
         if rows._fingerprint != given.fingerprint:
             raise ValueError(
-                "this node reads other data: let all nodes share the folder --cache_dir"
+                "this node reads other data: share the folder --cache_dir among all nodes"
             ) from None
     return TransformedRows(rows, given.tokenizers, given.caches)
 
@@ -296,7 +299,7 @@ def list_parts(shard: Shard, job: Job) -> list[Part]:
 
 
 class Encoder:
-    """Stage 2 as an actor: has shards decoded by tasks, encodes them, and writes their files.
+    """Stage 2 as an actor: lets tasks decode shards, encodes them, and writes their files.
 
     The models are loaded once. Up to DEPTH calls of `make` run at the same time: while one encodes,
     the previous one writes its rows, and tasks decode the rows of the next one.
@@ -311,9 +314,9 @@ class Encoder:
         self.decode = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **job.task)(
             decode_part
         )
-        # For each shard, in order, the parts that are not yet given to a task.
+        # For each shard, in order, the parts that no task has yet.
         self.queue: list[list[Part]] = []
-        # The parts that are given to a task and not yet encoded, with Ray's reference.
+        # {part that a task has, and that is not yet encoded: Ray's reference}
         self.decoding: dict[Part, Any] = {}
         self.ahead = 1  # parts that are decoded ahead
         self.turn = threading.Condition()
@@ -327,15 +330,15 @@ class Encoder:
         described = describe_models(self.exact)
         settings = self.job.caches[0].settings
         if differences := find_differences({name: settings[name] for name in described}, described):
-            raise ValueError(f"the models are other ones here ({', '.join(differences)})")
+            raise ValueError(f"the models on this node differ ({', '.join(differences)})")
         dtype = getattr(torch, settings["dtype"])
         self.encoders = place_encoders(self.exact, base, dtype, self.device, args.compile)
 
     def make(self, shard: Shard, ahead: int) -> dict[str, Any]:
-        """Write a shard's file in each cache. `ahead`: how many parts to have decoded ahead.
+        """Write a shard's file in each cache. ahead: how many parts tasks may decode ahead.
 
         Returns {"records": {index of the cache: record}, "failed": the reason or None, "waited":
-        seconds spent waiting for images, "busy": seconds spent on the rest}.
+        seconds spent waiting for images, "busy": all other seconds}.
         """
         spent = dict.fromkeys(("waited", "busy"), 0.0)
         self.ahead = ahead
@@ -365,7 +368,7 @@ class Encoder:
             with self.turn:
                 self.queue.pop(0)
                 self.turn.notify_all()
-            for part in parts:  # some are left if encoding failed
+            for part in parts:  # some remain if encoding failed
                 self.decoding.pop(part, None)
 
     def load(self, parts: list[Part], spent: dict[str, float]) -> Iterator[Any]:
@@ -398,11 +401,11 @@ class Encoder:
                 part = left.pop(0)
                 self.decoding[part] = self.decode.remote(part, self.job.rows)
         if self.decoding:
-            # With no timeout to wait, this only makes Ray start to send the results to this node.
+            # With timeout 0 this does not wait, but makes Ray start to send results to this node.
             ray.wait(list(self.decoding.values()), num_returns=len(self.decoding), timeout=0)
 
     def find_batch_size(self) -> tuple[int | None, str, str | None]:
-        """--batch_size auto: returns (size or None, the printed table, the reason of a failure)."""
+        """--batch_size auto: returns (size or None, printed table, reason of a failure or None)."""
 
         def find() -> int:
             if self.reason:
@@ -432,7 +435,7 @@ def check_shards(paths: list[str], records: dict[str, dict]) -> list[str | None]
 def make_absolute(args: argparse.Namespace) -> Flags:
     """The flags with absolute paths, because workers start in other folders.
 
-    Values that are no existing path, such as hub ids, stay as they are.
+    Values that are not existing paths, such as hub ids, are not changed.
     """
     names = ["dataset_name", "train_data_dir", "cache_dir", "single_file_config"]
     names += [name for name in vars(args) if "name_or_path" in name]
@@ -445,7 +448,7 @@ def make_absolute(args: argparse.Namespace) -> Flags:
 
 
 class Engine(NamedTuple):
-    """What the two stages need of a Ray cluster."""
+    """The resources of a Ray cluster that the two stages use."""
 
     num_encoders: int  # at most
     num_tasks: int | None  # of stage 1 at a time; None: as many as the cores allow
@@ -455,14 +458,14 @@ class Engine(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What the nodes of a cluster have room for."""
+    """The nodes of a cluster, and how much fits on them."""
 
     nodes: int
     cpus: float
     gpus: float  # of the type that encoders need
     fit: int  # encoders that fit on the nodes at the same time
     for_tasks: bool  # whether a node can run a task of stage 1
-    allowed: int  # encoders that may be started
+    allowed: int  # most encoders to start
     tasks: int  # tasks of stage 1 at a time
 
 
@@ -480,17 +483,17 @@ def count_fitting(node: dict[str, float], encoder: dict[str, Any]) -> int:
     gpus, per_encoder = node.get("GPU", 0), encoder["num_gpus"]
     if per_encoder >= 1:
         return min(fit, int(gpus // per_encoder))
-    if per_encoder:  # several share a GPU, but none has parts of two
+    if per_encoder:  # several share a GPU, but an encoder uses only one
         return min(fit, int(gpus) * int(round(1 / per_encoder, 4)))
     return fit
 
 
 def find_places(engine: Engine) -> Places:
-    """Look at the nodes that the cluster has now.
+    """Measure the nodes that the cluster has now.
 
-    Ray may place encoders wherever they fit. If they would then leave no node with memory for a
-    task, all would wait for ever. In this case one encoder less than fit is allowed: where it would
-    be, there is room. Otherwise all are allowed, because those that do not fit only wait.
+    Ray may place encoders wherever they fit. If they then leave no node enough memory for a task,
+    all wait for ever. In this case one encoder fewer than fit is allowed, and a task takes its
+    place. Otherwise all are allowed, because those that do not fit only wait.
     """
     nodes = list_nodes()
     kind = engine.encoder.get("accelerator_type")
@@ -516,7 +519,7 @@ def find_places(engine: Engine) -> Places:
 
 
 def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, str]:
-    """Fit the two stages to the Ray cluster. Returns the engine, and sentences on it.
+    """Fit the two stages to the Ray cluster. Returns the engine and its description.
 
     Stops the script if no node has enough resources, unless --num_encoders asks for more nodes.
     """
@@ -527,7 +530,7 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
         keys = {key for node in nodes for key in node if key.startswith("accelerator_type:")}
         types = ", ".join(sorted(key.split(":")[1] for key in keys))
         fail(
-            f"no node of Ray has --accelerator_type {wanted}, but {types or 'none'}: "
+            f"no node of Ray has --accelerator_type {wanted}; there is {types or 'none'}: "
             "if the cluster will have such nodes, give --num_encoders"
         )
     gpus = sum(node.get("GPU", 0) for node in own)
@@ -554,9 +557,9 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
 
 
 def describe_engine(engine: Engine, places: Places, may_wait: bool) -> str:
-    """Sentences on what runs where.
+    """Sentences on the nodes, encoders and tasks.
 
-    Stops the script if nothing can run, unless it may wait for further nodes.
+    Stops the script if nothing can run, unless it may wait for more nodes.
     """
     count = engine.num_encoders
     encoder_gb, task_gb = (need["memory"] / 1e9 for need in (engine.encoder, engine.task))
@@ -572,7 +575,7 @@ def describe_engine(engine: Engine, places: Places, may_wait: bool) -> str:
     if places.allowed == 0:
         fail(
             f"an encoder needs {encoder_gb:.1f} GB and a task that decodes {task_gb:.1f} GB, "
-            "and no node of Ray has memory for both: add a node, or take one with more memory"
+            "and no node of Ray has memory for both: add a node, or use one with more memory"
         )
     place = f"{per_encoder:g} GPUs" if per_encoder else f"{engine.threads} CPU threads"
     sentences = [
@@ -580,22 +583,22 @@ def describe_engine(engine: Engine, places: Places, may_wait: bool) -> str:
         f"{places.allowed} encoders of {place}, {places.tasks} tasks that decode"
     ]
     if needs:
-        sentences.append(f"Waiting for nodes, which Ray is asked for: {lacking} yet")
+        sentences.append(f"Waiting for nodes that Ray was asked for: {lacking} yet")
     elif places.allowed < count:
         sentences.append(
-            f"{places.allowed} of {count} encoders: with more of them ({encoder_gb:.1f} GB each) "
-            f"no node would have memory for a task that decodes ({task_gb:.1f} GB)"
+            f"Only {places.allowed} of {count} encoders start: with more ({encoder_gb:.1f} GB each)"
+            f" no node would have memory for a task that decodes ({task_gb:.1f} GB)"
         )
     elif places.fit < count:
         sentences.append(
             f"Ray has a place for {places.fit} of {count} encoders ({encoder_gb:.1f} GB each); "
-            "the others wait for further nodes"
+            "the others wait for more nodes"
         )
     return "\n".join(sentences)
 
 
 def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> dict[str, str]:
-    """Check the shards that have a record, on all nodes; returns {name: damage} of the bad ones."""
+    """Check the shards that have a record, on all nodes; returns {name: damage}."""
     names = [name for name in shards if name in records]
     groups = [names[i : i + 16] for i in range(0, len(names), 16)]
 
@@ -616,7 +619,7 @@ def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> di
 
 
 class Call(NamedTuple):
-    """A call of an encoder that is not yet answered."""
+    """A call of an encoder that has not been answered."""
 
     slot: int
     encoder: Any
@@ -624,10 +627,10 @@ class Call(NamedTuple):
 
 
 class Crew:
-    """The encoders of a run, and what each has to do.
+    """The encoders of a run and their shards.
 
-    An encoder gets shards once it has answered. One without a place therefore holds nothing up:
-    it waits for a node with its resources, which Ray asks an autoscaler for, while others work.
+    An encoder gets shards once it has answered. So one without a place delays nothing: it waits for
+    a node with its resources, which Ray requests from an autoscaler, while others work.
     """
 
     def __init__(self, missing: dict[int, dict[int, str]], job: Job, engine: Engine) -> None:
@@ -639,10 +642,10 @@ class Crew:
         self.job = ray.put(job)
         self.left = sorted(missing)  # a heap
         self.encoders: dict[int, Any] = {}  # {slot: encoder}
-        self.ready: set[int] = set()  # slots of the encoders that have answered
+        self.ready: set[int] = set()  # slots whose encoders have answered
         self.calls: dict[Any, Call] = {}  # {Ray's reference: call}
-        self.tries: collections.Counter = collections.Counter()  # of a shard
-        self.starts: collections.Counter = collections.Counter()  # deaths at the start in a slot
+        self.tries: collections.Counter = collections.Counter()  # deaths per shard
+        self.starts: collections.Counter = collections.Counter()  # deaths at the start per slot
         self.places = find_places(engine)
         self.looked = time.monotonic()
 
@@ -656,14 +659,14 @@ class Crew:
         )
 
     def count_wanted(self) -> int:
-        """How many encoders have something to do, or would have."""
+        """How many encoders there is work for."""
         return min(self.engine.num_encoders, len(self.count_load()) + len(self.left))
 
     def hand_out(self) -> None:
         """Give shards to the encoders that have answered."""
         load = self.count_load()
-        # Ray does not tell which shard killed a process. All shards that the process had are
-        # therefore tried again one at a time.
+        # Ray does not report which shard killed a process, so all shards that the process had are
+        # tried again one at a time.
         for call in self.calls.values():
             if call.shard is not None and self.tries[call.shard]:
                 load[call.slot] += DEPTH
@@ -674,7 +677,7 @@ class Crew:
             for slot in sorted(self.ready):
                 if not self.left or load[slot] != depth:
                     continue
-                # Those that start will want a shard each, and a shard that is tried again is alone.
+                # Encoders that start will need a shard each, and a shard is tried again alone.
                 if depth and (len(self.left) <= starting or self.tries[self.left[0]]):
                     continue
                 number = heapq.heappop(self.left)
@@ -684,7 +687,7 @@ class Crew:
                 load[slot] += DEPTH if self.tries[number] else 1
 
     def resize(self) -> None:
-        """Let go of encoders that have nothing to do or may not stay; start those that lack."""
+        """End encoders that have no work or are too many, and start those that are missing."""
         if time.monotonic() > self.looked + LOOK:
             self.places = find_places(self.engine)
             self.looked = time.monotonic()
@@ -700,7 +703,7 @@ class Crew:
             self.calls[encoder.__ray_ready__.remote()] = Call(slot, encoder, None)
 
     def let_go(self, slot: int) -> None:
-        """End an encoder, so that its place is free; its shards are for the others."""
+        """End an encoder to free its place; its shards go to others."""
         ray.kill(self.encoders.pop(slot))
         self.ready.discard(slot)
         for ref, call in list(self.calls.items()):
@@ -715,13 +718,13 @@ class Crew:
             time.sleep(1)
             return []
         done, _ = ray.wait(list(self.calls), timeout=1, fetch_local=False)
-        if done:  # take all that are ready: a turn of `make_shards` looks at every encoder
+        if done:  # take all that are ready, because a turn of `make_shards` visits every encoder
             at_once = {"num_returns": len(self.calls), "timeout": 0}
             done, _ = ray.wait(list(self.calls), **at_once, fetch_local=False)
         return done
 
     def take(self, ref: Any) -> tuple[int, dict] | None:
-        """Take an answer; returns (number of a shard, result) if a shard is made or given up."""
+        """Take an answer; returns (number of a shard, result) if the shard is done or failed."""
         call = self.calls.pop(ref)
         try:
             result = ray.get(ref)
@@ -734,11 +737,11 @@ class Crew:
         return None
 
     def bury(self, call: Call, reason: str) -> tuple[int, dict] | None:
-        """Note that an encoder died, and put the shard that it had back."""
+        """Count the death of an encoder, and put its shard back."""
         if self.encoders.get(call.slot) is call.encoder:
             del self.encoders[call.slot]
             self.ready.discard(call.slot)
-        died = f"its process died {TRIES} times, of memory? ({reason})"
+        died = f"its process died {TRIES} times, out of memory? ({reason})"
         if call.shard is None:
             self.starts[call.slot] += 1
             if self.starts[call.slot] == TRIES:
@@ -755,7 +758,7 @@ def make_shards(
     """Have encoders make the missing shards, {number: {index of a cache: file}}.
 
     Yields (number, result of `Encoder.make`) in any order. A shard whose process died TRIES times
-    yields {"failed": reason}. `show` is told how many encoders are at work and how many are not.
+    yields {"failed": reason}. `show` gets the numbers of encoders that work and that do not yet.
     """
     crew = Crew(missing, job, engine)
     try:
@@ -826,7 +829,7 @@ class Destination:
 
     def finish(self, empty_prompt: dict[str, np.ndarray], max_skipped: float) -> None:
         """Write the records into one cache.json."""
-        reason = "its shards are whole, the same command goes on"
+        reason = "its shards are complete: run the same command to resume"
         with explained(f"{self.folder} could not be finished; {reason}"):
             cache = finish_cache(self.local, empty_prompt, max_skipped)
             if self.is_remote:
@@ -841,13 +844,13 @@ class Destination:
 
     def close(self) -> None:
         if self.opened and self.opened.lock:
-            for leftover in self.local.rglob(".tmp-*"):  # from workers that were stopped
+            for leftover in self.local.rglob(".tmp-*"):  # by workers that were stopped
                 leftover.unlink(missing_ok=True)
             self.opened.lock.release(force=True)
 
 
 class CrewProgress:
-    """The progress bar, and its numbers as gauges of Ray's metrics."""
+    """The progress bar, with its numbers also as gauges of Ray's metrics."""
 
     def __init__(self, total: int, done: int) -> None:
         self.bar = tqdm(total=total, initial=done, desc="Images", unit="img")
@@ -858,8 +861,8 @@ class CrewProgress:
             for name, description in {
                 "rows_done": "Rows that are in the cache",
                 "rows_per_second": "Rows per second, as in the progress bar",
-                "waiting_share": "Share of their time for which encoders waited for images",
-                "encoders_at_work": "Encoders that have a place and their models",
+                "waiting_share": "Share of time that encoders waited for images",
+                "encoders_at_work": "Encoders that have a place and have loaded the models",
                 "encoders_waiting": "Encoders that start or wait for a place",
             }.items()
         }
@@ -904,7 +907,7 @@ def make_missing(
     destinations: list[Destination],
     max_skipped: float,
 ) -> None:
-    """Make the missing shards, {number: {index of a cache: file}}, and show how it goes."""
+    """Make the missing shards, {number: {index of a cache: file}}, and show the progress."""
     per_shard = job.caches[0].rows_per_shard
     num_rows = job.num_rows
     names = job.caches[0].list_shards()
@@ -921,7 +924,7 @@ def make_missing(
             if result["failed"]:
                 first = number * per_shard
                 rows = f"rows {first} to {first + counts[number] - 1} could not be made"
-                fail(f"{rows}: {result['failed']}; the same command goes on from what is whole")
+                fail(f"{rows}: {result['failed']}; run the same command to resume")
             progress.add(counts[number] * len(missing[number]), result)
             for index, record in result["records"].items():
                 destinations[index].add(names[number], record, num_rows, max_skipped)
@@ -933,12 +936,12 @@ def main(args: argparse.Namespace) -> None:
     """Make the cache.
 
     The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
-    that tells the reason.
+    that gives the reason.
     """
     transformers.utils.logging.disable_progress_bar()
     mixed_precision = args.mixed_precision or "no"
     recorded = Flags(**{name: value for name, value in vars(args).items() if name not in ENGINE})
-    accelerator = Accelerator(cpu=True)  # one process, as `open_cache` needs to know
+    accelerator = Accelerator(cpu=True)  # tells `open_cache` that there is one process
 
     # The driver loads and hashes the models on its CPU. The encoders compare their models with
     # these hashes.
@@ -1012,11 +1015,11 @@ def main(args: argparse.Namespace) -> None:
         for destination in destinations:
             destination.finish(empty_prompt, args.max_skipped)
     except Exception as error:
-        # Ray's messages are long. The last line with the name of an error tells the cause.
+        # Ray's messages are long. The last line with the name of an error has the cause.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
         reason = (named or lines)[-1]
-        fail(f"Ray could not go on ({reason}); the same command goes on from here")
+        fail(f"Ray stopped ({reason}); run the same command to resume")
     finally:
         disconnect()
         for destination in destinations:

@@ -18,8 +18,8 @@ Output, in --output_dir:
 
 Layout of this file:
     parse_args                      the flags; bad values stop the script before anything is loaded
-    make_transformer                the model, new or pretrained; it must fit latents and embeddings
-    predict_velocity                calls the model; all that needs its prediction calls this
+    make_transformer                the model, new or pretrained, checked against the data
+    predict_velocity                the one place where the model is called
     prepare_batch, compute_loss     a batch -> the inputs of the transformer, and the loss
     train_step                      one optimizer step, with the calls of Accelerate
     log_validation, describe_model  the samples, and the text of the model card
@@ -151,7 +151,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--transformer_config_name_or_path",
         type=PATH,
-        help="config of a new transformer to train: hub id, folder or JSON file",
+        help="train a new transformer with this config: hub id, folder or JSON file",
     )
     add_init_flag(add)
     add_family_flags(add, default=DEFAULT_FLOW_FAMILY)
@@ -160,7 +160,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_shard_flag(add)
 
     add = parser.add_argument_group("LoRA").add_argument
-    add_lora_flags(add, output_kohya_format=False)
+    add_lora_flags(add)
 
     add = parser.add_argument_group("objective").add_argument
     schemes = ["logit_normal", "uniform"]
@@ -168,25 +168,25 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--weighting_scheme",
         choices=schemes,
         default="logit_normal",
-        help="distribution of the noise levels (arXiv:2403.03206)",
+        help="distribution from which the noise levels in training are drawn (arXiv:2403.03206)",
     )
     add(
         "--logit_mean",
         type=number(-100, 100),
         default=0.0,
-        help="mean of logit_normal; above 0 gives more noise",
+        help="mean of --weighting_scheme logit_normal; above 0 gives more noise",
     )
     add(
         "--logit_std",
         type=number(1e-3, 100),
         default=1.0,
-        help="standard deviation of logit_normal",
+        help="standard deviation of --weighting_scheme logit_normal",
     )
     add(
         "--shift",
         type=number(1e-2, 100),
-        help="shift of the noise levels, above 1 for more noise (default: the pipeline's; a new "
-        "pipeline has 1, and 3 from 512 px on)",
+        help="shift of the noise levels, in training and samples; above 1 gives more noise "
+        "(default: the pipeline's; for a new pipeline 1, or 3 from 512 px)",
     )
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
@@ -205,13 +205,18 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     family = FAMILIES[args.model_family]
     if family.script != "train_flow.py":
-        parser.error(f"--model_family {args.model_family}: {family.script} trains it")
+        parser.error(f"--model_family {args.model_family} needs {family.script}")
     if args.pretrained_model_name_or_path is None:
         for name in ("vae_name_or_path", "text_encoder_name_or_path"):
             if getattr(args, name) is None:
-                parser.error(f"--pretrained_model_name_or_path is needed, or --{name} as well")
+                parser.error(
+                    "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
+                    "--text_encoder_name_or_path"
+                )
         if not (args.transformer_config_name_or_path or args.init_from):
-            parser.error("--transformer_config_name_or_path is needed where there is no pipeline")
+            parser.error(
+                "--transformer_config_name_or_path is needed without a pretrained pipeline"
+            )
     if args.rank:
         if not family.attention:
             others = [
@@ -225,8 +230,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         for name in ("transformer_config_name_or_path", "init_from"):
             if getattr(args, name):
                 parser.error(f"--rank needs a pretrained transformer: leave --{name} out")
-    if args.output_kohya_format:
-        parser.error("--output_kohya_format knows U-Nets only: leave it out")
     check_data_args(parser, args)
     check_training_args(parser, args)
     return parser.freeze(args)
@@ -245,8 +248,8 @@ def predict_velocity(
 ) -> torch.Tensor:
     """The velocity that the transformer predicts, noise - latents, float32 [N, C, h, w].
 
-    The loss, the held-out loss, the searches, the costs and the check of shapes all call this: give
-    the transformer further inputs here.
+    This is the one place where the transformer is called, except for samples: change it to pass
+    further inputs.
 
     sigmas: share of noise in [0, 1], [N]. condition: see `prepare_batch`.
     """
@@ -259,12 +262,13 @@ def make_transformer(
 ) -> torch.nn.Module:
     """Make the transformer to train.
 
-    It is new (from a config), the pretrained pipeline's, or like the one of a checkpoint, `start`.
-    With --rank it is frozen, in the precision of the launch or in 4 bits, and has an adapter that
-    is trained. Stops with an error if it does not fit the latents and embeddings.
+    It is the pretrained pipeline's, or new from a config: that of the flags, or that of the
+    checkpoint, in the folder `configs`. With --rank it is frozen, in the precision of the launch or
+    in 4 bits, and only its LoRA is trained. Stops with an error if it does not fit the latents and
+    embeddings.
     """
     model_class = getattr(diffusers, base.family.model)
-    # Only the config of a checkpoint is read here. Its weights and averaged weights come later.
+    # Only the config of a checkpoint is read here. `Trained` loads its weights and EMA weights.
     config_source = args.transformer_config_name_or_path
     if configs and not config_source:
         config_source = str(configs / "transformer")
@@ -297,7 +301,7 @@ def make_transformer(
 
 
 def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEulerDiscreteScheduler:
-    """The sampler of the pipeline, with --shift."""
+    """Make the sampler of the pipeline, with --shift."""
     source = base.source
     options = {"cache_dir": args.cache_dir, "revision": args.revision}
     _, class_name = base.index.get("scheduler", [None, None])
@@ -306,9 +310,9 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
             sampler = FlowMatchEulerDiscreteScheduler.from_pretrained(
                 source, subfolder="scheduler", **options
             )
-        else:  # no flow model, or no pipeline but single models
+        else:  # the base is a pipeline without flow matching, or single models
             if base.family.recognizes(base.index.get("_class_name", "")) and args.shift is None:
-                raise ValueError(f"it has a {class_name}: give the shift of its noise with --shift")
+                raise ValueError(f"it has a {class_name}: set the shift of the noise with --shift")
             sampler = FlowMatchEulerDiscreteScheduler(shift=3.0 if resolution >= 512 else 1.0)
         if args.shift is not None:  # the same for all sizes
             sampler = FlowMatchEulerDiscreteScheduler.from_config(
@@ -323,10 +327,10 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
 def choose_shift(
     sampler: FlowMatchEulerDiscreteScheduler, patch_size: int, height: int, width: int
 ) -> float:
-    """The sampler's shift of noise levels, with which training agrees (arXiv:2403.03206, 5.3.2).
+    """The sampler's shift of the noise levels, used in training too (arXiv:2403.03206, 5.3.2).
 
-    A scheduler may shift more for larger images: along a line between two numbers of tokens, as
-    the pipelines compute it. height, width: of latents.
+    With use_dynamic_shifting it grows with the number of tokens, as in the pipelines. height,
+    width: size of the latents.
     """
     config = sampler.config
     if not config.use_dynamic_shifting:
@@ -347,8 +351,9 @@ def choose_shift(
 def prepare_batch(data: Data, caption_dropout: float, batch: Batch) -> Prepared:
     """Turn a loaded batch into latents, condition and inputs of the loss.
 
-    The latents are drawn anew each time. The condition are the `Prompts` of the family; the empty
-    prompt replaces a share `caption_dropout` of the captions.
+    New latents are drawn from the VAE's distribution each time. The condition holds the model's
+    other inputs, the family's `Prompts`. A share `caption_dropout` of the captions becomes the
+    empty prompt.
     """
     return encode_batch(batch, data, caption_dropout)
 
@@ -376,31 +381,31 @@ def compute_loss(
     predict: `predict_velocity`. loss_models: networks that only the loss uses; see `main`.
     models: {"transformer": ...}, the trained models.
     prepared: see `prepare_batch`.
-    weight: [N]. Over a step's micro-batches, averaged over the processes, the weights add up to 1;
-        a placeholder has weight 0. So return (weight * loss per image).sum(), whatever the loss.
+    weight: [N], num_processes / images in the step, because the processes average their gradients;
+        0 for an image that can't be used. Any loss must return (weight * loss of each image).sum().
     """
     images, condition, loss_inputs = prepared
     noise = torch.randn(images.shape, device=images.device)
     if args.weighting_scheme == "logit_normal":
-        # more levels in the middle, between image and noise (arXiv:2403.03206, 3.1)
+        # more levels halfway between image and noise (arXiv:2403.03206, 3.1)
         sigmas = torch.randn(len(images), device=images.device)
         sigmas = torch.sigmoid(args.logit_mean + args.logit_std * sigmas)
     else:
         sigmas = torch.rand(len(images), device=images.device)
     shift = shift_for_size(*images.shape[2:])
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
-    # Sigmas are continuous and in float32: bfloat16 has a precision of 8 bits only.
+    # In float32: bfloat16 would round the sigmas to 8 bits.
     noisy_images = add_noise(images, noise, sigmas)
     prediction = predict(models, noisy_images, sigmas, condition)
     target = noise - images
     error = F.mse_loss(prediction, target, reduction="none")
-    error = error * loss_inputs.get("mask", 1)  # in [0, 1], for each pixel
+    error = error * loss_inputs.get("mask", 1)  # 0 to 1: how much each pixel counts
     loss = error.mean(dim=(1, 2, 3))  # of each image
     return (weight * loss).sum()
 
 
 def measure_velocity(predict: Predict) -> HeldOutMeasure:
-    """What the held-out loss measures: the mean squared error of the velocity."""
+    """Measure the held-out loss as the mean squared error of the velocity."""
 
     def add_tenths(
         latents: torch.Tensor, noise: torch.Tensor, tenths: torch.Tensor
@@ -436,7 +441,7 @@ def train_step(
 ) -> StepSums:
     """Do one optimizer step on the next `micro_batches` of `batches`.
 
-    prepare, loss: `prepare_batch` and `compute_loss`. look: sees the images as the models get them.
+    prepare, loss: `prepare_batch` and `compute_loss`. look: called with each prepared batch.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device.
@@ -445,14 +450,14 @@ def train_step(
     total_weight = torch.zeros((), device=accelerator.device)
     for micro_batch in range(micro_batches):
         batch = next(batches)
-        # The random numbers depend on the step, not on earlier draws: a resumed run draws the same.
+        # A resumed run draws the same random numbers, because the seed is computed from the step.
         rank = accelerator.process_index
         torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
         prepared = prepare(batch)
         if look:
             look(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
-            # The processes average their gradients once a step, in its last micro-batch.
+            # The processes average their gradients only in the step's last micro-batch.
             if micro_batch < micro_batches - 1:
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
@@ -462,8 +467,8 @@ def train_step(
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
     optimizer.step()
-    optimizer.zero_grad()  # to None: the memory is free for the next forward pass
-    # Read later, all at once: an .item() here would wait for the device.
+    optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
+    # Not .item(), which would wait for the device. The loop reads many steps' sums at once.
     return {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
 
 
@@ -471,11 +476,11 @@ def train_step(
 # the output
 
 
-PARTS = ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")  # of the pipeline
+PARTS = ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")  # a pipeline's folders
 
 
 class Interrupted(Exception):
-    """Raised if a signal comes while a sample is drawn."""
+    """Raised when a signal to stop comes while samples are drawn."""
 
 
 def make_pipeline(
@@ -487,7 +492,7 @@ def make_pipeline(
 ) -> DiffusionPipeline:
     """Make the pipeline of the transformer and the models that it was trained with, in float32.
 
-    with_text: also text encoders, to be saved; without them it draws from embeddings.
+    with_text: with the text encoders, for saving. Samples are drawn from embeddings, without them.
     """
     parts = load_parts(base, with_text) | {"transformer": transformer, "scheduler": sampler}
     return base.family.build(parts, base, resolution)
@@ -503,7 +508,7 @@ def log_validation(
 ) -> float | None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
-    Returns on the first process how rough the samples are; see `draw_samples`.
+    Returns on the first process the roughness of the samples; see `draw_samples`.
     """
     seen: dict[str, torch.Tensor] = {}
 
@@ -516,7 +521,7 @@ def log_validation(
         return tensors
 
     def draw(numbers: list[int], generators: list[torch.Generator]) -> Drawn:
-        assert data.validation  # there are prompts, or nothing is drawn
+        assert data.validation  # samples are drawn only if there are prompts
         prompts, empty = data.validation.choose(numbers, launch.device)
         images: Sequence[np.ndarray] = []
         with contextlib.suppress(Interrupted):
@@ -536,7 +541,7 @@ def log_validation(
 
 
 def describe_model(family: Family, about: About, settings: Namespace) -> Description:
-    """What the model card and the report say of the result, with example code."""
+    """Write the texts of the model card and the report, with example code."""
     is_new = bool(settings.transformer_config_name_or_path or settings.init_from)
     how = "trained from scratch" if is_new else "fine-tuned"
     what = (
@@ -573,34 +578,34 @@ def describe_model(family: Family, about: About, settings: Namespace) -> Descrip
 def main(args: Namespace) -> None:
     """Train.
 
-    Ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence after an error.
+    Exits with 130 after Ctrl-C, 143 after SIGTERM, and 1 and a sentence after an error.
     """
     transformers.utils.logging.disable_progress_bar()
-    # The launch first: it decides devices, processes and precision.
+    # The launch comes first: it decides devices, processes and precision.
     launch = make_launch(args)
     accelerator = launch.accelerator
-    run = open_run(launch, __file__, args)  # locked to the end, so that no second run writes here
+    run = open_run(launch, __file__, args)  # locks the folder against other runs
     base = open_base(args, trained_by="train_flow.py")
 
-    # The data before the model, which must fit the latents and embeddings.
+    # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.before, args)
     sampler = make_scheduler(base, data.resolution, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
 
-    # The model, and what the loop, the searches, the held-out loss and the costs call.
+    # The model, and functions for the loop, held-out loss, --find_lr and --train_batch_size auto.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_velocity, base.family)
     transformer = make_transformer(base, data, predict, run.configs, launch, args)
     models: Models = {"transformer": transformer}  # each is trained, averaged, saved in its folder
-    loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
+    loss_models: Models = {}  # only the loss uses them: frozen, on the device, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)
     shift_for_size = partial(choose_shift, sampler, base.family.patch_size(transformer))
     loss_of = partial(compute_loss, args, shift_for_size)
     loss = partial(loss_of, predict, loss_models)
     step = partial(train_step, accelerator, prepare, loss, args.seed, args.max_grad_norm)
 
-    # The size of a step comes before the position in the data, which a checkpoint counts in images.
+    # The batch size comes before the position in the data, which a checkpoint counts in images.
     freeze_on_device(loss_models, launch.device)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
     state = run.read_state(len(epoch_rows(0)), args)
@@ -610,7 +615,7 @@ def main(args: Namespace) -> None:
     settings = settings_of(args, launch, run, data, plan)
     recorded = record_settings(settings, launch, progress, data.dataset, held_out)
 
-    # Weights, averages and optimizer, all in float32: autocast only lowers what is computed.
+    # Weights, EMA and optimizer are in float32: autocast lowers only the computation's precision.
     trained = Trained(launch, models, settings)
     trained.load(run, state, recorded)
     others = [*loss_models.values(), *data.modules()]
@@ -619,10 +624,10 @@ def main(args: Namespace) -> None:
         compile_model(transformer, launch.compile, order.num_sizes)
     trained.prepare(progress.global_step)
 
-    # Batches come without end, across epochs, so the device never waits for an epoch to begin.
+    # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
     keys = step_batches(order, progress, launch.rank, launch.num_processes)
     loaded = load_batches(data.dataset, keys, data.num_workers, launch.device, args.prefetch_factor)
-    if args.find_lr:  # and stop: nothing that it trains is kept
+    if args.find_lr:  # the run ends here, and its weights are not kept
         result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
         return end_run(launch, run, result, [], settings)
     constant = partial(measure_constant, loss_of, loss_models)
@@ -631,7 +636,7 @@ def main(args: Namespace) -> None:
     )
     stop_signal = StopSignal(launch.num_processes, launch.shard)
 
-    # What is made of the weights: samples and the held-out loss on the way, a pipeline or a LoRA.
+    # What the loop does with the weights: held-out loss and samples, in the end pipeline or LoRA.
     def save_result(best: Models, folder: Path) -> None:
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:

@@ -12,11 +12,11 @@ an epoch. All machines must share --output_dir.
 
 Layout of this file:
     parse_args  the flags of this script, then the trainer and its flags
-    run_worker  in each worker of Ray Train: starts the trainer as a process of its own
+    run_worker  in each worker of Ray Train: starts the trainer in another process
     watch       in the driver: prints what happens to the workers, and decides when to give up
     main        the run in phases
-Ray Train only says how many workers there are, and starts them. The trainer saves, resumes and
-deals out the data, as it does under any launcher.
+Ray Train only decides how many workers there are, and starts them. The trainer saves, resumes and
+splits the data among its processes, as it does under any launcher.
 """
 
 from pathlib import Path
@@ -92,9 +92,9 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         help="flags of the trainer; --resume_from_checkpoint latest is added",
     )
     add = parser.add_argument_group("workers").add_argument
-    add("--min_workers", type=COUNT, default=1, help="train only if there are so many workers")
-    add("--max_workers", type=COUNT, required=True, help="use so many workers at most")
-    add("--cpu", action="store_true", help="train on CPUs; else each worker has a GPU")
+    add("--min_workers", type=COUNT, default=1, help="smallest number of workers to train with")
+    add("--max_workers", type=COUNT, required=True, help="largest number of workers to train with")
+    add("--cpu", action="store_true", help="train on CPUs (default: a GPU for each worker)")
     add(
         "--cpus_per_worker",
         type=number(1, 10**4, int),
@@ -105,19 +105,19 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         "--resize_seconds",
         type=number(1, 10**6),
         default=60,
-        help="how often to look for more workers. If there are, the trainers save and start again",
+        help="seconds between looks for more workers; if there are, the trainers save and restart",
     )
     add(
         "--save_seconds",
         type=number(1, 10**5),
         default=120,
-        help="time that a trainer has to finish its step and save, before it is killed",
+        help="seconds that a trainer has to finish its step and save, before it is killed",
     )
     add(
         "--max_failures",
         type=number(0, 10**6, int),
         default=8,
-        help="end after more starts in a row than this without a new checkpoint",
+        help="restarts in a row without a new checkpoint; one more ends the job",
     )
     add = parser.add_argument_group("ray").add_argument
     add(
@@ -136,13 +136,13 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         flags = trainer.parse_args([*args.flags, *RESUME])
     if given not in (None, "latest"):
         parser.error(
-            f"--resume_from_checkpoint {given} would be resumed after each change again: "
-            "leave it out, since the latest checkpoint is resumed"
+            f"leave --resume_from_checkpoint {given} out: each restart would resume from it again, "
+            "and this script always resumes from the latest checkpoint"
         )
     output_dir = os.path.abspath(flags.output_dir)
     # Ray unpacks the folder of `ray job submit --working-dir` there.
     if "/working_dir_files/" in output_dir:
-        parser.error(f"Ray deletes {output_dir} after the job: give --output_dir from the root")
+        parser.error(f"Ray deletes {output_dir} after the job: give an absolute --output_dir")
     found = {"script": trainer.__file__, "output_dir": output_dir}
     return Flags(**vars(args) | found | {"trainer": flags})
 
@@ -152,11 +152,11 @@ def import_trainer(parser: Parser, script: str) -> ModuleType:
     places = [Path(script), Path(__file__).parent / script]
     path = next((path.resolve() for path in places if path.is_file()), None)
     if path is None or path.suffix != ".py":
-        parser.error(f"{script} is no trainer: give the path of a file such as train_flow.py")
+        parser.error(f"{script} is not a trainer: give the path of a file such as train_flow.py")
     sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
     if not hasattr(module, "parse_args"):
-        parser.error(f"{script} is no trainer: it has no parse_args")
+        parser.error(f"{script} is not a trainer: it has no parse_args")
     return module
 
 
@@ -165,22 +165,22 @@ def import_trainer(parser: Parser, script: str) -> ModuleType:
 
 
 class Event(NamedTuple):
-    """What a worker tells the driver."""
+    """A message from a worker to the driver."""
 
-    kind: str  # "started", "lost": the workers start again, or "failed": the job ends
+    kind: str  # "started"; "lost": all workers start again; "failed": the job ends
     text: str
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """What workers need to know."""
+    """The job, as the driver sends it to the workers."""
 
     script: str  # path on the driver's machine
     flags: list[str]
-    folder: str  # in which the trainers start
+    folder: str  # working directory of the trainers
     output_dir: str
-    token: str  # a file in `shared`, which shows whether a machine has the driver's --output_dir
-    host: str  # of the driver
+    token: str  # name of a file in `shared`: a machine that lacks it has another --output_dir
+    host: str  # the driver's machine
     cpu: bool
     save_seconds: float
 
@@ -202,24 +202,24 @@ class RayJob:
 
     @property
     def over(self) -> Path:
-        """A file that appears when the job ends: the trainers save and end, none is started."""
+        """A file that appears when the job ends: trainers save and end, and none starts."""
         return self.shared / "over"
 
     @property
     def log(self) -> str:
-        """A file of what the trainers of worker 0 have printed."""
+        """A file with the output of worker 0's trainers."""
         return str(self.shared / "log")
 
 
 class NoBackend(Backend):
-    """The trainers make their process group themselves; NCCL has to see all GPUs of a machine."""
+    """No process group, because the trainers make it. NCCL has to see all GPUs of a machine."""
 
     share_cuda_visible_devices = True
 
 
 @dataclass
 class OnlyRanks(TorchConfig):
-    """Lets Ray Train number the workers only: torch would take memory of each worker's GPU."""
+    """Ray Train only numbers the workers. Its torch setup would take memory of each GPU."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -233,8 +233,8 @@ class OnlyRanks(TorchConfig):
 def run_worker(config: dict[str, Any]) -> None:
     """Start the trainer as one rank of the group, and wait for its end.
 
-    Raises RuntimeError if the workers are to start again. Returns if the job has ended, well or
-    not: if all workers do so, Ray Train ends too.
+    Raises RuntimeError if all workers have to start again. Returns if the job has ended, with or
+    without an error; Ray Train ends when all workers have returned.
     """
     job = config["job"]
     events = config["events"]
@@ -254,7 +254,7 @@ def run_worker(config: dict[str, Any]) -> None:
 def meet(job: RayJob, events: Queue) -> dict[str, str] | None:
     """Wait for the other workers, and until the trainers of the previous group have ended.
 
-    Returns the environment of this rank's trainer; None if none is to be started.
+    Returns the environment of this rank's trainer, or None if no trainer has to start.
     """
     context = ray.train.get_context()
     address = None
@@ -311,7 +311,7 @@ def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
 
 
 def find_unshared(job: RayJob) -> str | None:
-    """A folder of the driver that this machine does not have."""
+    """Name a folder of the driver that this machine does not have; None if it has all."""
     if not (job.shared / job.token).exists():
         return f"--output_dir {job.output_dir}"
     return None if os.path.isdir(job.folder) else f"the folder {job.folder}"
@@ -328,10 +328,10 @@ def heed_warning(supervisor: Supervisor) -> None:
 
 
 def judge(ended: Ended | None, script: str, what: str) -> Event | None:
-    """What the end of a trainer means for the job; None if all went well.
+    """Decide what the end of a trainer means for the job; None if all went well.
 
-    An error of the trainer ends the job, since it would come again. A signal, or the end of another
-    rank, does not.
+    An error of the trainer ends the job, because a restart would repeat it. After a signal, or the
+    end of another rank, the workers start again.
     """
     if ended is None:
         return Event("lost", f"{what} was killed, with its supervisor")
@@ -341,10 +341,10 @@ def judge(ended: Ended | None, script: str, what: str) -> Event | None:
         number = -ended.status if ended.status < 0 else ended.status - 128
         return Event("lost", f"{what} was ended by {signal.Signals(number).name}")
     if ended.status == PEER_ENDED:
-        return Event("lost", f"{what} ended, because another worker had")
+        return Event("lost", f"{what} ended because another worker ended")
     lines = [line for line in ended.errors.replace("\r", "\n").split("\n") if line.strip()]
     sentences = [line for line in lines if line.startswith(f"{script}: ")]
-    last = lines[-1] if lines else "it does not say why"
+    last = lines[-1] if lines else "it printed no error"
     return Event("failed", (sentences or [f"{what} ended with status {ended.status}: {last}"])[-1])
 
 
@@ -367,7 +367,7 @@ def make_shared(job: RayJob) -> BaseFileLock:
 
 
 def check_resources(args: argparse.Namespace) -> None:
-    """Stop with an error, or say that the job waits, if there are too few CPUs or GPUs."""
+    """If there are too few CPUs or GPUs, print that the job waits, or stop with an error."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     possible = 0
     for node in nodes:
@@ -435,7 +435,7 @@ def next_event(events: Queue) -> Event | None:
 
 
 def fit(args: argparse.Namespace, job: RayJob, events: Queue, errors: list[Exception]) -> None:
-    """Run Ray Train to its end; appends the error if there is one."""
+    """Run Ray Train to its end, and append its error, if any, to `errors`."""
     scaling = ray.train.ScalingConfig(
         num_workers=(args.min_workers, args.max_workers),
         use_gpu=not args.cpu,
@@ -473,8 +473,7 @@ def end_trainers(job: RayJob, fitting: threading.Thread) -> None:
 def main(args: argparse.Namespace) -> None:
     """Train.
 
-    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line that
-    tells the reason.
+    Exits with 130 after Ctrl-C, 143 after SIGTERM, and 1 and a sentence after an error.
     """
     trainer = sys.modules[Path(args.script).stem]
     check_output_dir(vars(args.trainer))
@@ -494,8 +493,8 @@ def main(args: argparse.Namespace) -> None:
     with explained(f"--output_dir {args.output_dir} can't be written to"):
         lock = make_shared(job)
 
-    # Start Ray or find it, and train. Ray's own handler of Ctrl-C would not wait for the trainers,
-    # so `fit` is in a thread.
+    # Start Ray or connect to it, and train. `fit` is in a thread, because Ray's handler of Ctrl-C
+    # would not wait for the trainers.
     try:
         disconnect = connect(args.address, find_modules(run_worker, Supervisor, trainer.parse_args))
         check_resources(args)
@@ -509,7 +508,7 @@ def main(args: argparse.Namespace) -> None:
             watch(fitting, job, events, args.max_failures)
             if errors:
                 reason = explain(errors[0])
-                fail(f"Ray Train could not go on ({reason}); the same command resumes the run")
+                fail(f"Ray Train stopped ({reason}); the same command resumes the run")
         finally:
             end_trainers(job, fitting)
             disconnect()

@@ -19,7 +19,7 @@ precompute_latents.py takes, which are then encoded in every step. Output, in --
 
 Layout of this file:
     parse_args                      the flags; bad values stop the script before anything is loaded
-    predict_noise                   calls the U-Net; all that needs its prediction calls this
+    predict_noise                   the one place where the U-Net is called
     make_unet, make_schedulers      the model, the scheduler that adds noise, and the sampler
     prepare_batch, compute_loss     a batch -> the inputs of the U-Net, and the loss
     train_step                      one optimizer step, with the calls of Accelerate
@@ -174,7 +174,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--unet_config_name_or_path",
         type=PATH,
-        help="config of a new U-Net to train: hub id, folder or JSON file",
+        help="train a new U-Net with this config: hub id, folder or JSON file",
     )
     add_init_flag(add)
     add_encoder_flags(add)
@@ -182,13 +182,18 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_shard_flag(add)
 
     add = parser.add_argument_group("LoRA").add_argument
-    add_lora_flags(add, output_kohya_format=True)
+    add_lora_flags(add)
+    add(
+        "--output_kohya_format",
+        **SWITCH | {"default": True},
+        help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts",
+    )
 
     add = parser.add_argument_group("objective").add_argument
     add(
         "--prediction_type",
         choices=["epsilon", "sample", "v_prediction"],
-        help="what the U-Net predicts (default: as the pretrained pipeline, or epsilon)",
+        help="what the U-Net predicts (default: as in the pretrained pipeline, else epsilon)",
     )
     add_noise_flags(add)
 
@@ -204,7 +209,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--output_single_file",
         **SWITCH,
-        help="write the pipeline as one .safetensors file, too, for ComfyUI and A1111",
+        help="also write the pipeline as one .safetensors file, for ComfyUI and A1111",
     )
 
     args = parser.parse_args(argv)
@@ -216,9 +221,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error(f"--pretrained_model_name_or_path is needed: a {family.title} pipeline")
     for name in ("unet_config_name_or_path", "init_from"):
         if args.rank and getattr(args, name):
-            parser.error(f"--rank trains a LoRA for a U-Net that is trained: leave --{name} out")
+            parser.error(f"--rank needs a pretrained U-Net: leave --{name} out")
     if args.rank and args.output_single_file:
-        parser.error("--output_single_file is for a whole pipeline: leave it or --rank out")
+        parser.error("--output_single_file writes a pipeline, not a LoRA: leave it or --rank out")
     check_data_args(parser, args)
     check_training_args(parser, args)
     return parser.freeze(args)
@@ -237,8 +242,8 @@ def predict_noise(
 ) -> torch.Tensor:
     """The prediction of the U-Net, float32 [N, C, h, w].
 
-    The loss, the held-out loss, the searches, the costs and the check of shapes all call this: give
-    the U-Net further inputs here.
+    This is the one place where the U-Net is called, except for samples: change it to pass further
+    inputs.
 
     condition: see `prepare_batch`.
     """
@@ -250,11 +255,12 @@ def make_unet(
 ) -> torch.nn.Module:
     """Make the U-Net to train.
 
-    It is new (from a config), the pretrained pipeline's, or like the one of a checkpoint, `start`.
-    With --rank it is frozen, in the precision of the launch or in 4 bits, and has an adapter that
-    is trained. Stops with an error if it does not fit the latents and embeddings.
+    It is the pretrained pipeline's, or new from a config: that of the flags, or that of the
+    checkpoint, in the folder `configs`. With --rank it is frozen, in the precision of the launch or
+    in 4 bits, and only its LoRA is trained. Stops with an error if it does not fit the latents and
+    embeddings.
     """
-    # Only the config of a checkpoint is read here. Its weights and averaged weights come later.
+    # Only the config of a checkpoint is read here. `Trained` loads its weights and EMA weights.
     config_source = args.unet_config_name_or_path
     if configs and not config_source:
         config_source = str(configs / "unet")
@@ -273,8 +279,8 @@ def make_unet(
             )  # fmt: skip
         else:
             unet = load_weights(UNet2DConditionModel, source, **options)
-    # The default size of the pipeline's images. The version is set because the pipeline would
-    # replace sizes below 64 in a config of an old one.
+    # sample_size is the default size of the pipeline's images. The version is set because the
+    # pipeline replaces sizes below 64 in configs of old versions.
     side = data.latents.shape[1]
     unet.register_to_config(sample_size=side, _diffusers_version=diffusers.__version__)
     check_denoiser({"unet": unet}, predict, "U-Net", source, data)
@@ -293,7 +299,7 @@ def make_unet(
 def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, SchedulerMixin]:
     """Return (the scheduler that adds noise in training, the sampler of the pipeline).
 
-    Both have the objective that is trained.
+    Both are set to the objective of the training.
     """
     source = base.source
     objective = objective_flags(args)
@@ -302,7 +308,7 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
         sampler = load_sampler(source, options, objective)
         noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **objective)
         if noise_scheduler.config.rescale_betas_zero_snr:
-            # the sampler that can start from pure noise
+            # sampling starts from pure noise, which not every sampler can do
             sampler = DDIMScheduler.from_pretrained(source, **options, **objective)
     check_objective(noise_scheduler)
     timesteps = noise_scheduler.config.num_train_timesteps
@@ -324,8 +330,9 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
 def prepare_batch(data: Data, caption_dropout: float, batch: Batch) -> Prepared:
     """Turn a loaded batch into latents, condition and inputs of the loss.
 
-    The latents are drawn anew each time. The condition are the `Prompts` of the family; the empty
-    prompt replaces a share `caption_dropout` of the captions.
+    New latents are drawn from the VAE's distribution each time. The condition holds the model's
+    other inputs, the family's `Prompts`. A share `caption_dropout` of the captions becomes the
+    empty prompt.
     """
     return encode_batch(batch, data, caption_dropout)
 
@@ -346,23 +353,24 @@ def compute_loss(
     predict: `predict_noise`. loss_models: networks that only the loss uses; see `main`.
     models: {"unet": ...}, the trained models.
     prepared: see `prepare_batch`.
-    weight: [N]. Over a step's micro-batches, averaged over the processes, the weights add up to 1;
-        a placeholder has weight 0. So return (weight * loss per image).sum(), whatever the loss.
+    weight: [N], num_processes / images in the step, because the processes average their gradients;
+        0 for an image that can't be used. Any loss must return (weight * loss of each image).sum().
     """
     images, condition, loss_inputs = prepared
-    # Drawn by shape: randn_like would follow the memory layout.
+    # randn_like would draw other noise for another memory layout.
     noise = torch.randn(images.shape, device=images.device)
     if args.noise_offset:
-        # one offset for a whole channel (crosslabs.org/blog/diffusion-with-offset-noise)
+        # the same offset for all pixels of a channel
+        # (crosslabs.org/blog/diffusion-with-offset-noise)
         offset = torch.randn(*images.shape[:2], 1, 1, device=images.device)
         noise = noise + args.noise_offset * offset
     perturbed = noise
     if args.input_perturbation:
-        # the input gets more noise than the target has (arXiv:2301.11706)
+        # the input gets noise that the target does not have (arXiv:2301.11706)
         perturbed = noise + args.input_perturbation * torch.randn(noise.shape, device=noise.device)
     num_timesteps = noise_scheduler.config.num_train_timesteps
     timesteps = torch.randint(num_timesteps, (len(images),), device=images.device)
-    # Always in float32: in bfloat16 the first timesteps would get no noise at all.
+    # In float32: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
     prediction = predict(models, noisy_images, timesteps, condition)
     if noise_scheduler.config.prediction_type == "epsilon":
@@ -372,7 +380,7 @@ def compute_loss(
     else:
         target = noise_scheduler.get_velocity(images, noise, timesteps)
     error = F.mse_loss(prediction, target, reduction="none")
-    error = error * loss_inputs.get("mask", 1)  # in [0, 1], for each pixel
+    error = error * loss_inputs.get("mask", 1)  # 0 to 1: how much each pixel counts
     loss = error.mean(dim=(1, 2, 3))  # of each image
     if args.snr_gamma is not None:
         weight = min_snr_weight(weight, noise_scheduler, timesteps, args.snr_gamma)
@@ -394,7 +402,7 @@ def train_step(
 ) -> StepSums:
     """Do one optimizer step on the next `micro_batches` of `batches`.
 
-    prepare, loss: `prepare_batch` and `compute_loss`. look: sees the images as the models get them.
+    prepare, loss: `prepare_batch` and `compute_loss`. look: called with each prepared batch.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device.
@@ -403,14 +411,14 @@ def train_step(
     total_weight = torch.zeros((), device=accelerator.device)
     for micro_batch in range(micro_batches):
         batch = next(batches)
-        # The random numbers depend on the step, not on earlier draws: a resumed run draws the same.
+        # A resumed run draws the same random numbers, because the seed is computed from the step.
         rank = accelerator.process_index
         torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
         prepared = prepare(batch)
         if look:
             look(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
-            # The processes average their gradients once a step, in its last micro-batch.
+            # The processes average their gradients only in the step's last micro-batch.
             if micro_batch < micro_batches - 1:
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
@@ -420,8 +428,8 @@ def train_step(
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
     optimizer.step()
-    optimizer.zero_grad()  # to None: the memory is free for the next forward pass
-    # Read later, all at once: an .item() here would wait for the device.
+    optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
+    # Not .item(), which would wait for the device. The loop reads many steps' sums at once.
     return {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
 
 
@@ -429,7 +437,7 @@ def train_step(
 # the output
 
 
-# of the pipeline
+# the files of a pipeline
 PARTS = [f"{part}/*" for part in ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")]
 
 
@@ -438,7 +446,7 @@ def make_pipeline(
 ) -> DiffusionPipeline:
     """Make the pipeline of the U-Net and the models that it was trained with, in float32.
 
-    with_text: also text encoders, to be saved; without them it draws from embeddings.
+    with_text: with the text encoders, for saving. Samples are drawn from embeddings, without them.
     """
     parts = load_parts(base, with_text) | {"unet": unet, "scheduler": sampler}
     return base.family.build(parts, base, base.family.resolution)
@@ -447,10 +455,10 @@ def make_pipeline(
 def save_whole(
     pipeline: DiffusionPipeline, family: Family, folder: Path, metadata: dict[str, str] | None
 ) -> None:
-    """Write the pipeline, and also as one file with the header `metadata`; None: without it."""
+    """Write the pipeline. If `metadata` is given, also write one file with it as header."""
     save_pipeline(pipeline, folder)
     if metadata is not None:
-        with explained("--output_single_file can't be written; the pipeline beside it is whole"):
+        with explained("--output_single_file can't be written; the pipeline was saved"):
             weights = family.merge(pipeline)
         save_single_file(weights, metadata, folder)
 
@@ -465,7 +473,7 @@ def log_validation(
 ) -> float | None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
-    Returns on the first process how rough the samples are; see `draw_samples`.
+    Returns on the first process the roughness of the samples; see `draw_samples`.
     """
     seen: dict[str, torch.Tensor] = {}
 
@@ -473,12 +481,12 @@ def log_validation(
         pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
     ) -> dict:
         seen.update(tensors)
-        # diffusers' way to skip the remaining steps
+        # the pipeline then skips the remaining steps
         pipeline._interrupt = bool(stop_signal.poll())
         return tensors
 
     def draw(numbers: list[int], generators: list[torch.Generator]) -> Drawn:
-        assert data.validation  # there are prompts, or nothing is drawn
+        assert data.validation  # samples are drawn only if there are prompts
         prompts, empty = data.validation.choose(numbers, launch.device)
         images = pipeline(
             **data.family.ask(prompts, empty, settings.guidance_scale),
@@ -496,7 +504,7 @@ def log_validation(
 
 
 def describe_model(family: Family, about: About, settings: Namespace) -> Description:
-    """What the model card and the report say of the result, with example code."""
+    """Write the texts of the model card and the report, with example code."""
     is_new = bool(settings.unet_config_name_or_path or settings.init_from)
     how = "trained from scratch" if is_new else "fine-tuned"
     what = (
@@ -541,33 +549,33 @@ def describe_model(family: Family, about: About, settings: Namespace) -> Descrip
 def main(args: Namespace) -> None:
     """Train.
 
-    Ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence after an error.
+    Exits with 130 after Ctrl-C, 143 after SIGTERM, and 1 and a sentence after an error.
     """
     transformers.utils.logging.disable_progress_bar()
-    # The launch first: it decides devices, processes and precision.
+    # The launch comes first: it decides devices, processes and precision.
     launch = make_launch(args)
     accelerator = launch.accelerator
-    run = open_run(launch, __file__, args)  # locked to the end, so that no second run writes here
+    run = open_run(launch, __file__, args)  # locks the folder against other runs
     base = open_base(args, trained_by="train_text_to_image.py")
 
-    # The data before the model, which must fit the latents and embeddings.
+    # The data comes before the model, which must fit the latents and embeddings.
     noise_scheduler, sampler = make_schedulers(base, args)
     data = open_data(launch, base, run.checkpoint, run.before, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
 
-    # The model, and what the loop, the searches, the held-out loss and the costs call.
+    # The model, and functions for the loop, held-out loss, --find_lr and --train_batch_size auto.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_noise, base.family)
     unet = make_unet(base, data, predict, run.configs, launch, args)
     models: Models = {"unet": unet}  # each is trained, averaged, and saved in a folder of its name
-    loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
+    loss_models: Models = {}  # only the loss uses them: frozen, on the device, never saved
     prepare = partial(prepare_batch, data, args.caption_dropout)
     loss_of = partial(compute_loss, args, noise_scheduler)
     loss = partial(loss_of, predict, loss_models)
     step = partial(train_step, accelerator, prepare, loss, args.seed, args.max_grad_norm)
 
-    # The size of a step comes before the position in the data, which a checkpoint counts in images.
+    # The batch size comes before the position in the data, which a checkpoint counts in images.
     freeze_on_device(loss_models, launch.device)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
     state = run.read_state(len(epoch_rows(0)), args)
@@ -577,7 +585,7 @@ def main(args: Namespace) -> None:
     settings = settings_of(args, launch, run, data, plan)
     recorded = record_settings(settings, launch, progress, data.dataset, held_out)
 
-    # Weights, averages and optimizer, all in float32: autocast only lowers what is computed.
+    # Weights, EMA and optimizer are in float32: autocast lowers only the computation's precision.
     trained = Trained(launch, models, settings)
     trained.load(run, state, recorded)
     others = [*loss_models.values(), *data.modules()]
@@ -586,10 +594,10 @@ def main(args: Namespace) -> None:
         compile_model(unet, launch.compile, order.num_sizes)
     trained.prepare(progress.global_step)
 
-    # Batches come without end, across epochs, so the device never waits for an epoch to begin.
+    # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
     keys = step_batches(order, progress, launch.rank, launch.num_processes)
     loaded = load_batches(data.dataset, keys, data.num_workers, launch.device, args.prefetch_factor)
-    if args.find_lr:  # and stop: nothing that it trains is kept
+    if args.find_lr:  # the run ends here, and its weights are not kept
         result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
         return end_run(launch, run, result, [], settings)
     constant = partial(measure_constant, loss_of, loss_models)
@@ -598,7 +606,7 @@ def main(args: Namespace) -> None:
     )
     stop_signal = StopSignal(launch.num_processes, launch.shard)
 
-    # What is made of the weights: samples and the held-out loss on the way, a pipeline or a LoRA.
+    # What the loop does with the weights: held-out loss and samples, in the end pipeline or LoRA.
     metadata = describe_file(
         base.family, unet, noise_scheduler, data.captions, progress.num_images, settings
     )

@@ -13,8 +13,7 @@ parquet, webdataset). Output, in --output_dir:
 
 Layout of this file:
     parse_args                       the flags; bad values stop the script before anything is loaded
-    ImageDataset                     keys -> a batch; the key decides crop and flip, so a resumed
-                                     run repeats them
+    ImageDataset                     keys -> a batch; the same key always has the same crop and flip
     make_unet, make_noise_scheduler  the model, and the scheduler that adds noise in training
     prepare_batch, compute_loss      a batch -> the inputs of the U-Net, and the loss
     train_step                       one optimizer step, with the calls of Accelerate
@@ -137,7 +136,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--cache_images",
         **SWITCH,
-        help="decode and resize all images once, and store them in --output_dir",
+        help="decode and resize all images once before training, and store them in --output_dir",
     )
     add(
         "--resolution",
@@ -145,7 +144,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default=64,
         help="side of the square images in pixels",
     )
-    add("--center_crop", **SWITCH, help="crop the centre, not a random square")
+    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
     add(
         "--random_flip",
         **SWITCH,
@@ -161,13 +160,20 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--holdout",
         type=number(0, 10**9),
         default=0.0,
-        help="share (below 1) or number of images that are not trained on, for the held-out loss",
+        help="keep this share (below 1) or number of images out of training, to measure the loss "
+        "on them (held-out loss)",
     )
-    add("--preserve_input_precision", **SWITCH, help="keep 16 and 32 bit grey images in float32")
+    add(
+        "--preserve_input_precision",
+        **SWITCH,
+        help="read floats, and grey images of 16 and 32 bits, in float32: do not round them to 8 "
+        "bits",
+    )
     add(
         "--dataloader_num_workers",
         type=number(0, 1024, int),
-        help="processes that decode images (default: the cores of each process but one, at most 8)",
+        help="processes that decode images (default: one less than the CPU cores per launched "
+        "process, at most 8)",
     )
     add(
         "--prefetch_factor",
@@ -179,12 +185,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--model_config_name_or_path",
         type=PATH,
-        help="config of a new U-Net to train: hub id, folder or JSON file",
+        help="train a new U-Net with this config: hub id, folder or JSON file",
     )
     add(
         "--pretrained_model_name_or_path",
         type=PATH,
-        help="pretrained pipeline: hub id, folder, or (text to image) a .safetensors file",
+        help="pretrained pipeline: hub id or folder; for Stable Diffusion (XL) also a "
+        ".safetensors file",
     )
     add_device_flags(add)
 
@@ -192,17 +199,18 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--prediction_type",
         choices=["epsilon", "sample", "v_prediction"],
-        help="what the U-Net predicts (default: as the pretrained pipeline, or epsilon)",
+        help="what the U-Net predicts (default: as in the pretrained pipeline, else epsilon)",
     )
     add(
         "--ddpm_num_steps",
         type=number(2, 10**5, int),
-        help="training timesteps (default: as the pretrained pipeline, or 1000)",
+        help="number of timesteps (noise levels) in training (default: as in the pretrained "
+        "pipeline, else 1000)",
     )
     add(
         "--ddpm_beta_schedule",
         choices=["linear", "scaled_linear", "squaredcos_cap_v2"],
-        help="noise schedule (default: as the pretrained pipeline, or linear)",
+        help="noise schedule (default: as in the pretrained pipeline, else linear)",
     )
     add_noise_flags(add)
 
@@ -213,13 +221,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--validation_steps",
         type=COUNT,
-        help="optimizer steps between samples and held-out losses; overrides the epochs",
+        help="draw samples and measure the held-out loss every so many optimizer steps (default: "
+        "every so many epochs)",
     )
     add(
         "--save_images_epochs",
         type=COUNT,
         default=10,
-        help="epochs between samples, and held-out losses",
+        help="draw samples and measure the held-out loss every so many epochs",
     )
     add(
         "--eval_batch_size",
@@ -231,9 +240,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--validation_scheduler",
         choices=["ddpm", "ddim"],
         default="ddpm",
-        help="sampler of the samples, and of the pipeline",
+        help="scheduler that draws the samples, and is saved in the pipeline",
     )
-    add("--ddpm_num_inference_steps", type=COUNT, default=1000, help="denoising steps of a sample")
+    add("--ddpm_num_inference_steps", type=COUNT, default=1000, help="denoising steps per sample")
 
     add = parser.add_argument_group("saving").add_argument
     add("--output_dir", type=PATH, default="ddpm-model-64", help="folder for all output")
@@ -241,29 +250,29 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_saving_flags(add)
 
     args = parser.parse_args(argv)
-    go_on = args.pretrained_model_name_or_path is not None
+    is_pretrained = args.pretrained_model_name_or_path is not None
     if args.dataset_name is None and args.train_data_dir is None:
         demo = [
             line
             for line in DEMO.splitlines()
-            if not (go_on and "--model_config_name_or_path" in line)
+            if not (is_pretrained and "--model_config_name_or_path" in line)
         ]
         args = parse_demo(parser, "\n".join(demo), argv)
 
     check_source(parser, args)
     if not is_array(args.train_data_dir):
         if args.array_range or args.array_layout:
-            parser.error("--array_range and --array_layout are for --train_data_dir images.npy")
+            parser.error("--array_range and --array_layout need --train_data_dir images.npy")
     elif args.cache_images or args.streaming:
-        parser.error("an array needs neither --cache_images nor --streaming: it is memory-mapped")
-    if args.model_config_name_or_path and go_on:
+        parser.error("leave --cache_images and --streaming out: an array is memory-mapped")
+    if args.model_config_name_or_path and is_pretrained:
         parser.error(
-            "--model_config_name_or_path and --pretrained_model_name_or_path exclude each other"
+            "--model_config_name_or_path and --pretrained_model_name_or_path can't be combined"
         )
     if args.cache_images and (args.streaming or args.preserve_input_precision):
         parser.error(
-            "--cache_images stores 8 bits of all images: it goes with neither stream nor preserved "
-            "precision"
+            "--cache_images can't be combined with --streaming or --preserve_input_precision: it "
+            "stores all images, with 8 bits"
         )
     check_training_args(parser, args)
     return parser.freeze(args)
@@ -297,8 +306,8 @@ class ImageDataset(RowDataset):
             try:
                 pixel_values[i] = self.load(key[0], key[1], item)
             except Exception as error:
-                # Whatever its decoder raises, a bad image must not stop the run. A fault of the
-                # machine must, or the run would continue without data.
+                # A decoder can raise any error, and a bad image must not stop the run. A fault of
+                # the machine must, or the run would continue without data.
                 if is_machines_fault(error):
                     raise
                 weight[i] = 0.0  # excludes the image from the mean
@@ -327,7 +336,7 @@ def predict_noise(
 ) -> torch.Tensor:
     """The prediction of the U-Net, float32 [N, C, H, W].
 
-    The loss, the held-out loss, the searches, the costs and the check of shapes all call this.
+    This is the one place where the U-Net is called, except for samples.
 
     condition: see `prepare_batch`.
     """
@@ -356,12 +365,12 @@ def make_unet(args: Namespace) -> UNet2DModel:
                 up_block_types=("UpBlock2D", "AttnUpBlock2D") + ("UpBlock2D",) * 4,
             )
     channels = unet.config.in_channels
-    multiple = 2 ** (len(unet.config.block_out_channels) - 1)  # each further level halves the side
+    multiple = 2 ** (len(unet.config.block_out_channels) - 1)  # a level halves the side
     fits = channels in (1, 3) or is_array(args.train_data_dir)
     if not fits or unet.config.out_channels != channels:
         fail(
-            f"{source} takes {channels} and gives {unet.config.out_channels} channels; images have "
-            "1 or 3"
+            f"the U-Net of {source} has {channels} input and {unet.config.out_channels} output "
+            "channels; images have 1 or 3"
         )
     if args.resolution % multiple:
         fail(
@@ -385,10 +394,10 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
         args
     )
     source = args.pretrained_model_name_or_path
-    with explained(f"{source} holds no scheduler" if source else "these flags make no scheduler"):
+    with explained(f"{source} holds no scheduler" if source else "the flags don't fit together"):
         if source:
             options = {"subfolder": "scheduler", "cache_dir": args.cache_dir}
-            load_sampler(source, options, flags)  # its own class decides whether it can be used
+            load_sampler(source, options, flags)  # checks the pipeline's own scheduler class
             scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
         else:
             scheduler = DDPMScheduler(**flags)
@@ -410,7 +419,10 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
 
 
 def prepare_batch(batch: Batch) -> Prepared:
-    """Turn a loaded batch into images in [-1, 1], further inputs of the U-Net, and of the loss."""
+    """Turn a loaded batch into images in [-1, 1], condition, and inputs of the loss.
+
+    The condition holds the U-Net's other inputs, such as class labels.
+    """
     images = batch["pixel_values"]
     images = images * 2 - 1 if images.is_floating_point() else images / 127.5 - 1
     condition: dict[str, torch.Tensor] = {}
@@ -434,23 +446,24 @@ def compute_loss(
     predict: `predict_noise`. loss_models: networks that only the loss uses; see `main`.
     models: {"unet": ...}, the trained models.
     prepared: see `prepare_batch`.
-    weight: [N]. Over a step's micro-batches, averaged over the processes, the weights add up to 1;
-        a placeholder has weight 0. So return (weight * loss per image).sum(), whatever the loss.
+    weight: [N], num_processes / images in the step, because the processes average their gradients;
+        0 for an image that can't be used. Any loss must return (weight * loss of each image).sum().
     """
     images, condition, loss_inputs = prepared
-    # Drawn by shape: randn_like would follow the memory layout.
+    # randn_like would draw other noise for another memory layout.
     noise = torch.randn(images.shape, device=images.device)
     if args.noise_offset:
-        # one offset for a whole channel (crosslabs.org/blog/diffusion-with-offset-noise)
+        # the same offset for all pixels of a channel
+        # (crosslabs.org/blog/diffusion-with-offset-noise)
         offset = torch.randn(*images.shape[:2], 1, 1, device=images.device)
         noise = noise + args.noise_offset * offset
     perturbed = noise
     if args.input_perturbation:
-        # the input gets more noise than the target has (arXiv:2301.11706)
+        # the input gets noise that the target does not have (arXiv:2301.11706)
         perturbed = noise + args.input_perturbation * torch.randn(noise.shape, device=noise.device)
     num_timesteps = noise_scheduler.config.num_train_timesteps
     timesteps = torch.randint(num_timesteps, (len(images),), device=images.device)
-    # Always in float32: in bfloat16 the first timesteps would get no noise at all.
+    # In float32: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
     prediction = predict(models, noisy_images, timesteps, condition)
     if noise_scheduler.config.prediction_type == "epsilon":
@@ -460,7 +473,7 @@ def compute_loss(
     else:
         target = noise_scheduler.get_velocity(images, noise, timesteps)
     error = F.mse_loss(prediction, target, reduction="none")
-    error = error * loss_inputs.get("mask", 1)  # in [0, 1], for each pixel
+    error = error * loss_inputs.get("mask", 1)  # 0 to 1: how much each pixel counts
     loss = error.mean(dim=(1, 2, 3))  # of each image
     if args.snr_gamma is not None:
         weight = min_snr_weight(weight, noise_scheduler, timesteps, args.snr_gamma)
@@ -482,7 +495,7 @@ def train_step(
 ) -> StepSums:
     """Do one optimizer step on the next `micro_batches` of `batches`.
 
-    prepare, loss: `prepare_batch` and `compute_loss`. look: sees the images as the models get them.
+    prepare, loss: `prepare_batch` and `compute_loss`. look: called with each prepared batch.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device.
@@ -491,14 +504,14 @@ def train_step(
     total_weight = torch.zeros((), device=accelerator.device)
     for micro_batch in range(micro_batches):
         batch = next(batches)
-        # The random numbers depend on the step, not on earlier draws: a resumed run draws the same.
+        # A resumed run draws the same random numbers, because the seed is computed from the step.
         rank = accelerator.process_index
         torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
         prepared = prepare(batch)
         if look:
             look(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
-            # The processes average their gradients once a step, in its last micro-batch.
+            # The processes average their gradients only in the step's last micro-batch.
             if micro_batch < micro_batches - 1:
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
@@ -508,8 +521,8 @@ def train_step(
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
     optimizer.step()
-    optimizer.zero_grad()  # to None: the memory is free for the next forward pass
-    # Read later, all at once: an .item() here would wait for the device.
+    optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
+    # Not .item(), which would wait for the device. The loop reads many steps' sums at once.
     return {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
 
 
@@ -527,12 +540,12 @@ def log_validation(
 ) -> float | None:
     """Draw --eval_batch_size images into samples/step-N.png and the trackers.
 
-    Each process draws a share. Returns on the first process how rough they are, on average.
+    Each process draws a share. Returns on the first process their mean roughness, which shows
+    whether a model draws noise; see `measure_roughness`.
 
     The samples equal the pipeline's. Its loop is written out here, so that you can pass further
     inputs to the U-Net, such as class labels. Image i has its own seed, so the number of processes
-    does not matter. A signal interrupts the sampling, because its sender does not wait for
-    pictures; a resumed run draws the missing ones.
+    does not matter. A signal to stop also stops the sampling, and a resumed run draws the samples.
     """
     unet = pipeline.unet
     scheduler = pipeline.scheduler
@@ -566,7 +579,7 @@ def log_validation(
         return None
     drawn.sort(key=lambda pair: pair[0])
     images = torch.stack([image for _, image in drawn])
-    # of an array with another number of channels, each is shown by itself
+    # if images are neither grey nor RGB (arrays), each channel is shown by itself
     shown = images if images.shape[1] in (1, 3) else images.flatten(0, 1)[:, None]
     grid = make_grid(shown, nrow=math.ceil(math.sqrt(len(shown))), padding=1, pad_value=0.5)
     picture = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
@@ -577,7 +590,7 @@ def log_validation(
 
 
 def describe_model(about: About, settings: Namespace) -> Description:
-    """What the model card and the report say of the result, with example code."""
+    """Write the texts of the model card and the report, with example code."""
     what = f"An unconditional diffusion model, trained on `{about.data}` for {about.step} steps."
     call = f"num_inference_steps={settings.ddpm_num_inference_steps}"
     if is_array(settings.train_data_dir):
@@ -595,21 +608,21 @@ def describe_model(about: About, settings: Namespace) -> Description:
 def main(args: Namespace) -> None:
     """Train.
 
-    Ends with status 130 or 143 after Ctrl-C or SIGTERM, and with 1 and a sentence after an error.
+    Exits with 130 after Ctrl-C, 143 after SIGTERM, and 1 and a sentence after an error.
     """
-    # The launch first: it decides devices, processes and precision.
+    # The launch comes first: it decides devices, processes and precision.
     launch = make_launch(args)
     accelerator = launch.accelerator
-    run = open_run(launch, __file__, args)  # locked to the end, so that no second run writes here
+    run = open_run(launch, __file__, args)  # locks the folder against other runs
 
-    # The model before the data, because its channels decide between grey and colour.
+    # The model comes before the data: its channels decide whether images are grey or in colour.
     noise_scheduler = make_noise_scheduler(args)
     torch.manual_seed(args.seed)  # every process starts from the same weights
     unet = make_unet(args)
     models: Models = {"unet": unet}  # each is trained, averaged, and saved in a folder of its name
-    loss_models: Models = {}  # only the loss uses them: on the device, counted, never saved
+    loss_models: Models = {}  # only the loss uses them: frozen, on the device, never saved
 
-    # The data. A core per process stays free for the trainer.
+    # The data. Each process keeps a core for training.
     channels = unet.config.in_channels
     images = load_rows(args, args.streaming, channels=channels)
     num_left_out = 0
@@ -621,13 +634,13 @@ def main(args: Namespace) -> None:
     dataset = ImageDataset(images, channels, args)
     train_rows, held_out = hold_out(accelerator, dataset, args.holdout, args.seed)
 
-    # What the loop, the searches, the held-out loss and the costs call.
+    # Functions for the loop, the held-out loss, --find_lr and --train_batch_size auto.
     freeze_on_device(loss_models, launch.device)
     loss_of = partial(compute_loss, args, noise_scheduler)
     loss = partial(loss_of, predict_noise, loss_models)
     step = partial(train_step, accelerator, prepare_batch, loss, args.seed, args.max_grad_norm)
 
-    # The size of a step comes before the position in the data, which a checkpoint counts in images.
+    # The batch size comes before the position in the data, which a checkpoint counts in images.
     order = Order(train_rows, args.seed)
     state = run.read_state(len(train_rows), args)
     plan, progress = plan_run(launch, models, step, dataset, train_rows, order, state, args)
@@ -636,7 +649,7 @@ def main(args: Namespace) -> None:
     settings = settings_of(args, launch, run, plan, dataloader_num_workers=num_workers)
     recorded = record_settings(settings, launch, progress, dataset, held_out)
 
-    # Weights, averages and optimizer, all in float32: autocast only lowers what is computed.
+    # Weights, EMA and optimizer are in float32: autocast lowers only the computation's precision.
     trained = Trained(launch, models, settings)
     trained.load(run, state, recorded)
     others = [*loss_models.values()]
@@ -644,14 +657,14 @@ def main(args: Namespace) -> None:
     if launch.compile:
         compile_model(unet, launch.compile)
     trained.prepare(progress.global_step)
-    # What is drawn from, and saved in the end; a DDIMPipeline makes the scheduler its own.
+    # This pipeline draws the samples and is saved. DDIMPipeline converts the scheduler.
     pipeline_class = DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline
     pipeline = pipeline_class(trained.best("unet"), noise_scheduler)
 
-    # Batches come without end, across epochs, so the device never waits for an epoch to begin.
+    # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
     keys = step_batches(order, progress, launch.rank, launch.num_processes)
     loaded = load_batches(dataset, keys, num_workers, launch.device, args.prefetch_factor)
-    if args.find_lr:  # and stop: nothing that it trains is kept
+    if args.find_lr:  # the run ends here, and its weights are not kept
         result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
         return end_run(launch, run, result, [], settings)
     constant = partial(measure_constant, loss_of, loss_models)
@@ -661,7 +674,7 @@ def main(args: Namespace) -> None:
     )  # fmt: skip
     stop_signal = StopSignal(launch.num_processes)
 
-    # What is made of the weights: samples and the held-out loss on the way, and the pipeline.
+    # What the loop does with the weights: held-out loss and samples, in the end the pipeline.
     def measure() -> None:
         log_held_out_loss(
             launch, records, dataset, held_out, trained.held_out,

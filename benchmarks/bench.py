@@ -313,7 +313,7 @@ def run(script, argv, steps=None, forbid_syncs=False):
 
 
 def interleaved(runs, rounds):
-    """Run each function once per round, in turns, so that slow moments of the machine hit all.
+    """Run all functions in turns, once per round, so that a slow machine affects all alike.
 
     Returns {name: [the result of each round]}.
     """
@@ -358,7 +358,7 @@ def show(title, header, rows):
 
 
 def make_parser(doc, **defaults):
-    """Make a parser with the shared flags, except those whose default is None."""
+    """Make a parser with the shared flags. A default of None leaves a flag out."""
     parser = argparse.ArgumentParser(
         description=doc.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -370,7 +370,7 @@ def make_parser(doc, **defaults):
         "rounds": 3,
         **defaults,
     }
-    options = {"size": {"choices": SIZES, "help": "of the models: SD 2's, or less"}}
+    options = {"size": {"choices": SIZES, "help": "size of the models: SD 2's, or smaller"}}
     options["mixed_precision"] = {"choices": ["no", "fp16", "bf16"]}
     for name, default in defaults.items():
         if default is not None:
@@ -388,7 +388,7 @@ def child(log, steps, forbid_syncs, script, *argv):
     def timed(self, *args, **options):
         result = step(self, *args, **options)
         number = next(count)
-        if cuda and number in (4, last):  # where the timing begins and ends
+        if cuda and number in (4, last):  # the timing begins and ends here
             torch.cuda.synchronize()
         with open(log, "a") as file:
             file.write(

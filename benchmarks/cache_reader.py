@@ -11,8 +11,8 @@ Makes a cache of random numbers in the shapes of Stable Diffusion 2, and writes 
 - the trainer's reader in a worker process
 
 A reader opens the files when they are not in the page cache, and reads them once ("cold, first
-pass"). Then it opens them again and reads them twice ("first pass", "later"). There may be another
-cache below that of this machine.
+pass"). Then it opens them again and reads them twice ("first pass", "later"). The storage may have
+a further cache.
 
 Prints thousands of rows per second (median), and the speed relative to numpy's in the same turn
 (median, least to most). The first pass of the trainer's reader also checks each row's checksum.

@@ -1,16 +1,16 @@
-"""What a large download and a large cache take: bytes, shards, cores, GPUs, hours and dollars.
+"""The cost of a large download and a large cache: bytes, shards, cores, GPUs, hours and dollars.
 
     python benchmarks/data_plan.py
     python benchmarks/data_plan.py --rows 2e9 --gpus 256 --peak_tflops 312 --gpu_price 2
 
 For download_images.py and precompute_latents_ray.py with the VAE and the text encoder of Stable
-Diffusion 2. Prices, the machines and the web are flags. What the scripts do was measured: see
-`MEASURED`, with the benchmark of each figure. Operations are counted, as in plan.py; which share of
-a GPU's peak is used is an assumption.
+Diffusion 2. Flags set prices, machines and the speed of the web. The speed of the scripts was
+measured: `MEASURED` names the benchmark of each figure. Operations are counted, as in plan.py. The
+used share of a GPU's peak is an assumption.
 
-Prints the plan of each number of rows, and which part is the bottleneck; then at how many images
-per second each part is saturated; then the figures of the guide that the scripts follow
-("Processing 2 Billion Images for Stable Diffusion Model Training") beside the plan's.
+Prints the plan of each number of rows with its bottleneck, then the images per second at which each
+part is saturated, then the plan beside the guide that the scripts follow ("Processing 2 Billion
+Images for Stable Diffusion Model Training").
 """
 
 import argparse
@@ -28,11 +28,11 @@ from diffusion_training.latents.columns import count_bytes
 
 
 class Measured(NamedTuple):
-    """A figure, and where the pages have it."""
+    """A figure, and the table in docs/ that holds it."""
 
     value: float
     benchmark: str
-    row: str  # how its row in a table begins
+    row: str  # beginning of its row in the table
     column: int
 
 
@@ -66,30 +66,28 @@ def parse_args(argv=None):
         "--resolution", type=int, default=256, help="side of the square images of the cache, pixels"
     )
     add("--text_cache", type=str, choices=["embeddings", "ids"], default="embeddings")
-    add("--rows_per_shard", type=int, default=10_000, help="of a download; a cache has 2,048")
-    add("--web_bytes", default=200e3, help="of an image on the web")
-    add("--stored_bytes", default=60e3, help="of an image after --resize_to 512")
+    add("--rows_per_shard", type=int, default=10_000, help="of the download; a cache has 2,048")
+    add("--web_bytes", default=200e3, help="bytes of an image on the web")
+    add("--stored_bytes", default=60e3, help="bytes of an image after --resize_to 512")
     web_speed = GUIDE_ROWS / GUIDE_HOURS / 3600 / GUIDE_CORES
-    add("--web_speed", default=web_speed, help="images/s that the web gives a core (the guide's)")
+    add("--web_speed", default=web_speed, help="images/s from the web per core (the guide's)")
     add("--cores", type=int, default=GUIDE_CORES, help="cores that download")
     add("--gpus", type=int, default=64, help="GPUs that encode, with the cores that they need")
     add("--peak_tflops", default=989, help="peak of a GPU (989: H100, dense bf16)")
-    add("--mfu", default=0.4, help="share of the peak that is used (an assumption)")
-    add(
-        "--cores_per_machine", type=int, default=32, help="cores per machine, and network interface"
-    )
-    add("--gpus_per_machine", type=int, default=8, help="GPUs per machine of GPUs")
+    add("--mfu", default=0.4, help="used share of the peak (an assumption)")
+    add("--cores_per_machine", type=int, default=32, help="cores per machine and network interface")
+    add("--gpus_per_machine", type=int, default=8, help="GPUs per machine with GPUs")
     add("--machine_gbps", default=10, help="network of a machine, Gbit/s")
-    add("--store_gbps", default=400, help="what the object storage takes and gives, Gbit/s")
-    add("--store_requests", default=3500, help="objects that the storage takes per second")
-    add("--core_price", default=0.048, help="dollars of a core for an hour")
-    add("--gpu_price", default=3.0, help="dollars of a GPU for an hour")
-    add("--tb_price", default=23.0, help="dollars of a terabyte in the storage for a month")
+    add("--store_gbps", default=400, help="reads and writes of the object storage, Gbit/s")
+    add("--store_requests", default=3500, help="objects per second that the storage accepts")
+    add("--core_price", default=0.048, help="dollars per hour of a core")
+    add("--gpu_price", default=3.0, help="dollars per hour of a GPU")
+    add("--tb_price", default=23.0, help="dollars per month of a terabyte in the storage")
     return parser.parse_args(argv)
 
 
 def count_encoding(resolution, text_cache):
-    """1e12 operations to encode an image and its caption, as Stable Diffusion 2 does."""
+    """Count the operations, in 1e12, of Stable Diffusion 2 to encode an image and its caption."""
     with torch.device("meta"):
         vae = AutoencoderKL(**{**plan.KL, "latent_channels": 4})
         text = CLIPTextModel(
@@ -107,7 +105,7 @@ def count_encoding(resolution, text_cache):
 
 
 class Stage(NamedTuple):
-    """A download or a cache, of any number of rows."""
+    """A download or a cache, for any number of rows."""
 
     row_bytes: float
     rows_per_shard: int
@@ -116,7 +114,7 @@ class Stage(NamedTuple):
     price: float  # dollars an hour
     limits: dict[str, float]  # {part: images per second at which it is saturated}
     reads: float  # bytes per second that all machines read
-    count_mib: Callable[[float], float]  # of the driver, with so many shards
+    count_mib: Callable[[float], float]  # number of shards -> memory of the driver
 
     @property
     def bottleneck(self):
@@ -128,7 +126,7 @@ class Stage(NamedTuple):
 
 
 def plan_stages(args):
-    """The plan of both stages: {"download": Stage, "cache": Stage}."""
+    """Plan both stages: {"download": Stage, "cache": Stage}."""
     measured = {name: figure.value for name, figure in MEASURED.items()}
     side = args.resolution // 8
     row_bytes, _ = count_bytes(
@@ -147,8 +145,7 @@ def plan_stages(args):
     store = args.store_gbps * 1e9 / 8
 
     def plan_stage(kind, row_bytes, rows_per_shard, cores, gpus, read, moved, limits):
-        """read: bytes of an image that come in. moved: those of them and of `row_bytes` that the
-        storage gives or takes."""
+        """read: bytes read per image. moved: bytes per image that the storage reads or writes."""
         machines = max(1, cores / args.cores_per_machine + gpus / args.gpus_per_machine)
         network = machines * args.machine_gbps * 1e9 / 8
         driver = 1000 / measured[f"driver's CPU, ms a shard, {kind}"]
@@ -200,7 +197,7 @@ def show_number(number):
 
 
 def describe(name, stage, rows, args):
-    """The figures of a stage over so many rows, in the order of the table."""
+    """Return the figures of a stage for a number of rows, in the order of the table."""
     terabytes, hours = rows * stage.row_bytes / 1e12, rows / stage.speed / 3600
     shards = -(-rows // stage.rows_per_shard)
     figures = {"TB": terabytes, "dollars a month to keep it": terabytes * args.tb_price}
@@ -229,7 +226,7 @@ def main(argv=None):
         [part, *(f"{s.limits[part]:,.0f}" if part in s.limits else "" for s in stages.values())]
         for part in parts
     ]
-    bench.show("Images a second at which a part is saturated", ["part", *stages], rows)
+    bench.show("Images/s at which each part is saturated", ["part", *stages], rows)
 
     download, cache = stages.values()
     guide = f"{GUIDE_ROWS / 1e6:g} million images on {GUIDE_CORES} cores"

@@ -64,7 +64,7 @@ def serve(photos):
 
 
 def make_command(way, table, out, shrinks, cli):
-    """Return the command that starts a program."""
+    """Return the command of a program."""
     cores, each = len(os.sched_getaffinity(0)), max(1, cli.rows // 8)
     if way == "ours":
         command = [
@@ -132,7 +132,7 @@ def main(argv=None):
         __doc__, size=None, mixed_precision=None, batch_size=None, steps=None
     )
     parser.add_argument("--rows", type=int, default=4000, help="images to download")
-    parser.add_argument("--img2dataset", help="command of img2dataset, to compare with it")
+    parser.add_argument("--img2dataset", help="command of img2dataset (default: do not compare)")
     cli = parser.parse_args(argv)
     server = serve(list(make_photos(1365)))
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +158,7 @@ def main(argv=None):
                 bench.spread(cpu, "{:.1f}"),
             ]
         )
-    bench.show(bench.machine(), ["images", "way", "images/s", "CPU, s"], rows)
+    bench.show(bench.machine(), ["images", "program", "images/s", "CPU, s"], rows)
 
 
 if __name__ == "__main__":

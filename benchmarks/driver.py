@@ -1,4 +1,4 @@
-"""How many shards does one driver hand out? Both scripts on Ray, with stubs in place of the work.
+"""How many shards can one driver hand out? Both scripts on Ray, with stubs in place of the work.
 
     python benchmarks/driver.py                             # some minutes
     python benchmarks/driver.py --shards 1000000            # hours on two cores
@@ -6,17 +6,16 @@
 
 The stub of an encoder (cache) or of a download (downloads) writes a few bytes in place of a shard,
 and its record. All else is as in a run: Ray, the driver's loop, the files, the restart. A first run
-stops before the last shard. A second one finds out what is there, makes the last shard and
-finishes. Prints
+stops before the last shard. A second run finds the missing shard, makes it and finishes. Prints
 
-- shards per second of the first run from its first shard on, and milliseconds of the driver's own
-  CPU time per shard. The stubs need the same cores, so only the CPU time says what a driver with a
-  core of its own can do
-- seconds of the restart until it knows what is missing, and of the end, when the records are put
-  together; the driver's CPU time of both
-- the most memory of the driver
+- shards per second of the first run after its first shard, and the driver's CPU time per shard in
+  milliseconds. The stubs need the same cores, so only the CPU time shows what a driver with a core
+  of its own can do
+- seconds of the restart until it knows what is missing, and of the end, when it merges the records,
+  with the driver's CPU time of both
+- the peak memory of the driver
 
---encoders: how many encoders the driver serves. Beyond two, several of them are one process.
+--encoders: number of encoders that the driver serves, which share two processes.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ import numpy as np
 import pyarrow as pa
 
 ROWS = 1000  # per shard
-PROCESSES = 2  # that stand for encoders
+PROCESSES = 2  # that run the stubs of encoders
 STUB = b"a stub"
 SHARD = {"sha256": hashlib.sha256(STUB).hexdigest()}
 
@@ -50,7 +49,7 @@ def write_stub(path, record_path, record):
 
 
 class Encoder:
-    """Stands for the `Encoder` of precompute_latents_ray.py. `stops`: before the last shard."""
+    """Replaces `Encoder` of precompute_latents_ray.py. `stops`: fail at the last shard."""
 
     def __init__(self, job, stops):
         self.last = -(-job.num_rows // ROWS) - 1 if stops else None
@@ -68,7 +67,7 @@ class Encoder:
 
 
 class Rows:
-    """Stands for `RemoteRows`."""
+    """Replaces `RemoteRows`."""
 
     columns = ("image",)
     _fingerprint = "a stub"
@@ -81,7 +80,7 @@ class Rows:
 
 
 def timed(seconds, name, function):
-    """`function`, which notes in `seconds` how long it took."""
+    """Wrap `function` so that it notes in `seconds` how long it took."""
 
     @functools.wraps(function)
     def noted(*args, **options):
@@ -95,7 +94,7 @@ def timed(seconds, name, function):
 
 
 def watched(seconds, function):
-    """A generator function, which notes how long it takes from its first result to its last."""
+    """Wrap a generator function so that it notes the time from its first result to its last."""
 
     @functools.wraps(function)
     def noted(*args, **options):
@@ -128,7 +127,7 @@ def prepare_cache(folder, shards, encoders, stops, seconds):
         return lambda encoder: types.SimpleNamespace(remote=give)
 
     ray = script.ray
-    # An encoder that is let go must not end the process, which is also that of others.
+    # Killing an encoder must not end the process, because it serves other encoders too.
     changed = {"remote": remote, "kill": lambda encoder: None}
     script.ray = types.SimpleNamespace(**vars(ray) | changed)
     script.RemoteRows = lambda args: Rows(shards * ROWS)
@@ -172,7 +171,7 @@ def prepare_downloads(folder, shards, encoders, stops, seconds):
 
 
 def run_once(what, folder, shards, encoders, stops):
-    """A run of a script with stubs, in this process. Returns seconds and MiB."""
+    """Run a script with stubs, in this process. Returns seconds and MiB."""
     seconds = {}
     prepare = {"cache": prepare_cache, "downloads": prepare_downloads}[what]
     script, flags = prepare(folder, shards, encoders, stops, seconds)
@@ -189,7 +188,7 @@ def run_once(what, folder, shards, encoders, stops):
 
 
 def measure(what, shards, encoders):
-    """The two runs, each in a process of its own; returns a row of the table."""
+    """Do both runs, each in its own process. Returns a row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         found = []
         for stops in (True, False):
@@ -224,8 +223,8 @@ def main(argv=None):
     parser.add_argument("--whats", nargs="+", default=["cache", "downloads"])
     parser.add_argument("--encoders", type=int, default=PROCESSES)
     cli = parser.parse_args(argv)
-    header = ["", "shards", "shards a second", "driver's CPU, ms a shard"]
-    header += ["restart, s; CPU, ms a shard", "end, s; CPU, ms a shard", "MiB at most"]
+    header = ["", "shards", "shards/s", "driver's CPU, ms per shard"]
+    header += ["restart, s; CPU, ms per shard", "end, s; CPU, ms per shard", "most memory, MiB"]
     rows = (measure(what, count, cli.encoders) for what in cli.whats for count in cli.shards)
     bench.show(f"{bench.machine()}; {cli.encoders} encoders", header, rows)
 

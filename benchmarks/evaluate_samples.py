@@ -1,4 +1,4 @@
-"""How good are a pipeline's samples? FID, KID and CLIP score against real images, with intervals.
+"""How good are a pipeline's samples? FID, KID and CLIP score, with intervals.
 
     accelerate launch benchmarks/evaluate_samples.py ddpm-mine --num_samples 5000
     accelerate launch benchmarks/evaluate_samples.py sd-mine --real path/to/images \\
@@ -10,12 +10,12 @@ The real images are those of the run that trained the pipeline, cropped in the c
 had --holdout, only its held-out images are used. Pass --real if the run trained from a cache or the
 pipeline comes from elsewhere. Text to image is prompted with the captions of the real images.
 
-Sample i has a seed of its own, so the figures are the same for any batch size, and for any number
-of processes except for rounding. FID depends on the number of images and on the feature extractor:
+Sample i has its own seed, so the figures are the same for any batch size and, except for rounding,
+for any number of processes. FID depends on the number of images and on the feature extractor:
 compare only figures for which both are the same.
 
 Needs torchmetrics (`pip install torchmetrics`). With --feature_extractor inception it also needs
-torch-fidelity, which downloads the weights. Prints a Markdown table; --output writes the same as
+torch-fidelity, which downloads the weights. Prints a Markdown table; --output also writes
 JSON.
 """
 
@@ -130,7 +130,7 @@ def load_clip(name, device):
 def measure_kid(real, fake, subsets=100):
     """Compute the KID (arXiv:1801.01401) of two sets of features [N, D] with torchmetrics.
 
-    It is a mean over random subsets of at most 1000 features.
+    It is the mean over random subsets of at most 1000 features.
     """
     from torchmetrics.image.kid import KernelInceptionDistance
 
@@ -197,8 +197,8 @@ def find_interval(value, function, sets, resamples):
 def read_real(pipeline, parser, args):
     """Open the real images as the training run did, at the size of the samples.
 
-    Returns (data set, the run's flags with this script's in place of some). Held-out images are
-    recognized by their names, so those of a run from a cache are found in a folder.
+    Returns (data set, the run's flags, some replaced by this script's). Held-out images are
+    recognized by their names, so for a run from a cache they are found in --real.
     """
     path, captioned = Path(args.pipeline, "run.args"), hasattr(pipeline, "tokenizer")
     flags = (
@@ -211,7 +211,7 @@ def read_real(pipeline, parser, args):
     if args.real:
         changed |= {"train_data_dir": args.real, "dataset_name": None}
     elif not path.is_file() or not (run.train_data_dir or run.dataset_name):
-        parser.error(f"{args.pipeline} does not say where images are: --real does")
+        parser.error(f"{args.pipeline} does not name its images: give --real")
     for name in ("image_column", "caption_column"):
         if getattr(args, name):
             changed[name] = getattr(args, name)
@@ -279,7 +279,7 @@ def main(argv=None):
         pipeline = DiffusionPipeline.from_pretrained(args.pipeline)
     captioned = hasattr(pipeline, "tokenizer")
     if args.clip and not captioned:
-        parser.error("--clip compares samples with their prompts: this pipeline takes none")
+        parser.error("--clip compares samples with their prompts: this pipeline has none")
     dataset, run = read_real(pipeline, parser, args)
     launch = make_launch(run)
     accelerator, device = launch.accelerator, launch.device
@@ -292,7 +292,7 @@ def main(argv=None):
         captions = dataset.rows[real_rows][list_values(run.caption_column)[0]]
         captions = [text[0] if isinstance(text, list) and text else text or "" for text in captions]
         prompts = [captions[i % len(captions)] for i in range(args.num_samples)]
-    with explained("the models that judge can't be loaded"):
+    with explained("the feature extractor or CLIP model can't be loaded"):
         extract = load_extractor(args.feature_extractor, device)
         score = load_clip(args.clip, device) if args.clip else None
 
@@ -378,7 +378,7 @@ def main(argv=None):
             f"{'' if held_out else 'not '}held out from training\n"
         )
         print(
-            "| metric | value | 95 % interval | one half of the real images to the other |\n"
+            "| metric | value | 95 % interval | one half of the real images against the other |\n"
             "|---|---|---|---|"
         )
         for name, found in report["metrics"].items():

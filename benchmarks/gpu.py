@@ -1,19 +1,19 @@
-"""One GPU: training and encoding at the true sizes of Stable Diffusion 2.
+"""How fast are training and encoding on one GPU, at the true sizes of Stable Diffusion 2?
 
     python benchmarks/gpu.py [--diffusers path/to/diffusers]    # on a GPU
     python benchmarks/gpu.py --size toy --mixed_precision no --resolutions 64 --batch_sizes 4 \\
         --steps 6                                               # on a CPU
 
-Weights are random, which costs the same as trained ones. The runs train from a latent cache with
-EMA, also with --compile; from pixels; and an unconditional model. Prints for each:
+Weights are random, because trained ones cost the same. The runs train from a latent cache with EMA,
+also with --compile; from pixels; and an unconditional model. Prints for each:
 
 - images per second, and for the latent cache the ratio to a bare loop (see step_overhead.py)
 - the share of the GPU's peak that the model's operations use (MFU)
-- the share of time spent waiting for data
+- the share of the time in which the GPU waited for data
 - GPU memory
 
-Then prints the images per second of encoding. It is an error if the run from a latent cache waits
-for the GPU between two records.
+Then prints the images per second of encoding. Stops with an error if the run from a latent cache
+waits for the GPU between two records.
 """
 
 import json
@@ -44,7 +44,7 @@ def main(argv=None):
         help="one batch size per resolution",
     )
     parser.add_argument(
-        "--diffusers", help="checkout of diffusers, to train on pixels with its script too"
+        "--diffusers", help="checkout of diffusers, to also train from pixels with its script"
     )
     parser.add_argument("--no_compile", action="store_true", help="skip the runs with --compile")
     cli = parser.parse_args(argv)
@@ -140,7 +140,7 @@ def main(argv=None):
             print(encoding[-1], flush=True)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-    header = ["", "", "images/s", "of the GPU's peak", "waiting for data", "GiB", "s to step 1"]
+    header = ["", "", "images/s", "share of peak", "waiting for data", "GiB", "s to step 1"]
     bench.show(f"Text to image, {cli.size}, {cli.mixed_precision}", header, training)
     bench.show(
         f"precompute_latents.py, running, {cli.size}, {cli.mixed_precision}",

@@ -10,8 +10,8 @@
 
 Rows are small (the demo's models, 8 px), so that their size does not hide costs that depend on
 their number. Each run is a process of its own, so the time of a start includes the imports.
---images starts the unconditional trainer twice on a folder of that many image files; with
---diffusers it starts diffusers' script too.
+--images starts the unconditional trainer twice on a folder with this number of image files; with
+--diffusers also diffusers' script.
 """
 
 import itertools
@@ -25,7 +25,7 @@ import bench
 def train_from_caches(folder, rows, count, cli):
     """Train from `count` caches and resume; return a row of the table.
 
-    It has the seconds to start and to resume, the milliseconds per step and the peak memory.
+    It holds the seconds to start and to resume, the milliseconds per step and the peak memory.
     """
     models, script = bench.ROOT / "demo/models", bench.ROOT / "train_text_to_image.py"
     shards = {"rows_per_shard": cli.rows_per_shard, "written": cli.written_shards}
@@ -68,7 +68,7 @@ def train_from_caches(folder, rows, count, cli):
 def start_from_files(folder, count, cli):
     """Start the unconditional trainers twice on `count` files; return a row of the table.
 
-    It has the seconds to the end of step 1 of each start.
+    It holds the seconds to the end of step 1 for each start.
     """
     images = bench.make_images(folder / f"images-{count}", count, bench.make_pictures(16))
     unet = bench.make_unet_config(folder / "unet.json", [8, 8], 8)
@@ -117,7 +117,7 @@ def main(argv=None):
         default=[],
         help="numbers of loose image files to start from",
     )
-    add("--diffusers", help="checkout of diffusers, to start its script on --images too")
+    add("--diffusers", help="checkout of diffusers, to also start its script on --images")
     cli = parser.parse_args(argv)
     print(bench.machine())
     with tempfile.TemporaryDirectory() as folder:
@@ -127,13 +127,13 @@ def main(argv=None):
                 "caches",
                 "start to step 1, s",
                 "resume to next step, s",
-                "ms a step, 2nd to 10th tenth",
+                "ms per step, 2nd to last tenth",
             ]
             sizes = itertools.product(cli.rows, cli.num_caches)
             rows = (train_from_caches(Path(folder), *size, cli) for size in sizes)
             bench.show(
                 f"{cli.steps} steps of {cli.batch_size}, with EMA",
-                [*header, "most MiB resident"],
+                [*header, "most memory, MiB"],
                 rows,
             )
         if cli.images:

@@ -1,27 +1,28 @@
-"""What training takes: memory of the device and disk, counted from published shapes.
+"""How much memory and disk does training take? Counted from published shapes.
 
     python benchmarks/memory.py                       # some minutes, on any machine, without a GPU
     python benchmarks/memory.py --models SDXL Z-Image # seconds
 
-Prints tables, for one process but where GPUs are counted. GB is 1e9 bytes. No weights are loaded:
+Prints tables, for one process unless a table names several GPUs. GB is 1e9 bytes. No weights are
+loaded:
 
-1. Cards: the first way, of those that are tried in order, which fits into a card's memory.
-2. A training step with one image: everything that the device holds, in each way to train, and
-   with `--shard` on several GPUs.
-3. What each further image adds to a step.
-4. Samples: what is on the device while they are drawn.
+1. Cards: the first of the ways to train, in the order of the tables, that fits into a card.
+2. A training step with one image: memory of the device, in each way to train, and with `--shard` on
+   several GPUs.
+3. Memory that each further image adds to a step.
+4. Samples: memory of the device while they are drawn.
 5. Disk: a row of the cache, a checkpoint, the result.
-6. Text encoders: their size, and what tokens in place of embeddings (`--text_cache ids`) add to a
-   step of a U-Net.
+6. Text encoders: their size, and the operations that tokens in place of embeddings
+   (`--text_cache ids`) add to a step of a U-Net.
 7. Memory of the host at the start of a run.
 8. Operations of a training step of a U-Net, per image.
 9. Activations that the forward pass keeps, per image, in float32.
 
-Weights, gradients, moments and averages are counted by the code that prints them before step 1. For
-activations the forward pass runs on tensors without numbers on a GPU that is not there, under
-autocast as on a real one. Attention is one fused kernel. With `--gradient_checkpointing` the inputs
-of blocks are kept, and one block is computed again. A GPU needs some more for its own purposes and
-for gaps between tensors, so a tenth of a card stays free.
+Weights, gradients, moments and EMA weights are counted by the code that prints them before step 1.
+For activations the forward pass runs under autocast, on tensors without numbers on an imagined GPU.
+Attention is one fused kernel. With `--gradient_checkpointing` the inputs of blocks are kept, and
+one block is computed again. A GPU needs some memory for itself and for gaps between tensors, so a
+tenth of a card stays free.
 """
 
 import argparse
@@ -130,13 +131,14 @@ CARDS = (8, 12, 16, 24, 48, 80)  # GB as they are sold, which are 2**30 bytes
 
 @dataclass(frozen=True)
 class Published:
-    """A model as it was published.
+    """A published model.
 
-    Its parts are (name of a class, config): of diffusers, and the text encoders of transformers.
+    Its parts are (name of a class, config). The classes are diffusers'; those of text encoders are
+    transformers'.
     """
 
     family: str
-    config: dict[str, Any]  # of what is trained
+    config: dict[str, Any]  # of the U-Net or transformer
     vae: tuple[str, dict[str, Any]]
     encoders: tuple[tuple[str, dict[str, Any]], ...]
     side: int  # pixels of its images
@@ -176,7 +178,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train. name: in the tables."""
+    """A way to train. name: its column in the tables."""
 
     name: str
     rank: int | None = None
@@ -185,8 +187,8 @@ class Way:
     optimizer: str = "adamw"
     use_ema: bool = True
     nf4: bool = False
-    half_side: bool = False  # at half of the usual resolution
-    num_processes: int = 1  # with --shard, if there are several
+    half_side: bool = False  # half the usual resolution
+    num_processes: int = 1  # several with --shard
 
 
 FULL = (
@@ -223,7 +225,7 @@ KEPT |= {"Stable Diffusion 2": (256, 512), "SDXL": (512, 1024)}
 
 
 # -------------------------------------------------------------------------------------------------
-# models without numbers, and what they hold
+# models without numbers, and their memory
 
 
 def make_denoiser(model: Published) -> Any:
@@ -256,7 +258,7 @@ def prepare_lora(model: Published, denoiser: Any, mixed_precision: str) -> None:
 
 @functools.cache
 def count_held(name: str, way: Way) -> dict[str, int]:
-    """The bytes that a step holds without activations, by kind; see `count_memory`."""
+    """Count the bytes that a step holds, without activations, by kind; see `count_memory`."""
     model = MODELS[name]
     with torch.device("meta"):
         denoiser = make_denoiser(model)
@@ -280,7 +282,7 @@ def count_held(name: str, way: Way) -> dict[str, int]:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive. `peak` is the most at once."""
+    """Counts the bytes of all living tensors. `peak` is the most at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +332,7 @@ def attend(
 
 @contextlib.contextmanager
 def imagined_gpu() -> Iterator[PeakMemory]:
-    """A GPU on which tensors have no numbers. autocast must not find out that there is none."""
+    """Imagine a GPU, on which tensors have no numbers. autocast must not notice its absence."""
     with (
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         patch("torch.cuda.is_bf16_supported", lambda *args, **options: True),
@@ -343,7 +345,7 @@ def imagined_gpu() -> Iterator[PeakMemory]:
 
 
 def make_on_gpu(model: Published, rank: int | None, mixed_precision: str) -> Any:
-    """What is trained, on the GPU of `imagined_gpu`, where `add_lora` would not work."""
+    """Make the trained model on the GPU of `imagined_gpu`, where `add_lora` would not work."""
     with unset_fake_temporarily(), torch.device("cpu"), init_empty_weights(include_buffers=False):
         denoiser = make_denoiser(model)
         if rank:
@@ -359,7 +361,7 @@ def make_on_gpu(model: Published, rank: int | None, mixed_precision: str) -> Any
 
 
 class Checkpointing:
-    """Stands for torch's checkpoint: keeps the inputs of blocks, and notes the largest block."""
+    """Replaces torch's checkpoint: keeps the inputs of blocks, and notes the largest block."""
 
     def __init__(self, memory: PeakMemory) -> None:
         self.memory = memory
@@ -376,7 +378,7 @@ class Checkpointing:
 
 
 def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[Any, Any, Any]:
-    """Latents, times and prompts of some images of `side` pixels."""
+    """Make latents, times and prompts for some images of `side` pixels."""
     family = FAMILIES[model.family]
     with torch.device("meta"):
         vae = make_vae(model)
@@ -405,10 +407,10 @@ def count_activations(
     images: int,
     cache_enabled: bool = True,
 ) -> int:
-    """Bytes that a step holds at most besides weights, gradients, moments and averages.
+    """Count the most bytes that a step holds besides weights, gradients, moments and EMA weights.
 
-    They are what the forward pass keeps, with autocast's copies of trained weights. cache_enabled:
-    whether autocast keeps those that gradient checkpointing would not; with --shard it does not.
+    The forward pass keeps them, with autocast's copies of trained weights. cache_enabled: autocast
+    keeps its copies even with gradient checkpointing; with --shard it does not.
     """
     model = MODELS[name]
     family = FAMILIES[model.family]
@@ -431,9 +433,9 @@ def count_activations(
 def count_samples(
     name: str, side: int, rank: int | None, cache_enabled: bool = True
 ) -> tuple[int, int]:
-    """Bytes on the device while samples are drawn: (of the VAE, of activations at most).
+    """Count the bytes on the device while samples are drawn: (the VAE, the most activations).
 
-    Two images pass through the denoiser for guidance. One at a time is decoded, in float32.
+    For guidance two images pass through the denoiser. The VAE decodes one at a time, in float32.
     """
     model = MODELS[name]
     family = FAMILIES[model.family]
@@ -452,7 +454,7 @@ def count_samples(
 
 
 def count_step(name: str, way: Way, images: int = 1) -> int:
-    """Bytes of a training step with some images, all together."""
+    """Count all bytes of a training step with some images."""
     side = MODELS[name].side // (2 if way.half_side else 1)
     activations = count_activations(
         name, side, way.rank, way.mixed_precision, way.gradient_checkpointing, images,
@@ -462,7 +464,7 @@ def count_step(name: str, way: Way, images: int = 1) -> int:
 
 
 def count_drawing(name: str, way: Way) -> int:
-    """Bytes on the device while samples are drawn, all together: then there are no gradients."""
+    """Count all bytes on the device while samples are drawn. Then there are no gradients."""
     held = count_held(name, way)
     side = MODELS[name].side // (2 if way.half_side else 1)
     drawing = count_samples(name, side, way.rank, way.num_processes == 1)
@@ -518,7 +520,7 @@ def count_kept(name: str, side: int) -> int:
 
 
 def count_encoding(name: str, side: int) -> float:
-    """The operations of the text encoders, as a share of those of a training step."""
+    """Count the text encoders' operations, as a share of a training step's."""
     model = MODELS[name]
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         for encoder in make_encoders(model):
@@ -545,7 +547,7 @@ def can_have_lora(name: str) -> bool:
 
 
 def choose_way(name: str, ways: tuple[Way, ...], card: int) -> str:
-    """The first way that fits into nine tenths of a card; with *, if samples fit in none."""
+    """The first way that fits into nine tenths of a card; with a * if its samples do not fit."""
     room = 0.9 * card * 2**30
     fitting = [way for way in ways if count_step(name, way) <= room]
     for way in fitting:
@@ -560,7 +562,7 @@ def list_cards(names: list[str], ways: tuple[Way, ...]) -> Iterator[list[str]]:
 
 
 def list_sharded(names: list[str]) -> Iterator[list[str]]:
-    """What a step takes on each of several GPUs, and the first card that it and samples fit."""
+    """Memory of a step on each of several GPUs, and the smallest card for step and samples."""
     for name in names:
         cells = [name]
         for way in SHARDED:
@@ -595,7 +597,7 @@ def list_samples(names: list[str]) -> Iterator[list[str]]:
 
 
 def list_parts(names: list[str]) -> Iterator[list[str]]:
-    """What is held without activations: whole models, and the base of a LoRA."""
+    """Memory without activations: full training, and a LoRA with its base."""
     for name in names:
         held = count_held(name, FULL[1])
         cells = [name, f"{held['gradients'] / 4e9:.2f}", gigabytes(sum(held.values()))]
@@ -636,7 +638,7 @@ def list_disk(names: list[str]) -> Iterator[list[str]]:
 
 
 def list_host(names: list[str]) -> Iterator[list[str]]:
-    """What the first process loads, one after the other: encoders, then the model."""
+    """Memory of what the first process loads: first the encoders, then the model."""
     for name in names:
         model = MODELS[name]
         with torch.device("meta"):
@@ -699,8 +701,8 @@ def main(argv: list[str] | None = None) -> None:
     print_table("Text encoders", columns, list_encoders(names))
     columns = ["model", "VAE and text encoders", "base of a LoRA, 16 bits", "whole model"]
     print_table("Memory of the host", columns, list_host(names))
-    print_table("Operations", ["U-Net", "px", "TFLOP an image"], list_operations(names))
-    columns = ["U-Net", "px", "MB an image", "times the smallest"]
+    print_table("Operations", ["U-Net", "px", "TFLOP per image"], list_operations(names))
+    columns = ["U-Net", "px", "MB per image", "times the smallest"]
     print_table("Activations in float32", columns, list_kept(names))
 
 

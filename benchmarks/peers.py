@@ -7,10 +7,10 @@
 
 Prints the speed and the time to the end of step 1. All train the same model from the same random
 weights, with the same images, batch size and precision, and with EMA. The LoRA for SDXL trains
-without EMA, because diffusers' script has none. Each is started as `python script flags`, in turns.
+without EMA, because diffusers' script has none. The scripts run as `python script flags`, in turns.
 
 "By operations alone" is the relative speed of text to image if a step cost no more than its
-operations. These are counted first; they show what the cache saves.
+operations, which are counted first. It shows what the cache saves.
 """
 
 import functools
@@ -67,7 +67,7 @@ def count_flops(models, resolution):
 
 
 def make_flags(folder, cli):
-    """Return the commands as {trainer: {way: (script, its flags)}}, without --output_dir."""
+    """Return {trainer: {way: (script, its flags)}}, without --output_dir."""
     models, side = bench.make_models(folder / "sd", cli.size), cli.resolution // 4
     images = bench.make_images(
         folder / "images", 8 * cli.batch_size * cli.steps, bench.make_pictures(cli.resolution)
@@ -144,7 +144,7 @@ def main(argv=None):
         flags = make_flags(folder, cli)
         train, vae, text = count_flops(folder / "sd", cli.resolution)
         print(
-            "GFLOP an image: a step {:.4g}, the VAE {:.4g}, the text encoder {:.4g}".format(
+            "GFLOP per image: a step {:.4g}, the VAE {:.4g}, the text encoder {:.4g}".format(
                 *(flops / 1e9 for flops in (train, vae, text))
             )
         )
@@ -187,11 +187,13 @@ def main(argv=None):
         "",
         "",
         "images/s",
-        "of the first's speed, by turns",
+        "relative to the first, in the same turn",
         "by operations alone",
         "s to the end of step 1",
     ]
-    bench.show(f"{title} as many), {cli.mixed_precision}, with EMA but for the LoRA", header, rows)
+    bench.show(
+        f"{title} as many), {cli.mixed_precision}, with EMA except for the LoRA", header, rows
+    )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/plan.py --images 2e8 --peak_tflops 989 --mfu 0.4 --dollars_per_hour 3
 
 Operations are per image: forward and backward for the trained model, forward for the encoders.
-Hours and dollars are computed from the operations, the peak of a device, the share of it that is
-used (mfu in a run's records) and its price. Nothing is measured.
+Hours and dollars are computed from the operations, a device's peak, the used share of it (mfu in a
+run's records) and its price. Nothing is measured.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def main(args):
     print(
         f"{args.images:.3g} images seen, {args.peak_tflops:g} TFLOP/s, "
         f"{args.mfu:.0%} of it used, "
-        f"${args.dollars_per_hour:g} an hour\n"
+        f"${args.dollars_per_hour:g} per hour\n"
     )
     sides = list(PHASES)
     print(
@@ -169,7 +169,7 @@ if __name__ == "__main__":
         help="peak of the device in TFLOP/s (989: H100, dense bf16)",
     )
     parser.add_argument(
-        "--mfu", type=float, default=0.4, help="share of the peak that is used (an assumption)"
+        "--mfu", type=float, default=0.4, help="used share of the peak (an assumption)"
     )
     parser.add_argument(
         "--dollars_per_hour", type=float, default=3.0, help="price of the device (an assumption)"

@@ -10,7 +10,7 @@ transform: crop the centre square of two photographs and resize it to --resoluti
 core. In turns: ours, diffusers' transform, Pillow, OpenCV as img2dataset calls it (if
 opencv-python-headless is installed), and torchcodec with torchvision. Prints images per second, and
 the speed relative to diffusers' transform in the same turn (median, least and most). The speed of
-our decoder alone is the limit for anyone who decodes every pixel with libjpeg.
+our decoder alone is the limit for all code that decodes every pixel with libjpeg.
 
 script: encode photographs and captions with models of random weights. In turns: `encode` over
 batches in memory, and the whole script from `main(parse_args(...))` to the end. The script also
@@ -20,8 +20,8 @@ that one core decodes to batches show how many cores an encoder needs. By defaul
 small, but a caption's embedding has as many bytes as with Stable Diffusion 2.
 
 passes: do several resolutions in one pass save time? Prints the CPU seconds of all processes for
-all images, in turns: of stage 1 alone (decoding, cropping, resizing, tokens) and of the whole
-script, for each of --resolutions alone and for all in one pass.
+all images, of stage 1 (decoding, cropping, resizing, tokens) and of the whole script, in turns for
+each of --resolutions and for all in one pass.
 """
 
 import contextlib
@@ -309,13 +309,13 @@ def time_script(args):
     )
     header = [
         "to px",
-        "decoded by a core",
+        "decoding, one core",
         "encoder alone",
         "whole script",
         "running",
-        "share of the encoder",
+        "running / encoder",
     ]
-    bench.show(f"{bench.machine()}; {title}", [*header, "cores needed"], rows())
+    bench.show(f"{bench.machine()}; {title}", [*header, "cores needed to decode"], rows())
 
 
 # ------------------------------------------------------------------- passes

@@ -1,17 +1,17 @@
-"""What does a choice cost in quality? The demos are trained and judged with and without it.
+"""What does a choice cost in quality? Trains and judges the demos with and without it.
 
     python benchmarks/quality.py precision      # bf16 against float32
     python benchmarks/quality.py processes      # two processes against one, on the same cores
     python benchmarks/quality.py sampling       # the number of sampling steps, DDPM and DDIM
     python benchmarks/quality.py checkpointing  # time and memory of --gradient_checkpointing
 
-The demos draw digits of 8 px. Two figures judge them, both by a classifier of the demo's digits:
-FID against all 1,797 digits, and for digits by name the share in which the classifier sees the
-digit that was asked for. Runs that are compared take turns, so that slow moments of the machine hit
-both. Trained pipelines stay in --output_dir: the same command again only judges them.
+The demos draw digits of 8 px. A classifier of the demo's digits judges them by two figures: FID
+against all 1,797 digits, and for digits by name the share of samples in which it sees the digit in
+the prompt. Compared runs take turns, so that a slow machine affects both alike. Trained pipelines
+stay in --output_dir: the same command again only judges them.
 
-Prints Markdown tables. An interval of figures of several seeds is Student's for their mean, one of
-samples of a single pipeline is a bootstrap (see evaluate_samples.py).
+Prints Markdown tables. With several seeds the interval is Student's for the mean, with samples of a
+single pipeline a bootstrap (see evaluate_samples.py).
 """
 
 import argparse
@@ -35,7 +35,7 @@ STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 
 
 def launch(script, folder, cli, *flags, num_processes=1, threads=1):
-    """Run a script in `cli.output_dir` as users launch it, if `folder` is not there yet."""
+    """Launch a script in `cli.output_dir` as users do, unless `folder` exists."""
     if (cli.output_dir / folder).exists():
         return
     cli.output_dir.mkdir(parents=True, exist_ok=True)
@@ -85,12 +85,12 @@ class Judge:
 
     @torch.no_grad()
     def look(self, demo, folder, cli, scheduler=None, steps=20):
-        """Draw --num_samples. Returns features [N, D], hits [N] or None, and seconds a sample."""
+        """Draw --num_samples. Returns features [N, D], hits [N] or None, and seconds per sample."""
         pipeline = DiffusionPipeline.from_pretrained(cli.output_dir / folder)
         pipeline.set_progress_bar_config(disable=True)
         scheduler = scheduler or DDIMScheduler
         pipeline.scheduler = scheduler.from_config(pipeline.scheduler.config)
-        if demo == "digits":  # the pipeline's class decides, not its scheduler
+        if demo == "digits":  # its pipeline's class decides the sampler
             kind = "DDIMPipeline" if scheduler is DDIMScheduler else "DDPMPipeline"
             module = __import__("diffusers", fromlist=[kind])
             pipeline = getattr(module, kind)(pipeline.unet, pipeline.scheduler)
@@ -130,7 +130,7 @@ def mean_with_interval(values, form="{:.3g}"):
 
 
 def compare(cli, title, ways):
-    """Train the demos in several ways, as many times as there are seeds, and judge them.
+    """Train the demos in several ways with each seed, and judge them.
 
     ways: {what: function of (demo, seed) that trains and returns (folder, images per second)}.
     """
@@ -162,7 +162,7 @@ def compare(cli, title, ways):
                 ]
             )
     header = ["demo", "", "FID", "difference of FID, same seed", "right digits"]
-    bench.show(title, [*header, f"speed of the training / {first}"], rows)
+    bench.show(title, [*header, f"training speed / {first}"], rows)
 
 
 def compare_precision(cli):
@@ -188,8 +188,8 @@ def compare_processes(cli):
 
     compare(
         cli,
-        "64 images a step on two cores",
-        {"a process with two threads": way(1), "two processes with a thread each": way(2)},
+        "64 images per step on two cores",
+        {"one process with two threads": way(1), "two processes with a thread each": way(2)},
     )
 
 
@@ -212,7 +212,7 @@ def compare_sampling(cli):
                     right = f"{share:.3f} ({ends[0]:.3f} to {ends[1]:.3f})"
                 figures = [f"{value:.3g} ({low:.3g} to {high:.3g})", right, f"{1000 * seconds:.3g}"]
                 rows.append([demo, name, steps, *figures])
-    header = ["demo", "sampler", "steps", "FID", "right digits", "ms a sample"]
+    header = ["demo", "sampler", "steps", "FID", "right digits", "ms per sample"]
     bench.show("Sampling steps", header, rows)
 
 
@@ -245,7 +245,7 @@ def compare_checkpointing(cli):
             ]
         )
     title = f"--gradient_checkpointing ({cli.size}, {cli.resolution} px, batch {cli.batch_size})"
-    header = ["", "s a step", "times as long", "MiB resident at most", "difference"]
+    header = ["", "s per step", "relative time", "most memory, MiB", "difference, MiB"]
     bench.show(title, header, rows)
 
 
@@ -264,18 +264,18 @@ def main(argv=None):
     parser.add_argument("comparison", choices=COMPARISONS)
     parser.add_argument("--demos", nargs="+", choices=DEMOS, default=[*DEMOS])
     parser.add_argument("--seeds", type=int, choices=[1, *STUDENT], default=5)
-    parser.add_argument("--train_steps", type=int, default=2000, help="of each training")
-    parser.add_argument("--num_samples", type=int, default=1000, help="to judge a pipeline by")
+    parser.add_argument("--train_steps", type=int, default=2000, help="steps of each training")
+    parser.add_argument("--num_samples", type=int, default=1000, help="of each pipeline")
     parser.add_argument("--sampling_steps", type=int, nargs="+", default=[10, 20, 50, 250, 1000])
     parser.add_argument("--size", choices=bench.SIZES, default="tenth", help="for checkpointing")
     parser.add_argument("--resolution", type=int, default=512, help="for checkpointing")
     parser.add_argument("--batch_size", type=int, default=4, help="for checkpointing")
     parser.add_argument("--steps", type=int, default=8, help="for checkpointing")
     parser.add_argument("--rounds", type=int, default=3, help="for checkpointing")
-    parser.add_argument("--output_dir", type=Path, default=Path("quality"), help="for the runs")
+    parser.add_argument("--output_dir", type=Path, default=Path("quality"), help="of all runs")
     cli = parser.parse_args(argv)
     if cli.steps < 5:
-        parser.error("--steps must be 5 at least: the first three only warm up")
+        parser.error("--steps must be at least 5: the first three are not timed")
     cli.output_dir = cli.output_dir.absolute()
     print(bench.machine())
     COMPARISONS[cli.comparison](cli)

@@ -1,14 +1,13 @@
-"""What does a trainer's loop cost beyond the model? Its steps are compared with a bare loop's.
+"""What does a trainer's loop cost beyond the model? Compares its steps with a bare loop's.
 
     python benchmarks/step_overhead.py                          # some minutes on 2 cores
     python benchmarks/step_overhead.py --size sd2 --mixed_precision bf16 --batch_size 64 \\
         --steps 60                                              # on a GPU
 
 The bare loop does a forward pass, a mean squared error, a backward pass and a step of fused AdamW,
-on tensors that are already on the device. Both trainers are started as users start them: with data
-from a cache (or images), noise, averaged weights, clipping, records and checks. Bare loop and
-trainer take turns; the ratio is that of the medians. At the end the time of a step is split by
-part.
+on tensors that are already on the device. Both trainers run as users run them: with data from a
+cache (or images), noise, EMA, clipping, records and checks. Bare loop and trainer take turns; the
+ratio is that of the medians. At the end the time of a step is split by part.
 """
 
 import contextlib
@@ -96,12 +95,12 @@ def take_apart(name, argv):
 
     script, marks = importlib.import_module(name), []
     parts = {
-        "the batch made ready": (script, "prepare_batch"),
+        "preparing the batch": (script, "prepare_batch"),
         "noise, forward pass and loss": (script, "compute_loss"),
         "backward pass": (Accelerator, "backward"),
         "gradient norm and clipping": (Accelerator, "clip_grad_norm_"),
         "AdamW": (torch.optim.AdamW, "step"),
-        "averaged weights": (trained, "update_ema"),
+        "EMA": (trained, "update_ema"),
         "notes": (Records, "add"),
         "records": (Records, "update"),
     }
@@ -117,7 +116,7 @@ def take_apart(name, argv):
             begin = now()
             result = function(*args, **options)
             times[part].append(now() - begin)
-            if part == "averaged weights":  # once a step
+            if part == "EMA":  # once per step
                 marks.append((now(), {part: len(found) for part, found in times.items()}))
             return result
 
@@ -177,10 +176,7 @@ def make_flags(folder, cli):
 def main(argv=None):
     parser = bench.make_parser(__doc__, batch_size=12, steps=10)
     parser.add_argument(
-        "--resolution",
-        type=int,
-        default=256,
-        help="pixels of the images whose latents are trained on",
+        "--resolution", type=int, default=256, help="pixels of the images in the latent cache"
     )
     cli = parser.parse_args(argv)
     print(bench.machine())
@@ -209,12 +205,12 @@ def main(argv=None):
         f"{cli.size}, batch {cli.batch_size} (unconditional {4 * cli.batch_size}), "
         f"{cli.mixed_precision}, with EMA"
     )
-    header = ["", "bare loop, ms a step", "trainer, ms a step", "speed of the trainer / bare"]
+    header = ["", "bare loop, ms per step", "trainer, ms per step", "trainer's speed / bare loop's"]
     bench.show(title, header, rows)
     shares = [
         [part, *(f"{parts[name][part]:.1%}" for name in TRAINERS)] for part in parts[TRAINERS[0]]
     ]
-    bench.show("A step taken apart", ["", *TRAINERS], shares)
+    bench.show("A step by part", ["", *TRAINERS], shares)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
     python benchmarks/storage.py                                # 2 GB of disk
     python benchmarks/storage.py --bucket s3://bucket/scratch   # copies the cache to a real bucket
 
-Makes a cache of random numbers in the shapes of Stable Diffusion 2, and reads an epoch of it as a
-trainer does, in turns:
+Makes a cache of random numbers in the shapes of Stable Diffusion 2, and reads an epoch of it as
+trainers do, in turns:
 
 - from a disk, in the orders `full` and `ranges`
 - in `ranges` through a bounded folder, which is filled from a folder beside it or from the bucket;
-  it holds little more than the shuffle windows need (half of the cache)
+  it holds half of the cache, little more than the shuffle windows need
 - with --mosaic, the same with mosaicml-streaming (see mosaic_reader.py)
 
 Without --bucket, moto serves as the bucket if it is installed. Prints the medians of the rows and
@@ -43,7 +43,7 @@ from diffusion_training.training.progress import Progress
 def read_epoch(cache, ranges, folder, size, batch_size):
     """Return (rows per second, seconds to the first batch) of one epoch.
 
-    Nothing is trained meanwhile.
+    Nothing is trained at the same time.
     """
     begin, most = time.perf_counter(), stream.MOST_PERMUTED
     stream.MOST_PERMUTED = 0 if ranges else most
@@ -108,9 +108,7 @@ def main(argv=None):
     parser.add_argument("--rows_per_shard", type=int, default=16)
     parser.add_argument("--resolution", type=int, default=256)
     parser.add_argument("--bucket", help="address to copy the cache to (None: a local moto server)")
-    parser.add_argument(
-        "--mosaic", help="Python with mosaicml-streaming, to read the same rows with it"
-    )
+    parser.add_argument("--mosaic", help="Python with mosaicml-streaming, to compare with it")
     parser.add_argument(
         "--dir", help="folder for temporary files (None: the system's temporary folder)"
     )
@@ -163,7 +161,7 @@ def main(argv=None):
         bench.show(
             f"{bench.machine()}; {cli.rows:,} rows of {row_bytes / 1e3:.0f} kB, "
             f"folder of {need / 1e6:.0f} MB",
-            ["rows come from", "rows a second", "MB/s", "first batch after, s"],
+            ["rows from", "rows/s", "MB/s", "s to the first batch"],
             rows,
         )
 

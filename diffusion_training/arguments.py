@@ -16,11 +16,13 @@ SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": F
 
 
 def clean_path(text: str) -> str:
-    """An argparse type: a path with ~ expanded, or an address without slashes that are too many.
+    """An argparse type: a path with ~ expanded, or an address without superfluous slashes.
 
     A shell does not expand the ~ in --output_dir=~/run. On a disk a//b/ is a/b; in a bucket it
-    would be another name.
+    would be another name. s3:/bucket, which pathlib makes of s3://bucket, would be a local folder.
     """
+    if re.match(r"[a-z0-9]{2,}:/[^/]", text):
+        raise argparse.ArgumentTypeError(f"{text} has one slash after the colon, not two")
     if "://" not in text:
         return os.path.expanduser(text)
     return re.sub(r"(?<![:/])/+(?=/|$)", "", text)
@@ -30,7 +32,7 @@ PATH = clean_path
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reads the flags in @FILE as a shell would, and knows what was meant by a typo.
+    """A parser that reads the flags in @FILE as a shell would, and suggests a flag after a typo.
 
     argparse itself takes each line as one argument, but a value may span several lines.
     """
@@ -63,7 +65,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default once, where there is one, and keeps the lines of commands."""
+    """Shows a default once, if there is one, and keeps the line breaks of commands."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or "(default:" in (action.help or ""):
@@ -90,12 +92,12 @@ class OneOrMore(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         if len({*values}) < len(values):
-            parser.error(f"{option_string} {' '.join(map(str, values))} names one twice")
+            parser.error(f"{option_string} {' '.join(map(str, values))} has a value twice")
         setattr(namespace, self.dest, values if len(values) > 1 else values[0])
 
 
 class Flags(argparse.Namespace):
-    """What the user said, read-only: what a run finds out is a value of its own.
+    """The user's flags, read-only. Values that a run finds out have types of their own.
 
     given: the names of those that differ from their defaults. It is a slot, so that `vars` holds
     only flags.
@@ -111,7 +113,7 @@ class Flags(argparse.Namespace):
         return functools.partial(Flags, **vars(self)), (self.given,)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"args.{name} is read-only: pass what was found out as a value")
+        raise AttributeError(f"args.{name} is read-only: return the new value instead")
 
 
 def list_values(value: Any) -> list:
@@ -122,14 +124,15 @@ def list_values(value: Any) -> list:
 def make_parser(script: str, doc: str | None, page: str | None = None) -> Parser:
     """Make the parser of a script from its file name and docstring. It reads @FILE too.
 
-    page: of the documentation. --help ends with it, and with the commands of the docstring.
+    page: in docs/, such as "docs/training.md". --help ends with the commands of the docstring and
+    this page.
     """
     lines = (doc or "").split("\n")  # None under `python -OO`
     indented = [i for i, line in enumerate(lines) if i > 1 and not line.startswith("    ")]
     commands = "\n".join(lines[2 : indented[0]]) if indented else ""
     parts = [
         f"examples:\n\n{commands}" if commands else "",
-        "@FILE stands for the flags in a file, such as a run's run.args.",
+        "@FILE reads flags from a file: @my-run/run.args has those of a run in my-run/.",
         f"Documentation: {os.path.relpath(Path(script).parent / page)}" if page else "",
     ]
     return Parser(
@@ -170,7 +173,7 @@ def size(low: int, high: int) -> Callable[[str], int]:
             # an empty unit has index 0
             count = round(float(digits) * 1000 ** " KMGTP".index(unit.upper()))
         if not low <= count <= high:
-            raise argparse.ArgumentTypeError(f"{text} is no number of bytes, such as 100GB")
+            raise argparse.ArgumentTypeError(f"{text} is not a number of bytes such as 100GB")
         return count
 
     parse.__dict__["bounds"] = low, high, int
@@ -181,12 +184,12 @@ COUNT = number(1, 10**9, int)  # an argparse type
 
 
 def steps_or_share(text: str) -> int | float:
-    """An argparse type: a number of steps, or below 1 a share of the run; 1 and 1.0 are a step."""
+    """An argparse type: a number of steps, or a share of the run below 1. 1 and 1.0 are a step."""
     value = number(0, 10**9)(text)
     if 0 < value < 1:
         return value
     if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text} is neither whole steps nor a share below 1")
+        raise argparse.ArgumentTypeError(f"{text} is neither a whole number nor a share below 1")
     return int(value)
 
 
@@ -196,14 +199,14 @@ steps_or_share.__dict__["bounds"] = 0, 10**9, int
 def parse_demo(
     parser: Parser, demo: str, argv: list[str] | None, launcher: str = "accelerate launch"
 ) -> argparse.Namespace:
-    """Parse the demo's command line, with the flags in `argv` overriding its own.
+    """Parse the demo's command line, whose flags those in `argv` override.
 
     Prints the full command.
     """
     command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") == "0":
         full = f"{launcher} {parser.prog} {shlex.join(command)}"
-        print(f"No data given: this is the demo, short for\n{full}")
+        print(f"No data given, so this is the demo. The full command:\n{full}")
     return parser.parse_args(command)
 
 

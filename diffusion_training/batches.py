@@ -1,4 +1,4 @@
-"""What passes through a training step: a batch, what is made of it, the sums of the step."""
+"""The types of a training step's values: a batch, the inputs of model and loss, the sums."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypedDict
@@ -9,25 +9,25 @@ Models: TypeAlias = dict[str, torch.nn.Module]
 
 
 class Batch(TypedDict, total=False):
-    """A micro-batch as the loader gives it, of N images. Its tensors are on the device.
+    """A micro-batch of N images from the loader. Its tensors are on the device.
 
-    Images have pixel_values, caches have latents, and both the other entries that their data have.
+    Image data has pixel_values, a cache has latents. The other entries depend on the data.
     """
 
     pixel_values: torch.Tensor  # [N, C, H, W], uint8 from 0 to 255, or float32 from 0 to 1
     latents: torch.Tensor  # float16 [N, numbers of a row]
-    latents_shape: list[int]  # of a row of them: channels, height, width
-    mask: torch.Tensor  # uint8, 255 where the loss counts; mirrored as the image is
+    latents_shape: list[int]  # channels, height and width of a row of latents
+    mask: torch.Tensor  # uint8, 255 where the loss counts; mirrored with the image
     input_ids: torch.Tensor  # [N, tokens]
     input_ids_2: torch.Tensor
     prompt_embeds: torch.Tensor  # float16 [N, numbers of a row]
     pooled_prompt_embeds: torch.Tensor
     prompt_mask: torch.Tensor  # bool [N, tokens]
     prompt_lengths: list[int]
-    original_size: torch.Tensor  # int [N, 2], height and width of the image as it is stored
+    original_size: torch.Tensor  # int [N, 2], height and width of the image file
     crop_top_left: torch.Tensor  # int [N, 2]
     flipped: torch.Tensor  # bool [N]
-    weight: torch.Tensor  # [N], of each image's loss; 0 of one that can't be used
+    weight: torch.Tensor  # [N], factors of the images' losses; 0 for one that can't be used
     skipped: list[tuple[str, str]]  # (name, reason) of images that can't be used
     waited: tuple[Any, Any]  # when the wait for this batch began and ended
 
@@ -39,15 +39,15 @@ Predict: TypeAlias = Callable[
 
 
 class Prepared(NamedTuple):
-    """A batch as the model and the loss take it, of N images."""
+    """A batch of N images as inputs for the model and the loss."""
 
-    images: torch.Tensor  # or latents: float32 [N, C, H, W] of about unit size
-    condition: dict[str, torch.Tensor]  # {name: [N, ...]}, what the model gets besides
-    loss_inputs: dict[str, torch.Tensor]  # {name: [N, ...]}, what only the loss needs
+    images: torch.Tensor  # or latents: float32 [N, C, H, W] with values of about 1
+    condition: dict[str, torch.Tensor]  # {name: [N, ...]}, the model's other inputs
+    loss_inputs: dict[str, torch.Tensor]  # {name: [N, ...]}, inputs of the loss only
 
 
 class StepSums(TypedDict):
-    """What a step of this process adds up to: tensors without dimensions, on the device."""
+    """The sums of this process's step: tensors without dimensions, on the device."""
 
     loss: torch.Tensor  # sum of weight * loss
     weight: torch.Tensor  # sum of weight

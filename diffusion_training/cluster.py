@@ -17,7 +17,7 @@ Task = TypeVar("Task")
 
 
 def find_modules(*objects: Any) -> list[str]:
-    """The files and folders of the modules that define some functions or classes.
+    """Return the files and folders of the modules that define some functions or classes.
 
     Workers on other machines need them to import these objects.
     """
@@ -30,8 +30,8 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
     """Connect to Ray at `address` or RAY_ADDRESS, or start it on this machine.
 
     A connection that this process already has is used again. `modules`: see `find_modules`. Returns
-    a function that ends what was started here. Ends the program with a sentence if Ray can't be
-    started or found.
+    a function that ends what it started. Ends the program with a sentence if Ray can't be started
+    or found.
     """
     # silences Ray's warning about a future change for GPUs
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -43,7 +43,7 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     search = f" or found at {cluster}" if cluster else ""
     with explained(f"Ray can't be started{search}"):
-        # Ray itself takes minutes to notice that nobody answers
+        # Ray itself takes minutes to notice that no host answers
         if re.fullmatch(r"[^/]+:\d+", cluster):
             host, port = cluster.rsplit(":", 1)
             socket.create_connection((host, int(port)), timeout=10).close()
@@ -65,8 +65,8 @@ def work_off(
     """Run a task for each item, at most `limit()` at a time, and yield each when it ends.
 
     Yields (item, the task's result, None), or (item, None, reason) for an item whose worker died
-    `tries` times. `submit(item)` starts a task. Ray must not retry it, because the deaths of its
-    process or node are counted here.
+    `tries` times. `submit(item)` starts a task. Ray must not retry tasks, because the deaths of
+    their processes and nodes are counted here.
     """
     import ray
 

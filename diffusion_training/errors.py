@@ -37,10 +37,10 @@ NO_MEMORY = (  # in the words of torch, the system, oneDNN, C++ and Python's thr
 )
 # Exit status of a process that ends only because another one of its group has ended.
 PEER_ENDED = 75
-UNDO: list[Callable[[], None]] = []  # what to call if `main` fails before there is anything to keep
-# signals since `main` began, kept here because their exceptions can be swallowed
+UNDO: list[Callable[[], None]] = []  # called if `main` fails before there is anything to keep
+# signals since `main` began, kept here because a library can swallow their exceptions
 SIGNALS: list[int] = []
-# settings of the process that a run has changed; they are restored when `main` ends, however
+# settings of the process that a run has changed; they are restored when `main` ends or fails
 CHANGED = contextlib.ExitStack()
 
 
@@ -59,7 +59,7 @@ class Refused(SystemExit):
 
 
 def fail(sentence: str, alone: bool = False) -> NoReturn:
-    """End the program with status 1 and one sentence: what, where, and what to do."""
+    """End the program with status 1 and one sentence: what is wrong, where, and what to do."""
     raise Refused(sentence, alone)
 
 
@@ -78,16 +78,15 @@ def explained(sentence: str, alone: bool = False) -> Iterator[None]:
 def explain(error: BaseException) -> str:
     """Describe an error in one line.
 
-    An error that `datasets` or a loader process wrapped is replaced by its cause, and so is what
-    diffusers makes of a hub that can't be reached. The address of a buffer in Pillow's message is
-    cut off.
+    An error that `datasets` or a loader process wrapped is replaced by its cause. So is diffusers'
+    error for a hub that can't be reached. The address of a buffer in Pillow's message is cut off.
     """
     cause: BaseException | None = error
     while cause:
         if is_a(cause, "LocalEntryNotFoundError", "OfflineModeIsEnabled"):
             return (
-                "neither a folder here nor the local cache holds it, and the hub can't be reached: "
-                "is the network up, and HF_HUB_OFFLINE not set?"
+                "it is neither a folder here nor in the local cache, and the hub can't be reached: "
+                "check the network, and that HF_HUB_OFFLINE is not set"
             )
         cause = cause.__context__
     if is_a(error, "DatasetGenerationError") and error.__cause__:
@@ -117,8 +116,8 @@ def lacks_memory(error: BaseException) -> bool:
 def is_machines_fault(error: BaseException) -> bool:
     """Whether the machine failed (memory, descriptors, disk, network), rather than a row's data.
 
-    A row with a fault is skipped and listed. A fault of the machine ends the run or the task, and
-    the same command tries the row again.
+    A bad row is skipped and listed. A fault of the machine ends the run or the task, and the same
+    command tries the row again.
     """
     if lacks_memory(error) or is_a(error, "TimeoutError", "ConnectionError"):
         return True
@@ -136,7 +135,7 @@ def passing_rows_faults() -> Iterator[None]:
 
 
 def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
-    """A sentence for an error that can happen in any run; None for an unexpected error."""
+    """Return a sentence for an error that any run can meet; None for an unexpected error."""
     text = explain(error)
     if lacks_memory(error):
         if "train_batch_size" in args:
@@ -151,16 +150,16 @@ def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
         else:
             setting = "batch"
         return f"there is not enough memory ({text[:200]}): try a smaller {setting}"
-    # a full disk, a file that went away, a cut stream
+    # a full disk, a file that was deleted, a stream that was cut off
     if is_a(error, "OSError", "EOFError", "TarError"):
-        return f"{text}; what was saved before is whole"
+        return f"{text}; what was saved before is complete"
     if "DataLoader worker (pid" in text:  # an exception inside a worker has another text
         return (
             "a process that loads data was killed: out of memory or /dev/shm? "
             "Try fewer --dataloader_num_workers"
         )
     if is_peers_end(error):
-        return f"another process has ended, and says why ({text[:100]})"
+        return f"another process has ended: see its message ({text[:100]})"
     return None
 
 
@@ -177,7 +176,7 @@ def status_of(error: BaseException) -> int:
 
 
 def is_local_main() -> bool:
-    """Whether this process prints the messages that are the same on all of its machine."""
+    """Whether this process prints the messages that all processes of its machine share."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -185,7 +184,7 @@ def is_local_main() -> bool:
 def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Let `handler` handle Ctrl-C and SIGTERM inside the block.
 
-    In a thread nothing changes, because Python delivers signals only to the main thread.
+    In another thread this does nothing, because Python delivers signals only to the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -202,10 +201,10 @@ def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def holding_signals() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back until the end of the block.
+    """Delay Ctrl-C and SIGTERM until the end of the block.
 
-    Processes are forked in it: an exception in the midst of a fork would be printed and lost, and
-    one in the new process, which inherits the handlers, would be another traceback.
+    Processes are forked in it. An exception during a fork would be printed and lost, and one in the
+    new process, which inherits the handlers, would print another traceback.
     """
     held: list[int] = []
     try:
@@ -217,7 +216,7 @@ def holding_signals() -> Iterator[None]:
 
 
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """End the program: a signal handler.
+    """A signal handler that ends the program.
 
     Complete files stay. Incomplete files are deleted now or at the next start.
     """
@@ -226,9 +225,9 @@ def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def end_if_stopped() -> None:
-    """End the program if a signal came whose exception was swallowed, by a destructor for example.
+    """End the program if a signal's exception was swallowed, for example by a destructor.
 
-    Called between phases.
+    Call it between phases.
     """
     if SIGNALS:
         raise SystemExit(128 + SIGNALS[-1])
@@ -237,9 +236,9 @@ def end_if_stopped() -> None:
 def in_one_sentence(
     main: Callable[[argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
-    """Decorate `main` so that the errors that any run can meet end it with one sentence.
+    """Decorate `main` so that errors that any run can meet end it with one sentence.
 
-    This holds on every process. Unexpected errors keep their traceback.
+    It works so on every process. Unexpected errors keep their traceback.
     """
     script = Path(main.__code__.co_filename).name
 
@@ -276,8 +275,8 @@ def in_one_sentence(
             if is_local_main():
                 name = signal.Signals(SIGNALS[-1]).name
                 print(
-                    f"\nStopped by {name}; what is saved is whole, "
-                    "and the same command goes on from here",
+                    f"\nStopped by {name}; what is saved is complete, "
+                    "and the same command continues from here",
                     flush=True,
                 )
             raise SystemExit(128 + SIGNALS[-1])
@@ -289,7 +288,7 @@ def in_one_sentence(
 
 
 def amount(count: int, noun: str) -> str:
-    """Such as "1 thread", "2 processes"."""
+    """A count and its noun, such as "1 thread" or "2 processes"."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{'' if count == 1 else plural}"
 

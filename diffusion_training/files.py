@@ -1,4 +1,4 @@
-"""Write files completely or not at all, clean up after a kill, compute checksums."""
+"""Write files completely or not at all, clean up after a kill, and compute checksums."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ from diffusion_training.errors import Refused, explain, explained, fail, status_
 
 @contextlib.contextmanager
 def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
-    """Give an empty folder, and move what the block writes there into `folder` at the end.
+    """Give an empty folder, and move the files that the block writes there into `folder`.
 
     Each item appears complete or not at all. If anything fails, the program ends with a sentence
     and the previous items stay.
@@ -30,7 +30,7 @@ def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
         delete(unfinished)  # left by a run that was killed
         unfinished.mkdir()
         yield unfinished
-        mode = unfinished.stat().st_mode & 0o666  # of the umask; safetensors writes for its user
+        mode = unfinished.stat().st_mode & 0o666  # safetensors ignores the umask
         for path in unfinished.rglob("*"):
             if path.is_file():
                 path.chmod(mode)
@@ -59,7 +59,7 @@ def write_out(path: Path) -> None:
 
 
 def clean(output_dir: Path) -> None:
-    """Put back what a kill left half-moved by `saving`, and delete what it left half-written."""
+    """After a kill in `saving`, put half-moved items back and delete half-written ones."""
     for old in output_dir.glob(".tmp-old-*"):
         path = output_dir / old.name.removeprefix(".tmp-old-")
         if not path.exists():
@@ -74,7 +74,7 @@ def lock_folder(
     """Create a folder, or accept one that is empty or ours, and lock it against other processes.
 
     `name` is the value of --output_dir, for messages. `is_own` gets the names of the folder's files
-    and returns whether it holds a `what` of ours. Returns the lock.
+    and returns whether it holds a `what` of ours, such as "latent cache". Returns the lock.
     """
     # a run that failed in a notebook may still hold it
     lock = FileLock(folder / ".lock", is_singleton=True)
@@ -121,18 +121,18 @@ def checksum_file(path: Path) -> str:
 
 
 def check_output_dir(flags: dict[str, Any]) -> None:
-    """End the program if --output_dir is not on a disk or lies in a folder that the run reads.
+    """End the program if --output_dir is not on a disk, or is in a folder that the run reads.
 
     Also end it if a flag's value can't be read as text.
     """
     output_dir = flags["output_dir"]
     if "://" in output_dir or "\0" in output_dir:
         fail(
-            f"--output_dir {output_dir!r} is no path on a disk: write to one, "
-            "and copy what comes out"
+            f"--output_dir {output_dir!r} is not a path on a disk: write to a local folder, "
+            "and copy the result"
         )
     with explained(f"--output_dir {output_dir} can't be written to"):
-        written = Path(output_dir).resolve()  # a link may lead to itself
+        written = Path(output_dir).resolve()  # fails for a link that leads to itself
     for name, value in flags.items():
         values = [x for x in list_values(value) if isinstance(x, str)]
         if any("\ud800" <= character <= "\udfff" for character in "".join(values)):
@@ -162,7 +162,7 @@ def write_file(path: Path, text: str | bytes, lasting: bool = True) -> None:
 def name_unfinished(path: Path) -> Path:
     """A temporary name for a file until it is complete.
 
-    It is never the same twice, because a run that is thought dead may still be writing.
+    It is new each time, because an earlier run that seems dead may still be writing.
     """
     return path.with_name(f".tmp-{uuid.uuid4().hex[:12]}-{path.name}")
 
@@ -170,7 +170,7 @@ def name_unfinished(path: Path) -> Path:
 def sort_header(path: Path) -> None:
     """Sort the metadata of a safetensors file in place.
 
-    The library writes it in another order each time, and equal files should have equal bytes.
+    The library writes it in a different order each time, and equal files should have equal bytes.
     """
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -193,7 +193,7 @@ def digest_file(path: Path) -> str | None:
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Whether a value that was read from JSON has a form.
+    """Whether a value from a JSON file has a form.
 
     A form is a type, [the form of each item], or {key: the form of its value}.
     """
@@ -207,7 +207,7 @@ def fits(value: Any, form: Any) -> bool:
 
 
 def find_differences(before: dict, now: dict, prefix: str = "") -> list[str]:
-    """The differences of two nested dicts, as ["vae.scaling_factor 0.18215 -> 0.13025"]."""
+    """List the differences of two nested dicts, as ["vae.scaling_factor 0.18215 -> 0.13025"]."""
     differences = []
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)

@@ -57,43 +57,50 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
     add(
         "--dataset_name",
         type=PATH,
-        help="data set on the hub, such as your-name/photos, or a local folder",
+        help="data set on the Hugging Face hub, such as your-name/photos, or a local folder",
     )
     add("--dataset_config_name", help="configuration of the data set, if it has several")
-    add("--dataset_split", default="train", help="split to read")
+    add("--dataset_split", default="train", help="split of the data set to read")
     add(
         "--train_data_dir",
         type=PATH,
-        help="local folder of images, parquet files or webdataset tars; with --streaming also an "
-        "address of the last two, such as 's3://bucket/{000..123}.tar'; in train_unconditional.py "
-        "also an .npy file",
+        help="local folder of images, parquet files or tars (webdataset); with --streaming also "
+        "an address of parquet files or tars, such as 's3://bucket/{000..123}.tar'; "
+        "train_unconditional.py also takes an array of images in an .npy file",
     )
     add(
-        "--image_column", help="column of images (default: `image`, or the only column with images)"
+        "--image_column",
+        help="name of the column of images (default: `image`, or the only column with images)",
     )
     if captions:
         add_caption_flags(add)
-        add("--instance_prompt", help="caption of images that have none")
+        add(
+            "--instance_prompt",
+            help="caption for images that have none, such as 'a photo of sks dog'",
+        )
         add(
             "--folder_repeats",
             **SWITCH,
-            help="use images in a folder 10_name 10 times per epoch, captioned `name` if needed",
+            help="use each image in a folder '10_sks dog' 10 times per epoch; images without a "
+            "caption get 'sks dog'",
         )
         add(
             "--caption_extension",
             default=".txt",
-            help="extension of caption files beside the images, read if there is no caption column",
+            help="extension of the caption files (photo.txt for photo.jpg), read if there is no "
+            "caption column",
         )
     add(
         "--max_train_samples",
         type=COUNT,
-        help="use so many images, drawn at random; the first ones from a stream or an address "
-        "(default: all)",
+        help="use only this many images: random ones, or the first ones with --streaming or data "
+        "at an address (default: all)",
     )
     add(
         "--cache_dir",
         type=PATH,
-        help="folder for downloads and prepared data sets (default: those of the libraries)",
+        help="folder for downloads and prepared data sets (default: those of the Hugging Face "
+        "libraries)",
     )
 
 
@@ -104,7 +111,7 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     """
     source = args.train_data_dir
     if args.dataset_name and source:
-        parser.error("--dataset_name and --train_data_dir exclude each other")
+        parser.error("--dataset_name and --train_data_dir can't be combined")
     if args.dataset_name is None and is_address(source) and not vars(args).get("streaming"):
         parser.error(
             f"--train_data_dir {source} is an address: give --streaming, or copy the data to a disk"
@@ -130,12 +137,13 @@ def add_transform_flags(add: Add) -> None:
         "--image_interpolation_mode",
         choices=["bicubic", "bilinear", "nearest-exact"],
         default="bicubic",
-        help="interpolation for resizing, always antialiased",
+        help="interpolation for resizing images, always antialiased",
     )
     add(
         "--dataloader_num_workers",
         type=number(0, 1024, int),
-        help="processes that decode images (default: the cores of each process but one, at most 8)",
+        help="processes that decode images (default: one less than the CPU cores per launched "
+        "process, at most 8)",
     )
 
 
@@ -144,7 +152,8 @@ def add_bucket_flags(add: Add) -> None:
     add(
         "--bucket_step",
         type=number(1, 4096, int),
-        help="keep aspect ratios, with sides that are multiples of this (default: square images)",
+        help="keep the aspect ratios of images, with sides that are multiples of this number, "
+        "such as 64 (default: crop to squares)",
     )
     add(
         "--use_aspect_ratio_buckets",
@@ -157,16 +166,18 @@ def add_bucket_flags(add: Add) -> None:
         "--bucket_max_ratio",
         type=number(1, 16),
         default=2.0,
-        help="with --bucket_step, crop images to this ratio of the longer side to the shorter one",
+        help="with --bucket_step, crop images so that the longer side is at most this many times "
+        "the shorter",
     )
     add(
         "--bucket_no_upscale",
         **SWITCH,
-        help="with --bucket_step, never enlarge images: smaller ones get sizes of their own",
+        help="with --bucket_step, never enlarge images: small ones stay small",
     )
     add(
         "--mask_column",
-        help="masks, white where the loss counts (default: photo.mask.png beside photo.jpg)",
+        help="name of the column of masks; the loss counts where a mask is white (default: the "
+        "file photo.mask.png beside photo.jpg)",
     )
 
 
@@ -178,19 +189,21 @@ def add_storage_flags(add: Add) -> None:
     add(
         "--shards_dir",
         type=PATH,
-        help="local folder for the shards that are prefetched from --latents_dir s3://...",
+        help="if --latents_dir is an address (s3://...): local folder for copies of the cache's "
+        "files (shards)",
     )
     add(
         "--shards_size",
         type=size(1, 10**18),
         default=10**11,
-        help="most bytes that --shards_dir may hold, such as 50GB (default: 100GB)",
+        help="maximum size of --shards_dir, such as 50GB (default: 100GB)",
     )
     add(
         "--shuffle_shards",
         type=number(1, 10**4, int),
         default=2,
-        help="how many shards are shuffled together, if the rows are not shuffled all at once",
+        help="if a cache is too large to shuffle all its rows: number of shards whose rows are "
+        "shuffled together",
     )
 
 
@@ -203,38 +216,42 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
         add(
             "--gradient_checkpointing",
             **SWITCH,
-            help="keep fewer activations: less memory, about a third slower",
+            help="compute activations a second time instead of storing them: less memory, about a "
+            "third slower",
         )
     add(
         "--compile",
         nargs="?",
         const="inductor",
         metavar="BACKEND",
-        help="use torch.compile with this backend (inductor if none is named)",
+        help="compile the model with torch.compile and this backend (without BACKEND: inductor)",
     )
     add(
         "--no-compile",
         dest="compile",
         action="store_false",
         default=None,
-        help="do not use torch.compile, even if `accelerate config` says so",
+        help="do not use torch.compile, even if `accelerate config` turns it on",
     )
     if trains:
         add(
             "--allow_tf32",
             **SWITCH,
-            help="compute float32 matrix products in TF32, on Ampere GPUs and later",
+            help="compute float32 matrix products in TF32, on Ampere GPUs and later: faster, less "
+            "exact",
         )
         add(
             "--deterministic",
             **SWITCH,
-            help="use only deterministic kernels on a GPU, slower, so that a resume is exact there",
+            help="use only deterministic GPU kernels: slower, but a resumed run ends with the same "
+            "bits as one that never stopped",
         )
     add(
         "--mixed_precision",
         choices=["no", "fp16", "bf16"],
-        help="precision of the computation; fp16 for GPUs before Ampere, such as the T4 "
-        "(default: what `accelerate config` or the launch says, else no)",
+        help="precision of the computation; no is float32, bf16 is for Ampere GPUs and later, "
+        "fp16 for older ones such as a T4 (default: the setting of `accelerate launch` or "
+        "`accelerate config`, else no)",
     )
 
 
@@ -243,7 +260,8 @@ def add_shard_flag(add: Add) -> None:
     add(
         "--shard",
         **SWITCH,
-        help="leave a part of weights, average and moments on each GPU (FSDP2): see docs/memory.md",
+        help="split weights, EMA and optimizer state over the GPUs (FSDP2), for models that do "
+        "not fit on one; see docs/memory.md",
     )
 
 
@@ -253,18 +271,17 @@ def add_family_flags(add: Add, default: str | None = None) -> None:
         "--model_family",
         choices=[*FAMILIES],
         default=default,
-        help=f"family of the models (default: the pipeline's, or {DEFAULT_FAMILY}; in "
-        f"train_flow.py {DEFAULT_FLOW_FAMILY})",
+        help=f"model family (default: the pipeline's, else {DEFAULT_FAMILY}; in train_flow.py "
+        f"{DEFAULT_FLOW_FAMILY})",
     )
     limits = [
-        f"{name} (default: {family.max_tokens})"
-        for name, family in FAMILIES.items()
-        if family.max_tokens
+        f"{family.max_tokens} for {name}" for name, family in FAMILIES.items() if family.max_tokens
     ]
     add(
         "--max_sequence_length",
         type=COUNT,
-        help=f"most tokens of a caption, for {' and '.join(limits)}",
+        help="maximum number of tokens of a caption; the rest is cut off "
+        f"(default: {', '.join(limits)})",
     )
 
 
@@ -273,60 +290,66 @@ def add_encoder_flags(add: Add) -> None:
     usual = Family.vae_classes
     classes = ", ".join(usual)
     for name, family in FAMILIES.items():
-        others = [vae_class for vae_class in family.vae_classes if vae_class not in usual]
-        if others:
-            classes += f" or, for {name}, {', '.join(others)}"
+        if family.vae_classes != usual:
+            classes += f"; for {name} {', '.join(family.vae_classes)}"
     add(
         "--vae_name_or_path",
         "--pretrained_vae_model_name_or_path",  # the name in diffusers' scripts
         type=PATH,
-        help=f"VAE to use instead: {classes}",
+        help=f"VAE to use instead of the pipeline's: hub id or folder, of a class that the model "
+        f"family takes: {classes}",
     )
     add(
         "--text_encoder_name_or_path",
         type=PATH,
-        help="text encoder to use instead of the pipeline's, with its tokenizer",
+        help="text encoder to use instead of the pipeline's, with its tokenizer: hub id or folder",
     )
     add(
         "--single_file_config",
         type=PATH,
-        help="folder or hub id of the configs of a single-file model (default: its family's)",
+        help="hub id or folder with the configs of a pipeline in one .safetensors file (default: "
+        "those of its family)",
     )
     add(
         "--tokenizer_name_or_path",
         type=PATH,
-        help="tokenizer, if it is not stored with the text encoder",
+        help="tokenizer, if it is not stored with the text encoder: hub id or folder",
     )
     add(
         "--clip_skip",
         type=number(1, 100, int),
-        help="number of last CLIP layers to skip; 1 here is kohya's 2 (default: skip none)",
+        help="number of final CLIP layers to skip; 2 in kohya's scripts and A1111 is 1 here "
+        "(default: skip none)",
     )
 
 
 def add_noise_flags(add: Add) -> None:
-    """Add the flags of the noise that U-Nets learn to predict."""
+    """Add the flags for the noise that U-Nets learn to predict."""
     add(
         "--rescale_betas_zero_snr",
         **SWITCH,
-        help="make the last timestep pure noise (arXiv:2305.08891)",
+        help="rescale the noise schedule so that the last timestep is pure noise "
+        "(arXiv:2305.08891)",
     )
     add(
         "--snr_gamma",
         type=number(1e-3, 1e6),
-        help="gamma of the min-SNR loss weight; 5.0 is usual (arXiv:2303.09556)",
+        help="weight the loss of each timestep by min-SNR with this gamma; 5.0 is usual, see "
+        "arXiv:2303.09556 (default: equal weights)",
     )
     add(
         "--noise_offset",
         type=number(0, 10),
         default=0.0,
-        help="add an offset to the noise, for darker and lighter images; 0.1 is usual",
+        help="strength of a random shift of the noise of each channel, for darker and lighter "
+        "images; 0.1 is usual",
     )
     add(
         "--input_perturbation",
         type=number(0, 10),
         default=0.0,
-        help="add more noise to the input than is to be predicted; 0.1 is usual (arXiv:2301.11706)",
+        help="strength of additional noise that the model need not predict; 0.1 is usual "
+        "(arXiv:2301.11706)",
     )
 
 
@@ -343,19 +366,20 @@ def add_optimization_flags(
         "--train_batch_size",
         type=number(1, 10**5, int, "auto"),
         default=16,
-        help="images per process and micro-batch; auto: the largest number that fits",
+        help="images that each process (GPU) computes at once; auto finds the largest number that "
+        "fits",
     )
     add(
         "--total_batch_size",
         type=COUNT,
-        help="images per optimizer step on all processes, reached by accumulation (default: "
-        "--train_batch_size x --gradient_accumulation_steps x processes)",
+        help="images per optimizer step, of all processes together; gradients are accumulated to "
+        "reach it (default: --train_batch_size x --gradient_accumulation_steps x processes)",
     )
     add(
         "--gradient_accumulation_steps",
         type=COUNT,
         default=1,
-        help="micro-batches whose gradients are added up for an optimizer step",
+        help="batches of --train_batch_size whose gradients are added up for one optimizer step",
     )
     add(
         "--num_train_epochs", "--num_epochs", type=COUNT, default=100, help="passes over all images"
@@ -377,7 +401,9 @@ def add_optimization_flags(
         const="linear",
         choices=["linear", "sqrt", "auto"],
         default=False,
-        help="scale --learning_rate with the images per step (linear if no rule is named)",
+        help="multiply --learning_rate by images per step / --base_batch_size (linear, also if no "
+        "rule is named) or by the square root of that (sqrt); auto: linear up to 512 images, sqrt "
+        "beyond (default: off)",
     )
     add(
         "--no-scale_lr",
@@ -390,32 +416,37 @@ def add_optimization_flags(
         "--base_batch_size",
         type=COUNT,
         default=1,
-        help="with --scale_lr, the images per step that --learning_rate was chosen for",
+        help="with --scale_lr, the number of images per step that --learning_rate was chosen for",
     )
-    add("--find_lr", **SWITCH, help="search for a good learning rate and stop, without training")
+    add(
+        "--find_lr",
+        **SWITCH,
+        help="try rising learning rates, print a suggestion for --learning_rate, and stop: no "
+        "model is saved",
+    )
     add(
         "--find_lr_min",
         type=number(1e-30, 1e3),
         default=1e-7,
-        help="first learning rate that --find_lr tries",
+        help="learning rate at which --find_lr begins",
     )
     add(
         "--find_lr_max",
         type=number(1e-30, 1e3),
         default=1.0,
-        help="last learning rate that --find_lr tries, if it does not stop earlier",
+        help="learning rate at which --find_lr ends, if the loss does not end it earlier",
     )
     add(
         "--find_lr_steps",
         type=number(10, 10**6, int),
         default=200,
-        help="most optimizer steps of --find_lr",
+        help="number of optimizer steps from --find_lr_min to --find_lr_max",
     )
     add(
         "--optimizer",
         choices=["adamw", "adamw8bit", "adafactor", "muon"],
         default="adamw",
-        help="adamw8bit and adafactor take less memory; muon is for transformers",
+        help="optimizer; adamw8bit and adafactor take less memory, muon is for transformers",
     )
     add(
         "--use_8bit_adam",
@@ -435,32 +466,43 @@ def add_optimization_flags(
         "--lr_warmup_steps",
         type=steps_or_share,
         default=500,
-        help="optimizer steps in which the learning rate rises to its peak, or below 1 their "
-        "share of the run, such as 0.05 (not with constant)",
+        help="optimizer steps in which the learning rate rises to its peak, or below 1 a share of "
+        "the run, such as 0.05; --lr_scheduler constant and piecewise_constant have no warm-up",
     )
-    add("--lr_num_cycles", type=COUNT, default=1, help="number of restarts of cosine_with_restarts")
-    add("--lr_power", type=number(0, 100), default=1.0, help="power of the polynomial schedule")
+    add(
+        "--lr_num_cycles",
+        type=COUNT,
+        default=1,
+        help="number of cycles of --lr_scheduler cosine_with_restarts; 1 has no restart",
+    )
+    add(
+        "--lr_power",
+        type=number(0, 100),
+        default=1.0,
+        help="power of --lr_scheduler polynomial; 1 is linear",
+    )
     add(
         "--lr_step_rules",
-        help="rules of the piecewise_constant schedule, such as 1:1000,0.1:2000,0.01",
+        help="factors of --lr_scheduler piecewise_constant, such as 1:1000,0.1:2000,0.01: 1 until "
+        "step 1000, 0.1 until step 2000, then 0.01",
     )
     add(
         "--adam_beta1",
         type=number(0, 0.999999),
         default=adam_beta1,
-        help="decay of Adam's mean of the gradient",
+        help="beta1 of Adam: decay of its average of the gradients",
     )
     add(
         "--adam_beta2",
         type=number(0, 0.999999),
         default=0.999,
-        help="decay of Adam's mean of the squared gradient",
+        help="beta2 of Adam: decay of its average of the squared gradients",
     )
     add(
         "--adam_weight_decay",
         type=number(0, 100),
         default=adam_weight_decay,
-        help="decoupled weight decay",
+        help="decoupled weight decay, with any --optimizer",
     )
     add(
         "--adam_epsilon",
@@ -478,28 +520,26 @@ def add_optimization_flags(
         "--use_ema",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep an exponential moving average (EMA) of the weights",
+        help="keep an exponential moving average (EMA) of the weights, for the samples and the "
+        "result",
     )
     add(
         "--ema_inv_gamma",
         type=number(1e-3, 1e12),
         default=1.0,
-        help="inv_gamma in the decay of the EMA, 1 - (1 + step / inv_gamma) ** -power",
+        help="inv_gamma in the EMA decay, 1 - (1 + step / inv_gamma) ** -power",
     )
     add(
         "--ema_power",
         type=number(0, 10),
         default=0.75,
-        help="power in the decay of the EMA; use 2/3 for more than a million steps",
+        help="power in the EMA decay; for more than a million steps use 0.6667",
     )
-    add("--ema_max_decay", type=number(0, 1), default=0.9999, help="largest EMA decay")
+    add("--ema_max_decay", type=number(0, 1), default=0.9999, help="upper limit of the EMA decay")
 
 
-def add_lora_flags(add: Add, output_kohya_format: bool) -> None:
-    """Add the flags that `add_lora`, `load_network_weights` and `save_lora` read.
-
-    output_kohya_format: the default of this flag.
-    """
+def add_lora_flags(add: Add) -> None:
+    """Add the flags that `add_lora` and `load_network_weights` read."""
     add(
         "--rank",
         "--lora_rank",
@@ -509,36 +549,37 @@ def add_lora_flags(add: Add, output_kohya_format: bool) -> None:
     add(
         "--lora_alpha",
         type=number(1e-3, 1e6),
-        help="alpha of the LoRA, whose output is multiplied by alpha / rank (default: the rank)",
+        help="the LoRA's output is multiplied by alpha / rank: a larger alpha makes it stronger "
+        "(default: the rank)",
     )
     add(
         "--lora_layers",
         default="attention",
-        help="layers that get a LoRA: attention, all, or ends of module names: to_q,to_v,ff.net.2",
+        help="layers that get a LoRA: attention, all, or a list of module names' ends, such as "
+        "to_q,to_v,ff.net.2",
     )
     add(
         "--lora_dropout",
         type=number(0, 0.999),
         default=0.0,
-        help="probability of dropping an input of the LoRA",
+        help="probability with which each input of the LoRA is set to 0 in training",
     )
     add(
         "--use_dora",
         **SWITCH,
-        help="train a DoRA: a LoRA with trained magnitudes, slower (arXiv:2402.09353)",
+        help="train a DoRA, a LoRA that also trains the magnitudes of the weights: slower "
+        "(arXiv:2402.09353)",
     )
-    add("--network_weights", type=PATH, help="file of a LoRA to continue training")
+    add(
+        "--network_weights",
+        type=PATH,
+        help="LoRA file to continue training from, or the output folder of a run with --rank",
+    )
     add(
         "--base_precision",
         choices=["nf4"],
-        help="precision of the frozen base of a LoRA; nf4: 4 bits, with bitsandbytes "
-        "(default: that of --mixed_precision)",
-    )
-    add(
-        "--output_kohya_format",
-        action=argparse.BooleanOptionalAction,
-        default=output_kohya_format,
-        help="write a second LoRA file, for ComfyUI, A1111 and sd-scripts; only for U-Nets",
+        help="with --rank, precision of the frozen base model; nf4 (4 bits) takes less memory and "
+        "needs bitsandbytes (default: that of --mixed_precision)",
     )
 
 
@@ -548,14 +589,15 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         "--logging_steps",
         type=COUNT,
         default=10,
-        help="optimizer steps between records; each one waits for the device",
+        help="optimizer steps between records in metrics.jsonl; a small number slows training, "
+        "because each record waits for the device",
     )
     add(
         "--report_to",
         "--logger",
         choices=[*LOGGER_TYPE_TO_CLASS, "all", "none"],
         default="tensorboard",
-        help="tracker that gets the records of metrics.jsonl, too",
+        help="tracker that also gets the records of metrics.jsonl",
     )
     add(
         "--tracker_project_name",
@@ -567,7 +609,7 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         "--validate_first",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="draw samples and measure the held-out loss of a pretrained model before step 1",
+        help="before step 1, draw samples with a pretrained model and measure its held-out loss",
     )
 
 
@@ -576,39 +618,43 @@ def add_saving_flags(add: Add) -> None:
     add(
         "--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints"
     )
-    add("--checkpoints_total_limit", type=COUNT, help="checkpoints to keep (default: all)")
+    add(
+        "--checkpoints_total_limit",
+        type=COUNT,
+        help="keep only this many checkpoints, the newest (default: all)",
+    )
     add(
         "--checkpoints_to",
         type=PATH,
-        help="address (s3://bucket/run) or folder to copy checkpoints, samples and records to, in "
-        "the background; --resume_from_checkpoint finds them there as well",
+        help="address (s3://bucket/run) or folder for copies of checkpoints, samples and records, "
+        "made in the background; --resume_from_checkpoint finds them there too",
     )
     add(
         "--checkpoints_to_timeout",
         type=number(0, 86400),
         default=120.0,
-        help="seconds to wait, at the end and after a signal, for the last copy",
+        help="seconds to wait for the copies to --checkpoints_to when the run ends, or is stopped "
+        "by Ctrl-C or a signal",
     )
     add(
         "--save_best",
         **SWITCH,
-        help="keep the weights with the lowest held-out loss in best/; needs --holdout",
+        help="keep the weights with the lowest held-out loss in the folder best/; needs --holdout",
     )
     add(
-        "--resume_from_checkpoint",
-        type=PATH,
-        help="path of a checkpoint to resume from, or `latest`",
+        "--resume_from_checkpoint", type=PATH, help="checkpoint to resume from: a path, or `latest`"
     )
     add(
         "--push_to_hub",
         **SWITCH,
-        help="upload the result to the hub, as the user of `hf auth login`",
+        help="upload the result to the Hugging Face hub at the end; needs `hf auth login`",
     )
     add(
         "--hub_model_id",
-        help="repository of --push_to_hub, as your-name/lora (default: named like --output_dir)",
+        help="with --push_to_hub, name of the repository, such as your-name/lora (default: named "
+        "like --output_dir)",
     )
-    add("--hub_private_repo", **SWITCH, help="make the repository of --push_to_hub private")
+    add("--hub_private_repo", **SWITCH, help="with --push_to_hub, make the repository private")
 
 
 def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -622,27 +668,30 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         check_source(parser, args)
     elif args.dataset_name or args.train_data_dir:
         parser.error(
-            "--latents_dir excludes --dataset_name and --train_data_dir: the cache holds the data"
+            "--latents_dir can't be combined with --dataset_name or --train_data_dir: the cache "
+            "holds the data"
         )
     if len({*map(os.path.realpath, caches)}) < len(caches):
         parser.error(
-            "--latents_dir names a cache twice: --latents_weights says how often an epoch takes "
-            "its rows"
+            "--latents_dir names a cache twice: name it once, and use its rows more often with "
+            "--latents_weights"
         )
     if args.latents_weights and len(args.latents_weights) != len(caches):
         parser.error(
-            f"--latents_weights: {len(args.latents_weights)} for {len(caches)} --latents_dir"
+            f"--latents_weights needs a value for each --latents_dir: {len(caches)}, not "
+            f"{len(args.latents_weights)}"
         )
     addresses = [*filter(is_address, caches)]
     if addresses and not args.shards_dir:
         parser.error(
             f"--latents_dir {addresses[0]} is an address: "
-            "--shards_dir says where its shards lie for a while"
+            "give --shards_dir, a local folder for copies of its shards"
         )
     for name in IMAGES_ONLY if caches else ():
         if getattr(args, name) != parser.get_default(name):
             parser.error(
-                f"--{name} does nothing with --latents_dir: the cache was made without or with it"
+                f"--{name} does nothing with --latents_dir: give it to precompute_latents.py, "
+                "or leave it out"
             )
 
 
@@ -683,14 +732,19 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}"
         )
     if args.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        parser.error("--optimizer adamw8bit: `pip install bitsandbytes` first, or choose another")
+        parser.error(
+            "--optimizer adamw8bit needs bitsandbytes: `pip install bitsandbytes`, or choose "
+            "another"
+        )
     if getattr(args, "base_precision", None):
         if importlib.util.find_spec("bitsandbytes") is None:
-            parser.error("--base_precision nf4: `pip install bitsandbytes` first, or leave it out")
+            parser.error(
+                "--base_precision nf4 needs bitsandbytes: `pip install bitsandbytes`, or leave "
+                "it out"
+            )
         if args.use_dora:
             parser.error(
-                "--use_dora computes with the exact weights of the base: leave it or "
-                "--base_precision out"
+                "--use_dora needs the exact weights of the base: leave --base_precision out"
             )
     if "rank" in args:
         for name in LORA_ONLY if args.rank is None else ():
@@ -698,20 +752,20 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
                 parser.error(f"--{name} does nothing without --rank")
     if args.save_best and not getattr(args, "holdout", 0):
         parser.error(
-            "--save_best goes by the held-out loss: say with --holdout how many images it is "
-            "measured on"
+            "--save_best needs --holdout: the best weights are those with the lowest held-out loss"
         )
     if args.checkpoints_to and not is_address(args.checkpoints_to):
         one, other = Path(args.checkpoints_to).resolve(), Path(args.output_dir).resolve()
         if one.is_relative_to(other) or other.is_relative_to(one):
             parser.error(
                 f"--checkpoints_to {args.checkpoints_to} and --output_dir {args.output_dir} must "
-                "be two folders, neither in the other"
+                "be separate folders: neither may be in the other"
             )
     tracker = args.report_to
     if tracker in LOGGER_TYPE_TO_CLASS and importlib.util.find_spec(tracker) is None:
         parser.error(
-            f"--report_to {tracker}: `pip install {tracker}` first, or pass --report_to none"
+            f"--report_to {tracker} needs {tracker}: `pip install {tracker}`, or use --report_to "
+            "none"
         )
 
 
@@ -720,10 +774,13 @@ def add_pipeline_flags(add: Add) -> None:
     add(
         "--pretrained_model_name_or_path",
         type=PATH,
-        help="pretrained pipeline: hub id, folder, or (text to image) a .safetensors file",
+        help="pretrained pipeline: hub id or folder; for Stable Diffusion (XL) also a "
+        ".safetensors file",
     )
     add("--revision", help="branch, tag or commit of the models on the hub")
-    add("--variant", help="variant of the weight files to load: fp16 loads *.fp16.safetensors")
+    add(
+        "--variant", help="variant of the weight files to load, such as fp16 for *.fp16.safetensors"
+    )
 
 
 def add_init_flag(add: Add) -> None:
@@ -731,7 +788,8 @@ def add_init_flag(add: Add) -> None:
     add(
         "--init_from",
         type=PATH,
-        help="folder of a run, or a checkpoint: start from its weights and step, with other data",
+        help="run folder or checkpoint whose weights and step a new run starts from, with a new "
+        "optimizer and possibly other data",
     )
 
 
@@ -742,13 +800,13 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         "--latents_dir",
         type=PATH,
         nargs="+",
-        help="one or more caches made by precompute_latents.py",
+        help="one or more caches made by precompute_latents.py: folders or addresses (s3://...)",
     )
     add(
         "--latents_weights",
         nargs="+",
         type=number(1e-3, 1e3),
-        help="for each --latents_dir, how often an epoch takes its rows (default: once)",
+        help="a number for each --latents_dir: how often an epoch uses its rows (default: once)",
     )
     add_storage_flags(add)
 
@@ -757,10 +815,11 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--resolution",
         type=number(2, 16384, int),
-        help="side of the square images in pixels (default: that of the cache, or of the family: "
-        "512, SDXL 1024)",
+        help="side of the square images in pixels; with --bucket_step, no image has more pixels "
+        "than this square (default: that of the cache, else of the model, such as 512 for sd and "
+        "1024 for sdxl)",
     )
-    add("--center_crop", **SWITCH, help="crop the centre, not a random square")
+    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
     add_transform_flags(add)
     add(
         "--prefetch_factor",
@@ -770,7 +829,7 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
     add_bucket_flags(add)
     add_stream_flags(add)
 
-    add = parser.add_argument_group("data: both").add_argument
+    add = parser.add_argument_group("data: a cache or images").add_argument
     add(
         "--random_flip",
         **SWITCH,
@@ -780,7 +839,8 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         "--holdout",
         type=number(0, 10**9),
         default=0.0,
-        help="share (below 1) or number of images that are not trained on, for the held-out loss",
+        help="keep this share (below 1) or number of images out of training, to measure the loss "
+        "on them (held-out loss)",
     )
     add_tag_flags(add)
     add(
@@ -788,7 +848,8 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         "--proportion_empty_prompts",  # the name in diffusers' scripts
         type=number(0, 1),
         default=0.1,
-        help="share of captions that are replaced by the empty prompt, so that guidance works",
+        help="share of captions that are replaced by the empty prompt; guidance in samples needs "
+        "this",
     )
 
 
@@ -798,18 +859,19 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
         "--validation_prompts",
         "--validation_prompt",
         nargs="+",
-        help="one or more prompts to draw samples of (default: no samples)",
+        help="one or more prompts for the samples (default: no samples)",
     )
     add(
         "--validation_steps",
         type=COUNT,
-        help="optimizer steps between samples and held-out losses; overrides the epochs",
+        help="draw samples and measure the held-out loss every so many optimizer steps (default: "
+        "every so many epochs)",
     )
     add(
         "--validation_epochs",
         type=COUNT,
         default=5,
-        help="epochs between samples, and held-out losses",
+        help="draw samples and measure the held-out loss every so many epochs",
     )
     add(
         "--num_validation_images",
@@ -827,5 +889,5 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
         "--num_inference_steps",
         type=COUNT,
         default=num_inference_steps,
-        help="denoising steps of a sample",
+        help="denoising steps per sample",
     )

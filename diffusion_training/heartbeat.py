@@ -1,4 +1,4 @@
-"""Ends the job when a machine falls silent: torch would wait for it for hours."""
+"""End the job when a machine falls silent, because torch would wait for it for hours."""
 
 import atexit
 import contextlib
@@ -20,24 +20,24 @@ LEFT = b"left"
 
 
 def listen_to_machines(timeout: timedelta) -> None:
-    """Send heartbeats of this machine and listen to the others of the job, in threads.
+    """Send heartbeats of this machine and listen to the other machines of the job, in threads.
 
     The threads also run while a machine computes. If a machine is silent for `MAX_SILENT` beats of
-    this one, the process prints an error and ends with status 75. Silence is counted in beats and
-    not in seconds, so that a job that is stopped and continued (SIGSTOP, a suspended cluster) hears
-    all machines again. A single machine starts no threads.
+    this one, the process prints an error and ends with status 75. Silence is counted in beats, not
+    in seconds, so a job that is paused and continued (SIGSTOP, a suspended cluster) is not ended. A
+    single machine starts no threads.
 
-    timeout: how long the others may take to get here.
+    timeout: how long the other machines may take to connect.
     """
     rank = int(os.environ.get("RANK", "0"))
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_machines = int(os.environ.get("WORLD_SIZE", "1")) // num_local
-    # Ray may put another number of processes on each machine, and tells these two
+    # Ray may put different numbers of processes on the machines, and sets these two
     num_machines = int(os.environ.get("GROUP_WORLD_SIZE", num_machines))
     own_machine = int(os.environ.get("GROUP_RANK", rank // num_local))
     if num_machines < 2:
         return
-    # A connection of its own: requests that block on torch's connection must not delay heartbeats.
+    # A separate connection: requests that block on torch's own must not delay heartbeats.
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(
         *address, is_master=False, wait_for_workers=False, timeout=timeout
@@ -51,7 +51,7 @@ def listen_to_machines(timeout: timedelta) -> None:
 
     def beat() -> None:
         number = 0
-        with contextlib.suppress(RuntimeError):  # the store has gone: nothing is heard any more
+        with contextlib.suppress(RuntimeError):  # the store has ended
             while not ended.wait(BEAT):
                 if is_local_main():
                     number += 1
@@ -77,12 +77,12 @@ def listen_to_machines(timeout: timedelta) -> None:
                     host = previous[machine].decode().partition(" ")[2]
                     print(
                         f"\n{Path(sys.argv[0]).name}: machine {machine} ({host}) has been silent "
-                        f"for {MAX_SILENT * BEAT:.0f} seconds; what is saved is whole, "
-                        "and the same command goes on from there",
+                        f"for {MAX_SILENT * BEAT:.0f} seconds; what is saved is complete, "
+                        "and the same command continues from there",
                         file=sys.stderr,
                         flush=True,
                     )
-                os._exit(PEER_ENDED)  # whatever the main thread waits for
+                os._exit(PEER_ENDED)  # not sys.exit: the main thread may be waiting in torch
 
     beating = threading.Thread(target=beat, daemon=True)
     listening = threading.Thread(target=listen, daemon=True)

@@ -1,4 +1,4 @@
-"""Setting up a run as Accelerate's launcher says, stopping it on signals, and ending it."""
+"""Set up a run with the launcher's settings, stop it on signals, and end it."""
 
 import contextlib
 import ctypes
@@ -32,14 +32,14 @@ from diffusion_training.quantization import check_quantization
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launch decides: devices, processes and precision."""
+    """The settings of a launch: devices, processes and precision."""
 
     accelerator: Accelerator
-    cores: int  # of the CPU, for each process of this machine
+    cores: int  # CPU cores for each process of this machine
     mixed_precision: str
     compile: str | None  # a backend of torch.compile
     gradient_accumulation_steps: int
-    shard: bool = False  # does each process hold a part of the models? False for one process
+    shard: bool = False  # whether each process holds a part of the models; False for one process
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +59,7 @@ class Launch:
 
     @property
     def has_weights(self) -> bool:
-        """Whether this process loads weights: with --shard the first one hands them out."""
+        """Whether this process loads weights: with --shard, the first one sends them out."""
         return self.is_main or not self.shard
 
     @property
@@ -68,7 +68,7 @@ class Launch:
         return getattr(torch, DTYPES[self.mixed_precision])
 
     def describe(self) -> str:
-        """Where and how it computes, for the terminal and the report."""
+        """Describe devices and precision, for the terminal and the report."""
         where = self.device.type
         if where == "cuda":
             where += f" ({torch.cuda.get_device_name(self.device)})"
@@ -77,20 +77,20 @@ class Launch:
         return f"{self.num_processes} on {where}; mixed precision: {self.mixed_precision}"
 
     def share(self, count: int) -> range:
-        """The numbers below `count` that this process takes.
+        """Return the numbers below `count` that this process takes.
 
-        With --shard all take as many, since no process can call a model alone: numbers from `count`
-        on are placeholders.
+        With --shard all processes take equally many, because none can call a model alone. Numbers
+        from `count` on are placeholders.
         """
         end = count + -count % self.num_processes if self.shard else count
         return range(self.rank, end, self.num_processes)
 
     def choose_workers(self, wanted: int | None) -> int:
-        """How many processes load data: --dataloader_num_workers, or all cores but one."""
+        """Return the number of loader processes: `wanted`, or all cores less one, at most 8."""
         return min(8, self.cores - 1) if wanted is None else wanted
 
     def settings(self) -> dict[str, Any]:
-        """What is recorded of it, under the names of the flags."""
+        """Return the settings to record, under the names of their flags."""
         names = ("mixed_precision", "compile", "gradient_accumulation_steps")
         return {name: getattr(self, name) for name in names}
 
@@ -124,7 +124,7 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
         cores = count_cores()
         # the launcher's options; `compile_model` applies them, and keeps the names of weights
         dynamo = TorchDynamoPlugin()
-        # autocast would cache its copies of all weights, which no process could hold
+        # autocast would cache its copies of all weights, too many for one process
         autocast = AutocastKwargs(cache_enabled=not shard)
         options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout), autocast]
         accelerator = Accelerator(mixed_precision=precision, dynamo_backend="no", **options)
@@ -142,7 +142,7 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
         what, flag = ("fp16", "mixed_precision bf16")
         if backend:
             what, flag = ("torch.compile", "no-compile")
-        fail(f"accelerate launch asks for {what}, which --shard excludes: add --{flag}")
+        fail(f"accelerate launch turns on {what}, which --shard does not support: add --{flag}")
     if getattr(args, "base_precision", None):
         check_quantization(precision, backend)
     accumulation_steps = read_accumulation(accelerator, args)
@@ -159,7 +159,7 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
 
 
 def advise_precision(device: torch.device, precision: str, args: Namespace) -> str | None:
-    """A sentence for a GPU that computes in plain float32 though nobody chose it; else None."""
+    """Return advice for a GPU that computes in float32 by default; None if there is none."""
     chosen = args.mixed_precision or getattr(args, "allow_tf32", False)
     if precision != "no" or chosen or device.type != "cuda":
         return None
@@ -168,26 +168,26 @@ def advise_precision(device: torch.device, precision: str, args: Namespace) -> s
     flags = "--mixed_precision bf16" + " or --allow_tf32" * ("allow_tf32" in args)
     return (
         f"Float32 leaves the tensor cores of this GPU unused: {flags} makes it several times as "
-        "fast (--mixed_precision no keeps float32 and leaves this line out)"
+        "fast (--mixed_precision no keeps float32 and hides this line)"
     )
 
 
 @contextlib.contextmanager
 def only_deterministic() -> Iterator[None]:
-    """Let torch use deterministic kernels only, in the block: for --deterministic.
+    """Let torch use only deterministic kernels in the block, for --deterministic.
 
-    Enter it before CUDA starts. An operation that has no such kernel raises an error. A warning
-    would not do: with it, torch leaves the backward pass of attention as it is, which is not
+    Enter it before CUDA starts. An operation without such a kernel raises an error. With
+    warn_only=True, torch would keep the usual backward pass of attention, which is not
     deterministic.
     """
     cudnn = torch.backends.cudnn
     flags = cudnn.benchmark, cudnn.deterministic
     mode = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # cuBLAS reads it when it starts; see "Results reproducibility" in its documentation
+    # cuBLAS reads this when it starts; see "Results reproducibility" in its documentation
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
-    cudnn.benchmark = False  # it would choose kernels by their speed, another each time
+    cudnn.benchmark = False  # it would choose kernels by speed, different ones each time
     cudnn.deterministic = True
     torch.use_deterministic_algorithms(True)
     try:
@@ -200,7 +200,7 @@ def only_deterministic() -> Iterator[None]:
 
 
 def count_cores() -> int:
-    """Return how many cores of this machine each of its processes has."""
+    """Return the number of cores of this machine for each of its processes."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -209,7 +209,7 @@ def count_cores() -> int:
 
 
 def check_processes(accelerator: Accelerator) -> None:
-    """Stop with an error if the processes do not work together, as they were launched to."""
+    """Stop with an error if the launched processes do not work together."""
     num_launched = int(os.environ.get("WORLD_SIZE", 1))
     num_processes = accelerator.num_processes
     if num_processes == 1 and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
@@ -217,10 +217,13 @@ def check_processes(accelerator: Accelerator) -> None:
         num_launched = max(2, num_launched)
     if num_launched != num_processes:
         advice = (
-            "on CPUs set ACCELERATE_USE_CPU=true and launch with --multi_gpu, on GPUs give "
-            "each process its own"
+            "on CPUs set ACCELERATE_USE_CPU=true and launch with --multi_gpu; on GPUs give "
+            "each process its own GPU"
         )
-        fail(f"{num_launched} processes were launched but each sees {num_processes}: {advice}")
+        fail(
+            f"{num_launched} processes were launched, but they do not work together (each sees "
+            f"{num_processes}): {advice}"
+        )
     # MULTI_...: DDP, on any kind of device
     if not accelerator.distributed_type.value.startswith(("NO", "MULTI_")):
         fail(
@@ -230,10 +233,10 @@ def check_processes(accelerator: Accelerator) -> None:
 
 
 def read_accumulation(accelerator: Accelerator, args: Namespace) -> int:
-    """Return the micro-batches of a step, which the launch or --gradient_accumulation_steps gives.
+    """Return the micro-batches per step, from --gradient_accumulation_steps or the launch.
 
-    The trainers accumulate by themselves, so the Accelerator keeps 1: otherwise it would divide
-    the gradients again.
+    The trainers accumulate gradients themselves, so the Accelerator keeps 1. Otherwise it would
+    divide the gradients again.
     """
     steps = accelerator.gradient_accumulation_steps
     accelerator.gradient_accumulation_steps = 1
@@ -242,12 +245,15 @@ def read_accumulation(accelerator: Accelerator, args: Namespace) -> int:
     if match := re.search(rb"gradient_accumulation_steps[=\0](\d+)", flags):
         steps = int(match[1])
     if steps < 1:
-        fail(f"the launch says {steps} gradient accumulation steps: there must be one at least")
+        fail(f"accelerate launch sets {steps} gradient accumulation steps: set 1 or more")
     wanted = getattr(args, "gradient_accumulation_steps", 1)
     if steps == 1:
         return wanted
     if wanted not in (1, steps):
-        fail(f"--gradient_accumulation_steps {wanted}, but the launch says {steps}")
+        fail(
+            f"--gradient_accumulation_steps is {wanted}, but accelerate launch sets {steps}: "
+            "give it in one place only"
+        )
     return steps
 
 
@@ -259,7 +265,7 @@ def is_launched() -> bool:
 def threads_are_default() -> bool:
     """Return whether one thread is the launcher's default and not the user's choice.
 
-    A choice would be in the launcher's environment or command line.
+    A choice is in the launcher's environment or command line.
     """
     if not is_launched() or os.environ.get("OMP_NUM_THREADS") != "1":
         return False
@@ -277,7 +283,7 @@ def read_launcher() -> tuple[bytes, bytes]:
             (launcher / "cmdline").read_bytes().partition(b"\0" + os.fsencode(sys.argv[0]) + b"\0")
         )
         return (launcher / "environ").read_bytes(), flags.replace(b"-", b"_")
-    except OSError:  # no Linux, or no right to look
+    except OSError:  # not Linux, or no permission
         return b"", b""
 
 
@@ -285,7 +291,7 @@ def keep_memory() -> None:
     """Let glibc keep freed memory (mallopt(3)).
 
     Activations are allocated and freed in every step. Asking the system for new pages each time
-    takes up to half of a step.
+    takes up to half of a step's time.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes
@@ -295,7 +301,7 @@ def keep_memory() -> None:
 class StopSignal:
     """Notes Ctrl-C and SIGTERM, which end the run on all processes after the current step.
 
-    together: whether all processes call the models at the same time, and so `poll` as often.
+    together: whether all processes call the models at the same time, and `poll` equally often.
     """
 
     def __init__(self, num_processes: int, together: bool = False) -> None:
@@ -308,17 +314,17 @@ class StopSignal:
 
     @property
     def received(self) -> int:
-        # also one that came earlier and was swallowed
+        # SIGNALS has an earlier one whose exception was swallowed
         return self.agreed or (SIGNALS[-1] if SIGNALS else 0)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         SIGNALS.append(number)
-        if len(SIGNALS) >= 3:  # torchrun sends each one twice; a third is meant to kill
+        if len(SIGNALS) >= 3:  # torchrun sends each signal twice; a third one is meant to kill
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def agree(self) -> int:
-        """Return the signal's number if any process has received one, else 0; once per step."""
+        """Once per step: return the signal's number if any process has received one, else 0."""
         number = torch.tensor(self.received)
         if self.group is not None:
             torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self.group)
@@ -326,7 +332,7 @@ class StopSignal:
         return self.agreed
 
     def poll(self) -> int:
-        """Return the signal's number or 0, between two calls of a model."""
+        """Between two calls of a model: return the signal's number or 0."""
         return self.agree() if self.together else self.received
 
     def close(self) -> None:
@@ -338,7 +344,7 @@ def end_stopped(
 ) -> NoReturn:
     """End the program after a signal, with the exit status for that signal."""
     where = f"after step {global_step} of {max_train_steps}"
-    advice = "the same command with --resume_from_checkpoint latest goes on from there"
+    advice = "the same command with --resume_from_checkpoint latest continues from there"
     accelerator.print(f"Stopped by {signal.Signals(stop).name} {where}; {advice}")
     accelerator.end_training()
     SIGNALS.clear()  # it has been reported

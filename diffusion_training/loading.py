@@ -28,10 +28,10 @@ def load_batches(
 ) -> Generator[Any]:
     """Yield `dataset[key]` for each key, two batches ahead, with the tensors sent to the device.
 
-    A thread reads the two batches ahead, so a data set without loader processes is also read while
-    the device computes. Each of `num_workers` processes reads `prefetch_factor` batches ahead of
-    that (None: two). Each batch has an entry "waited": two marks, before and after the wait for it,
-    which `seconds_between` converts to seconds.
+    A thread reads these two batches, so that data is read while the device computes, also without
+    loader processes. Each of `num_workers` processes reads `prefetch_factor` more (None: two). The
+    entry "waited" of a batch has two marks, from before and after the wait for it, which
+    `seconds_between` converts to seconds.
     """
     loader = torch.utils.data.DataLoader(
         WithRefusals(dataset),
@@ -72,7 +72,7 @@ def load_batches(
 
 
 class WithRefusals:
-    """A data set that returns a `Refused` in place of a batch: a loader process can't raise it."""
+    """A data set that returns a `Refused`, because a loader process can't raise it."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -85,11 +85,11 @@ class WithRefusals:
 
 
 def ignore_signals(worker_id: int) -> None:
-    """Let a loader process ignore Ctrl-C and SIGTERM: the trainer must finish its step."""
+    """Let a loader process ignore Ctrl-C and SIGTERM, because the trainer finishes its step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # A process that can't send a batch, for lack of shared memory, would continue silently, and the
-    # trainer would wait for that batch. So it exits.
+    # A process that can't send a batch, because shared memory is full, would continue silently, and
+    # the trainer would wait for that batch. So it exits.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
         lambda error, batch: os._exit(1)
     )
@@ -110,7 +110,7 @@ def end_workers() -> None:
 
 
 def mark_time(device: torch.device) -> Mark:
-    """A point in time of a device: on CUDA, when all work queued so far is done; else now."""
+    """Mark a time: on CUDA, when all work that is queued so far is done; else now."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -119,7 +119,7 @@ def mark_time(device: torch.device) -> Mark:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """The time between two marks; on CUDA both must have been reached."""
+    """Return the time between two marks. On CUDA, both must have been reached."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
 
 
@@ -128,10 +128,10 @@ def work_ahead(items: Iterator[Ahead], count: int, device: torch.device) -> Iter
 
     So the device works while files are written. On the CPU, the main thread makes the items.
     """
-    if device.type == "cpu":  # it does both, and `keep_memory` helps only the main thread
+    if device.type == "cpu":  # `keep_memory` helps only the main thread
         yield from items
         return
-    # the first in this thread: it starts loader processes, and a thread should not fork
+    # in this thread, because the first item starts loader processes, and a thread should not fork
     item = next(items, None)
 
     def make() -> Ahead | None:

@@ -1,4 +1,4 @@
-"""Memory of a device: measured, and how many images fit into it."""
+"""Measure a device's memory, and find how many images fit into it."""
 
 import contextlib
 import gc
@@ -17,15 +17,15 @@ from diffusion_training.errors import end_if_stopped
 
 
 def measure_memory(device: torch.device) -> tuple[int, int]:
-    """Return bytes (in use, reserved by torch), each at its peak, of a CUDA device.
+    """Return the peak bytes (in use, reserved by torch) of a CUDA device.
 
-    On other devices both are what this process and its workers hold now.
+    On other devices, both are the bytes that this process and its workers hold now.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     held = 0
     for process in (None, *(worker.pid for worker in multiprocessing.active_children())):
-        with contextlib.suppress(psutil.Error):  # one that has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             held += psutil.Process(process).memory_info().rss
     return held, held
 
@@ -39,10 +39,10 @@ def find_largest(
     """Return how many images, up to `most`, fit on the devices of all processes; 0 if none does.
 
     The number is doubled until the memory is full, then bisected. A tenth of a GPU stays free. On a
-    CPU the limit is 64, because it does not report that it is full. A line is printed for each
-    number: images, memory of the first device, images per second of step 1.
+    CPU the limit is 64, because a CPU does not report that its memory is full. Each number is
+    printed with the memory of the first device and the images per second of step 1.
 
-    prepare(size): puts everything onto the device, and returns compute(step), which is called for
+    prepare(size) puts everything onto the device and returns compute(step), which is called for
     steps 0 and 1.
     """
 
@@ -75,10 +75,10 @@ def find_largest(
     if cuda:
         torch.cuda.set_per_process_memory_fraction(0.9)
     most = min(most, 64) if device.type == "cpu" else most
-    gc.freeze()  # so that collecting garbage of a trial does not go through all other objects
+    gc.freeze()  # collecting the garbage of a trial need not visit all other objects
     accelerator.print(f"{'images':>8}{'memory, GB':>12}{'images/s':>10}")
-    low = 0  # so many images fit
-    high = most + 1  # so many do not
+    low = 0  # this many images fit
+    high = most + 1  # this many do not
     while high - low > 1:
         end_if_stopped()
         size = min(2 * low or 1, most) if high > most else (low + high) // 2

@@ -1,4 +1,4 @@
-"""Models: loaded whole, moved, compiled, averaged."""
+"""Load, check, move, compile and average models."""
 
 import argparse
 import contextlib
@@ -29,8 +29,8 @@ DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_
 def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Module:
     """`kind.from_pretrained`, but raise ValueError if weights are missing or have other shapes.
 
-    Such weights would be random, or not there at all. Weights with NaN or infinity are refused too,
-    since nothing can be trained with them.
+    Such weights would be random, or not loaded at all. It also raises ValueError for weights with
+    NaN or infinity, which can't be trained.
     """
     model, info = kind.from_pretrained(source, output_loading_info=True, **options)
     for what in ("missing_keys", "mismatched_keys"):
@@ -46,7 +46,7 @@ def is_finite(weight: torch.Tensor) -> bool:
 
 
 def make_new(kind: Any, config: Any, has_weights: bool) -> torch.nn.Module:
-    """Make a model of a config. has_weights: see `Launch.has_weights`."""
+    """Make a model from a config. has_weights: see `Launch.has_weights`."""
     if has_weights:
         return kind.from_config(config)
     with init_empty_weights(include_buffers=False):
@@ -54,7 +54,7 @@ def make_new(kind: Any, config: Any, has_weights: bool) -> torch.nn.Module:
 
 
 def raise_for_keys(what: str, keys: Collection[Any]) -> None:
-    """Raise ValueError if there are any `keys`. what: "missing keys", say."""
+    """Raise ValueError if there are any `keys`. what: such as "missing keys"."""
     if keys:
         raise ValueError(f"{len(keys)} {what}, such as {sorted(map(str, keys))[0]}")
 
@@ -62,7 +62,7 @@ def raise_for_keys(what: str, keys: Collection[Any]) -> None:
 def find_weight_files(
     source: str, subfolder: str, variant: str | None = None, **options: Any
 ) -> list[str]:
-    """The .safetensors files that `from_pretrained` reads, several if the model is in parts.
+    """List the .safetensors files that `from_pretrained` reads, several for a sharded model.
 
     Raises FileNotFoundError if there are none. options: revision and cache_dir.
     """
@@ -92,8 +92,8 @@ def find_weight_files(
 
 
 def hash_weights(model: torch.nn.Module) -> str:
-    """SHA-256 of a model's weights: of values and shapes, whatever the library calls them."""
-    with ThreadPoolExecutor() as pool:  # gigabytes, and all wait; hashing lets other threads run
+    """SHA-256 of the values and shapes of a model's weights, without their names."""
+    with ThreadPoolExecutor() as pool:  # gigabytes, and hashing lets other threads run
         return combine_hashes(pool.map(hash_weight, model.parameters()))
 
 
@@ -104,7 +104,7 @@ def hash_weight(weight: torch.Tensor) -> str:
 
 
 def combine_hashes(digests: Iterable[str]) -> str:
-    """The hash of a model, of the hashes of its weights in any order."""
+    """Return the hash of a model from the hashes of its weights, in any order."""
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
@@ -116,8 +116,8 @@ def call_unet(
 ) -> torch.Tensor:
     """Return the prediction of a U-Net, float32 [N, C, H, W].
 
-    condition: {name: tensor [N, ...]}, its other inputs. SDXL's inputs besides embeddings are
-    passed as one dict, as diffusers requires.
+    condition: {name: tensor [N, ...]}, its other inputs. SDXL's pooled embeddings and sizes are
+    passed in one dict, as diffusers requires.
     """
     added = {name: condition[name] for name in ("text_embeds", "time_ids") if name in condition}
     others = {name: value for name, value in condition.items() if name not in added}
@@ -134,19 +134,19 @@ def check_shapes(
 ) -> list[str]:
     """Call models, built from their configs without numbers, on an image of a shape [C, H, W].
 
-    name: of the model, for messages. condition: of one image; only shapes are used. Stops with an
-    error if the call fails, or if the prediction has another shape. Returns the names of the
-    weights that the prediction does not depend on.
+    name: the model's name in messages. condition: that of one image; only shapes are used. Stops
+    with an error if the call fails, or if the prediction has another shape. Returns the names of
+    the weights that the prediction does not depend on.
     """
     with torch.device("meta"), torch.enable_grad(), explained(f"{name} can't be trained here"):
         empty = {key: type(model).from_config(model.config) for key, model in models.items()}
         shapes = {key: torch.zeros_like(value, device="meta") for key, value in condition.items()}
         prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), shapes)
         if list(prediction.shape[1:]) != list(shape):
-            raise ValueError(f"it gives {list(prediction.shape[1:])} for {list(shape)}")
+            raise ValueError(f"it predicts {list(prediction.shape[1:])} for {list(shape)}")
         try:
             prediction.sum().backward()
-        except NotImplementedError:  # an operation whose gradient can't be tried without numbers
+        except NotImplementedError:  # an operation has no gradient without numbers
             return []
     return [
         name
@@ -157,9 +157,9 @@ def check_shapes(
 
 
 def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:
-    """Freeze weights that no loss can change, and adapters beside them: DDP would wait for them.
+    """Freeze weights that no loss can change, and their adapters: DDP would wait for them.
 
-    names: of `check_shapes`. A transformer may drop what its last block makes of the text.
+    names: see `check_shapes`. For example, a transformer drops the text output of its last block.
     """
     for name, weight in model.named_parameters():
         layer, _, adapter = name.partition(".lora_")
@@ -170,22 +170,22 @@ def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:
 def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Move a model; on CUDA, also use the memory layout that is fastest for convolutions.
 
-    A VAE for films keeps its layout: torch has none for its kinds of convolutions together.
+    A video VAE keeps its layout, because torch has no layout for both kinds of its convolutions.
     """
-    is_for_films = any(weight.dim() == 5 for weight in model.parameters())
-    if device.type == "cuda" and not is_for_films:
+    is_for_video = any(weight.dim() == 5 for weight in model.parameters())
+    if device.type == "cuda" and not is_for_video:
         return model.to(device, memory_format=torch.channels_last)
     return model.to(device)
 
 
 def freeze_on_device(models: Models, device: torch.device) -> None:
-    """Move models that nobody trains."""
+    """Freeze models that are not trained, and move them."""
     for model in models.values():
         put_on_device(model.eval().requires_grad_(False), device)
 
 
 def checkpoint_gradients(models: Models) -> None:
-    """Turn on --gradient_checkpointing, in models that have it."""
+    """Turn on gradient checkpointing in models that support it."""
     for model in models.values():
         if hasattr(model, "enable_gradient_checkpointing"):
             model.enable_gradient_checkpointing()
@@ -194,12 +194,12 @@ def checkpoint_gradients(models: Models) -> None:
 def compile_model(model: torch.nn.Module, backend: str, num_sizes: int = 1) -> None:
     """Compile a model in place, with the options that `accelerate config` set.
 
-    In place, the weights keep their names. With several image sizes, each is compiled separately:
-    code that handles all of them is slower.
+    In place, the weights keep their names. Each of several image sizes is compiled separately,
+    because code for all of them is slower.
     """
     options = {}
     dynamo = TorchDynamoPlugin()
-    if dynamo.backend != DynamoBackend.NO:  # else nobody asked for the launcher's dynamic=False
+    if dynamo.backend != DynamoBackend.NO:  # else dynamic=False is only the plugin's default
         options = {"mode": dynamo.mode, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
     if num_sizes > 1:
         options["dynamic"] = False
@@ -223,12 +223,12 @@ def list_parameters(models: Models) -> list[torch.nn.Parameter]:
 
 
 def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
-    """Return whether a parameter is a matrix in a transformer's `blocks`: Muon is for these."""
+    """Return whether a parameter is a matrix in a transformer's `blocks`, for Muon."""
     return weight.dim() == 2 and ".blocks." in f".{name}"
 
 
 def list_quantized(model: torch.nn.Module) -> list[Any]:
-    """The layers that `load_quantized` keeps in 4 bits."""
+    """Return the layers that `load_quantized` keeps in 4 bits."""
     modules = model.modules()
     return [each for each in modules if isinstance(each, Linear) and hasattr(each, "quant_state")]
 
@@ -240,7 +240,7 @@ def copy_trained(model: torch.nn.Module) -> torch.nn.Module:
         if not weight.requires_grad:
             frozen[id(weight)] = weight
     for layer in list_quantized(model):
-        frozen[id(layer.quant_state)] = layer.quant_state  # the scales of its weights
+        frozen[id(layer.quant_state)] = layer.quant_state  # it holds the scales of the weights
     return copy.deepcopy(model, frozen)
 
 
@@ -268,13 +268,12 @@ def update_ema(averaged: Models, models: Models, step: int, args: argparse.Names
 
 
 def read_precision(source: str, subfolder: str, **options: Any) -> torch.dtype:
-    """Return the precision of a model's safetensors files; float32 if they have several, or none.
+    """Return the precision of a model's safetensors files; float32 if it is mixed or unknown.
 
-    options: those of `from_pretrained`. Without it, diffusers would load weights of two bytes each
-    into four.
+    options: those of `from_pretrained`. By default, diffusers would load 16-bit weights as float32.
     """
     kinds = set()
-    with contextlib.suppress(Exception):  # files of another kind
+    with contextlib.suppress(Exception):  # other kinds of files
         for path in find_weight_files(source, subfolder, **options):
             with safe_open(path, "pt") as file:
                 kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}

@@ -1,4 +1,4 @@
-"""The order of rows, and all random draws: each has a key, so a resumed run draws the same."""
+"""The order of rows, and random numbers with keys, so a resumed run draws the same ones."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from datasets.distributed import split_dataset_by_node
 from diffusion_training.errors import explained, fail
 
 Key = tuple[int | None, int, float]  # epoch (None for held-out rows), row, weight
-# Version of the keys: a checkpoint or a cache begun with another version can't be resumed.
+# Version of the keys. A checkpoint or a cache of another version can't be resumed.
 KEYS = 2
 
 
@@ -21,7 +21,7 @@ def step_seed(purpose: str, *key: int) -> int:
     """A 64-bit seed from a purpose and integers: ("step", seed, step, micro-batch, process).
 
     It is a hash of their text, because numpy's SeedSequence pads keys with zeros: (0, 1) and (0, 1,
-    0) would draw the same numbers.
+    0) would give the same numbers.
     """
     text = " ".join([purpose, *map(str, map(int, key))])
     return xxhash.xxh3_64_intdigest(text.encode())
@@ -30,8 +30,8 @@ def step_seed(purpose: str, *key: int) -> int:
 def draw_choices(seed: int, epoch: int | None, row: int) -> np.ndarray:
     """Four numbers in [0, 1) for a row in an epoch: crop position (y, x), mirroring, caption.
 
-    They depend on row and epoch, not on a worker's generator, so a resumed run draws the same.
-    Epoch None is for held-out rows: the centre, not mirrored, with the caption of epoch 0, as in a
+    They depend on row and epoch, not on a worker's generator, so a resumed run draws the same ones.
+    Epoch None is for held-out rows: the centre, not mirrored, and the caption of epoch 0, as in a
     cache.
     """
     choices = np.random.default_rng(step_seed("image", seed, epoch or 0, row)).random(4)
@@ -45,7 +45,7 @@ def draw_caption(
     weights: Sequence[float],
     there: Sequence[bool] | np.ndarray,
 ) -> int:
-    """Which of a row's captions an epoch takes, drawn by weight among those that are `there`.
+    """Draw the number of a row's caption for an epoch, by weight, from those that are `there`.
 
     With epoch None it is the first of these.
     """
@@ -68,10 +68,10 @@ class Stream:
 class Order:
     """The order of an epoch's rows, and the split of a step's rows into micro-batches of one size.
 
-    `rows` are row numbers, a function of the epoch that always returns the same number of them, a
-    `Stream`, or `Ranges`, which have their own order. `sizes` holds (height, width) of each row,
-    None if all have the same. The order depends only on (seed, epoch), so a run can resume at any
-    image, also with another batch size or number of processes.
+    `rows` are row numbers, a function that returns equally many of them for each epoch, a `Stream`,
+    or `Ranges`, which have their own order. `sizes` holds (height, width) of each row, None if all
+    are equal. The order depends only on (seed, epoch), so a run can resume at any image, also with
+    another batch size or number of processes.
     """
 
     def __init__(self, rows: Any, seed: int, sizes: np.ndarray | None = None) -> None:
@@ -86,12 +86,12 @@ class Order:
                 self.buckets = buckets.reshape(-1)
 
     def arrange(self, epoch: int, block: int, unit: int) -> Any:
-        """The rows of an epoch, each once.
+        """Return the rows of an epoch, each once.
 
         If there are several sizes, blocks of `block` rows of one size come first. `block` is the
-        number of images in a step at the start of the run, which checkpoints keep. The rest of each
-        size comes last, in shuffled groups of `unit` rows, because a step with the rest of all
-        sizes would have a micro-batch of each size.
+        number of images per step at the start of the run, which checkpoints store. The remaining
+        rows of each size come last, in shuffled groups of `unit` rows: mixed, a step would need a
+        micro-batch for each size.
         """
         rows = self.rows(epoch)
         if hasattr(rows, "arrange"):
@@ -100,7 +100,7 @@ class Order:
         order = rng.permutation(rows)
         if self.buckets is None:
             return order
-        # %: repeated rows have higher numbers, see `choose_rows`
+        # repeated rows have higher numbers, see `choose_rows`
         bucket_of = self.buckets[order % len(self.buckets)]
         blocks = []
         units = []
@@ -127,8 +127,8 @@ class Order:
 def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> Iterator[list[Key]]:
     """Yield one process's micro-batches of keys (epoch, row, weight) without end.
 
-    They start where `progress` is. A step takes the next images of the `order`. The last step of an
-    epoch takes the rest, so each row comes exactly once per epoch: none is dropped or repeated. The
+    They start at `progress`. A step takes the next images of the `order`. The last step of an epoch
+    takes the rest, so each row comes exactly once per epoch: none is dropped or repeated. The
     weights turn the sum of loss * weight over a step's micro-batches, averaged over the processes
     as DDP does, into the mean over the step's images. A process without an image gets one of weight
     0, because DDP needs all processes to take part. For a `Stream` see `stream_batches`.
@@ -145,10 +145,10 @@ def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> 
                 step = rows[start : start + per_step]
                 weight = num_processes / len(step)
                 for micro_batch in order.cut(step, progress.images_per_micro_batch):
-                    share = micro_batch[rank::num_processes]  # about as many for each process
+                    share = micro_batch[rank::num_processes]  # about equally many for each process
                     batch = [(epoch, row, weight) for row in share]
                     yield batch or [(epoch, micro_batch[0], 0.0)]
-            image = 0  # the next epoch is whole
+            image = 0  # the next epoch begins with its first image
 
     return keys(image)
 
@@ -159,7 +159,7 @@ def stream_batches(
     """Like `step_batches` for a `Stream`, with the item itself as the fourth part of a key.
 
     Each process reads its own share of the stream, shuffled, again and again. A resumed run reads
-    up to where it was, because a stream can't be entered in the middle.
+    the stream from its start, because it can't be opened in the middle.
     """
     stream = order.rows(0)
     shuffled = stream.rows.shuffle(seed=order.seed, buffer_size=stream.window)
@@ -169,15 +169,15 @@ def stream_batches(
 
     def items() -> Iterator[tuple[int, int, float, dict]]:
         for epoch in itertools.count():
-            share.set_epoch(epoch)  # another order in each
+            share.set_epoch(epoch)  # a new order in each epoch
             row = None
             with explained("the stream can't be read on", alone=True):
                 for row, item in enumerate(share):
                     yield epoch, row, weight, item
             if row is None:
                 fail(
-                    f"process {rank} finds nothing in the stream: "
-                    "it has fewer images than processes",
+                    f"process {rank} finds no image in the stream: launch at most as many "
+                    "processes as it has images",
                     alone=True,
                 )
 

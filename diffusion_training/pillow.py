@@ -1,4 +1,4 @@
-"""Image files with Pillow alone, for workers without torch: limits, orientation, deep grey."""
+"""Read image files with Pillow alone, in workers without torch: limits, orientation, deep grey."""
 
 import numpy as np
 from PIL import Image
@@ -14,10 +14,10 @@ def check_scans(image: Image.Image, data: bytes | bytearray) -> None:
 
 
 def read_orientation(image: Image.Image) -> int:
-    """The EXIF orientation of an image, 1 (upright) to 8; 1 if there is none or it is broken."""
+    """Return an image's EXIF orientation, 1 (upright) to 8; 1 if it is missing or broken."""
     try:
         orientation = image.getexif().get(0x0112, 1)
-    except Exception:  # any kind: the image itself may be good
+    except Exception:  # the image itself may be good
         return 1
     return orientation if orientation in range(1, 9) else 1
 
@@ -31,10 +31,9 @@ def is_deep_grey(image: Image.Image) -> bool:
 
 
 def read_deep_grey(image: Image.Image) -> np.ndarray:
-    """The values of a deep grey image as float32 [H, W] in [0, 1].
+    """Return the values of a deep grey image as float32 [H, W] in [0, 1].
 
-    Raises ValueError if the file's values are not from 0 to 65535, or from 0 to 1 for a float
-    image.
+    Raises ValueError if the file's values are not from 0 to 65535 (float images: 0 to 1).
     """
     highest = 1 if image.mode == "F" else 65535
     values = np.asarray(image, dtype=np.float32) / highest

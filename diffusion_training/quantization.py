@@ -1,6 +1,6 @@
-"""A frozen base in 4 bits (NF4, arXiv:2305.14314), quantized while it is read.
+"""Read a frozen base into 4 bits (NF4, arXiv:2305.14314).
 
-bitsandbytes is imported only where it is needed, because most runs do without it.
+bitsandbytes is imported only where it is needed, because most runs do not use it.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -35,10 +35,10 @@ def load_base(
     dtype: torch.dtype,
     **options: Any,
 ) -> tuple[torch.nn.Module, str]:
-    """Load the model that a LoRA is trained beside. Returns (model, `hash_weights` of it).
+    """Load the base of a LoRA. Returns (model, `hash_weights` of it).
 
-    base_precision: "nf4", or None for the precision of its files. device: where layers in 4 bits
-    go. dtype: of the computation. options: subfolder, variant, revision and cache_dir.
+    base_precision: "nf4", or None for the precision of the files. device: the place of 4-bit
+    layers. dtype: that of the computation. options: subfolder, variant, revision and cache_dir.
     """
     if base_precision == "nf4":
         return load_quantized(model_class, source, device, dtype, **options)
@@ -48,7 +48,7 @@ def load_base(
 
 
 def check_quantization(mixed_precision: str, compile_backend: str | None) -> None:
-    """End in a sentence if a base in 4 bits can't be trained with what the launch says."""
+    """Stop with an error if a 4-bit base does not support the launch's precision or compiler."""
     if mixed_precision == "fp16":
         fail("--base_precision nf4 computes in bfloat16 or float32: use --mixed_precision bf16")
     if compile_backend:
@@ -66,8 +66,8 @@ def load_quantized(
 ) -> tuple[torch.nn.Module, str]:
     """`model_class.from_pretrained`, with the layers of `list_quantizable` in NF4 on `device`.
 
-    Weights are read, hashed and quantized a few at a time: nothing ever holds the whole model in
-    the precision of its files. The hash is that of the exact weights. Raises ValueError where
+    Weights are read, hashed and quantized a few at a time, so memory never holds the complete model
+    in the precision of its files. The hash is that of the exact weights. Raises ValueError as
     `load_weights` does.
     """
     config = model_class.load_config(source, subfolder=subfolder, **options)
@@ -104,7 +104,7 @@ def load_quantized(
     for path in find_weight_files(source, subfolder, variant, **options):
         with safe_open(path, "pt") as file, ThreadPoolExecutor(4) as pool:
             names = [name for name in file.keys() if name in shapes]
-            # threads, because hashing takes longest, and lets others run
+            # threads, because hashing takes longest and lets other threads run
             list(pool.map(lambda name, file=file: place(name, file.get_tensor(name)), names))
     raise_for_keys("mismatched keys", mismatched)
     raise_for_keys(NOT_FINITE, broken)
@@ -114,9 +114,9 @@ def load_quantized(
 
 
 def list_quantizable(model: torch.nn.Module) -> set[str]:
-    """The names of the linear layers in a model's repeated blocks, except for small ones.
+    """Return the names of the linear layers in a model's repeated blocks, except small ones.
 
-    Layers outside of the blocks stay exact: embedders, and the last one.
+    Layers outside the blocks stay exact: the embedders and the last layer.
     """
     names = set()
     for block_name, block in model.named_modules():
@@ -131,9 +131,9 @@ def list_quantizable(model: torch.nn.Module) -> set[str]:
 
 
 def make_quantized_layer(layer: torch.nn.Linear) -> torch.nn.Linear:
-    """A 4-bit layer in place of `layer`, without weights.
+    """Return a 4-bit layer in place of `layer`, without weights.
 
-    It computes in float32 until `add_lora` has added an adapter, which takes that precision.
+    It computes in float32 until `add_lora` has added an adapter, which gets that precision.
     """
     import bitsandbytes
 
@@ -146,15 +146,15 @@ def make_quantized_layer(layer: torch.nn.Linear) -> torch.nn.Linear:
         quant_type="nf4",
         device="meta",
     )
-    # On a CPU with AVX-512, bitsandbytes would rearrange the weights at the first sample, for
-    # kernels through which no gradient comes.
+    # On a CPU with AVX-512, bitsandbytes would rearrange the weights at the first sample for
+    # kernels that have no gradient.
     quantized.support_avx512bf16_for_cpu = False
     quantized.register_forward_pre_hook(cast_input)
     return quantized
 
 
 def cast_input(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
-    """Do what autocast does for other layers: else the output would be in the input's precision."""
+    """Do what autocast does for other layers, or the output has the precision of the input."""
     return (inputs[0].to(layer.compute_dtype),)
 
 
@@ -169,5 +169,5 @@ def quantize(layer: torch.nn.Linear, weight: torch.Tensor, dtype: torch.dtype) -
         quant_type="nf4",
         module=layer,
     )
-    layer.weight = exact.to(weight.device)  # which quantizes it
-    layer.quant_state.dtype = dtype  # of what the backward pass makes of it
+    layer.weight = exact.to(weight.device)  # this quantizes it
+    layer.quant_state.dtype = dtype  # the backward pass restores the weight in this precision

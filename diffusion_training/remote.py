@@ -22,26 +22,26 @@ WAITS = (0.5, 1, 2, 4, 8, 16, 32)
 
 
 def is_address(path: str | Path) -> bool:
-    """Whether a path is one of fsspec's, such as s3://bucket/latents, and not on a disk."""
+    """Whether a path is an fsspec address, such as s3://bucket/latents, and not on a disk."""
     return "://" in str(path)
 
 
 def remove(path: str | Path) -> None:
-    """Delete a file, if it is there."""
+    """Delete a file, if it exists."""
     fs, path = fsspec.url_to_fs(str(path))
     with contextlib.suppress(FileNotFoundError):
         fs.rm_file(path)
 
 
 def list_files(folder: str | Path) -> list[str]:
-    """The names of all files in a folder and its subfolders."""
+    """Return the names of all files in a folder and its subfolders."""
     fs, root = fsspec.url_to_fs(str(folder).rstrip("/"))
     fs.invalidate_cache()
     return sorted(path[len(root) + 1 :] for path in fs.find(root))
 
 
 def expand(pattern: str) -> list[str]:
-    """The names that a range in braces stands for: a{08..10} -> a08, a09, a10."""
+    """Return the names of a range in braces: a{08..10} -> a08, a09, a10."""
     match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if match is None:
         return [pattern]
@@ -52,11 +52,11 @@ def expand(pattern: str) -> list[str]:
 
 
 def list_data(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    """Find files of data at an address: (the folder, {name in it: what is known of the file}).
+    """Find data files at an address. Returns (the folder, {name in it: fsspec's info}).
 
-    `url` is a folder, or ends in names with * or with a range such as {00000..00999}. Names that
-    begin with a dot or with __ are left out, as `datasets` leaves them out on a disk: for example
-    the tables of download_images.py. Raises FileNotFoundError if a name has no file.
+    `url` is a folder, or ends in names with * or with a range such as {00000..00999}. It skips
+    names that begin with a dot or with __, as `datasets` does on a disk: for example the tables of
+    download_images.py. Raises FileNotFoundError if a name has no file.
     """
     folder, names = url.rstrip("/"), None
     if match := re.search(r"[{*?\[]", folder):
@@ -83,16 +83,16 @@ def list_data(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, Any]]
 
 
 def upload(source: str | Path, path: str | Path) -> None:
-    """Send a file of this disk to an address, in one piece."""
+    """Send a local file to an address, in one piece."""
     fs, path = fsspec.url_to_fs(str(path))
     fs.put_file(str(source), path)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[Path]:
-    """Give a file on this disk to write, which then becomes `path`, completely or not at all.
+    """Give a local file to write, which then becomes `path`, completely or not at all.
 
-    On a disk it is renamed. At an address it is uploaded in one piece.
+    If `path` is on a disk, the file is renamed. Otherwise it is uploaded in one piece.
     """
     if is_address(path):
         with tempfile.TemporaryDirectory() as folder:
@@ -110,9 +110,9 @@ def writing(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[Path]:
-    """Give `path` as a file on this disk: itself, or a copy if it is at an address.
+    """Give `path` as a local file: itself, or a copy if it is an address.
 
-    If nothing is at the address, the copy does not exist either.
+    If there is no file at the address, the copy does not exist either.
     """
     if not is_address(path):
         yield Path(path)
@@ -126,9 +126,9 @@ def reading(path: str) -> Iterator[Path]:
 
 
 def open_folder(url: str | Path) -> tuple[AbstractFileSystem, str, str]:
-    """Open a folder: (fsspec file system, path in it, the folder as `writing` takes it).
+    """Open a folder. Returns (fsspec file system, path in it, the folder for `writing`).
 
-    The last is the path if it is on a disk, else the address.
+    The last value is the path if the folder is on a disk, else the address.
     """
     fs, path = fsspec.url_to_fs(str(url))
     path = path.rstrip("/")
@@ -137,14 +137,14 @@ def open_folder(url: str | Path) -> tuple[AbstractFileSystem, str, str]:
 
 
 def read_bytes(path: str) -> bytes:
-    """The content of a small file on a disk, or at an address, where reading is retried."""
+    """Return the content of a small file. At an address, reading is retried."""
     if not is_address(path):
         return Path(path).read_bytes()
 
     def read(fs: AbstractFileSystem, location: str) -> bytes:
         return fs.cat_file(location)
 
-    # these errors do not go away, so they are reported at once
+    # a retry does not help against these errors
     hopeless = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError")
     return persist(path, read, hopeless)
 
@@ -154,9 +154,9 @@ def persist(
 ) -> Result:
     """Do `action(file system, path in it)` until it succeeds, for about a minute.
 
-    After that the program ends with a sentence. Each retry makes a new connection and reads the
-    credentials again, since these may have expired. An error whose class is named in `hopeless` is
-    not retried. If FileNotFoundError is named, it is raised.
+    Then the program ends with a sentence. Each retry makes a new connection and reads the
+    credentials again, since these may have expired. `hopeless` names the classes of errors that are
+    not retried. If FileNotFoundError is among them, it is raised.
     """
     for wait in (*WAITS, None):
         try:
@@ -166,8 +166,8 @@ def persist(
                 raise FileNotFoundError(None, "no such file", path) from error
             if wait is None or is_a(error, "ImportError", *hopeless):
                 fail(
-                    f"{path} can't be read ({explain(error)}): what was saved is whole, "
-                    "and the same command goes on when it can be read",
+                    f"{path} can't be read ({explain(error)}): what was saved is complete, "
+                    "and the same command continues when it can be read",
                     alone=True,
                 )
             time.sleep(wait)

@@ -41,15 +41,15 @@ pre { background: #8882; padding: 1rem; white-space: pre-wrap } table { border-c
 summary { cursor: pointer; margin: .5rem 0 }
 td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #8884 } \
 th { font-weight: normal; white-space: nowrap } .files th { white-space: normal }"""
-# What a curve is called in the report and in loss.png
+# names of the curves in the report and in loss.png
 WORDS = {
     "loss": "loss",
     "epoch_loss": "mean loss of an epoch",
     "lr": "learning rate",
-    "grad_norm": "norm of the gradient",
+    "grad_norm": "gradient norm",
     "images_per_second": "images per second",
-    "data_wait": "share of the time spent waiting for data",
-    "mfu": "share of the GPU's peak",
+    "data_wait": "share of time spent waiting for data",
+    "mfu": "share of the GPU's peak speed",
     "tflops": "TFLOP/s",
     "memory_gb": "memory, GB",
     "held_out_loss": "held-out loss",
@@ -59,7 +59,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class About:
-    """What a text about a run names: paths as they were given, or names for other people."""
+    """The names in a text about a run: paths as the user gave them, or names for other people."""
 
     step: int
     name: str  # of the result
@@ -70,16 +70,16 @@ class About:
 
 @dataclass(frozen=True)
 class Description:
-    """What a script says of its result, for the report and the model card."""
+    """A script's description of its result, for the report and the model card."""
 
     tags: list[str]  # for the hub; the first one is the task
     what: str
     usage: str  # code
-    base: str | None = None  # the pipeline that was trained further, as the user gave it
+    base: str | None = None  # the pipeline that training started from, as the user gave it
 
 
 def name_run(step: int, settings: Namespace, local: bool) -> About:
-    """What the texts about a run name. local: paths as they were given, for the report."""
+    """Return the names for texts about a run. local: paths as given, for the report."""
 
     def name(path: str) -> str:
         return path if local or not os.path.exists(path) else Path(path).resolve().name
@@ -106,10 +106,10 @@ def write_usage(
     precision: str = "float32",
     more: str = "",
 ) -> str:
-    """Code that opens a pipeline, and draws an image, with or without a GPU.
+    """Return code that opens a pipeline and draws an image, with or without a GPU.
 
-    call: arguments of the pipeline. setup: lines before it is called. precision: on a GPU.
-    more: arguments of `opener`.
+    call: arguments of the pipeline. setup: lines before the call. precision: that on a GPU.
+    more: further arguments of `opener`.
     """
     dtype = []
     if precision != "float32":
@@ -130,7 +130,7 @@ def write_usage(
 
 
 def call_pipeline(about: About, settings: Namespace, guidance: dict[str, float]) -> str:
-    """The arguments with which a text-to-image pipeline draws as the samples were drawn."""
+    """Return the arguments of a text-to-image pipeline that draw as the samples were drawn."""
     side = settings.resolution
     numbers = {"height": side, "width": side, "num_inference_steps": settings.num_inference_steps}
     given = (f"{name}={value:g}" for name, value in (numbers | guidance).items())
@@ -138,7 +138,7 @@ def call_pipeline(about: About, settings: Namespace, guidance: dict[str, float])
 
 
 def list_settings(settings: Namespace) -> dict[str, Any]:
-    """The flags that the model card shows; local paths are cut to their last name."""
+    """Return the flags for the model card, with local paths cut to their last name."""
     listed = {}
     for key, value in vars(settings).items():
         if value is not None and not key.endswith("_dir"):
@@ -163,7 +163,7 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
     if not lines:
         return None
     parts = "axes.edgecolor axes.labelcolor xtick.color ytick.color legend.labelcolor".split()
-    with matplotlib.rc_context(dict.fromkeys(parts, "#888")):  # legible on white and on black
+    with matplotlib.rc_context(dict.fromkeys(parts, "#888")):  # readable on white and on black
         figure = matplotlib.figure.Figure(figsize=(5, 3))
         # a layout engine would double the time
         figure.subplots_adjust(left=0.15, right=0.97, bottom=0.16, top=0.92)
@@ -176,7 +176,7 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
                 marker="." if len(means) < 10 else "",
             )
         if min(line[:, 1].min() for line in lines.values()) >= 0 and not log:
-            axes.set_ylim(bottom=0)  # or a small rise would look like a large one
+            axes.set_ylim(bottom=0)  # otherwise a small rise would look like a large one
         if log and min(line[:, 1].min() for line in lines.values()) > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:.3g}")  # the default labels take half of the time
@@ -201,9 +201,9 @@ def save_loss(output_dir: str | Path) -> float | None:
 
 
 def name_best(output_dir: str | Path) -> str:
-    """A sentence about best/, which --save_best keeps; empty if there is none."""
+    """Return a sentence about best/, which --save_best keeps; empty if there is none."""
     best = read_best(Path(output_dir) / "best")
-    text = "`best/` holds step {step}, whose held-out loss of {held_out_loss:.4g} is the lowest."
+    text = "`best/` holds step {step}, which has the lowest held-out loss: {held_out_loss:.4g}."
     return text.format(**best) if best else ""
 
 
@@ -215,9 +215,9 @@ def save_report(
     facts: dict[str, str],
     launcher: str = "python",
 ) -> None:
-    """Write report.html, and report.json, which stores what only the run knows.
+    """Write report.html, and report.json with the values that only the run knows.
 
-    facts: what it says of the run besides its settings. If this fails, the run continues.
+    facts: {name: value} to list besides the settings. If this fails, the run continues.
     """
     output_dir = Path(settings.output_dir)
     try:
@@ -255,7 +255,7 @@ def save_report(
 
 
 def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[str], bool]]:
-    """What is worth a picture: [(names of values in one picture, logarithmic?)]."""
+    """Choose the curves of the report: [(names of values in one picture, logarithmic?)]."""
     epochs = [record["epoch"] for record in records if "loss" in record]
     held_out = {name for record in records if "held_out_loss" in record for name in record}
     held_out = sorted(held_out - {"step"})
@@ -272,17 +272,17 @@ def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[s
         ([] if " on cpu" in facts.get("processes", "") else ["tflops"], False),
         (["memory_gb"], False),
     ]
-    told = []
+    chosen = []
     for names, log in pictures:
         lines = [[record[name] for record in records if name in record] for name in names]
         # a constant needs no curve
         if any(line and (log or max(line) > 1.02 * min(line)) for line in lines):
-            told.append((names, log))
-    return told
+            chosen.append((names, log))
+    return chosen
 
 
 def embed_picture(path: Path, side: int) -> str:
-    """An <img> of a picture of samples, at most `side` pixels wide."""
+    """Return a picture of samples as an <img>, at most `side` pixels wide."""
     buffer = io.BytesIO()
     with Image.open(path) as picture:
         picture.thumbnail((side, 4 * side))
@@ -302,7 +302,7 @@ def embed_picture(path: Path, side: int) -> str:
 
 
 def make_report(output_dir: str | Path) -> None:
-    """Make report.html from a run's folder: one file, for any browser, also offline."""
+    """Make report.html from a run's folder: one file for any browser, without a network."""
 
     def escape(value: Any) -> str:
         return html.escape(str(value))
@@ -318,7 +318,7 @@ def make_report(output_dir: str | Path) -> None:
     settings = about["settings"]
     given = about.get("given", settings)
     again = about.get("again", f"accelerate launch {about.get('script')} @{output_dir}/run.args")
-    curves = signs = left_out = ""
+    curves = signs = skipped_section = ""
     for names, log in list_curves(records, facts):
         if drawn := draw_curves(records, names, log):
             buffer = io.BytesIO()
@@ -326,7 +326,7 @@ def make_report(output_dir: str | Path) -> None:
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
             svg = base64.b64encode(buffer.getvalue()).decode()
             curves += (
-                f'<figure><img alt="a curve, at the end: {escape(values)}" '
+                f'<figure><img alt="a curve with the last value {escape(values)}" '
                 f'src="data:image/svg+xml;base64,{svg}">'
                 f"<figcaption>{escape(values)}</figcaption></figure>"
             )
@@ -352,8 +352,8 @@ def make_report(output_dir: str | Path) -> None:
     count = max(len(skipped) + about["num_skipped"], count)
     if count:
         rows = list((skipped | about["skipped"]).items())[:100]
-        left_out = f"<h2>Left out: {amount(count, 'image')}</h2>"
-        left_out += f'<div class="files">{tabulate(rows)}</div>'
+        skipped_section = f"<h2>Skipped: {amount(count, 'image')}</h2>"
+        skipped_section += f'<div class="files">{tabulate(rows)}</div>'
     defaults = {key: value for key, value in settings.items() if key not in given}
     name = escape(about["name"])
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>\
@@ -366,11 +366,11 @@ def make_report(output_dir: str | Path) -> None:
 <h2>Use it</h2><pre>{escape(about["usage"])}</pre>
 <h2>The run</h2>{tabulate(facts.items())}
 <p>The command:</p><pre>{escape(about.get("command", ""))}</pre>
-<p>The same run again, in another folder:</p><pre>{escape(again)}</pre>
+<p>To repeat the run in another folder:</p><pre>{escape(again)}</pre>
 <h2>Curves</h2><div class="curves">{curves}</div>
-{left_out}
+{skipped_section}
 <h2>Settings</h2>{tabulate(given.items())}
-<details><summary>{amount(len(defaults), "setting")} left as they are by default</summary>\
+<details><summary>{amount(len(defaults), "setting")} with the default value</summary>\
 {tabulate(defaults.items())}</details></html>"""
     write_file(output_dir / "report.html", page)
 
@@ -378,8 +378,8 @@ def make_report(output_dir: str | Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1], "report.json").is_file():
         sys.exit(
-            "usage: python -m diffusion_training.report RUN, "
-            "the --output_dir of a run that has written a report"
+            "usage: python -m diffusion_training.report RUN "
+            "(RUN: the --output_dir of a run that has written report.json)"
         )
     make_report(sys.argv[1])
     print(f"{sys.argv[1]}/report.html")

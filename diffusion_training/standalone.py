@@ -1,4 +1,4 @@
-"""One file made of a script and the functions that it uses, which runs without this package.
+"""Make one file of a script and the functions that it uses, which runs without this package.
 
 python -m diffusion_training.standalone train_unconditional.py > mine.py
 """
@@ -15,8 +15,8 @@ Import = tuple[str | None, str, str | None]  # source, name there, alias
 class Chunk:
     """A top-level statement of a file, with its comments.
 
-    bound: the names that it defines. uses: all names that it uses. uses_at_once: those that it uses
-    when it is executed, which for a function are its decorators, defaults and types.
+    bound: the names that it defines. uses: all names in it. uses_at_once: the names that are needed
+    when it is executed. For a function these are in its decorators, defaults and types.
     """
 
     def __init__(self, module: "Module", node: ast.stmt, text: str) -> None:
@@ -37,7 +37,7 @@ class Chunk:
 
 
 def walk_outside(node: ast.AST) -> Iterator[ast.AST]:
-    """The parts of a statement that are executed with it, so not the body of a function."""
+    """Yield the parts of a statement that run when it is executed: no bodies of functions."""
     yield node
     parts = ast.iter_child_nodes(node)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -74,7 +74,7 @@ class Module:
                 first -= 1
             end = node.end_lineno
             if isinstance(node, ast.Try) and imports_package(node.body[0]):
-                node = node.body[0]  # what to do without the package is not needed in one file
+                node = node.body[0]  # one file needs no message about a missing package
             if not isinstance(node, ast.Import | ast.ImportFrom):
                 self.chunks.append(Chunk(self, node, "\n".join(lines[first:end])))
                 continue
@@ -89,11 +89,11 @@ class Module:
 def name_directly(text: str, path: Path) -> tuple[str, dict[str, str]]:
     """Write `flags.add_x` of an imported module `flags` as `add_x`.
 
-    Returns (the text, {name: the module that it is now to be imported from}).
+    Returns (the text, {name: the module to import it from}).
     """
     tree = ast.parse(text)
     modules = {}
-    taken = set()  # names of the text's own
+    taken = set()  # names that the text defines
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             source = getattr(node, "module", None)
@@ -113,7 +113,10 @@ def name_directly(text: str, path: Path) -> tuple[str, dict[str, str]]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if source := modules.get(node.value.id):
                 if node.attr in taken or direct.setdefault(node.attr, source) != source:
-                    sys.exit(f"{path}: {node.attr} of {source} has a namesake: rename one of them")
+                    sys.exit(
+                        f"{path}: {node.attr} of {source} is not the only {node.attr} here: "
+                        "rename one of them"
+                    )
                 places.append((node.lineno - 1, node.col_offset, node.value.end_col_offset))
     lines = text.splitlines()
     for number, start, end in sorted(places, reverse=True):
@@ -123,7 +126,7 @@ def name_directly(text: str, path: Path) -> tuple[str, dict[str, str]]:
 
 
 def find_module(name: str | None, folder: Path) -> Path | None:
-    """The file of a module if it is in this package or beside the script; else None."""
+    """Return the file of a module in this package or beside the script; else None."""
     first, *rest = (name or "").split(".")
     path = Path(__file__).parent.joinpath(*rest) if first == __package__ else folder / first
     if rest and first != __package__:
@@ -134,7 +137,7 @@ def find_module(name: str | None, folder: Path) -> Path | None:
 
 @functools.cache
 def open_module(name: str | None, folder: Path) -> Module | None:
-    """The Module of a name if it is in this package or beside the script; else None."""
+    """Return the Module of a name in this package or beside the script; else None."""
     path = find_module(name, folder)
     return Module(path) if path else None
 
@@ -149,14 +152,14 @@ def look_up(chunk: Chunk, name: str, folder: Path) -> tuple[Chunk | None, Iterab
             if alias or original not in module.home:
                 sys.exit(
                     f"{chunk.module.path} imports {original} of {source or 'its folder'} "
-                    "as a module or under another name"
+                    "as a module or under another name: use `from MODULE import NAME`"
                 )
             return module.home[original], ()
     return None, imports
 
 
 def reach(chunks: Iterable[Chunk], folder: Path) -> tuple[set[Chunk], set[Import]]:
-    """Everything that some chunks use: (all chunks, including these; imports of libraries)."""
+    """Return (some chunks and all that they use, their imports from libraries)."""
     reached = set()
     libraries = set()
     meanings = {}
@@ -178,7 +181,7 @@ def reach(chunks: Iterable[Chunk], folder: Path) -> tuple[set[Chunk], set[Import
                 continue
             if meanings.setdefault(name, meaning) != meaning:
                 sys.exit(
-                    f"{name} is one thing in {meaning} and another in {meanings[name]}: "
+                    f"{name} has different meanings in {meaning} and {meanings[name]}: "
                     "rename one of them"
                 )
     return reached, libraries
@@ -196,7 +199,7 @@ def sort_modules(module: Module, folder: Path, order: list[Module]) -> list[Modu
 
 
 def write_imports(libraries: set[Import]) -> str:
-    """The import statements: first of the standard library, then of others."""
+    """Return the import statements, first those of the standard library."""
     lines = set()
     for source, name, alias in libraries:
         line = f"from {source} import {name}" if source else f"import {name}"
@@ -206,17 +209,17 @@ def write_imports(libraries: set[Import]) -> str:
 
 
 def make_standalone(path: str | Path) -> str:
-    """The text of the one file.
+    """Return the text of the one file.
 
-    First comes what the script needs while it is loaded, then the script, then all else that it
-    uses.
+    The code that the script needs while it is loaded comes first, then the script, then all other
+    code that it uses.
     """
     script = Module(Path(path))
     folder = script.path.parent
     modules = sort_modules(script, folder, [])
     chunks, _ = reach(script.chunks, folder)
-    # If anything of a file is used, its statements without a name are taken too, since they may set
-    # a variable, for example.
+    # If any part of a file is used, its statements that define no name are taken too: they may set
+    # an environment variable, for example.
     files = {chunk.module for chunk in chunks}
     unnamed = [chunk for module in files for chunk in module.chunks if not chunk.bound]
     unnamed = [chunk for chunk in unnamed if not chunk.is_main]
@@ -227,7 +230,7 @@ def make_standalone(path: str | Path) -> str:
     parts = [f'"""{script.doc}\n"""', write_imports(libraries)]
 
     def choose_part(chunk: Chunk) -> int:
-        """0: needed while the script is loaded, 1: the script, 2: the rest, 3: the call of main."""
+        """0: needed while the script is loaded, 1: the script, 2: the rest, 3: the call to main."""
         if chunk.is_main:
             return 3
         if chunk.module is script:

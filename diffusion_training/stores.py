@@ -1,4 +1,4 @@
-"""A folder at an address or on a disk: whole files, and which run writes to it."""
+"""Write complete files to a folder at an address or on a disk, which one run at a time owns."""
 
 import contextlib
 import shutil
@@ -16,7 +16,7 @@ OWNER = "checkpoints_to.owner"
 
 
 class Store:
-    """A folder at an address of fsspec, or on a disk. Each file appears whole or not at all.
+    """A folder at an fsspec address or on a disk. Each file appears complete or not at all.
 
     A new Store makes new connections and reads the credentials again, since these may expire.
     """
@@ -30,13 +30,13 @@ class Store:
         return f"{self.root}/{name}"
 
     def list(self) -> set[str]:
-        """The names of all files, also of those in subfolders."""
+        """Return the names of all files, also of those in subfolders."""
         self.fs.invalidate_cache()
         names = {path[len(self.root) + 1 :] for path in self.fs.find(self.root)}
-        return names - {""}  # some stores have an empty file in the place of the folder itself
+        return names - {""}  # some stores have an empty file for the folder itself
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file; None if it does not exist."""
+        """Return the content of a small file; None if it does not exist."""
         try:
             return self.fs.cat_file(self.path(name))
         except FileNotFoundError:
@@ -64,7 +64,7 @@ class Store:
             self.fs.rm_file(self.path(name))
 
     def delete_folder(self, name: str) -> None:
-        """Delete a folder with all that is in it, if it exists."""
+        """Delete a folder and its content, if it exists."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm(self.path(name), recursive=True)
@@ -75,9 +75,9 @@ class TakenOverError(Exception):
 
 
 class Owner:
-    """Which run writes to a store: the one that took it last. The others stop when they see it.
+    """The run that writes to a store: the last one that took it. Other runs then stop copying.
 
-    For example, a machine that was taken for dead may still copy when the next one has begun.
+    For example, a machine that seemed dead may still copy when its successor has begun.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Owner:
 
 
 def try_store(url: str, flag: str) -> None:
-    """Stop with an error if a store can't be read and written to, or does not exist."""
+    """Stop with an error if a store does not exist, or can't be read or written to."""
     with explained(f"{flag} {url} can't be written to"):
         store = Store(url)
         name = f".tmp-{uuid.uuid4().hex[:12]}"

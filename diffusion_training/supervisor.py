@@ -1,10 +1,10 @@
-"""Run a trainer for a worker of Ray Train, and end it when the worker ends, however that dies.
+"""Run a trainer for a worker of Ray Train, and end it when the worker ends for any reason.
 
     worker of Ray Train -- pipe --> supervisor -- signals --> trainer and its loader processes
 
-The worker itself could not do it: it may be killed, and Ray Train runs its function in a thread.
-The supervisor is a process without a parent, because Ray kills the children of a worker that it
-ends, and a trainer must have the time to save.
+The worker itself can't do this: it may be killed, and Ray Train runs its function in a thread. The
+supervisor is a process without a parent, because Ray kills the children of a worker that it ends,
+and a trainer needs time to save.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ TAIL = 20_000  # bytes of the last errors that are reported
 
 @dataclass(frozen=True)
 class Task:
-    """What a supervisor does."""
+    """The task of a supervisor."""
 
     command: list[str]  # starts the trainer
-    folder: str  # in which it starts
+    folder: str  # the trainer's working folder
     lock: str  # a file that is locked (shared) until the trainer has ended
-    log: str | None  # a file for what the trainer prints; None: where the worker prints
+    log: str | None  # a file for the trainer's output; None: where the worker prints
     over: str  # a file that appears when the job ends
-    save_seconds: float  # that the trainer has to save before it is killed
+    save_seconds: float  # time for the trainer to save before it is killed
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Supervisor:
         self.report = open(read)
 
     def stop(self) -> None:
-        """Tell the trainer to save and end. The system does the same when this process ends."""
+        """Let the trainer save and end. The same happens when this process ends."""
         assert self.process.stdin
         self.process.stdin.close()
 
@@ -73,7 +73,7 @@ class Supervisor:
 def supervise() -> None:
     """Carry out the `Task` in argv, and write an `Ended` to the file descriptor in argv.
 
-    When stdin is closed or the job is over, the trainer is told to save and end (SIGTERM).
+    When stdin is closed or the job is over, SIGTERM lets the trainer save and end.
     """
     if os.fork():
         os._exit(0)
@@ -91,7 +91,7 @@ def supervise() -> None:
             cwd=task.folder,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a process group, to which its loader processes belong
+            start_new_session=True,  # a process group for the trainer and its loader processes
             preexec_fn=end_with_parent,
         )
         ended = wait_for_end(trainer, task.over, task.save_seconds)
@@ -106,7 +106,7 @@ def end_with_parent() -> None:
 
 
 def wait_for_end(trainer: subprocess.Popen[bytes], over: str, save_seconds: float) -> Ended:
-    """Wait until a trainer has ended, and see to it that no process is left."""
+    """Wait until a trainer has ended, and kill the processes that it leaves."""
     assert trainer.stderr
     errors = trainer.stderr.fileno()
     os.set_blocking(errors, False)
@@ -134,7 +134,7 @@ def wait_for_end(trainer: subprocess.Popen[bytes], over: str, save_seconds: floa
 
 
 def wait_until_free(lock: str, seconds: float) -> bool:
-    """Wait until no supervisor holds a lock. Returns whether that is so after `seconds`."""
+    """Wait until no supervisor holds a lock. Returns False if one still does after `seconds`."""
     import fcntl
 
     deadline = time.monotonic() + seconds

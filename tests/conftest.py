@@ -1,4 +1,4 @@
-"""What the tests share.
+"""Code that the tests share.
 
 An offline, single-threaded process, small images and models, and ways to run a script.
 """
@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -49,7 +50,7 @@ tqdm.set_lock(threading.RLock())
 
 
 def pytest_collection_modifyitems(items):
-    """Run Ray last, because the other tests fork, which its threads do not survive.
+    """Run the tests with Ray last: the other tests fork, and Ray's threads do not survive that.
 
     The tests that start Ray in processes of their own take longest and come first.
     """
@@ -87,7 +88,7 @@ def alone(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_children():
-    """Processes that are launched start two seconds sooner: see tests/children."""
+    """Launched processes start two seconds sooner: see tests/children."""
     with pytest.MonkeyPatch.context() as m:
         m.setenv("PYTHONPATH", CHILDREN, prepend=os.pathsep)
         yield
@@ -120,7 +121,7 @@ def storage():
 
 
 def upload(folder, address, bucket):
-    """A folder's files into a bucket, by botocore: fsspec's thread would not survive a fork."""
+    """Copy a folder's files to a bucket. botocore, because fsspec's thread breaks in a fork."""
     import boto3
 
     client = boto3.client("s3", endpoint_url=address)
@@ -132,7 +133,7 @@ def upload(folder, address, bucket):
 
 
 def make_unet_config(folder):
-    """A U-Net of 10,000 weights for 16 px, with dropout, which resuming has to repeat as well."""
+    """A U-Net of 10,000 weights for 16 px. It has dropout, which a resumed run has to repeat."""
     unet = diffusers.UNet2DModel(
         sample_size=16,
         layers_per_block=1,
@@ -154,7 +155,7 @@ def unet_config(tmp_path):
 def make_models(folder):
     """Make a Stable Diffusion folder whose U-Net has 20,000 weights.
 
-    The U-Net has dropout, which resuming has to repeat as well.
+    It has dropout, which a resumed run has to repeat.
     """
     shutil.copytree(MODELS, folder / "sd")
     torch.manual_seed(0)
@@ -217,7 +218,7 @@ PRX = {
 
 
 def make_prx(folder, **changes):
-    """The config of a transformer of 10,000 weights, for what `make_models` encodes."""
+    """The config of a PRX transformer of 10,000 weights, for the models of `make_models`."""
     with torch.device("meta"):
         diffusers.PRXTransformer2DModel(**PRX | changes).save_config(folder)
     return folder
@@ -285,7 +286,7 @@ def make_z_image(folder):
 
 
 def make_klein(folder, is_distilled=False):
-    """A FLUX.2 klein pipeline: Qwen3 of 28 layers, 2 + 2 blocks, a VAE with a scale a channel."""
+    """A FLUX.2 klein pipeline: 28 layers of Qwen3, 2 + 2 blocks, a scale per channel of the VAE."""
     tokenizer = make_chat_tokenizer(64)
     torch.manual_seed(0)
     config = make_qwen_config(tokenizer, 28) | {"head_dim": 16}
@@ -317,7 +318,7 @@ def make_klein(folder, is_distilled=False):
 
 
 def make_qwen_image(folder):
-    """A Qwen-Image pipeline: Qwen2.5-VL of 2 layers, 2 blocks, a VAE with a scale a channel."""
+    """A Qwen-Image pipeline: 2 layers of Qwen2.5-VL, 2 blocks, a scale per channel of the VAE."""
     tokenizer = make_chat_tokenizer(256)
     torch.manual_seed(0)
     rope = {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
@@ -354,7 +355,7 @@ def make_qwen_image(folder):
 
 
 def randomize(transformer):
-    """Draw a new transformer's weights: some are 0, so that it would predict nothing."""
+    """Draw the weights of a new transformer, because some are 0, and it would predict 0."""
     for weight in transformer.parameters():
         torch.nn.init.normal_(weight, std=0.1) if weight.dim() > 1 else None
 
@@ -438,10 +439,10 @@ FITTED = {}  # what `check_shapes` has found to fit
 
 @pytest.fixture
 def without_figures(monkeypatch):
-    """Leave out what takes four fifths of a short run's time.
+    """Skip work that takes four fifths of a short run's time.
 
-    That is drawing curves, counting operations, for which models are copied, and trying the shapes
-    of models that are known to fit.
+    It is drawing curves, counting operations (on copies of the models), and checking the shapes of
+    models that were checked before.
     """
 
     def check_once(
@@ -465,19 +466,19 @@ def without_figures(monkeypatch):
 
 
 def replace(args, **values):
-    """Parsed flags with other values: they are read-only."""
+    """Copy parsed flags, which are read-only, with other values."""
     return type(args)(**vars(args) | values)
 
 
 def reset():
-    """Forget the Accelerate state of the run before, and its signals."""
+    """Forget the Accelerate state and the signals of the previous run."""
     SIGNALS.clear()
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
 
 def launch(*argv, env=None):
-    """Run the command line of the README as a process of its own.
+    """Run a command line of the README in a separate process.
 
     `env` adds variables; a value of None removes one.
     """
@@ -493,7 +494,7 @@ def checkpoints(folder):
 
 
 def metrics(folder):
-    """The records of a run, without those that only hold signs in its samples."""
+    """The records of a run, except those that hold only signs about its samples."""
     lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     return [record for line in lines if len(record := json.loads(line)) > 2]
 
@@ -515,7 +516,7 @@ def free_port():
 
 @functools.cache
 def warm_up():
-    """Do once what each fork would repeat.
+    """Do work once that each fork would repeat.
 
     For example, 1,000 patterns are compiled when the first text encoder is loaded.
     """
@@ -561,9 +562,9 @@ def start(function, num_processes=1, log=os.devnull):
                 )
             sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-            # creates the fork's thread pool; two threads that create it at once crash
+            # creates the fork's thread pool, because two threads that create it at once crash
             torch.set_num_threads(1)
-            atexit._clear()  # what the parent has to end, such as Ray, is not this process's
+            atexit._clear()  # Ray, for example, is for the parent to end
             atexit.register(multiprocessing.util._exit_function)
             function()
             code = 0
@@ -604,8 +605,27 @@ def wait_until(condition, timeout=60):
         time.sleep(0.01)
 
 
+def start_ray_node(folder, *flags, env=None):
+    """Start a Ray node with one CPU, whose log is in a folder. It ends with its process group."""
+    store = f"--object-store-memory={100 * 2**20}"
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+    command += ["--include-dashboard=false"] if "--head" in flags else []
+    for _ in range(4):  # Ray gives a node 30 s to start, which is too little on a busy machine
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="node-", delete=False) as log:
+            options = {"stdout": log, "stderr": log, "start_new_session": True, "env": env}
+            node = subprocess.Popen([*command, store, *flags], **options)
+        said = Path(log.name).read_text
+        # Two nodes that start at the same moment may choose the same names for their sockets
+        wait_until(lambda said=said, node=node: "--block" in said() or node.poll() is not None, 120)
+        if node.poll() is None:
+            return node
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
+    pytest.fail(f"Ray does not start: {said()}")
+
+
 def kill(pids):
-    """End processes of `start` and whatever they started with SIGKILL, as a lost machine would."""
+    """Kill processes of `start` and their children with SIGKILL, like a lost machine."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)

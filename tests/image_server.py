@@ -1,4 +1,4 @@
-"""A web server as bad as the web, for the tests of downloads: the path chooses the answer."""
+"""A web server as faulty as the web, for the tests of downloads: the path chooses the answer."""
 
 import asyncio
 import collections
@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 GOOD = "image type slow close chunked hop busy flaky otherbot".split()
-# Start of the reason, and requests, with two retries
+# {kind: (beginning of the reason, number of requests with two retries)}
 BAD = {
     "stall": ("timed out", 3),
     "mute": ("timed out", 3),
@@ -32,13 +32,13 @@ BAD = {
     "later": ("HTTP 429", 1),
     "broken": ("HTTP 500", 3),
     "missing": ("HTTP 404", 1),
-    "endless": ("too large: it does not end", 1),
+    "endless": ("too large: more than --max_bytes", 1),
     "huge": ("too large: 2000000000 bytes", 1),
     "bomb": ("compressed body", 1),
     "pixels": ("too many pixels", 1),
     "noai": ("opted out: noai", 1),
 }
-SLOW = ("stall", "mute", "drip")  # of these, what takes as long as it is given
+SLOW = ("stall", "mute", "drip")  # those that last until a timeout
 # Flags of download_images.py for this server
 FAST = [
     "--timeout",
@@ -65,7 +65,7 @@ def make_image(number):
     return file.getvalue()
 
 
-@functools.cache  # or a loaded machine makes them until those who ask have gone
+@functools.cache  # a busy machine would make them too slowly
 def make_bomb():
     return gzip.compress(bytes(20_000_000), 1)
 
@@ -183,12 +183,12 @@ class ImageServer:
             send(length="", Transfer_Encoding="chunked")
             writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(image), image))
             return True
-        if kind == "hop":  # to another spelling of the same host, and on
+        if kind == "hop":  # to another spelling of the same host, then further
             return send(
                 "302 Found",
                 Location=f"/image/{number}" if path.endswith("#") else f"../image/{number}",
             )
-        if kind.startswith("moved-"):  # with a number to there, without one to nowhere
+        if kind.startswith("moved-"):  # to an image if a number is given, else to nowhere
             return send(f"{kind[6:]} Moved", Location=f"/image/{number}" if rest else "")
         if kind == "busy":  # once
             return (
@@ -219,7 +219,7 @@ class ImageServer:
             send(length="", Transfer_Encoding="chunked")
             writer.write(b"%x\r\n%b\r\n" % (len(image), image))
             return False
-        if kind == "short":  # says half the length
+        if kind == "short":  # announces half the length
             send(body=image, length=len(image) // 2)
             return False
         if kind == "cut":  # the connection ends with half of the body

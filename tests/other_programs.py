@@ -1,15 +1,15 @@
-"""What other programs look for in a LoRA file, and what they do with it.
+"""The keys that other programs read from a LoRA file, and their arithmetic.
 
-The names follow from a U-Net's config: ComfyUI and A1111 number its blocks as they were published,
-sd-scripts as diffusers does, and of SDXL as they were published. Read in ComfyUI's comfy/lora.py
-and comfy/weight_adapter, and in sd-scripts' networks/lora.py.
+The names follow from a U-Net's config. ComfyUI and A1111 number its blocks as they were published,
+sd-scripts as diffusers does, but SDXL's as published. Sources: ComfyUI's comfy/lora.py and
+comfy/weight_adapter, and sd-scripts' networks/lora.py.
 """
 
 import torch
 from original_layout import name_unet
 
 PREFIX = "model.diffusion_model."
-# Names of B in ComfyUI, after the name of a layer
+# ComfyUI's names of B, which follow the name of a layer
 UPS = (".lora_up.weight", "_lora.up.weight", ".lora_B.weight", ".lora.up.weight")
 RESIZE = ("ResnetBlock2D", "Downsample2D", "Upsample2D")  # with sd-scripts' conv_dim
 
@@ -40,7 +40,7 @@ def comfy_names(unet):
 def sd_scripts_names(unet):
     """{name that sd-scripts look for: diffusers' name of the layer}; SDXL's are translated first.
 
-    Only layers inside of transformers, and of the blocks that change the size, can have a LoRA.
+    Only layers in transformers and in blocks that change the size can have a LoRA.
     """
     kinds = ("Transformer2DModel", *RESIZE)
     blocks = [name for name, module in unet.named_modules() if type(module).__name__ in kinds]
@@ -74,7 +74,7 @@ def apply_as_comfy(unet, file):
         adapted = weight + delta * file[f"{name}.alpha"].item() / len(down)
         if f"{name}.dora_scale" in file:
             scale = file[f"{name}.dora_scale"].float()
-            assert len(scale) == len(weight)  # else ComfyUI takes it for one of each input
+            assert len(scale) == len(weight)  # or ComfyUI takes it for one value per input
             norm = weight.flatten(1).norm(dim=1).view(-1, *[1] * (weight.dim() - 1))
             adapted = adapted * (scale / (norm + torch.finfo(torch.float32).eps))
         weight.copy_(adapted)

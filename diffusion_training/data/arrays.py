@@ -22,12 +22,12 @@ def add_array_flags(add: Callable[..., Any]) -> None:
         type=number(-1, 1),
         nargs=2,
         metavar=("BLACK", "WHITE"),
-        help="values of a float array, --train_data_dir images.npy: 0 1 or -1 1",
+        help="for an .npy file of floats: its values of black and white, 0 1 or -1 1",
     )
     add(
         "--array_layout",
         choices=["nchw", "nhwc"],
-        help="order of an array's axes (default: by the number of channels)",
+        help="for an .npy file: order of the axes (default: found by the number of channels)",
     )
 
 
@@ -37,7 +37,7 @@ def is_array(source: str | None) -> bool:
 
 
 class ArrayReader:
-    """Turns numbers of rows into images, as a transform of `datasets`.
+    """A transform of `datasets` that turns row numbers into images.
 
     An image is {"bytes": None, "path": its name, "pixels": uint8 [C, H, W], or float32 in [0, 1]
     with `keep_precision`}. Loader processes get the path, not the array.
@@ -48,7 +48,7 @@ class ArrayReader:
     ) -> None:
         self.path = path
         self.is_last = is_last  # whether the channels are the last axis
-        self.span = span  # (black, white) of floats
+        self.span = span  # (black, white), for floats
         self.keep_precision = keep_precision
         self.array: np.ndarray | None = None
 
@@ -76,10 +76,10 @@ class ArrayReader:
             return pixels.float() / 255 if self.keep_precision else pixels
         black, white = self.span
         lowest, highest = values.min(), values.max()
-        if not black <= lowest <= highest <= white:  # nan is beyond as well
+        if not black <= lowest <= highest <= white:  # an error for nan, too
             fail(
-                f"{self.path}: image {row} has values from {lowest:g} to {highest:g}, which is "
-                f"beyond --array_range {black:g} {white:g}",
+                f"{self.path}: image {row} has values from {lowest:g} to {highest:g}, "
+                f"outside --array_range {black:g} {white:g}",
                 alone=True,
             )
         pixels = (torch.from_numpy(np.array(values, np.float32)) - black) / (white - black)
@@ -87,20 +87,20 @@ class ArrayReader:
 
 
 def open_array(path: str, channels: int, args: Namespace) -> datasets.Dataset:
-    """The rows of an .npy file, with a column "image", for a model of so many `channels`."""
+    """Open an .npy file as rows with a column "image", for a model with `channels` channels."""
     with explained(f"{path} can't be read as an array"):
-        array = np.load(path, mmap_mode="r")  # a pickle would run code, and is refused
+        array = np.load(path, mmap_mode="r")  # raises an error for a pickle, which could run code
     shape = f"{path} has the shape {list(array.shape)}"
     if array.ndim not in (3, 4) or 0 in array.shape:
-        fail(f"{shape}, where images have [N, C, H, W], [N, H, W, C] or [N, H, W]")
+        fail(f"{shape}, but images need [N, C, H, W], [N, H, W, C] or [N, H, W]")
     is_float = array.dtype.kind == "f"
     if not is_float and array.dtype != np.uint8:
         fail(f"{path} holds {array.dtype}: convert it to uint8, or to floats with --array_range")
     if is_float != bool(args.array_range):
-        advice = "say with --array_range 0 1, or -1 1, what is black and white"
+        advice = "give its values of black and white with --array_range 0 1 or -1 1"
         fail(f"{path} holds {array.dtype}: {advice if is_float else 'leave --array_range out'}")
     if args.array_range not in (None, [0, 1], [-1, 1]):
-        fail("--array_range is 0 1 or -1 1")
+        fail("--array_range must be 0 1 or -1 1")
     layouts = []
     for name, axis in {"nchw": 1, "nhwc": 3}.items():
         found = 1 if array.ndim == 3 else array.shape[axis]
@@ -108,9 +108,9 @@ def open_array(path: str, channels: int, args: Namespace) -> datasets.Dataset:
             layouts.append(name)
     if not layouts:
         given = f" with --array_layout {args.array_layout}" if args.array_layout else ""
-        fail(f"{shape}{given}, and the model takes {channels} channels")
+        fail(f"{shape}{given}, but the model takes {channels} channels")
     if len(layouts) > 1 and array.ndim == 4:
-        fail(f"{shape}: say with --array_layout nchw or nhwc which axis has the channels")
+        fail(f"{shape}: choose the axis of the channels with --array_layout nchw or nhwc")
     stat = Path(path).stat()
     content = json.dumps([str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns, layouts])
     rows = datasets.Dataset.from_dict({"image": range(len(array))})

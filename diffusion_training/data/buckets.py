@@ -38,9 +38,8 @@ def choose_size(height: int, width: int, transform: Transform) -> tuple[int, ...
     """The size (height, width) to which an image is cropped and resized: the nearest bucket.
 
     This is the bucket with the nearest ratio, the larger one of two that are equally near. Without
-    --bucket_step it is a square. With --bucket_no_upscale an image smaller than its bucket gets a
-    size of its own: no side is longer than the image's, rounded down to the step, but one step at
-    least.
+    --bucket_step it is a square. With --bucket_no_upscale an image smaller than its bucket gets its
+    own size: each side is at most the image's, rounded down to the step, and at least one step.
     """
     step = transform.bucket_step
     if step is None:

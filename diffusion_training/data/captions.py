@@ -32,8 +32,8 @@ def transform_row(
 ) -> dict[str, Any]:
     """Stage 1, on CPU cores: a row of the source -> its caption, and its pixels at their size.
 
-    `target` is the (height, width) to which the image is cropped and resized; None: see
-    `choose_size`. Faults of the machine are raised. Returns a dict:
+    The image is cropped and resized to `target` (height, width); for None see `choose_size`. Faults
+    of the machine are raised. Returns a dict:
 
     - "row" and "key": the number and the name of the row
     - "text": the caption, or with --caption_weights the list from `list_captions`
@@ -64,7 +64,7 @@ def transform_row(
             mask = shrink(mask, target, position, "bilinear")
         reason = None
     except Exception as error:  # a placeholder keeps the batch in shape
-        # otherwise good rows would be skipped for good, and a run could continue without data
+        # otherwise good rows would be skipped, and a run could continue without data
         if is_machines_fault(error):
             raise
         original_size = target = target or (transform.resolution, transform.resolution)
@@ -88,7 +88,7 @@ def transform_row(
 
 
 def decode_ahead(item: dict, transform: Transform) -> dict:
-    """Decode a row's image and mask, if `transform_row` will make several sizes of them."""
+    """Decode a row's image and mask once, before `transform_row` makes several sizes of them."""
     images = [(transform.image_column, transform.channels, transform.min_size)]
     if transform.mask_column:
         images.append((transform.mask_column, 1, 0))
@@ -126,8 +126,8 @@ def decode_mask(source: dict | None, size: Sequence[int]) -> torch.Tensor:
 def prepare_captions(tokenizers: Tokenizers, texts: Sequence[str]) -> list[str]:
     """Prepare captions for the tokenizer as the family does.
 
-    A long caption is cut before that, where it is sure to exceed the limit of tokens, because a
-    tokenizer takes minutes and gigabytes for megabytes of text.
+    A very long caption is cut first, far beyond the limit of tokens, because a tokenizer takes
+    minutes and gigabytes for megabytes of text.
     """
     tokenizer = tokenizers[0]
     limit = 128 * tokenizer.model_max_length
@@ -168,8 +168,7 @@ def tokenize_batch(
 ) -> dict[str, Any]:
     """Tokenize the captions of a batch.
 
-    `texts` holds a caption, or a list of which one is chosen, for each of the `keys` (epoch, row,
-    ...).
+    For each of the `keys` (epoch, row, ...), `texts` holds a caption, or a list to choose from.
     """
     pairs = zip(texts, keys, strict=True)
     chosen = [choose_caption(text, key[0], key[1], choice) for text, key in pairs]
@@ -184,7 +183,7 @@ def look_at_captions(
 ) -> list[str]:
     """Captions of one or several columns, from up to 10,000 rows that are evenly spread.
 
-    From a stream they are those of the first 100 rows.
+    A stream gives those of its first 100 rows.
     """
     selected = rows.select_columns(column)
     captions: list[Any] = []
@@ -202,7 +201,7 @@ def look_at_captions(
 def report_equal(texts: list[str], args: Namespace) -> None:
     """Warn if all captions are the same and no flag made them so.
 
-    As a rule the column is then wrong.
+    Usually the column is then wrong.
     """
     if (
         len(texts) > 1
@@ -211,8 +210,8 @@ def report_equal(texts: list[str], args: Namespace) -> None:
         and not args.folder_repeats
     ):
         print(
-            f"All captions that were looked at say {printable(texts[0][:60])!r}: "
-            "is it the right --caption_column?"
+            f"All captions that were checked are {printable(texts[0][:60])!r}: "
+            "is --caption_column right?"
         )
 
 
@@ -221,12 +220,12 @@ def report_cut(count: int, total: int, limit: int, where: str = "") -> None:
     if count:
         print(
             f"{where}{count:,} of {total:,} captions have more than {limit} tokens, "
-            "and lose what is beyond"
+            "and the rest is cut off"
         )
 
 
 def report_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
-    """Print how many captions have words, but none after preparation for the tokenizer."""
+    """Print how many captions lose all their words in preparation for the tokenizer."""
     emptied = [
         text
         for text, left in zip(texts, prepare_captions(tokenizers, texts), strict=True)
@@ -235,7 +234,7 @@ def report_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
     if emptied:
         such = f"such as {printable(emptied[0][:60])!r}"
         print(
-            f"{len(emptied):,} of {len(texts):,} captions are left without a word, {such}: "
+            f"{len(emptied):,} of {len(texts):,} captions have no words after cleaning, {such}: "
             "see docs/from-scratch.md"
         )
 
@@ -253,10 +252,7 @@ def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
 
 
 def are_cut(tokenizers: Tokenizers, texts: Sequence[Text]) -> list[bool]:
-    """For each caption, or list of captions, whether one will be truncated.
-
-    That is one with more tokens than the text encoders take.
-    """
+    """Whether each caption, or one of each list, has more tokens than the text encoders take."""
     if texts and isinstance(texts[0], list):
         cut = iter(are_cut(tokenizers, [text or "" for row in texts for text in row]))
         return [any([next(cut) for _ in row]) for row in texts]

@@ -1,4 +1,4 @@
-"""Captions of a folder of images: from files beside them, folder names, or one for all."""
+"""Captions of a folder of images: from files beside them, folder names, or one for all images."""
 
 import functools
 import hashlib
@@ -28,7 +28,7 @@ def find_source(args: Namespace) -> str:
 
 
 def list_paths(folder: str) -> list[str]:
-    """The paths of all files and folders in a local folder; none if the data is no folder."""
+    """The paths of all files and folders in a local folder; none if it is not a folder."""
     return [str(path) for path in Path(folder).rglob("*")]
 
 
@@ -68,8 +68,8 @@ def add_captions(rows: datasets.Dataset, column: str, extension: str) -> dataset
     several = [path for path, text in pairs if text and len(text.splitlines()) > 1]
     if several:
         print_once(
-            f"{len(several)} captions have several lines, such as {several[0]}: all of them are "
-            "used (sd-scripts takes the first line alone)"
+            f"{len(several)} captions have several lines, such as {several[0]}: all lines are "
+            "used (sd-scripts uses only the first)"
         )
     content = json.dumps([rows._fingerprint, captions])
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -90,14 +90,14 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
     if getattr(args, "folder_repeats", False):
         if not os.path.isdir(source) or "image" not in rows.features:
             fail(
-                "--folder_repeats goes by the names of a local folder's folders, "
-                f"and {source} is none of images"
+                "--folder_repeats needs folders of images such as 10_name, and "
+                f"{source} is not a local folder of images"
             )
         images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
         folders = [os.path.relpath(image["path"], source).split(os.sep)[0] for image in images]
         matches = [re.fullmatch(r"(\d+)_(.+)", folder) for folder in folders]
         if not any(matches):
-            fail(f"--folder_repeats: {source} has no folder that is named like 10_name")
+            fail(f"--folder_repeats: {source} has no folder with a name like 10_name")
         repeats = [int(match[1]) if match else 1 for match in matches]
         if 0 in repeats:
             never = folders[repeats.index(0)]

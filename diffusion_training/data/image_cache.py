@@ -31,7 +31,7 @@ def cache_batch(
     """
     images = []
     threads = torch.get_num_threads()
-    # OpenMP does not survive the fork of `map`, and there is a process per core
+    # OpenMP does not survive the fork of `map`, and there is one process per core
     torch.set_num_threads(1)
     for row, source in zip(indices, batch[column], strict=True):
         try:
@@ -77,7 +77,7 @@ def cache_images(
     }
     # the first process to get the lock writes the cache, the others find it complete
     with FileLock(parent / f"{key}.lock"):
-        record = parent / f"{key}.json"  # the checksums; it exists once the cache is whole
+        record = parent / f"{key}.json"  # the checksums; it exists once the cache is complete
         if not record.exists() or json.loads(record.read_text()) != checksum_files(folder):
             record.unlink(missing_ok=True)
             delete(folder)  # left by a killed run, or changed since it was written
@@ -99,5 +99,5 @@ def cache_images(
             with saving(parent, "the cache of images") as unfinished:
                 (unfinished / record.name).write_text(json.dumps(checksum_files(folder)))
     if not len(cached):
-        fail(f"none of the {len(rows)} images could be used: is it the right --image_column?")
+        fail(f"none of the {len(rows)} images could be used: is --image_column right?")
     return cached, len(rows) - len(cached)

@@ -36,7 +36,7 @@ def describe_decoder() -> str:
 
 
 def open_image(file: IO[bytes]) -> Image.Image:
-    """Open an image with Pillow, reading only its header; decompression bombs are refused."""
+    """Open an image with Pillow, reading only its header. Decompression bombs raise an error."""
     Image.init()  # registers all formats
     # The formats that are allowed, in the order in which they are tried. EPS is not, because Pillow
     # passes it to a program that executes it. TGA is last, because it has no signature.
@@ -94,7 +94,7 @@ def decode_image(
         return pixels.contiguous() if keep_precision else (pixels * 255).round().byte()
     image = lay_on_white(image)
     mode = "L" if channels == 1 else "RGB"
-    if image.mode != mode:  # else `convert` would copy the image for nothing
+    if image.mode != mode:  # else `convert` would copy the image needlessly
         image = image.convert(mode)
     values = np.array(image).reshape(image.height, image.width, channels)
     pixels = torch.from_numpy(values).permute(2, 0, 1)
@@ -126,7 +126,7 @@ def shrink(
 
     It is antialiased and keeps its dtype. If `target` is a number, it is the side of a square.
     Without a `position` the number is the short side, and the image is cropped only to a ratio of
-    4 : 1. The crop comes first, because a long strip that is resized whole may not fit into memory.
+    4 : 1. The crop comes first, because resizing a long strip may take too much memory.
     """
     height, width = image.shape[-2:]
     size = [target, target] if isinstance(target, int) else list(target)
@@ -185,8 +185,8 @@ def make_time_ids(
 def name_image(row: int, image: dict[str, Any] | None, source: str = "") -> str:
     """The name of an image in messages and records: its path, or the number of its row.
 
-    In a local folder `source` the path is relative to it, also that of an archive in it, so that
-    the name is the same wherever the folder is.
+    In a local folder `source`, paths are relative to it, also those of archives, so that the name
+    is the same wherever the folder is.
     """
     name = (image and image["path"]) or f"row {row}"
     if os.path.isabs(source):

@@ -11,7 +11,7 @@ Window = tuple[int, int, tuple[int, ...]]  # begin, end, shards
 
 
 class Ranges:
-    """The rows of many shards and their order in any epoch, in memory that grows with shards only.
+    """The order of the rows of many shards in any epoch. Memory grows only with the shards.
 
     The shards, permuted by seed, are laid end to end and cut into `num_ranges` ranges of equal
     length (+-1 row, the longer first). Position p of an epoch is row p // num_ranges of range p %
@@ -58,7 +58,7 @@ class Ranges:
         index = np.searchsorted(ends, cuts[:-1], side="right")
         self.shards = order[index]
         self.lengths = np.diff(cuts)
-        self.offsets = cuts[:-1] - (ends - lengths[order])[index]  # of a piece in its shard
+        self.offsets = cuts[:-1] - (ends - lengths[order])[index]  # of each piece in its shard
         # range r has the pieces from pieces[r] up to pieces[r + 1]
         self.pieces = np.searchsorted(cuts, [*first, self.length])
 
@@ -103,13 +103,13 @@ class Ranges:
         return np.concatenate(parts)
 
     def plan(self, epoch: int, position: int, rank: int, num_processes: int) -> Iterator[Window]:
-        """Yield the windows that a process needs from a position of an epoch on, without end.
+        """Yield the windows that a process needs, from a position of an epoch on, without end.
 
-        They come as (begin, end, shards), in the order in which they begin, counted in images of
-        all epochs. A window's last image comes before its end.
+        They are (begin, end, shards), in order of `begin`. `begin` and `end` count the images of
+        all epochs; the last image of a window is the one before `end`.
         """
         step = np.gcd(num_processes, self.num_ranges)
-        # otherwise there are fewer rows than ranges, and none for this process
+        # false if there are fewer rows than ranges, and none for this process
         while position or rank % step < self.length:
             numbers = range((position + rank) % step, self.num_ranges, step)
             windows = [self.plan_range(epoch, number, position) for number in numbers]

@@ -40,7 +40,7 @@ from diffusion_training.remote import is_address, list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
-# How `datasets` would load files that other programs put beside images, such as photo.json.
+# The builders that `datasets` may choose for files beside images, such as photo.json.
 SIDECARS = ("audiofolder", "csv", "json", "pdffolder", "text", "videofolder", "xml")
 
 
@@ -64,18 +64,18 @@ def load_rows(
 ) -> ImageRows:
     """Open the data set. `others` are further columns to read, or lists of them.
 
-    All other columns are not read, since they may be images too. channels: of the images that the
-    model takes, which the layout of an array goes by.
+    No other column is read, because it may hold images. `channels` is the number of channels that
+    the model takes, which determines the layout of an array.
     """
     source = find_source(args)
     if channels and is_array(source):
         return ImageRows(take_samples(open_array(source, channels, args), args), "image")
     if getattr(args, "bucket_no_upscale", False) and not args.bucket_step:
-        fail("--bucket_no_upscale is for images of several sizes: give --bucket_step as well")
+        fail("--bucket_no_upscale does nothing without --bucket_step: give both")
     extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
     has_captions = has_caption_files(source, extension)
     builder, rows = open_builder(source, has_captions, streaming, args)
-    rows, mask_column = put_masks_beside(rows, args)
+    rows, mask_column = separate_masks(rows, args)
     caption_column: Any = getattr(args, "caption_column", None)
     wanted = [name for names in others for name in list_values(names)]
     wanted += [mask_column] if mask_column else []
@@ -84,12 +84,12 @@ def load_rows(
         if caption_column in rows.features:
             fail(
                 f"{source} has captions in a metadata file and in {extension} files beside the "
-                "images: move one of them away, or take another column with --caption_column"
+                "images: move one of them away, or choose another column with --caption_column"
             )
         if streaming:
             fail(
-                f"{source} has captions in files beside the images, which a stream passes by: "
-                "leave --streaming out"
+                f"{source} has captions in files beside the images, which --streaming can't read: "
+                "leave it out"
             )
         rows = add_captions(rows, caption_column, extension)
     if caption_column in wanted and not streaming:
@@ -122,10 +122,10 @@ def load_rows(
 
 
 def take_samples(rows: Rows, args: Namespace) -> Rows:
-    """Take --max_train_samples of the rows, drawn at random; of a stream the first."""
+    """Take --max_train_samples rows, drawn at random; from a stream the first ones."""
     if args.max_train_samples is None:
         return rows
-    if isinstance(rows, datasets.IterableDataset):  # shuffled, it would give others in each epoch
+    if isinstance(rows, datasets.IterableDataset):  # shuffling would draw others in each epoch
         return rows.take(args.max_train_samples)
     return rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
 
@@ -133,7 +133,7 @@ def take_samples(rows: Rows, args: Namespace) -> Rows:
 def open_builder(
     source: str, has_captions: bool, streaming: bool, args: Namespace
 ) -> tuple[datasets.DatasetBuilder, Rows]:
-    """The builder of a data set, and its rows as it gives them."""
+    """Returns (the builder of a data set, its rows)."""
 
     def open_as(kind: str, files: list[str] | None = None) -> datasets.DatasetBuilder:
         folder = source if kind == "imagefolder" else None
@@ -143,15 +143,15 @@ def open_builder(
 
     tarfile.TarFile.tarinfo = TarMember
     if os.path.isdir(source) and "::" in source:
-        fail(f"{source}: `datasets` takes '::' in a path for an archive: rename the folder")
+        fail(f"{source}: `datasets` reads '::' in a path as an archive: rename the folder")
     with explained(f"{source} can't be loaded as a data set"), listed_once(source):
         if is_address(source):
             datasets.utils.file_utils.xopen = open_for_tars
             builder = open_as(*find_files(source))
         else:
-            # "imagefolder", or the lines of the captions might be loaded as a data set of text
+            # without "imagefolder", the caption files might be loaded as a data set of text
             builder = open_as("imagefolder" if has_captions else source)
-        # `datasets` goes by the most frequent suffix, which other files beside images may have
+        # `datasets` chooses by the most frequent suffix, which may be that of files beside images
         if builder.name in SIDECARS and has_images(source):
             builder = open_as("imagefolder")
     files = (builder.config.data_files or {}).get(args.dataset_split, [])
@@ -173,12 +173,12 @@ def open_builder(
         paths = pc.struct_field(rows.data["image"], "path").to_pylist()
         path, count = collections.Counter(paths).most_common(1)[0]
         if count > 1:
-            fail(f"{described} names {path} {count} times: keep one of these files")
+            fail(f"{described} names {path} {count} times: keep only one of these files")
     return builder, rows
 
 
 def find_files(address: str) -> tuple[str, list[str]]:
-    """How `datasets` calls the kind of files at an address, and the files. Raises ValueError."""
+    """Returns (the builder of `datasets` for an address, the files there). Raises ValueError."""
     folder, found = list_data(address, (".parquet", ".tar"))
     kinds = {Path(name).suffix.lower() for name in found}
     if len(kinds) != 1:
@@ -218,7 +218,7 @@ def choose_image_column(
         if name not in features:
             advice = (
                 "choose with --caption_column, put captions beside the images "
-                f"(photo{extension} for photo.jpg), or give all one with --instance_prompt"
+                f"(photo{extension} for photo.jpg), or give one for all with --instance_prompt"
             )
             if name == mask_column:
                 advice = "choose with --mask_column"
@@ -227,7 +227,7 @@ def choose_image_column(
 
 
 def find_masked(path: str | None) -> str | None:
-    """The image that a mask is beside, as its path without suffix; None if a file is no mask.
+    """The image that a mask belongs to, as a path without suffix; None if a file is not a mask.
 
     For example, a/photo for a/photo.mask.png, and zip://photo::a.zip for a mask in an archive.
     """
@@ -244,7 +244,7 @@ def split_suffix(path: str) -> tuple[str, str]:
     return "::".join([stem, *archives]), suffix
 
 
-def put_masks_beside(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
+def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     """Take masks (photo.mask.png beside photo.jpg, with any suffix of images) out of the rows.
 
     They are added as a column "mask" if the script has --mask_column and it is not set, or set to
@@ -259,15 +259,14 @@ def put_masks_beside(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     if isinstance(rows, datasets.IterableDataset):
         if may_add and mask_column is None and any(map(find_masked, list_paths(source))):
             fail(
-                f"{source} has masks beside the images, which a stream passes by: "
-                "leave --streaming out"
+                f"{source} has masks beside the images, which --streaming can't read: leave it out"
             )
         rows = rows.cast_column("image", datasets.Image(decode=False))
         rows = rows.filter(lambda item: not find_masked(item["image"]["path"]))
         return rows.cast_column("image", datasets.Image()), mask_column
     paths = pc.struct_field(rows.data["image"], "path").to_pylist()
     images = [row for row, path in enumerate(paths) if not find_masked(path)]
-    if len(images) < len(paths):  # a metadata file that names the images leaves masks out
+    if len(images) < len(paths):  # else a metadata file has named only the images
         rows = rows.select(images)
     if not may_add or "mask" in rows.features:
         return rows, mask_column
@@ -281,7 +280,7 @@ def put_masks_beside(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     stems = [split_suffix(paths[row] or "")[0] for row in images]
     content = []
     for path in masks.values():
-        if os.path.isfile(path):  # else in an archive, which the fingerprint of the rows covers
+        if os.path.isfile(path):  # the fingerprint of the rows covers masks in archives
             stat = os.stat(path)
             content.append(f"{path} {stat.st_mtime_ns} {stat.st_size}")
     content = json.dumps(sorted([rows._fingerprint, *content]))
@@ -319,21 +318,21 @@ def report_unused(
 ) -> None:
     """Print which files of a folder are not in the data set; `datasets` omits them silently.
 
-    extension: of captions beside the images.
+    `extension` is that of caption files.
     """
-    # only the builder of image folders has extensions; a stream's rows are not known in advance
+    # Only the builder of image folders has extensions. A stream's rows are not known in advance.
     images = getattr(builder, "EXTENSIONS", ())
     if isinstance(rows, datasets.IterableDataset):
         images = ()
     used = []
-    for name in rows.features if images else ():  # images that metadata names, or all, and masks
+    for name in rows.features if images else ():  # columns of images and masks
         if isinstance(rows.features[name], datasets.Image):
             used += filter(None, pc.struct_field(rows.data[name], "path").to_pylist())
     captions = {os.path.splitext(path)[0] + extension for path in used}
     metadata = getattr(builder, "METADATA_FILENAMES", ())
 
     def is_read(path: str) -> bool:
-        """Whether a file that the builder lists is read; it lists any as a possible archive."""
+        """Whether a file that the builder lists is read; it lists all, as possible archives."""
         base = os.path.basename(path)
         return base in metadata or path in captions or base.lower().endswith(ARCHIVES)
 
@@ -356,7 +355,7 @@ def report_unused(
 
 
 def list_files_of_folder(root: str) -> list[str]:
-    """The files in a folder and folders that can't be entered, but neither hidden nor our own."""
+    """The files in a folder, and folders that can't be entered, except hidden ones and our own."""
     files = []
     for folder, folders, names in os.walk(root):
         for name in folders:
@@ -364,14 +363,14 @@ def list_files_of_folder(root: str) -> list[str]:
             if os.path.islink(path) or not os.access(path, os.R_OK | os.X_OK):
                 names.append(name)
         files += [os.path.join(folder, name) for name in names]
-    own = ("/.", "/__download__/")  # what download_images.py keeps for itself
+    own = ("/.", "/__download__/")  # download_images.py writes the latter
     return [path for path in files if not any(part in path.removeprefix(root) for part in own)]
 
 
 def read_items(rows: Rows, keys: list[tuple]) -> list[dict]:
     """The rows of some keys (epoch, row, ...), as dicts.
 
-    They are read together, because reading rows singly costs more than decoding a small image.
+    They are read together, because reading a single row takes longer than decoding a small image.
     """
     if len(keys[0]) == 4:  # streamed: the key holds the row itself
         return [item for _, _, _, item in keys]
@@ -384,12 +383,12 @@ class RowDataset(torch.utils.data.Dataset):
     """The rows of `load_rows` and their names; a script's subclass defines the batches."""
 
     sizes: Any = None  # of each row, int [rows, 2], if they differ
-    holds = "images"  # what `digest` gives the second hash of
+    holds = "images"  # the content of the second hash of `digest`
 
     def __init__(self, images: ImageRows, source: str, shuffle_buffer: int = 0) -> None:
         self.rows, self.column, _ = images
-        self.source = source  # of `find_source`
-        self.shuffle_buffer = shuffle_buffer  # of a stream
+        self.source = source  # see `find_source`
+        self.shuffle_buffer = shuffle_buffer  # for a stream
         self.fingerprint = getattr(self.rows, "_fingerprint", "a stream")
 
     def __len__(self) -> int:
@@ -401,7 +400,7 @@ class RowDataset(torch.utils.data.Dataset):
         No image is read.
         """
         column = self.rows.data[self.column]
-        paths = [None] * len(column)  # of an array
+        paths = [None] * len(column)  # for an array
         if pa.types.is_struct(column.type):
             paths = pc.struct_field(column, "path").to_pylist()
         if self.rows._indices is not None:  # drawn by --max_train_samples

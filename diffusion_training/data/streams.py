@@ -25,14 +25,15 @@ def add_stream_flags(add: Callable[..., Any], trains: bool = True) -> None:
     add(
         "--streaming",
         **SWITCH,
-        help="read the data as it is needed, without storing it; training needs --max_train_steps",
+        help="read the data piece by piece, without downloading all of it first; a trainer then "
+        "needs --max_train_steps",
     )
     if trains:
         add(
             "--shuffle_buffer",
             type=COUNT,
             default=1000,
-            help="number of images that are shuffled together, with --streaming",
+            help="with --streaming, number of images that are shuffled together",
         )
 
 
@@ -43,36 +44,32 @@ def check_stream_args(parser: argparse.ArgumentParser, args: argparse.Namespace)
     """
     given = vars(args) if vars(args).get("streaming") else {}
     if given.get("max_train_steps", 1) is None:
-        parser.error(
-            "--streaming needs --max_train_steps: a stream has no length to count epochs by"
-        )
+        parser.error("--streaming needs --max_train_steps, because a stream has no epochs")
     if given.get("holdout"):
-        parser.error("--holdout needs the images on a disk: of a stream none can be set aside")
+        parser.error("--holdout needs the images on a disk: leave --holdout or --streaming out")
     for name in ("train_batch_size", "batch_size"):
         if given.get(name) == "auto":
             parser.error(
-                f"--{name} auto needs the images on a disk, to try some of them: give a number"
+                f"--{name} auto needs the images on a disk: give a number with --streaming"
             )
     if isinstance(given.get("resolution"), list):
         parser.error(
-            "--streaming makes one cache in a pass: give one --resolution, or data on a disk"
+            "--streaming makes only one cache at a time: give one --resolution, or data on a disk"
         )
     if given.get("bucket_step") and "max_train_steps" in given:
         parser.error(
-            "--bucket_step needs all sizes at the start: make a cache with precompute_latents.py "
-            "--streaming"
+            "--bucket_step needs the sizes of all images at the start: make a cache with "
+            "precompute_latents.py --streaming"
         )
     for name in ("instance_prompt", "folder_repeats"):
         if given.get(name):
-            parser.error(
-                f"--{name} needs the images on a disk: a stream has captions in a column of its own"
-            )
+            parser.error(f"--{name} needs the images on a disk: a stream has captions in a column")
 
 
 class TarMember(tarfile.TarInfo):
-    """A file in a tar. A tar that does not end as tars end is an error, and no end.
+    """A file in a tar. A tar without a proper end raises ReadError.
 
-    tarfile takes a tar that was cut off between two files, or damaged there, for a shorter one.
+    tarfile would read a tar that was cut off or damaged between two files as a shorter one.
     """
 
     @classmethod
@@ -80,11 +77,11 @@ class TarMember(tarfile.TarInfo):
         try:
             return super().fromtarfile(tar)
         except tarfile.HeaderError as error:
-            # the end, and what is no tar at all
+            # a proper end, or a file that is not a tar
             if is_a(error, "EOFHeaderError") or tar.offset == 0:
                 raise
             file = tar.fileobj
-            while hasattr(file, "fileobj"):  # what unpacks it
+            while hasattr(file, "fileobj"):  # a decompressor
                 file = file.fileobj
             name = getattr(file, "name", getattr(file, "path", "a tar"))
             raise tarfile.ReadError(
@@ -93,9 +90,9 @@ class TarMember(tarfile.TarInfo):
 
 
 def open_for_tars(file: Any, *args: Any, **options: Any) -> Any:
-    """What `datasets` opens the files of a stream with, changed for tars in object storage.
+    """`xopen`, with which `datasets` opens the files of a stream, for tars in object storage too.
 
-    It hands block_size=0 to the file system, which only those of http and of the hub know.
+    `datasets` passes block_size=0, which only the file systems of http and the hub accept.
     """
     if str(file).split("://")[0] not in ("http", "https", "hf"):
         options.pop("block_size", None)
@@ -105,8 +102,8 @@ def open_for_tars(file: Any, *args: Any, **options: Any) -> Any:
 def identify_stream(builder: datasets.DatasetBuilder, *taken: Any) -> str:
     """Return a fingerprint of a stream.
 
-    It covers the files, the revision of each (for files on a disk, the modification time), and
-    `taken`, the values that select what is read from them.
+    It covers the files, their revisions (for files on a disk, the modification times), and `taken`,
+    the values that select what is read from them.
     """
     files = {
         str(name): [list(paths), paths.origin_metadata]
@@ -136,7 +133,7 @@ class StreamedRows:
         self.per_shard = cache["rows_per_shard"]
         # known if the cache was complete before
         self.total = cache["rows"] + cache["skipped"] if "rows" in cache else None
-        self.states = {}  # those of the stream at the ends of shards
+        self.states = {}  # {shard: state of the stream at its end}
         numbers = [int(name.removeprefix("data-").removesuffix(".arrow")) + 1 for name in records]
         total = self.find_total()
         self.ended = total is not None
@@ -149,7 +146,7 @@ class StreamedRows:
         return next(self.read_all("rows.json"), None)
 
     def read_all(self, names: str) -> Iterator[Any]:
-        """Yield the contents of small JSON files, and skip those that are damaged."""
+        """Yield the contents of small JSON files; damaged ones are skipped."""
         for path in self.folder.glob(names):
             with contextlib.suppress(ValueError):
                 yield json.loads(path.read_text())
@@ -187,7 +184,7 @@ class StreamedRows:
                     break
         except Exception as error:
             fail(
-                f"the stream can't be read on ({explain(error)}); the same command goes on",
+                f"the stream can't be read on ({explain(error)}); run the same command to resume",
                 alone=True,
             )
         if batch:
@@ -198,7 +195,8 @@ class StreamedRows:
             fail("the stream holds no images")
         if self.find_total() not in (None, row + 1):
             fail(
-                f"the stream has {row + 1} rows, and had {self.find_total()}: its data has changed",
+                f"the stream has {row + 1} rows, and had {self.find_total()} before: its data has "
+                "changed, so make the cache again",
                 alone=True,
             )
         write_file(self.folder / "rows.json", json.dumps(row + 1))
@@ -220,7 +218,7 @@ class StreamedRows:
         return row
 
     def keep_place(self, shard: int, rank: int) -> int:
-        """Save where a finished shard ends, so that a resumed run reads no earlier file.
+        """Save where a finished shard ends, so that a resumed run skips earlier files.
 
         Returns the number of rows to which skipped rows are compared: all rows, or if their number
         is not known, the rows so far. In that case it is at least 10,000, because the first rows

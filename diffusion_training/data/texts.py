@@ -21,10 +21,10 @@ Text: TypeAlias = Any
 
 @dataclass(frozen=True)
 class CaptionChoice:
-    """Which caption of an image an epoch takes, and in which order its tags come."""
+    """Decides which caption of an image an epoch uses, and the order of its tags."""
 
     seed: int
-    weights: list[float] | None  # of several captions
+    weights: list[float] | None  # for several captions
     shuffle: bool = False
     num_kept: int = 0  # tags at the front that stay in place
 
@@ -35,13 +35,14 @@ def add_caption_flags(add: Callable[..., Any]) -> None:
     add(
         "--caption_column",
         **several,
-        help="one or more columns of captions; one is drawn from a list or several columns",
+        help="name of the column of captions, or several names; if an image has several captions, "
+        "one is drawn",
     )
     add(
         "--caption_weights",
         nargs="+",
         type=number(1e-6, 1e6),
-        help="relative frequencies with which the captions of an image are drawn",
+        help="how often each caption of an image is drawn, if it has several, such as 0.3 0.7",
     )
 
 
@@ -50,13 +51,13 @@ def add_tag_flags(add: Callable[..., Any]) -> None:
     add(
         "--shuffle_caption",
         **SWITCH,
-        help="shuffle the comma-separated tags of a caption in each epoch",
+        help="shuffle the tags (text between commas) of each caption anew in each epoch",
     )
     add(
         "--keep_tokens",
         type=number(0, 1000, int),
         default=0,
-        help="number of tags at the front that --shuffle_caption leaves in place",
+        help="with --shuffle_caption, number of tags at the front that stay in place",
     )
 
 
@@ -66,7 +67,7 @@ def check_captions(parser: ArgumentParser, args: Namespace) -> None:
         parser.error("--keep_tokens does nothing without --shuffle_caption")
     if vars(args).get("text_cache") == "ids" and args.clip_skip:
         parser.error(
-            "--clip_skip does nothing with --text_cache ids: it is the trainer's, which encodes "
+            "--clip_skip does nothing with --text_cache ids: give it to the trainer, which encodes "
             "them"
         )
     if not isinstance(args.caption_column, list):
@@ -74,11 +75,12 @@ def check_captions(parser: ArgumentParser, args: Namespace) -> None:
     num_weights = len(weigh_captions(args) or [])
     if num_weights != len(args.caption_column):
         parser.error(
-            f"--caption_weights: {num_weights} for {len(args.caption_column)} --caption_column"
+            f"--caption_weights has {num_weights} values for {len(args.caption_column)} "
+            "columns of --caption_column: give one for each"
         )
     for name in ("instance_prompt", "folder_repeats"):
         if getattr(args, name):
-            parser.error(f"--{name} is for one --caption_column, of which it fills the gaps")
+            parser.error(f"--{name} fills the gaps of one --caption_column: give only one")
 
 
 def weigh_captions(args: Namespace) -> list[float] | None:

@@ -1,4 +1,4 @@
-"""What is done to the rows of a data set before anything is encoded, as one value."""
+"""The settings by which rows of a data set become images and captions, as one value."""
 
 from argparse import Namespace
 from dataclasses import dataclass, fields
@@ -9,9 +9,9 @@ from diffusion_training.data.folders import find_source
 
 @dataclass(frozen=True)
 class Transform:
-    """How a row becomes an image and a caption. The names are those of the flags."""
+    """How a row becomes an image and a caption. Fields are named like the flags."""
 
-    source: str  # of the rows; keys of images are relative to it
+    source: str  # see `find_source`; keys of images are relative to it
     image_column: str
     mask_column: str | None
     caption_column: str | list[str]
@@ -37,7 +37,7 @@ def make_transform(
     channels: int,
     resolution: int,
 ) -> Transform:
-    """The transform that the flags ask for, with what was found out about rows and models."""
+    """Make the transform from the flags, and from values that depend on the rows and models."""
     known: dict[str, Any] = {
         "source": find_source(args),
         "image_column": image_column,

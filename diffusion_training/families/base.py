@@ -1,7 +1,7 @@
-"""What a model family is: the interface that each file of this folder fills in, and its values.
+"""The interface of a model family, which each file of this folder implements, and its types.
 
-To add a family: a file with a subclass of `Family`, a line in known.py, and a tiny pipeline in the
-tests.
+To add a family, write a file with a subclass of `Family`, a line in known.py, and a tiny pipeline
+in the tests.
 """
 
 import os
@@ -14,24 +14,24 @@ from safetensors.torch import load_file
 
 from diffusion_training.models import load_weights
 
-VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they give latents, no distribution
+VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they return plain latents
 
 
 class Tokens(TypedDict, total=False):
-    """Captions as tokens: each entry is [N, tokens], or [N, K, tokens] of K captions an image."""
+    """Captions as tokens, [N, tokens] each, or [N, K, tokens] with K captions per image."""
 
     input_ids: torch.Tensor
-    input_ids_2: torch.Tensor  # of the second tokenizer
-    # bool, True where there are tokens; only of a family that is `masked`
+    input_ids_2: torch.Tensor  # from the second tokenizer
+    # bool, False for padding; only if the family is `masked`
     prompt_mask: torch.Tensor
-    prompt_lengths: Any  # how many tokens each caption has
+    prompt_lengths: Any  # the number of tokens of each caption
 
 
 class Prompts(TypedDict, total=False):
-    """What a denoiser gets of captions: float32 tensors on its device."""
+    """Encoded captions for a denoiser: float32 tensors on its device."""
 
     prompt_embeds: torch.Tensor  # [N, tokens, width]
-    # bool [N, tokens]; where it is False, prompt_embeds is 0; those come last
+    # bool [N, tokens], False for padding; padding comes last, and its embeddings are 0
     prompt_mask: torch.Tensor
     # int [N] on the CPU, so that reading it does not wait for the device
     prompt_lengths: torch.Tensor
@@ -56,7 +56,7 @@ class Base:
     # the hub id or folder of the pipeline; a single file is unpacked into a folder
     source: str | None
     index: dict[str, Any]  # its model_index.json; {} without a pipeline
-    vae: str | None = None  # these three: what a flag of their own names
+    vae: str | None = None  # these three: from their own flags
     text_encoder: str | None = None
     tokenizer: str | None = None
     revision: str | None = None
@@ -66,7 +66,7 @@ class Base:
     max_tokens: int | None = None  # --max_sequence_length
 
     def locate(self, own_path: str | None, subfolder: str) -> tuple[str | None, dict[str, Any]]:
-        """Where a part lies, as `from_pretrained` takes it: (hub id or folder, options)."""
+        """Where a part is, as arguments of `from_pretrained`: (hub id or folder, options)."""
         options: dict[str, Any] = {"cache_dir": self.cache_dir}
         if own_path is not None:
             return own_path, options
@@ -76,7 +76,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Encoders:
-    """The frozen models that turn images and captions into what is trained on.
+    """The frozen models that turn images and captions into latents and embeddings.
 
     vae: a module, or None if the latents are cached.
     text_encoders: a ModuleList.
@@ -86,44 +86,44 @@ class Encoders:
     vae: Any
     text_encoders: Any
     tokenizers: Tokenizers
-    clip_skip: int = 0  # layers of CLIP that are left out at the end
+    clip_skip: int = 0  # number of CLIP's last layers to skip
 
     def modules(self) -> list[torch.nn.Module]:
         return [module for module in (self.vae, self.text_encoders) if module is not None]
 
 
 class Family:
-    """What is particular to a model family.
+    """Everything that is specific to a model family.
 
-    It has no state, because it is pickled into loader processes and Ray's workers: what a run has
-    chosen is in `Base` and `Encoders`.
+    It has no state, because it is pickled into loader processes and Ray's workers. The choices of
+    a run are in `Base` and `Encoders`.
     """
 
-    name: ClassVar[str]  # of --model_family, and in cache.json
-    title: ClassVar[str]  # as people call it
+    name: ClassVar[str]  # in --model_family and cache.json
+    title: ClassVar[str]  # in messages and model cards
     pipeline: ClassVar[str]  # its class in diffusers
     model: ClassVar[str]  # the class of the model that is trained
     folder = "transformer"  # of that model in the pipeline
-    script = "train_flow.py"  # what trains it
-    resolution = 512  # pixels; where neither a flag nor a cache says it
+    script = "train_flow.py"  # the script that trains it
+    resolution = 512  # pixels, if neither a flag nor a cache sets it
     vae_classes: tuple[str, ...] = ("AutoencoderKL", "AutoencoderTiny")
     ignored_vae_settings: tuple[str, ...] = ("latents_mean", "latents_std")  # by the pipeline
     suffixes: tuple[str, ...] = ("",)  # of the folders text_encoder and tokenizer
-    embeds_width = "cross_attention_dim"  # what the model's config calls the width of embeddings
-    max_tokens = 0  # of a caption without --max_sequence_length; 0: what the text encoder takes
-    dropped_tokens = 0  # at the front, those of a template, whose embeddings the pipeline drops
-    masked = True  # is the text encoder told which tokens are padding?
+    embeds_width = "cross_attention_dim"  # the width of embeddings in the model's config
+    max_tokens = 0  # per caption, without --max_sequence_length; 0: the text encoder's limit
+    dropped_tokens = 0  # tokens of a template at the front, whose embeddings the pipeline drops
+    masked = True  # does the text encoder take a mask of the padding?
     ragged = True  # does a cache leave out the embeddings of padding?
     needs_lengths = False  # does `predict` read prompt_lengths?
-    needs_sizes = False  # is the denoiser told the image's original size and crop?
+    needs_sizes = False  # does the denoiser take the image's original size and crop?
     has_clip_skip = False
-    named_in_cache = True  # does cache.json name the family? The first two did not
-    features: tuple[str, ...] = ("ragged embeddings",)  # what readers of its caches must know
+    named_in_cache = True  # does cache.json name the family? False for the first two
+    features: tuple[str, ...] = ("ragged embeddings",)  # that readers of its caches must support
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
-    precision = "bfloat16"  # on a GPU, of the pipeline that the model card opens
-    samples_one_by_one = True  # each sample in a call of its own
+    precision = "bfloat16"  # of the model card's pipeline on a GPU
+    samples_one_by_one = True  # one call of the pipeline per sample
     attention: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")  # for --lora_layers attention
-    other_layers: tuple[str, ...] = ()  # what --lora_layers all adds; without both there is no LoRA
+    other_layers: tuple[str, ...] = ()  # added by --lora_layers all; both empty: no LoRA
 
     # ---- which models are of this family
 
@@ -136,31 +136,31 @@ class Family:
         return False
 
     def check(self, base: Base) -> str | None:
-        """A sentence on why models of this family can't be used as `base` says, or None."""
+        """The reason why the models of `base` can't be used, as a sentence, or None."""
         return None
 
     def is_distilled(self, base: Base) -> bool:
-        """Whether the base was distilled to draw in few steps, as far as its files or name say."""
+        """Whether the base was distilled to sample in few steps, judged by its files or name."""
         name = os.path.basename(base.name or "").lower()
         return "turbo" in name or "distilled" in name
 
     # ---- captions
 
     def prepare(self, tokenizer: Any, caption: str) -> str:
-        """A caption as the pipeline tokenizes it: cleaned, say, or put into a chat template."""
+        """A caption as the pipeline tokenizes it, for example cleaned or in a chat template."""
         return caption
 
     def choose_text_encoder(
         self, base: Base, source: str | None, options: dict[str, Any], suffix: str
     ) -> tuple[Any, dict[str, Any]]:
-        """(the class of a text encoder, further options to load it with)."""
+        """Returns (the class of a text encoder, further options to load it)."""
         import diffusers.pipelines.prx  # noqa: F401  it registers a class of transformers
         import transformers
 
         if base.text_encoder is None and f"text_encoder{suffix}" in base.index:
             return getattr(transformers, base.index[f"text_encoder{suffix}"][1]), {}
         config = transformers.AutoConfig.from_pretrained(source, **options)
-        if config.model_type == "clip":  # AutoModel would load the part for images too
+        if config.model_type == "clip":  # AutoModel would also load the image encoder
             return transformers.CLIPTextModel, {}
         text_class = transformers.MODEL_FOR_TEXT_ENCODING_MAPPING.get(
             type(config), transformers.AutoModel
@@ -174,21 +174,21 @@ class Family:
         return transformers.AutoTokenizer
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
-        """Tokens [N, tokens] -> what the pipeline's `encode_prompt` makes of them, in float32."""
+        """Encode tokens [N, tokens] like the pipeline's `encode_prompt`, but in float32."""
         raise NotImplementedError
 
     def encode_empty(self, encoders: Encoders, base: Base, tokens: Tokens) -> Prompts:
-        """The embeddings of a caption that is left out, [1, ...]; `tokens` are those of ""."""
+        """The embeddings of a dropped caption, [1, ...]; `tokens` are those of ""."""
         return self.encode(replace(encoders, clip_skip=0), tokens)
 
     def describe_empty(self, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """What cache.json says of the empty prompt besides its shapes."""
+        """Entries on the empty prompt in cache.json, besides its shapes."""
         return {}
 
     # ---- images
 
     def has_moments(self, vae: torch.nn.Module) -> bool:
-        """Whether a VAE gives a distribution of the latents, not the latents themselves."""
+        """Whether a VAE returns a distribution of latents, not the latents themselves."""
         return type(vae).__name__ not in VAES_WITHOUT_MOMENTS
 
     def needs_exact_vae(self, config: dict[str, Any]) -> bool:
@@ -198,7 +198,7 @@ class Family:
     def load_vae(
         self, class_name: str, source: str | None, options: dict[str, Any], dtype: torch.dtype
     ) -> torch.nn.Module:
-        """A VAE of one of `vae_classes`, as the pipeline knows it."""
+        """Load a VAE of one of `vae_classes`, in the form that the pipeline uses."""
         import diffusers
 
         vae_class = getattr(diffusers, class_name)
@@ -209,7 +209,7 @@ class Family:
         return vae.config.in_channels, vae.config.latent_channels
 
     def downscale(self, vae: torch.nn.Module) -> int:
-        """How many pixels a side a latent covers."""
+        """Pixels per latent along a side."""
         config = vae.config
         levels = config.get("block_out_channels") or config.encoder_block_out_channels
         return 2 ** (len(levels) - 1)
@@ -217,8 +217,8 @@ class Family:
     def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] in [-1, 1], in the VAE's precision -> unscaled latents, float32.
 
-        They are mean and standard deviation, [N, 2 * channels, h, w]. A VAE without moments gives
-        the latents alone, [N, channels, h, w].
+        They are mean and standard deviation, [N, 2 * channels, h, w]. A VAE without moments returns
+        only the latents, [N, channels, h, w].
         """
         if not self.has_moments(vae):
             return vae.encode(images)[0].float()
@@ -230,7 +230,7 @@ class Family:
         return latents
 
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
-        """How latents come to about unit size, as in the pipelines: (latents - shift) * scaling.
+        """The factors that scale latents to about unit size: (latents - shift) * scaling.
 
         Each is one number, or a list with one for each channel.
         """
@@ -247,8 +247,8 @@ class Family:
         noisy: latents [N, C, h, w]. times: [N].
 
         For a flow-matching family, times are the share of noise in [0, 1], and the prediction is
-        the velocity, noise - latents. For a U-Net, times are timesteps, and the scheduler says what
-        is predicted.
+        the velocity, noise - latents. For a U-Net, times are timesteps, and the scheduler's
+        prediction_type decides.
         """
         raise NotImplementedError
 
@@ -257,15 +257,15 @@ class Family:
         return None
 
     def patch_size(self, model: torch.nn.Module) -> int:
-        """How many latents a side make a token; sides of latents must be multiples of it."""
+        """Latents per token along a side; sides of latents must be multiples of it."""
         return 1
 
     # ---- pipelines, samples
 
     def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
-        """The pipeline's arguments that take the place of a prompt.
+        """The pipeline's arguments that replace a prompt.
 
-        prompts: of N images. empty: for guidance, of one image.
+        `prompts` has N captions, and `empty` one, for guidance.
         """
         asked: dict[str, Any] = {"prompt_embeds": prompts["prompt_embeds"]}
         if guidance_scale > 1:
@@ -275,11 +275,11 @@ class Family:
         return asked | self.guide(guidance_scale)
 
     def guide(self, guidance_scale: float) -> dict[str, float]:
-        """The pipeline's argument for a strength of guidance, where 1 is none."""
+        """The pipeline's argument for a guidance scale, where 1 means no guidance."""
         return {"guidance_scale": guidance_scale}
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
-        """The pipeline of `parts` {name: model}; without text encoders it draws from embeddings."""
+        """Make a pipeline of `parts`, {name: model}. Without text encoders it needs embeddings."""
         import diffusers
 
         text_parts = [
@@ -298,7 +298,7 @@ class Family:
     # ---- LoRA
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
-        """The layers of --lora_layers, ends of names; attention and all are those of the model."""
+        """The layers of --lora_layers, as ends of names; attention and all: those in the model."""
         if which not in ("attention", "all"):
             return [end.strip() for end in which.split(",")]
         ends = [*self.attention, *(self.other_layers if which == "all" else ())]
@@ -308,15 +308,15 @@ class Family:
     def read_lora(
         self, path: Any, model: torch.nn.Module
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """(weights, alphas, metadata) of a LoRA file, by the pipeline's own reader."""
+        """Read (weights, alphas, metadata) of a LoRA file with the pipeline's own reader."""
         import diffusers
 
         pipeline = getattr(diffusers, self.pipeline)
         file = load_file(path)
-        for name in file:  # which the reader drops, or takes for something else
+        for name in file:  # the reader drops or misreads these weights
             if name.endswith(".dora_scale") or name.startswith("bundle_emb."):
                 raise ValueError(f"it holds {name}, which is not used here")
-        # ComfyUI's own names are those of kohya's scripts, with dots: diffusers knows the latter.
+        # ComfyUI's own names are kohya's with dots, and diffusers reads only kohya's.
         source: Any = str(path.parent)
         if any(name.startswith("diffusion_model.") and ".lora_down." in name for name in file):
             source = {name_as_kohya(name): weight for name, weight in file.items()}
@@ -328,7 +328,7 @@ class Family:
     # ---- files of other programs
 
     def describe_for_sd_scripts(self, model: torch.nn.Module) -> dict[str, str]:
-        """What sd-scripts calls the base, in the header of a LoRA file."""
+        """The names of the base for sd-scripts, in the header of a LoRA file."""
         return {"ss_base_model_version": self.name}
 
     def name_architecture(self, model: torch.nn.Module, predicts_velocity: bool) -> str:
@@ -336,11 +336,11 @@ class Family:
         return self.name
 
     def read_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
-        """What a single file says of the scheduler, by the names of its weights and its header."""
+        """The scheduler's settings, by the names of a single file's weights and its header."""
         return {}
 
     def merge(self, pipeline: Any) -> dict[str, torch.Tensor]:
-        """The weights of a pipeline as a single file has them, on the CPU."""
+        """The weights of a pipeline in the layout of a single file, on the CPU."""
         raise NotImplementedError
 
 
@@ -356,7 +356,7 @@ def name_as_kohya(name: str) -> str:
 
 
 def format_chat(tokenizer: Any, caption: str, enable_thinking: bool) -> str:
-    """A user's turn that says the caption, and the beginning of the answer."""
+    """A user's turn with the caption, and the beginning of the answer."""
     turns = [{"role": "user", "content": caption}]
     return tokenizer.apply_chat_template(
         turns, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
@@ -364,7 +364,7 @@ def format_chat(tokenizer: Any, caption: str, enable_thinking: bool) -> str:
 
 
 def move_to_front(embeds: torch.Tensor, mask: torch.Tensor) -> Prompts:
-    """Embeddings [N, tokens, width] with those that `mask` leaves out last, and 0.
+    """Move padding, where `mask` is False, behind the embeddings [N, tokens, width], as zeros.
 
     Some tokenizers put padding on the left.
     """
@@ -375,17 +375,17 @@ def move_to_front(embeds: torch.Tensor, mask: torch.Tensor) -> Prompts:
 
 
 def attend_to(mask: torch.Tensor) -> torch.Tensor:
-    """The attention mask of a text encoder; a caption without a token has all, or it is 0 / 0."""
+    """The attention mask of a text encoder. It is all 1 without tokens, which would give 0 / 0."""
     return (mask | ~mask.any(dim=1, keepdim=True)).long()
 
 
-# For families whose transformer takes patches of 2 x 2 latents in a row
+# For families whose transformer takes patches of 2 x 2 latents as a sequence
 
 
 def make_patches(latents: torch.Tensor) -> torch.Tensor:
     """Put 2 x 2 latents into the channels of one: [N, C, 2h, 2w] -> [N, 4C, h, w].
 
-    The four latents of a channel stay side by side, as in the pipelines.
+    The four latents of a channel are adjacent, as in the pipelines.
     """
     return torch.nn.functional.pixel_unshuffle(latents, 2)
 

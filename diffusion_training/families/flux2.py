@@ -21,7 +21,7 @@ from diffusion_training.families.base import (
     to_sequence,
 )
 
-TEXT_LAYERS = (9, 18, 27)  # the hidden states of the text encoder that are embeddings
+TEXT_LAYERS = (9, 18, 27)  # hidden states of the text encoder that are used as embeddings
 
 
 class Flux2Klein(Family):
@@ -53,9 +53,9 @@ class Flux2Klein(Family):
         (text_encoder,) = encoders.text_encoders
         (tokenizer,) = encoders.tokenizers
         mask = tokens["prompt_mask"]
-        # A cache of tokens holds no padding, and padding has embeddings here.
+        # A cache of tokens holds no padding, but the transformer gets its embeddings.
         ids = torch.where(mask, tokens["input_ids"], tokenizer.pad_token_id)
-        # Without the head, whose logits would take 0.3 GB a caption.
+        # without the head, whose logits would take 0.3 GB per caption
         output = text_encoder.base_model(
             input_ids=ids, attention_mask=attend_to(mask), output_hidden_states=True
         )
@@ -99,7 +99,7 @@ class Flux2Klein(Family):
 
     def check_model(self, config: Any) -> str | None:
         if config.guidance_embeds:
-            return "has an embedding of guidance: it is no klein"
+            return "has an embedding of guidance, so it is not FLUX.2 klein"
         return None
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
@@ -111,7 +111,7 @@ class Flux2Klein(Family):
         return f", max_sequence_length={max_tokens}" if max_tokens else ""
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
-        """By whole names in the single blocks: in double blocks `attn.to_out` is no layer."""
+        """Single blocks need full names, because `attn.to_out` is not a layer in double blocks."""
         layers = super().choose_layers(model, which)
         if which in ("attention", "all"):
             count = model.config.num_single_layers

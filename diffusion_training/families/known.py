@@ -18,10 +18,10 @@ FAMILIES: dict[str, Family] = {
         QwenImage(),
     )
 }
-DEFAULT_FAMILY = "sd"  # of models that are given one by one
-DEFAULT_FLOW_FAMILY = "prx"  # of train_flow.py
+DEFAULT_FAMILY = "sd"  # if models are given one by one
+DEFAULT_FLOW_FAMILY = "prx"  # in train_flow.py
 
 
 def find_family(class_name: str) -> Family | None:
-    """The family of a pipeline, by the class in its model_index.json; None if none knows it."""
+    """The family of a pipeline, by the class in its model_index.json, or None."""
     return next((each for each in FAMILIES.values() if each.recognizes(class_name)), None)

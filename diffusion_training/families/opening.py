@@ -23,7 +23,7 @@ from diffusion_training.files import clean, delete, saving
 def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     """Read model_index.json, and find the family. A base in a single file is unpacked first.
 
-    trained_by: the script that trains; it ends in a sentence if another one trains this family.
+    Stops with an error if another script than `trained_by` trains the family.
     """
     name = args.pretrained_model_name_or_path
     source = open_source(args)
@@ -35,10 +35,10 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
         fail(f"--model_family {wanted.name}: {name} is a {class_name}, of the family {own.name}")
     if class_name and own is None:
         names = ", ".join(FAMILIES)
-        fail(f"{name} is a {class_name}, which these scripts do not train; families: {names}")
+        fail(f"{name} is a {class_name}, which these scripts can't train; families: {names}")
     family = wanted or own or FAMILIES[DEFAULT_FAMILY]
     if trained_by and family.script != trained_by:
-        fail(f"{name} is a pipeline of the family {family.name}: {family.script} trains it")
+        fail(f"{name} is a pipeline of the family {family.name}: train it with {family.script}")
     max_tokens = getattr(args, "max_sequence_length", None)
     flags = {
         "--max_sequence_length": (max_tokens, family.max_tokens),
@@ -65,14 +65,14 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
         fail(sentence)
     if trained_by and family.is_distilled(base):
         PartialState().print(
-            f"{name} was distilled to draw in few steps. Training undoes that: its samples "
+            f"{name} was distilled to sample in few steps. Training undoes that, and samples "
             f"get blurred. Train the {family.title} that it was made from; a LoRA fits both."
         )
     return base
 
 
 def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
-    """model_index.json of a pipeline; {} where there is none, as of models in a bare folder."""
+    """model_index.json of a pipeline; {} if there is none, for example in a folder of models."""
     if source is None:
         return {}
     if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "model_index.json")):
@@ -82,7 +82,7 @@ def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
             source, cache_dir=args.cache_dir, revision=args.revision
         )
         for name, entry in index.items():
-            # others are settings of the pipeline
+            # other entries are settings of the pipeline
             is_part = name.startswith(("scheduler", "text_encoder", "tokenizer", "vae"))
             if is_part and not (isinstance(entry, list) and len(entry) == 2):
                 raise ValueError(
@@ -98,17 +98,17 @@ def open_source(args: Namespace) -> str | None:
     if source is None or not os.path.isfile(source):
         if config:
             fail(
-                f"--single_file_config is for a base in one file, and {source} is none: leave it "
-                "out"
+                f"--single_file_config is for a base in one file, and {source} is not a file: "
+                "leave it out"
             )
         return source
     if not source.endswith(".safetensors"):
         fail(
-            f"{source} can't be opened: a .ckpt may run any program, so have it converted to "
-            ".safetensors"
+            f"{source} can't be opened, because a .ckpt can run any program: get its .safetensors "
+            "version"
         )
     if args.variant:
-        fail(f"--variant {args.variant} chooses among files, and {source} is one: leave it out")
+        fail(f"--variant {args.variant} does nothing for a single file, {source}: leave it out")
     return unpack(source, config, args.cache_dir)
 
 
@@ -124,20 +124,20 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
     family = next((each for each in FAMILIES.values() if each.recognizes_file(names)), None)
     if family is None:
         fail(
-            f"{source} holds no Stable Diffusion 1, 2 or XL with U-Net, VAE and text encoders, as "
-            "they were published"
+            f"{source} is not Stable Diffusion 1, 2 or XL in its published layout, with U-Net, VAE "
+            "and text encoders"
         )
     about = os.stat(source)
     place = xxhash.xxh3_64_hexdigest(repr([os.path.realpath(source), config]).encode())
     key = [about.st_size, about.st_mtime_ns, diffusers.__version__]
     key += [path.read_text() for path in sorted(Path(config or os.devnull).rglob("*.json"))]
     objective = family.read_objective(names, header)
-    if objective:  # older versions left it out: their folders are not used
+    if objective:  # older versions ignored it, so their folders must not be used
         key += [objective]
     root = Path(cache_dir or HF_HOME) / "single_files"
     prefix = f"{Path(source).stem}-{place}-"
     folder = root / f"{prefix}{xxhash.xxh3_64_hexdigest(repr(key).encode())}"
-    advice = "--single_file_config says where the configs of its family are"
+    advice = "if its configs are missing, give --single_file_config"
     with explained(f"{source} can't be unpacked; {advice}"):
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / ".lock"):  # the first process unpacks it, the others wait and find it
@@ -151,7 +151,7 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
                     pipeline.scheduler = scheduler.from_config(scheduler.config, **objective)
                 with saving(root, folder) as unfinished:
                     save_unpacked(pipeline, unfinished / folder.name)
-                for other in root.iterdir():  # of the file as it was before
+                for other in root.iterdir():  # unpacked from older versions of the file
                     if other.name.startswith(prefix) and other != folder:
                         delete(other)
     return str(folder)

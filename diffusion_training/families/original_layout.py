@@ -1,7 +1,7 @@
-"""The names of weights in one file, as Stable Diffusion was published.
+"""The names of weights in the single files in which Stable Diffusion was published.
 
-ComfyUI and A1111 read such files, and sd-scripts names the layers of SDXL so. Weights are renamed
-from diffusers' and transformers' names; only the text encoders of OpenCLIP are put together anew.
+ComfyUI and A1111 read such files, and sd-scripts uses these names for the layers of SDXL. Weights
+are renamed from diffusers' and transformers' names. OpenCLIP's query, key and value are merged.
 """
 
 import re
@@ -55,9 +55,9 @@ OPEN_CLIP = {
 
 
 def rename_unet(names: Iterable[str], layers_per_block: int) -> dict[str, str]:
-    """{diffusers' name: the published one} of modules or weights of a whole U-Net.
+    """{diffusers' name: published name} of modules or weights of a complete U-Net.
 
-    The blocks of diffusers are numbered through there, way down and way up.
+    The published names number the layers of all down blocks in one sequence, and of all up blocks.
     """
     names = list(names)
     attentive = {name.split(".attentions.")[0] for name in names if ".attentions." in name}
@@ -90,7 +90,7 @@ def rename_unet(names: Iterable[str], layers_per_block: int) -> dict[str, str]:
 
 
 def rename_vae(names: Iterable[str], levels: int) -> dict[str, str]:
-    """{diffusers' name: the published one} of the weights of a VAE with some levels of blocks.
+    """{diffusers' name: published name} of the weights of a VAE with `levels` levels of blocks.
 
     On the way up, the published names count the levels from the last one.
     """
@@ -113,14 +113,14 @@ def rename_vae(names: Iterable[str], levels: int) -> dict[str, str]:
 
 
 def replace_part(name: str, parts: dict[str, str]) -> str:
-    """Replace the part of a name that stands between dots."""
+    """Replace parts of a name between dots."""
     for part, other in parts.items():
         name = re.sub(rf"\.{re.escape(part)}(?=\.|$)", f".{other}", name)
     return name
 
 
 def merge_vae(weights: Weights, levels: int) -> Weights:
-    """A VAE's weights under their published names; its attention was made of 1x1 convolutions."""
+    """A VAE's weights under their published names, which use 1x1 convolutions for attention."""
     merged = {}
     for name, published in rename_vae(weights, levels).items():
         value = weights[name]
@@ -136,9 +136,9 @@ def merge_clip(weights: Weights) -> Weights:
 
 
 def merge_open_clip(weights: Weights) -> Weights:
-    """The weights of an OpenCLIP text encoder in its own layout.
+    """The weights of an OpenCLIP text encoder in OpenCLIP's layout.
 
-    Query, key and value are one matrix there, and the projection is transposed.
+    There, query, key and value are one matrix, and the projection is transposed.
     """
     merged = {}
     for name, value in weights.items():

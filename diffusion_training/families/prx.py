@@ -20,7 +20,7 @@ from diffusion_training.families.base import (
 
 @functools.cache
 def open_text_cleaner() -> Any:
-    from diffusers.pipelines.prx.pipeline_prx import TextPreprocessor  # here: it takes a second
+    from diffusers.pipelines.prx.pipeline_prx import TextPreprocessor  # the import takes a second
 
     return TextPreprocessor()
 
@@ -39,7 +39,7 @@ class PRX(Family):
     attention = ()
 
     def prepare(self, tokenizer: Any, caption: str) -> str:
-        """In lower case, without addresses, Chinese and most signs, as PRXPipeline cleans it."""
+        """In lower case, without URLs, Chinese and most symbols, as PRXPipeline cleans it."""
         return open_text_cleaner().clean_text(caption)
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
@@ -51,13 +51,13 @@ class PRX(Family):
     def load_vae(
         self, class_name: str, source: str | None, options: dict[str, Any], dtype: torch.dtype
     ) -> torch.nn.Module:
-        """FLUX.2's VAE becomes an AutoencoderKL, which PRXPipeline can draw with.
+        """FLUX.2's VAE becomes an AutoencoderKL, which PRXPipeline can use.
 
-        PRXPipeline knows one shift and one factor: they are the means over the VAE's channels.
+        PRXPipeline takes one shift and one factor, here from means over the VAE's channels.
         """
         if class_name != "AutoencoderKLFlux2":
             return super().load_vae(class_name, source, options, dtype)
-        # in float32, because the means would be others in bfloat16
+        # in float32, because the means would differ in bfloat16
         loaded = super().load_vae(class_name, source, options, torch.float32)
         known = inspect.signature(AutoencoderKL).parameters
         config = {name: value for name, value in loaded.config.items() if name in known}

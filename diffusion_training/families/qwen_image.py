@@ -16,7 +16,7 @@ from diffusion_training.families.base import (
     to_sequence,
 )
 
-# QwenImagePipeline.prompt_template_encode. Its first 34 tokens get no embeddings.
+# QwenImagePipeline.prompt_template_encode. The embeddings of its first 34 tokens are dropped.
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
     "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
@@ -47,7 +47,7 @@ class QwenImage(Family):
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
         (text_encoder,) = encoders.text_encoders
         mask = tokens["prompt_mask"]
-        # without the head, whose logits would take 0.3 GB a caption
+        # without the head, whose logits would take 0.3 GB per caption
         output = text_encoder.base_model(input_ids=tokens["input_ids"], attention_mask=mask.long())
         prompts = move_to_front(output.last_hidden_state.float(), mask)
         return {
@@ -62,9 +62,9 @@ class QwenImage(Family):
         return 2 * 2 ** len(vae.config.temperal_downsample)
 
     def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
-        """The VAE is one for films: an image is a film of one frame."""
-        film = super().encode_images(vae, images.unsqueeze(2))
-        return make_patches(film.squeeze(2))
+        """The VAE is for videos, so an image is a video of one frame."""
+        video = super().encode_images(vae, images.unsqueeze(2))
+        return make_patches(video.squeeze(2))
 
     def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
         return pixel_shuffle(latents, 2).unsqueeze(2)
@@ -80,7 +80,7 @@ class QwenImage(Family):
         """Embeddings are cut to the longest caption of the batch, as the pipeline does."""
         lengths = prompts["prompt_lengths"]
         longest = prompts["prompt_embeds"].shape[1]
-        if not lengths.is_meta:  # else operations are counted: there are no numbers
+        if not lengths.is_meta:  # counting FLOPs uses meta tensors, which have no values
             longest = int(lengths.max())
         output = model(
             to_sequence(noisy),
@@ -93,7 +93,7 @@ class QwenImage(Family):
 
     def check_model(self, config: Any) -> str | None:
         if config.guidance_embeds or config.zero_cond_t or config.use_layer3d_rope:
-            return "is one for edits, layers or distilled guidance, which can't be trained here"
+            return "is for editing, layers or distilled guidance, which can't be trained here"
         return None
 
     def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
@@ -111,4 +111,4 @@ class QwenImage(Family):
         return {"true_cfg_scale": guidance_scale}
 
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
-        return ', negative_prompt=""'  # without one the pipeline draws without guidance
+        return ', negative_prompt=""'  # without it the pipeline uses no guidance

@@ -23,7 +23,7 @@ KOHYA_PARTS = {
 
 
 class Float32(torch.nn.Module):
-    """In place of a text encoder: pipelines draw in the precision of their text encoder."""
+    """Replaces a text encoder, because pipelines sample in its precision."""
 
     dtype = torch.float32
 
@@ -48,12 +48,12 @@ class StableDiffusion(Family):
     has_clip_skip = True
     named_in_cache = False
     features: tuple[str, ...] = ()
-    precision = "float16"  # which all GPUs have
+    precision = "float16"  # which all GPUs support
     samples_one_by_one = False
     other_layers = (
         "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out", "conv1", "conv2", "conv_shortcut",
     )  # fmt: skip
-    text_part = "cond_stage_model"  # how a single file calls the text encoders
+    text_part = "cond_stage_model"  # prefix of the text encoders in a single file
 
     def recognizes(self, class_name: str) -> bool:
         others = ("StableDiffusionXL", "StableDiffusion3")
@@ -78,12 +78,12 @@ class StableDiffusion(Family):
         return transformers.CLIPTokenizer
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
-        """The last hidden state; with clip_skip an earlier one, with the norm of the last."""
+        """The last hidden state; with clip_skip an earlier one, normalized like the last."""
         (text_encoder,) = encoders.text_encoders
         if not encoders.clip_skip:
             return {"prompt_embeds": text_encoder(tokens["input_ids"])[0].float()}
         layers = text_encoder(tokens["input_ids"], output_hidden_states=True).hidden_states
-        # transformers 4 had a part of that name
+        # `text_model` exists only in transformers 4
         body = getattr(text_encoder, "text_model", text_encoder)
         embeds = body.final_layer_norm(layers[-1 - encoders.clip_skip])
         return {"prompt_embeds": embeds.float()}
@@ -103,7 +103,7 @@ class StableDiffusion(Family):
         embed_type = config.addition_embed_type
         if (embed_type == "text_time") == self.needs_sizes:
             return None
-        return f"has addition_embed_type {embed_type!r}: SDXL's is text_time, and no other's"
+        return f"has addition_embed_type {embed_type!r}: text_time is for SDXL, and only for SDXL"
 
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         return f", clip_skip={clip_skip}" if clip_skip else ""
@@ -111,16 +111,16 @@ class StableDiffusion(Family):
     def usage_before(self, clip_skip: int | None) -> list[str]:
         if not clip_skip:
             return []
-        # with transformers 4 it has such a part
+        # transformers 4 has such a part already
         alias = 'vars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder'
         return [f"{alias}  # where clip_skip looks for it"]
 
     def read_lora(
         self, path: Any, model: torch.nn.Module
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Kohya's files are read here: diffusers' reader guesses names, and drops magnitudes.
+        """Read kohya's files here, because diffusers' reader guesses names and drops magnitudes.
 
-        They name the layers as diffusers or as the U-Net was published, with _ for each dot.
+        They use diffusers' or the published names of layers, with _ for each dot.
         """
         from safetensors.torch import load_file
 
@@ -161,7 +161,7 @@ class StableDiffusion(Family):
         return f"stable-diffusion-v2-{'768-v' if predicts_velocity else '512'}"
 
     def read_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
-        """v-prediction, and a last timestep of pure noise, by the marks that ComfyUI looks for."""
+        """v-prediction and zero terminal SNR, by the marks that ComfyUI looks for."""
         objective: dict[str, Any] = {}
         says_velocity = header.get("modelspec.prediction_type", "").lower().startswith("v")
         if "v_pred" in names or says_velocity:
@@ -174,7 +174,7 @@ class StableDiffusion(Family):
         unet = pipeline.unet
         vae = pipeline.vae
         if type(vae).__name__ != "AutoencoderKL":
-            raise ValueError(f"its VAE is an {type(vae).__name__}, no AutoencoderKL")
+            raise ValueError(f"its VAE is an {type(vae).__name__}, not an AutoencoderKL")
         names = rename_unet(unet.state_dict(), unet.config.layers_per_block)
         levels = len(vae.config.block_out_channels)
         parts = {
@@ -202,7 +202,7 @@ class StableDiffusion(Family):
 
 
 class StableDiffusionXL(StableDiffusion):
-    """Stable Diffusion XL (arXiv:2307.01952): two text encoders; the U-Net is told sizes."""
+    """Stable Diffusion XL (arXiv:2307.01952): two text encoders, and a U-Net that takes sizes."""
 
     name = "sdxl"
     title = "Stable Diffusion XL"
@@ -218,19 +218,19 @@ class StableDiffusionXL(StableDiffusion):
 
     def check(self, base: Base) -> str | None:
         if None in base.index.get("text_encoder", [None]):
-            return f"{base.name} has one text encoder of two: a refiner can't be trained here"
+            return f"{base.name} has only one text encoder: SDXL's refiner can't be trained here"
         if base.text_encoder or base.tokenizer:
             flags = "--text_encoder_name_or_path and --tokenizer_name_or_path"
-            return f"SDXL's encoders go together: leave {flags} out"
+            return f"SDXL's text encoders can't be replaced: leave {flags} out"
         return None
 
     def needs_exact_vae(self, config: dict[str, Any]) -> bool:
-        # This VAE overflows in float16 where it says so. Stable Diffusion's all say so, by default,
-        # and seldom do.
+        # SDXL's VAEs overflow in float16 if they set force_upcast. Those of Stable Diffusion set it
+        # by default, but seldom overflow.
         return config.get("force_upcast", True)
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
-        """The last layer but one of both encoders side by side, and the second one's projection."""
+        """The second-to-last layers of both encoders, joined, and the second one's projection."""
         first, second = encoders.text_encoders
         first_output = first(tokens["input_ids"], output_hidden_states=True)
         second_output = second(tokens["input_ids_2"], output_hidden_states=True)
@@ -242,7 +242,7 @@ class StableDiffusionXL(StableDiffusion):
         }
 
     def encode_empty(self, encoders: Encoders, base: Base, tokens: Tokens) -> Prompts:
-        """Zeros, unless model_index.json says otherwise: SDXL was trained with them."""
+        """Zeros, as SDXL was trained, except if model_index.json turns them off."""
         empty = super().encode_empty(encoders, base, tokens)
         if base.index.get("force_zeros_for_empty_prompt", True):
             return {

@@ -42,9 +42,9 @@ class ZImage(Family):
     def predict(
         self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
     ) -> torch.Tensor:
-        """The model takes lists, counts time from noise to image, and predicts the way back."""
+        """The model takes lists; its time runs from noise to image, and so does its velocity."""
         embeds = prompts["prompt_embeds"]
-        if prompts["prompt_lengths"].is_meta:  # operations are counted: there are no numbers
+        if prompts["prompt_lengths"].is_meta:  # for counting FLOPs; it has no values
             lengths = [embeds.shape[1]] * len(embeds)
         else:
             lengths = prompts["prompt_lengths"].tolist()
@@ -56,7 +56,7 @@ class ZImage(Family):
         return 2
 
     def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
-        """The pipeline takes lists, and counts what guidance adds to the prediction."""
+        """The pipeline takes lists."""
         lengths = prompts["prompt_mask"].sum(dim=1).tolist()
         pairs = zip(prompts["prompt_embeds"], lengths, strict=True)
         asked: dict[str, Any] = {"prompt_embeds": [rows[:length] for rows, length in pairs]}
@@ -66,6 +66,7 @@ class ZImage(Family):
         return asked | self.guide(guidance_scale)
 
     def guide(self, guidance_scale: float) -> dict[str, float]:
+        """The pipeline's scale is 0 without guidance."""
         return {"guidance_scale": guidance_scale - 1}
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:

@@ -54,7 +54,7 @@ def fingerprint_cache(cache: dict) -> str:
 
 
 def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
-    """Read cache.json and the records of all complete shards, also of those written since.
+    """Read cache.json and the records of all complete shards, including newer ones.
 
     Returns (dict, {file name: {"rows", "sha256", "checksums": checksum of the rows' checksums,
     "encoded_again", "captions_cut", "skipped": [{"row", "key", "reason"}]}}). Raises ValueError if
@@ -63,10 +63,10 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
     cache = json.loads((output_dir / "cache.json").read_text())
     state = output_dir / "state.json"
     if state.exists() and json.loads(state.read_text())["_fingerprint"] != fingerprint_cache(cache):
-        raise ValueError("cache.json is not as it was written")
+        raise ValueError("cache.json has changed since it was written")
     cache = list_by_names(cache)
     records = {name: {**record, "skipped": []} for name, record in cache.get("shards", {}).items()}
-    if records:  # finished before: skipped rows are in one file
+    if records:  # a finished cache has all skipped rows in one file
         for entry in map(json.loads, (output_dir / "skipped.jsonl").read_text().splitlines()):
             shard = name_shard(entry["row"] // cache["rows_per_shard"], cache)
             records[shard]["skipped"].append(entry)
@@ -80,9 +80,9 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
 
 
 def write_batches(writer: Any, batches: list[pa.RecordBatch], checksums: xxhash.xxh3_128) -> None:
-    """Write record batches as one; batches without any row are not written.
+    """Write record batches as one, or nothing if they have no rows.
 
-    An empty batch would disturb programs that read batch by batch.
+    Programs that read batch by batch may fail on an empty one.
     """
     if not batches:
         return
@@ -93,13 +93,13 @@ def write_batches(writer: Any, batches: list[pa.RecordBatch], checksums: xxhash.
 
 @contextlib.contextmanager
 def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
-    """Give a shard's record, and a function that adds rows to the shard batch by batch.
+    """Yield a shard's record, and a function that adds a batch of rows to the shard.
 
-    At the end the shard and its record are written completely. If anything fails, neither is.
+    At the end the shard and its record are written. If anything fails, neither is.
     """
     unfinished = name_unfinished(path)
     record: dict[str, Any] = {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []}
-    # of the rows' checksums; a trainer verifies shards and rows by them
+    # a checksum of the rows' checksums, with which a trainer verifies the shard
     checksums = xxhash.xxh3_128()
     try:
         with contextlib.ExitStack() as stack:
@@ -128,16 +128,13 @@ def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., No
         record_path = path.parent / "unfinished" / f"{path.name}.json"
         write_file(record_path, json.dumps(record), lasting=False)
     except OSError as error:
-        fail(
-            f"{path} could not be written ({error}); the same command goes on from what is whole",
-            alone=True,
-        )
+        fail(f"{path} could not be written ({error}); run the same command to resume", alone=True)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def describe_damage(path: Path, records: dict[str, dict]) -> str | None:
-    """Why a shard that has a record must be made again; None if it need not be."""
+    """Why a shard must be made again; None if it is intact or has no record yet."""
     if path.name not in records:
         return None
     if any(entry["reason"].startswith("not read") for entry in records[path.name]["skipped"]):
@@ -154,7 +151,7 @@ def check_skipped(skipped: list[dict], num_rows: int, max_skipped: float) -> Non
         fail(
             f"{len(skipped)} of {num_rows} rows could not be used, more than --max_skipped "
             f"{max_skipped:g} allows, such as {skipped[-1]['key']} ({skipped[-1]['reason']}); "
-            "the same command goes on from here with a larger --max_skipped",
+            "to resume, run the same command with a larger --max_skipped",
             alone=True,
         )
 
@@ -162,15 +159,15 @@ def check_skipped(skipped: list[dict], num_rows: int, max_skipped: float) -> Non
 class OpenCache(NamedTuple):
     """A cache that is being made."""
 
-    lock: BaseFileLock | None  # None except on the first process
+    lock: BaseFileLock | None  # None on all but the first process
     cache: dict[str, Any]  # cache.json
-    records: dict[str, dict[str, Any]]  # of the shards that are complete, by their names
+    records: dict[str, dict[str, Any]]  # {file name: record} of the complete shards
 
 
 def open_cache(
     accelerator: Accelerator, planned: PlannedCache, folder: Path | None = None
 ) -> OpenCache:
-    """Lock --output_dir, and open the cache in it or begin a new one.
+    """Lock --output_dir, and open the cache in it or start a new one.
 
     `folder` is the local copy of the cache if --output_dir is elsewhere.
     """
@@ -210,10 +207,10 @@ def open_cache(
     content = os.fsencode(format_args(planned.flags, "precompute_latents.py", UNLIKE))
     if accelerator.is_main_process and not (path.is_file() and path.read_bytes() == content):
         write_file(path, content)
-    # this is no error, because JPEG decoders differ only by a grey level or two
+    # not an error: JPEG decoders differ only by a grey level or two
     if cache["decoder"] != decoder:
         accelerator.print(
-            f"{name} was begun with {cache['decoder']}; its JPEGs are decoded with {decoder} now"
+            f"{name} was begun with {cache['decoder']}; this run decodes JPEGs with {decoder}"
         )
     return OpenCache(lock, cache, records)
 
@@ -221,8 +218,7 @@ def open_cache(
 def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skipped: float) -> dict:
     """When all shards are complete, write the files that make them a data set.
 
-    state.json is written last, because the cache does not open without it. Returns the new content
-    of cache.json.
+    state.json comes last, because the cache does not open without it. Returns the new cache.json.
     """
     cache, records = read_cache(output_dir)
     skipped = [entry for record in records.values() for entry in record.pop("skipped")]

@@ -1,7 +1,7 @@
-"""The columns of a latent cache: one list says what each holds, and all code goes through it.
+"""The columns of a latent cache: one list describes them, and all code uses this list.
 
-To cache a further feature: an entry in `EXTRA_COLUMNS` and, in precompute_latents.py, a line in
-`encode` that computes it.
+To cache another feature, add an entry to `EXTRA_COLUMNS`, and to `encode` in precompute_latents.py
+a line that computes it.
 """
 
 import functools
@@ -18,25 +18,25 @@ from tqdm.auto import tqdm
 from diffusion_training.families.known import FAMILIES
 
 BY_COLUMNS = "records by columns"
-# Files of the embeddings that take the place of a caption that is left out
+# Files of the embeddings that replace a dropped caption
 EMPTY = {"prompt_embeds": "empty_prompt", "pooled_prompt_embeds": "empty_pooled"}
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: what it holds for each row."""
+    """A column of numbers."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # of a value; the largest, if they differ in size
+    shape: tuple[int, ...]  # of a value, or of the largest one if they differ in size
     is_ragged: bool = False  # do values differ in size?
     is_padded: bool = False  # are they filled up to `shape` in a batch, with a mask?
     is_of_caption: bool = False  # does it hold a value for each caption of an image?
-    num_values: int = 1  # of a row: its captions
-    mirrored: str | None = None  # the column of the mirrored image's values
-    is_map: bool = False  # are a mirrored image's values these, with the last axis reversed?
+    num_values: int = 1  # per row: one, or one per caption
+    mirrored: str | None = None  # the column for the mirrored image
+    is_map: bool = False  # does mirroring an image reverse the last axis of these values?
     is_in_batch: bool = True  # is it part of a trainer's batch?
-    is_optional: bool = False  # does a trainer read it only where it asks for it?
+    is_optional: bool = False  # does a trainer read it only on request?
 
     @property
     def arrow_type(self) -> pa.DataType:
@@ -44,7 +44,7 @@ class Column:
         return pa.list_(pa.from_numpy_dtype(np.dtype(self.dtype)), *numbers)
 
     def make_array(self, rows: Sequence[np.ndarray]) -> pa.Array:
-        """The Arrow array of some rows' numbers."""
+        """Numbers of some rows -> Arrow array."""
         values = np.concatenate([np.zeros(0, self.dtype), *rows])
         if not self.is_ragged:
             return pa.FixedSizeListArray.from_arrays(pa.array(values), self.arrow_type.list_size)
@@ -52,7 +52,7 @@ class Column:
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
 
     def count_bytes(self, tokens: float | None) -> int:
-        """Bytes of a row, at most; tokens: of a caption, on average, where padding is left out."""
+        """Most bytes of a row; tokens: of an average caption, used if padding is not stored."""
         shape: Sequence[float] = self.shape
         if self.is_padded and tokens is not None:
             shape = [tokens, *self.shape[1:]]
@@ -61,7 +61,7 @@ class Column:
     def choose_caption_part(
         self, numbers: np.ndarray, lengths: np.ndarray, number: int
     ) -> np.ndarray:
-        """One caption's part of a row's numbers; lengths: tokens of each, -1 of a missing one."""
+        """One caption's numbers in a row's; lengths: tokens of each caption, -1 if missing."""
         if not self.is_ragged:
             return numbers.reshape(len(lengths), -1)[number]
         ends = np.maximum(lengths, 0).cumsum()
@@ -69,7 +69,7 @@ class Column:
         return numbers[(ends[number] - lengths[number]) * width : ends[number] * width]
 
     def pad(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of numbers -> (an array [N, numbers] filled up with zeros, bool [N, tokens])."""
+        """Rows of numbers -> (array [N, numbers] padded with zeros, mask bool [N, tokens])."""
         width = math.prod(self.shape[1:])
         padded = np.zeros((len(rows), math.prod(self.shape)), rows[0].dtype)
         for full, numbers in zip(padded, rows, strict=True):
@@ -83,22 +83,22 @@ class Column:
         return f"{self.name}_checksum" if self.is_optional else "checksum"
 
 
-# Features of your own, such as Column("dino", "float16", (256, 384), is_optional=True). A cache
-# that has one is refused where its entry is missing here.
+# Your own features, such as Column("dino", "float16", (256, 384), is_optional=True). Without its
+# entry here, a cache that has the feature can't be opened.
 EXTRA_COLUMNS: tuple[Column, ...] = ()
 
 
 def list_columns(cache: dict) -> list[Column]:
-    """The columns of numbers of a cache; cache: what cache.json says."""
+    """The columns of numbers in a cache; cache: the content of cache.json."""
     features = cache.get("features", [])
     num_captions = count_captions(cache)
     captions: dict[str, Any] = {"is_of_caption": True, "num_values": num_captions}
-    # padding is left out
+    # padding is not stored
     ragged_text = "ragged embeddings" in features or "ragged ids" in features
     padding: dict[str, Any] = {"is_ragged": ragged_text, "is_padded": ragged_text}
     columns = []
     if cache["text_cache"] == "ids":
-        tokens = (cache["tokenizer"]["model_max_length"],)  # embeddings may be more or fewer
+        tokens = (cache["tokenizer"]["model_max_length"],)  # the number of embeddings may differ
         for name in ("input_ids", "input_ids_2"):
             if name == "input_ids" or "text_encoder_2" in cache:
                 columns.append(Column(name, "int32", tokens, **padding, **captions))
@@ -108,7 +108,7 @@ def list_columns(cache: dict) -> list[Column]:
         if "pooled_prompt_embeds_shape" in cache:
             shape = tuple(cache["pooled_prompt_embeds_shape"])
             columns.append(Column("pooled_prompt_embeds", "float16", shape, **captions))
-    if "captions" in features:  # tokens of each, -1 of one that is missing
+    if "captions" in features:  # tokens of each caption, -1 if it is missing
         columns.append(Column("prompt_lengths", "int32", (num_captions,), is_in_batch=False))
     if "sdxl" in features:
         columns += [Column(name, "int32", (2,)) for name in ("original_size", "crop_top_left")]
@@ -130,19 +130,19 @@ def list_columns(cache: dict) -> list[Column]:
 
 
 def name_feature(column: Column) -> str:
-    """What cache.json calls a column of `EXTRA_COLUMNS`."""
+    """The name in cache.json of a column of `EXTRA_COLUMNS`."""
     return f"column {column.name} {column.dtype} {list(column.shape)}"
 
 
 def list_features() -> set[str]:
-    """What a cache may hold beyond the plain one of Stable Diffusion; one with more is refused."""
+    """The features that this version can read, beyond a plain cache of Stable Diffusion."""
     features = {"ragged latents", "masks", "captions", BY_COLUMNS}
     features |= {name_feature(column) for column in EXTRA_COLUMNS}
     return features.union(*(family.features for family in FAMILIES.values()))
 
 
 def count_captions(cache: dict) -> int:
-    """How many captions each row of a cache has a place for."""
+    """How many captions each row of a cache can hold."""
     if "captions" not in cache.get("features", []):
         return 1
     return len(cache["transform"]["caption_weights"])
@@ -159,7 +159,7 @@ def group_by_checksum(columns: Collection[Column]) -> dict[str, list[str]]:
 def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
     """(bytes of the numbers in a row, bytes of its captions among them).
 
-    tokens: of a caption, on average, where padding is left out. With several sizes, the largest.
+    tokens: of an average caption, used if padding is not stored. Images count as the largest size.
     """
     sizes = {column: column.count_bytes(tokens) for column in list_columns(cache)}
     of_captions = [
@@ -171,7 +171,7 @@ def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
 
 
 def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
-    """{a choice of --text_cache: bytes of a caption}, whatever this cache holds."""
+    """{a choice of --text_cache: bytes of a caption}, not only for the choice of this cache."""
     ids = {**cache, "text_cache": "ids"}
     embeddings = {**cache, "text_cache": "embeddings"}
     sizes = {"ids": count_bytes(ids, tokens)[1], "embeddings": count_bytes(embeddings, tokens)[1]}
@@ -185,9 +185,9 @@ def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
 def describe_size(
     num_rows: int | None, num_shards: int, cache: dict, tokens: float | None, compare: bool
 ) -> str:
-    """A sentence on how big a cache will be. num_rows: None of a stream.
+    """A sentence on how big a cache will be. num_rows: None for a stream.
 
-    compare: also what captions would take with each --text_cache.
+    compare: add the size of captions with each --text_cache.
     """
     features = cache.get("features", [])
     # no size has more pixels than the square
@@ -197,9 +197,9 @@ def describe_size(
         tokens = tokens or cache["prompt_embeds_shape"][0]
     row_bytes, text_bytes = count_bytes(cache, tokens)
     show = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
-    each = f"{about}{show(row_bytes)} ({show(text_bytes)} of it the caption's) and the text"
+    each = f"{about}{show(row_bytes)} ({show(text_bytes)} for the caption) and the text"
     if num_rows is None:
-        sentence = f"A stream, of which each row is {each}"
+        sentence = f"A stream; each row is {each}"
     else:
         total = f"{about}{show(num_rows * row_bytes)} in {num_shards:,} shards"
         sentence = f"{num_rows:,} rows of {each}: {total}"
@@ -211,26 +211,26 @@ def describe_size(
 
 
 class Ragged:
-    """The rows of an Arrow column of lists of any length, as views of its numbers."""
+    """The rows of an Arrow column of lists of different lengths, as views of its numbers."""
 
     def __init__(self, column: pa.ListArray) -> None:
         self.offsets = column.offsets.to_numpy()
         self.numbers = column.values.to_numpy()
 
     def __getitem__(self, row: int) -> np.ndarray:
-        row %= len(self.offsets) - 1  # it may be counted from the end
+        row %= len(self.offsets) - 1  # may be negative, counted from the end
         return self.numbers[self.offsets[row] : self.offsets[row + 1]]
 
 
 def view_rows(column: pa.Array) -> Ragged | np.ndarray:
-    """An Arrow column of lists as something that gives a row's numbers without a copy."""
+    """Index an Arrow column of lists by row, without copying the numbers."""
     if pa.types.is_list(column.type):
         return Ragged(column)
     return column.flatten().to_numpy().reshape(len(column), -1)
 
 
 def checksum_row(row: dict[str, Any]) -> int:
-    """xxh3 of a row's numbers, {column: its numbers}, in the order of the names."""
+    """xxh3 of a row, {column: its numbers}, in the order of the names."""
     digest = xxhash.xxh3_64()
     for name in sorted(row):
         digest.update(row[name])

@@ -16,15 +16,15 @@ from diffusion_training.models import compile_model, hash_weights, put_on_device
 
 @dataclass(frozen=True)
 class Latents:
-    """What the latents of some images are."""
+    """The kind, shape and scale of latents."""
 
     kind: str  # "moments": mean and standard deviation; "sample": the latents themselves
-    # as they are cached: (channels, twice as many of moments; height, width)
+    # as cached: (channels, or twice as many for moments; height; width)
     shape: tuple[int, ...]
-    # (latents - shift) * factor is of about unit size; tensors have a number for each channel
+    # (latents - shift) * factor has about unit variance; a tensor has a number for each channel
     shift: float | torch.Tensor
     factor: float | torch.Tensor
-    downscale: int  # pixels a side that a latent covers
+    downscale: int  # side in pixels of the square that a latent covers
 
     @property
     def channels(self) -> int:
@@ -39,19 +39,19 @@ def load_encoders(base: Base, dtype: torch.dtype) -> Encoders:
 
 
 def load_vae(base: Base, dtype: torch.dtype) -> torch.nn.Module:
-    """Load the VAE, on the CPU. Ends in a sentence if the family's pipeline can't use it."""
+    """Load the VAE, on the CPU. Stops with an error if the family's pipeline can't use it."""
     family = base.family
     with locating(base, base.vae, "vae") as (source, options):
         config = diffusers.AutoencoderKL.load_config(source, **options)
         class_name = config["_class_name"]
         if class_name not in family.vae_classes:
-            raise ValueError(f"it is an {class_name}, no {' or '.join(family.vae_classes)}")
+            raise ValueError(f"its class is {class_name}, not {' or '.join(family.vae_classes)}")
         if family.needs_exact_vae(config):
             dtype = torch.float32
         vae = family.load_vae(class_name, source, options, dtype)
         for name in family.ignored_vae_settings:
             if vae.config.get(name):
-                raise ValueError(f"it has a {name}, which a {family.pipeline} would leave out")
+                raise ValueError(f"it has a {name}, which a {family.pipeline} would ignore")
         for name, scale in family.describe_scale(vae).items():
             if scale is None:
                 raise ValueError(f"its config has no {name}")
@@ -61,7 +61,7 @@ def load_vae(base: Base, dtype: torch.dtype) -> torch.nn.Module:
 def load_parts(base: Base, with_text: bool) -> dict[str, Any]:
     """Load the parts of a pipeline that are not trained, in float32: {name: model or tokenizer}.
 
-    with_text: also text encoders and tokenizers, without which it draws from embeddings.
+    with_text: also load text encoders and tokenizers. Without them the pipeline needs embeddings.
     """
     if not with_text:
         return {"vae": load_vae(base, torch.float32)}
@@ -75,16 +75,18 @@ def load_parts(base: Base, with_text: bool) -> dict[str, Any]:
 
 
 def check_sides(downscale: int, resolution: int | None, bucket_step: int | None) -> None:
-    """End in a sentence if images of these sides can't become latents of the VAE."""
+    """Stop with an error if the VAE can't encode images of these sides."""
     if resolution is not None and resolution % downscale:
         fail(f"--resolution {resolution} is not a multiple of {downscale}, which this VAE needs")
     if bucket_step and (bucket_step % downscale or (resolution or 0) % bucket_step):
-        advice = f"it must divide --resolution {resolution} and be a multiple of {downscale}"
-        fail(f"--bucket_step {bucket_step} does not suit: {advice}, as this VAE needs")
+        fail(
+            f"--bucket_step {bucket_step} must divide --resolution {resolution} and be a multiple "
+            f"of {downscale}, which this VAE needs"
+        )
 
 
 def describe_latents(family: Family, vae: torch.nn.Module, resolution: int, kind: str) -> Latents:
-    """The latents of images of a resolution; kind: moments or sample."""
+    """The `Latents` of images of a resolution; kind: moments or sample."""
     side = resolution // family.downscale(vae)
     _, channels = family.count_channels(vae)
     scale = family.describe_scale(vae)
@@ -98,14 +100,14 @@ def describe_latents(family: Family, vae: torch.nn.Module, resolution: int, kind
 
 
 def place_scale(scale: float | list[float], device: torch.device) -> float | torch.Tensor:
-    """A number of `Family.describe_scale`, or a tensor [channels, 1, 1] of a list of them."""
+    """Return a number of `Family.describe_scale`, or a list of them as tensor [channels, 1, 1]."""
     if isinstance(scale, list):
         return torch.tensor(scale, device=device).view(-1, 1, 1)
     return scale
 
 
 def try_encoders(encoders: Encoders) -> None:
-    """Encode a small image and a few tokens. Ends in a sentence if a config is wrong."""
+    """Encode a small image and a few tokens. Stops with an error if a config is wrong."""
     family = encoders.family
     vae = encoders.vae
     with torch.no_grad():
@@ -124,13 +126,13 @@ def try_encoders(encoders: Encoders) -> None:
 
 
 def encode_images(encoders: Encoders, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Images uint8 [N, C, H, W] -> latents float32, as `Family.encode_images` gives them."""
+    """Images uint8 [N, C, H, W] -> latents float32, see `Family.encode_images`."""
     images = (pixel_values / 127.5 - 1).to(encoders.vae.dtype)
     return encoders.family.encode_images(encoders.vae, images)
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """What identifies a tokenizer: its vocabulary, how it splits a text, and where it cuts."""
+    """Identify a tokenizer by its vocabulary, how it splits a text, and its maximal length."""
     probe = tokenizer("The quick brown fox, 123 times!", truncation=True).input_ids
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), probe])
     digest = hashlib.sha256(vocabulary.encode()).hexdigest()
@@ -138,7 +140,7 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def describe_models(encoders: Encoders) -> dict[str, Any]:
-    """What must be the same in the models of two caches, or of a cache and a trainer."""
+    """Describe the models. Two caches, or a cache and its trainer, must agree on this."""
     family = encoders.family
     vae = encoders.vae
     described: dict[str, Any] = {
@@ -163,7 +165,7 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
 def place_encoders(
     exact: Encoders, base: Base, dtype: torch.dtype, device: torch.device, compile: str | None
 ) -> Encoders:
-    """The encoders on the device in the precision asked for; `exact`: the same in float32."""
+    """The encoders on the device, in `dtype`; exact: the same models in float32."""
     encoders = exact if dtype == torch.float32 else load_encoders(base, dtype)
     put_on_device(encoders.vae, device)
     encoders.text_encoders.to(device)

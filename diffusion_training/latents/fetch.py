@@ -29,12 +29,12 @@ THREADS = 8  # per process, each with its own connection
 class Fetcher:
     """Copies of shards on this machine: those of open windows, and others up to `max_bytes`.
 
-    Others are those of later windows and, while there is room, those whose windows have passed.
+    The others are for later windows or, while there is room, left from windows that have passed.
 
     `describe(shard)` returns (address, SHA-256, approximate bytes); the address is "" for a shard
     on a disk. A shard that is requested but in no window is fetched too. If a shard can't be
     fetched, or its bytes are wrong, it is tried again for about a minute.
-    After that, the program ends with a sentence when the shard is requested.
+    After that, the program ends with an error when the shard is requested.
     """
 
     def __init__(self, describe: Describe, folder: Path | None, max_bytes: float) -> None:
@@ -72,11 +72,11 @@ class Fetcher:
             future.set_result(path)
 
     def name(self, shard: int) -> str:
-        """The file name of a shard's copy, which tells other bytes apart."""
+        """The file name of a shard's copy, which depends on its bytes."""
         return f"{shard}-{self.describe(shard)[1][:16]}.arrow"
 
     def fetch(self, shard: int) -> Path:
-        """Copy a shard completely or not at all, unless another process of this machine did."""
+        """Copy a shard, completely or not at all, unless another process here has copied it."""
         address, digest, _ = self.describe(shard)
         path = self.folder / self.name(shard)
 
@@ -85,7 +85,7 @@ class Fetcher:
             try:
                 fs.get_file(location, str(unfinished))
                 if digest_file(unfinished) != digest:
-                    raise ValueError("it is not what cache.json says")
+                    raise ValueError("its SHA-256 is not the one in cache.json")
                 unfinished.replace(path)
             except OSError as error:
                 if error.errno in OF_THE_DISK or error.filename == str(unfinished):
@@ -120,11 +120,11 @@ class Fetcher:
             return self.files[shard]
 
     def path(self, shard: int) -> Path:
-        """The path of a shard's copy; waits until it is there."""
+        """Wait for a shard's copy, and return its path."""
         return self.want(shard, now=True).result()
 
     def follow(self, plan: Iterator[Window]) -> None:
-        """Replace the windows by those of a `Ranges.plan`."""
+        """Replace the windows with those of a `Ranges.plan`."""
         for _, _, shards in self.windows:
             self.held.subtract(shards)
         self.windows = []
@@ -132,9 +132,9 @@ class Fetcher:
         self.next = None
 
     def reach(self, position: int) -> set[int]:
-        """Fetch ahead, and delete copies that no window needs from `position` on to make room.
+        """Fetch ahead. To make room, delete copies that no window needs from `position` on.
 
-        Returns the shards that are no longer needed. Some of them may stay here.
+        Returns the shards that are no longer needed. Copies of some may be kept.
         """
         passed = [window for window in self.windows if window[1] <= position]
         candidates = set(self.files) - self.passed.keys()
@@ -166,9 +166,9 @@ class Fetcher:
         return gone
 
     def make_room(self, needed: int) -> None:
-        """Delete copies that no window needs, the oldest first, until `needed` bytes have room.
+        """Delete copies that no window needs, the oldest first, until `needed` bytes fit.
 
-        A shard that is not here yet is dropped in any case.
+        Requests of such shards that are not here yet are always cancelled.
         """
         for shard in [*self.passed]:
             is_here = self.files[shard].done() and not self.files[shard].exception()
@@ -176,12 +176,12 @@ class Fetcher:
                 self.forget(shard)
 
     def measure(self, shard: int) -> int:
-        """About how many bytes must be fetched for a shard: 0 if it is requested or on a disk."""
+        """About how many bytes a shard has to fetch: 0 if it is requested or on a disk."""
         address, _, size = self.describe(shard)
         return size if address and shard not in self.files else 0
 
     def forget(self, shard: int) -> None:
-        """Delete the copy of a shard, or drop it if it is not here yet."""
+        """Delete the copy of a shard, or cancel its request if it is not here yet."""
         with self.changed:
             future = self.files.pop(shard, None)
             self.passed.pop(shard, None)
@@ -194,10 +194,7 @@ class Fetcher:
 
 
 def make_fetch_folder(folder: str | Path) -> Path:
-    """Make a new folder in `folder` for the copies of this process.
-
-    The folders of processes that were killed are deleted.
-    """
+    """Make a folder in `folder` for this process's copies; delete those of killed processes."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for old in {path.name.partition(".")[0] for path in folder.glob("run-*")}:

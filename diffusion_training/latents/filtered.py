@@ -1,4 +1,4 @@
-"""Make a latent cache of rows that were chosen from one with `datasets`.
+"""Make a latent cache from rows that were chosen from another one with `datasets`.
 
 python -m diffusion_training.latents.filtered chosen --like latents --output_dir latents-chosen
 """
@@ -28,18 +28,18 @@ from diffusion_training.latents.plan import name_shard
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.remote import read_bytes
 
-# what `finish_cache` counts anew, and what says how the rows of the other cache were made
+# what `finish_cache` counts again, and what is only true of the other cache
 COUNTED = ("rows", "encoded_again", "captions_cut", "skipped", "shards", "batch_size")
 
 
 def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
-    """Write `rows` as a cache. They have the columns of the cache `like`, whose models made them.
+    """Write `rows`, with the columns and models of the cache `like`, as a cache.
 
-    Rows may be left out, repeated or in another order, and numbers may differ: checksums are made
-    anew.
+    Rows may be missing, repeated or in another order, and numbers may have changed: all checksums
+    are computed again.
     """
     opened = load_cache(like)
-    # without a column that nothing reads, such as one that was added to choose rows by
+    # drops other columns, such as one that was added to choose rows
     schema = next(batch.schema for _, batch in opened.shards)
     cache = {name: value for name, value in opened.settings.items() if name not in COUNTED}
     features = [name for name in cache.get("features", []) if name != BY_COLUMNS]
@@ -58,7 +58,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     for number, first in enumerate(range(0, len(rows), per_shard)):
         with writing_shard(output_dir / name_shard(number, cache)) as (_, add):
             table = rows[first : first + per_shard]
-            with explained(f"the columns are not those of {like}"):
+            with explained(f"the columns differ from those of {like}"):
                 table = pa.table({name: table[name] for name in schema.names}).cast(schema)
             for batch in table.combine_chunks().to_batches():
                 columns = {name: batch[name] for name in schema.names}

@@ -1,4 +1,4 @@
-"""Several caches in one pass over the source, one for each --resolution, as if made alone."""
+"""One pass over the source for several caches, one per --resolution, each as if made alone."""
 
 import contextlib
 import json
@@ -20,12 +20,12 @@ Record = TypeVar("Record")
 
 
 class EncodedRows(NamedTuple):
-    """A batch of rows as it is written into a cache."""
+    """A batch of rows to be written into a cache."""
 
     cache: int  # its index among the caches of the pass
     first_row: int
-    rows: pa.RecordBatch  # those that could be used
-    skipped: list[dict[str, Any]]  # of the others {"row", "key", "reason"}
+    rows: pa.RecordBatch  # the rows that could be used
+    skipped: list[dict[str, Any]]  # {"row", "key", "reason"} of the others
     counts: dict[str, int]  # {"encoded_again", "captions_cut"}
 
 
@@ -34,7 +34,7 @@ def write_each(
     paths: dict[int, Any],
     encoded: Iterable[EncodedRows],
 ) -> dict[int, Record]:
-    """Write encoded rows, those of each cache into its own file, in one go. Return the records.
+    """Write the encoded rows of each cache into its own file. Return the records.
 
     writing: `writing_shard` or `writing_shard_to`.
     paths: {index of the cache: file}.

@@ -1,4 +1,4 @@
-"""The plan of latent caches: what decides their content, their shards and their size."""
+"""The plan of latent caches: their settings, shards and size."""
 
 import math
 import os
@@ -26,7 +26,7 @@ from diffusion_training.latents.columns import (
 from diffusion_training.latents.encoders import Latents, check_sides, describe_latents
 from diffusion_training.remote import is_address
 
-# The caches of the demos. The demos of the trainers take them without flags.
+# The caches of the demos, which the trainers' demos use without flags
 DEMO_CACHES = ("latents-digits", "latents-digits-flow")
 # flags with which a trainer loads the models of a cache
 MODEL_FLAGS = (
@@ -41,7 +41,7 @@ MODEL_FLAGS = (
 
 @dataclass(frozen=True)
 class PlannedCache:
-    """A cache that is to be made, and all that decides what is written into it."""
+    """A cache to be made, with everything that decides its content."""
 
     output_dir: str
     family: Family
@@ -50,7 +50,7 @@ class PlannedCache:
     text_cache: str  # "embeddings" or "ids"
     batch_size: int
     rows_per_shard: int
-    settings: dict[str, Any]  # of cache.json: two runs that finish a cache must agree on them
+    settings: dict[str, Any]  # for cache.json; a run can resume a cache only if they are equal
     flags: dict[str, Any]  # for cache.json and run.args
 
     @property
@@ -59,20 +59,20 @@ class PlannedCache:
 
     @property
     def rows_per_batch(self) -> int:
-        """How many rows of the source are encoded at once.
+        """How many rows of the source are loaded at once.
 
-        Of several sizes it is more than fit into a forward pass, so that there are some of each.
+        For several sizes it is more than one forward pass takes, to get enough rows of each size.
         """
         return self.batch_size * (4 if self.transform.bucket_step else 1)
 
     def list_shards(self) -> list[str]:
-        """The names of all shards; none of a stream, whose number of rows is unknown."""
+        """The names of all shards; none for a stream, whose number of rows is unknown."""
         num_rows = self.settings["source"]["rows"] or 0
         count = math.ceil(num_rows / self.rows_per_shard)
         return [name_shard(number, self.settings) for number in range(count)]
 
     def describe_size(self, tokens: float | None, compare: bool) -> str:
-        """A sentence on how big it will be; see `describe_size`."""
+        """See `describe_size` of columns.py."""
         num_rows = self.settings["source"]["rows"]
         num_shards = len(self.list_shards())
         return describe_size(num_rows, num_shards, self.settings, tokens, compare)
@@ -106,10 +106,10 @@ def plan_caches(
     described: dict[str, Any],
     launch_flags: dict[str, Any],
 ) -> list[PlannedCache]:
-    """The cache of each --resolution; of several, each has a subfolder named after its side.
+    """A cache for each --resolution, in subfolders named after the side if there are several.
 
-    Each is what it would be if it were made alone. kind: of latents. described: what the models
-    decide. launch_flags: {flag: value} of what the launch decides.
+    Each is as if it were made alone. kind: of latents. described: the settings that the models
+    decide. launch_flags: {flag: value} of the flags that the launch decides.
     """
     family = encoders.family
     sides = list_values(args.resolution or family.resolution)
@@ -155,8 +155,8 @@ def refuse_cache_in(output_dir: str) -> None:
         fs, root = fsspec.url_to_fs(folder) if is_address(folder) else (os.path, folder)
         if fs.exists(f"{root}/cache.json"):
             fail(
-                f"{flag} is a cache itself: of several --resolution each gets a folder there, "
-                "so choose another"
+                f"{flag} is a cache itself: several --resolution need another folder, where each "
+                "gets a subfolder"
             )
 
 
@@ -167,12 +167,12 @@ def describe_settings(
     rows: Any,
     rows_per_shard: int,
 ) -> dict[str, Any]:
-    """What cache.json says of a cache before it is made. described: what the models decide."""
+    """The settings in a new cache.json. described: those that the models decide."""
     names = (
         "resolution center_crop image_interpolation_mode random_flip seed min_size "
         "skip_empty_captions"
     ).split()
-    # stored only where they are used, so that other caches stay as older versions wrote them
+    # stored only if they are used, so that other caches have the bytes of older versions
     if transform.bucket_step:
         names += ["bucket_step", "bucket_max_ratio"]
     names += [name for name in ("bucket_no_upscale", "caption_weights") if getattr(transform, name)]
@@ -188,7 +188,7 @@ def describe_settings(
     }
     features |= {name_feature(column): True for column in EXTRA_COLUMNS}
     present = [name for name, is_present in features.items() if is_present]
-    if present:  # so that a reader of format 2 does not overlook them
+    if present:  # so that a version that knows only format 2 stops
         settings |= {"format_version": 3, "features": present}
     num_rows = None if isinstance(rows, datasets.IterableDataset) else len(rows)
     settings["source"] = {"fingerprint": rows._fingerprint, "rows": num_rows}

@@ -26,7 +26,7 @@ from diffusion_training.latents.shards import OpenShard, Shards
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
 from diffusion_training.remote import is_address, read_bytes
 
-FEW = 1000  # shards: a local cache of no more has all of them opened, and so checked, at the start
+FEW = 1000  # shards: a local cache with at most these has all opened, and so checked, at the start
 MOST_OPEN = 50_000  # shards at a time: Linux lets a process map 65,530 files
 
 
@@ -34,7 +34,7 @@ class Cache(NamedTuple):
     """An opened cache, whose rows are not read yet."""
 
     settings: dict[str, Any]  # cache.json
-    empty_prompt: dict[str, torch.Tensor]  # what takes the place of a dropped caption, of one image
+    empty_prompt: dict[str, torch.Tensor]  # embeddings of a dropped caption, for one image
     shards: Shards
 
 
@@ -49,18 +49,18 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
         try:
             state = json.loads(read_bytes(f"{folder}/state.json"))
         except FileNotFoundError:
-            fail(f"{folder} is not finished: run the command that made it again")
+            fail(f"{folder} is not finished: to finish it, run the command that made it")
         if state["_fingerprint"] != fingerprint_cache(cache):
-            raise ValueError("cache.json is not as it was written")
+            raise ValueError("cache.json has changed since it was written")
         if cache["format_version"] not in (2, 3):
             fail(
-                f"{folder} is a cache of format {cache['format_version']}, this version reads "
-                "2 and 3: make it anew"
+                f"{folder} has format {cache['format_version']}, but this version reads 2 and 3: "
+                "make the cache again"
             )
         if unknown := set(cache.get("features", [])) - list_features():
             fail(
-                f"{folder} holds {', '.join(sorted(unknown))}, which this version does not "
-                "know: take a newer one"
+                f"{folder} holds {', '.join(sorted(unknown))}, which this version can't read: "
+                "install a newer one"
             )
         empty_prompt = {}
         for name, file in EMPTY.items():
@@ -68,7 +68,7 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
                 continue
             content = read_bytes(f"{folder}/{file}.npy")
             if hashlib.sha256(content).hexdigest() != cache[f"{file}_sha256"]:
-                raise ValueError(f"{file}.npy is not as it was written")
+                raise ValueError(f"{file}.npy has changed since it was written")
             empty_prompt[name] = torch.from_numpy(np.load(io.BytesIO(content)))
         if "ragged embeddings" in cache.get("features", []):
             column = Column("prompt_embeds", "float16", tuple(cache["prompt_embeds_shape"]))
@@ -81,9 +81,7 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
     except FileNotFoundError as error:
         fail(f"{error.filename or error} is missing: make the cache with {maker}")
     except Exception as error:
-        fail(
-            f"{folder} is damaged ({error}): run the command that made the cache again, it mends it"
-        )
+        fail(f"{folder} is damaged ({error}): to repair it, run the command that made the cache")
     if len(shards) <= FEW and not is_address(folder):
         for number in range(len(shards)):
             shards.open(number)
@@ -95,12 +93,12 @@ class CachedLatents(torch.utils.data.Dataset):
 
     All rows of a batch must have the same size. The columns are views of the memory-mapped files,
     and a row is copied once, into its batch. A shard is opened when it is first needed, and a row
-    is checked when it is first read. A number beyond the rows is a repetition of one of them, as
-    `choose_rows` counts them; whether it is mirrored is drawn separately.
+    is checked when it is first read. Numbers beyond the last row are repetitions of rows (see
+    `choose_rows`), and each is mirrored or not on its own.
     """
 
-    fetcher: Fetcher  # of a subclass whose caches are at an address
-    holds = "latents"  # what `digest` gives the second hash of
+    fetcher: Fetcher  # set by a subclass, for caches at an address
+    holds = "latents"  # the second hash of `digest` is of these
 
     def __init__(
         self,
@@ -113,9 +111,9 @@ class CachedLatents(torch.utils.data.Dataset):
     ) -> None:
         """caches: {folder: what `load_cache` returns}, with the same columns (see `check_caches`).
 
-        caption_weights: where each row has several captions. reads_captions: captions are chosen
-        and tokenized here, in place of the cached tokens. optional_columns: those to be read of the
-        columns that are not read by default.
+        caption_weights: if rows have several captions. reads_captions: choose and tokenize captions
+        here, and ignore the cached tokens. optional_columns: to be read in addition to the default
+        ones.
         """
         self.seed = seed
         self.random_flip = random_flip
@@ -126,7 +124,7 @@ class CachedLatents(torch.utils.data.Dataset):
         self.parts = [cache.shards for cache in caches.values()]
         for shards in self.parts:
             shards.choose_columns(optional_columns)
-        self.firsts = np.cumsum([0, *map(len, self.parts)])  # numbers of the caches' first shards
+        self.firsts = np.cumsum([0, *map(len, self.parts)])  # number of each cache's first shard
         self.lengths = np.concatenate([shards.rows for shards in self.parts])
         self.ends = self.lengths.cumsum()
         self.cache_ends = np.cumsum([cache.settings["rows"] for cache in caches.values()])
@@ -150,12 +148,12 @@ class CachedLatents(torch.utils.data.Dataset):
         return self.size_of_row
 
     def find_shard(self, shard: int) -> tuple[Shards, int]:
-        """Return (`Shards` of its cache, its number in them) for a shard's number among all."""
+        """Return (`Shards` of its cache, number in that cache) for a shard's number among all."""
         part = int(np.searchsorted(self.firsts, shard, side="right")) - 1
         return self.parts[part], shard - int(self.firsts[part])
 
     def open(self, shard: int) -> OpenShard:
-        """Return a shard, and open it if it is not open yet."""
+        """Return a shard, after opening it if needed."""
         opened = self.opened.get(shard)
         if opened is None:
             shards, number = self.find_shard(shard)
@@ -166,7 +164,7 @@ class CachedLatents(torch.utils.data.Dataset):
         return opened
 
     def digest(self, row: int) -> tuple[str, str]:
-        """Hashes of a row: of all its columns, and of its latents alone."""
+        """Two hashes of a row: of all its columns, and of its latents alone."""
         shard = int(np.searchsorted(self.ends, row, side="right"))
         opened = self.open(shard)
         index = row - int(self.ends[shard] - self.lengths[shard])
@@ -230,13 +228,13 @@ class CachedLatents(torch.utils.data.Dataset):
 def choose_rows(
     rows: np.ndarray, dataset: CachedLatents, weights: list[float] | None, epoch: int
 ) -> np.ndarray:
-    """Return the rows that an epoch takes: from each cache, its weight times as many as it has.
+    """Return the rows that an epoch takes: from each cache, weight * its number of rows.
 
     `rows` are sorted. The rows of a cache, in an order drawn from the seed, are repeated without
     end, and each epoch takes the next weight * rows of them. With weight 3, an epoch takes each row
     three times; with 1.5, once or twice, and two epochs take each row three times. All epochs have
-    the same number of rows; rows lost by rounding in one epoch come in the next. A row has its own
-    number when it first comes in an epoch, and for each repetition the number of all rows is added.
+    the same number of rows; rows lost by rounding in one epoch come in the next. For each
+    repetition in an epoch, the number of all rows is added to a row's number.
     """
     if not weights:
         return rows
@@ -247,7 +245,7 @@ def choose_rows(
         if share < 1:
             fail(
                 f"--latents_weights takes {share:g} of the {len(part)} rows of {folder}: "
-                "choose a larger one"
+                "choose a larger weight"
             )
     firsts = apportion(shares, epoch)
     ends = apportion(shares, epoch + 1)

@@ -1,4 +1,4 @@
-"""A latent cache at an address (s3://, gs://): begun, written and finished as on a disk."""
+"""A latent cache at an address (s3://, gs://): started, written and finished as on a disk."""
 
 import contextlib
 import tempfile
@@ -48,7 +48,7 @@ def fetch_cache(url: str, folder: str | Path) -> bool:
 
 
 def begin_cache(folder: str | Path, url: str) -> None:
-    """Upload what `open_cache` has begun, or stop if another run has just begun at the address."""
+    """Upload what `open_cache` has written. Stops if another run has just begun there."""
     with explained(f"--output_dir {url} can't be written to, or another run has just begun there"):
         fs, root = fsspec.url_to_fs(url)
         fs.put_file(f"{folder}/cache.json", f"{root}/cache.json", mode="create")

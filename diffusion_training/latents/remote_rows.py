@@ -1,4 +1,4 @@
-"""Parquet files at an address as a data set, whose row groups are read when needed."""
+"""Parquet files at an address as a data set that reads row groups when they are needed."""
 
 import argparse
 import bisect
@@ -23,9 +23,9 @@ from diffusion_training.remote import list_data
 class RemoteRows:
     """All rows of the parquet files at an address, in the order of the file names.
 
-    It works like what `load_rows` returns for a copy on a disk, but holds only names and counts,
-    and reads rows when asked for them. With --max_train_samples it has the first rows, and opens no
-    more files than those need.
+    It works like the rows of `load_rows` for a copy on a disk, but holds only names and counts, and
+    reads rows on request. With --max_train_samples it has only the first rows, and opens only their
+    files.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -59,7 +59,7 @@ class RemoteRows:
         for name in ("instance_prompt", "folder_repeats"):
             if getattr(args, name, None):
                 fail(
-                    f"--{name} is for images on a disk, and {url} is an address: write "
+                    f"--{name} is for images on a disk, but {url} is an address: write "
                     "captions into a column"
                 )
         self.images = (column,) if args.mask_column is None else (column, args.mask_column)
@@ -92,7 +92,7 @@ class RemoteRows:
 
 
 def describe_object(info: dict) -> tuple[str, ...]:
-    """Return what identifies an object among others of the same name, without reading it."""
+    """Return values that change if an object is replaced, without reading it."""
     return tuple(str(info.get(name)) for name in ("size", "ETag", "etag", "mtime"))
 
 
@@ -129,7 +129,7 @@ def read_group(
     columns: tuple[str, ...],
     images: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Return {column: array} of a row group; images: those of `columns` to keep undecoded."""
+    """Return {column: array} of a row group; images: the `columns` of images, left undecoded."""
     with named(url):
         table = open_parquet(url, described)[0].read_row_group(group, columns).combine_chunks()
         arrays = {name: table[name].chunk(0) for name in columns}

@@ -1,4 +1,4 @@
-"""The shards of a latent cache, which are opened and checked when they are first needed."""
+"""The shards of a latent cache, opened and checked when they are first needed."""
 
 import bisect
 from collections.abc import Collection, Iterator
@@ -61,7 +61,7 @@ def list_by_columns(cache: dict) -> dict:
 
 
 def list_by_names(cache: dict) -> dict:
-    """Return a finished cache.json with {name: record} of the shards, as small caches have it."""
+    """Return a finished cache.json with its shards as {name: record}, as in small caches."""
     if BY_COLUMNS not in cache.get("features", []):
         return cache
     features = [name for name in cache["features"] if name != BY_COLUMNS]
@@ -93,13 +93,13 @@ class Shards:
         self.checksums = records["checksums"]
         self.sha256 = records["sha256"]
         if b"/" in self.names.tobytes():
-            raise ValueError("it names shards outside of the folder")
+            raise ValueError("it names shards outside the folder")
         self.all_columns = list_columns(cache)
         self.columns: list[Column] = []
         self.choose_columns(())
 
     def choose_columns(self, optional: Collection[str]) -> None:
-        """Read the usual columns, and the `optional` ones that are named."""
+        """Choose the columns to read: the usual ones, and those named in `optional`."""
         self.columns = [
             column
             for column in self.all_columns
@@ -125,9 +125,9 @@ class Shards:
         Rows are checked when they are first read. alone: see `fail`.
         """
         mend = (
-            "delete it, and it is fetched again"
+            "delete it to fetch it again"
             if path
-            else "run the command that made the cache again, it mends it"
+            else "to repair it, run the command that made the cache"
         )
         path = Path(path or self.locate(number))
         digest = xxhash.xxh3_128()
@@ -147,7 +147,7 @@ class Shards:
                         raise ValueError(f"{column.name} is not {size} numbers in each row")
                 digest.update(batch["checksum"].to_numpy())
             if digest.hexdigest() != self.checksums[number].decode():
-                raise ValueError("it is not as it was written")
+                raise ValueError("it has changed since it was written")
             return OpenShard(path, batches, self.columns, mend)
         except FileNotFoundError:
             fail(f"{path} is missing: make the cache with precompute_latents.py", alone)
@@ -162,7 +162,7 @@ class Shards:
 
 
 class OpenShard:
-    """A shard whose columns are views of the memory-mapped file; notes which rows are checked."""
+    """A shard, with columns as views of the memory-mapped file, and a note of unchecked rows."""
 
     def __init__(
         self, path: Path, batches: list[pa.RecordBatch], columns: list[Column], mend: str
@@ -196,9 +196,9 @@ class OpenShard:
         return self.views[chunk], index
 
     def read_text(self, row: int, tokenizers: Tokenizers) -> Text:
-        """Return the caption of a row, or the list of its captions; to be called before `view`.
+        """Return the caption of a row, or the list of its captions. Call it before `view`.
 
-        Raises OSError if the row is read for the first time and has other tokens than the caption.
+        Raises OSError if the row is read for the first time and its tokens are not the caption's.
         """
         chunk, index = self.find(row)
         text = self.batches[chunk]["text"][index + len(self.batches[chunk])].as_py()

@@ -58,11 +58,11 @@ from diffusion_training.remote import is_address
 class ValidationPrompts:
     """--validation_prompts, encoded once at the start, in float32 on the CPU."""
 
-    prompts: list[Prompts]  # [1, ...] of each
+    prompts: list[Prompts]  # each [1, ...]
     empty: Prompts  # [1, ...], for guidance
 
     def choose(self, numbers: Sequence[int], device: torch.device) -> tuple[Prompts, Prompts]:
-        """Return (the prompts of some numbers, the empty prompt), on the device."""
+        """Return (the prompts with these numbers, the empty prompt), on the device."""
         prompts: list[dict[str, Any]] = [dict(self.prompts[number]) for number in numbers]
         chosen = {}
         empty = {}
@@ -74,14 +74,14 @@ class ValidationPrompts:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run found out about its data."""
+    """The opened data of a run."""
 
     dataset: Any  # `CaptionedImages` or `StoredLatents`
     family: Family
     latents: Latents
-    empty_prompt: dict[str, torch.Tensor]  # of one image, float32, on the device
-    empty_length: int  # tokens of it
-    # on the device; None, or without a VAE, where a cache has what they give
+    empty_prompt: dict[str, torch.Tensor]  # for one image, float32, on the device
+    empty_length: int  # in tokens
+    # on the device; without a VAE, or None, if a cache has their output
     encoders: Encoders | None
     validation: ValidationPrompts | None
     resolution: int
@@ -90,7 +90,7 @@ class Data:
     caption_weights: list[float] | None
     mask_column: str | None
     num_workers: int  # processes that load the data
-    # at most 10,000, on the first process, for the tags in a LoRA's header; none from an address
+    # for the tags in a LoRA's header: at most 10,000, on the first process, none from an address
     captions: Sequence[str] = ()
 
     def modules(self) -> list[torch.nn.Module]:
@@ -98,7 +98,7 @@ class Data:
         return self.encoders.modules() if self.encoders else []
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint records of it, under the names of the flags."""
+        """The values that a checkpoint records, under the names of the flags."""
         settings = {
             "resolution": self.resolution,
             "clip_skip": self.clip_skip,
@@ -114,7 +114,7 @@ class Data:
 class CaptionedImages(RowDataset):
     """Turns keys of `step_batches` into a `Batch` of images and tokens: `dataset[keys]`.
 
-    A row that can't be used has weight 0. sizes: of `size_rows`.
+    A row that can't be used has weight 0. sizes: see `size_rows`.
     """
 
     def __init__(
@@ -170,10 +170,10 @@ def open_data(
     args: Namespace,
     optional_columns: Collection[str] = (),
 ) -> Data:
-    """The data of --latents_dir; else images, with the encoders that each step needs.
+    """The data of --latents_dir, or else images, with the encoders that each step needs.
 
     before: the settings of the checkpoint, whose order of the rows is kept. optional_columns: those
-    that the trainer wants of a cache's columns that are not read by default.
+    to be read from a cache in addition to the default ones.
     """
     if args.latents_dir:
         return open_caches(launch, base, checkpoint, before, args, optional_columns)
@@ -188,9 +188,9 @@ def open_caches(
     args: Namespace,
     optional_columns: Collection[str] = (),
 ) -> Data:
-    """The data of latent caches. What they lack, such as encoders of tokens, is loaded."""
+    """The data of latent caches. Text encoders are loaded if a cache holds only tokens."""
     maker = "precompute_latents.py"
-    if base.family.named_in_cache:  # others need no flag
+    if base.family.named_in_cache:  # other families need no flag
         maker += f" --model_family {base.family.name}"
     caches = {folder: load_cache(folder, maker) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
@@ -201,7 +201,7 @@ def open_caches(
     )
     caption_weights = args.caption_weights or transform.get("caption_weights")
     resolution = args.resolution or transform["resolution"]
-    wants_tags = args.rank and args.output_kohya_format
+    wants_tags = args.rank and getattr(args, "output_kohya_format", False)
     exact = None
     if launch.is_main:
         exact = check_caches(caches, base, caption_weights, args)
@@ -253,7 +253,7 @@ def open_caches(
         clip_skip=base.clip_skip,
         caption_weights=caption_weights,
         mask_column=args.mask_column,
-        num_workers=0,  # a thread reads faster than processes, which would have to pass it on
+        num_workers=0,  # a thread is faster than processes, which would have to send their batches
         captions=look_at_cached(first.shards) if launch.is_main and wants_tags else [],
     )
 
@@ -314,7 +314,7 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
 def look_at_cached(shards: Shards) -> list[str]:
     """The captions of the first rows of a cache, the first one of each row."""
     captions: list[str] = []
-    if is_address(shards.folder):  # whose shards are fetched when they are needed
+    if is_address(shards.folder):  # its shards are not fetched yet
         return captions
     for _, batch in shards:
         rows = batch["text"].slice(0, 10**4 - len(captions)).to_pylist()
@@ -337,16 +337,16 @@ def choose_captions(args: Namespace, weights: list[float] | None) -> CaptionChoi
 def check_caches(
     caches: dict[str, Cache], base: Base, caption_weights: list[float] | None, args: Namespace
 ) -> Encoders:
-    """Refuse caches that other models have made, or that lack what the flags ask for.
+    """Stop with an error if caches are of other models, or lack data that the flags need.
 
-    Returns the encoders that they were compared with, in float32 on the CPU.
+    Returns the encoders used for the comparison, in float32 on the CPU.
     """
     first = next(iter(caches.values())).settings
     encoders = load_encoders(base, torch.float32)
     check_sides(base.family.downscale(encoders.vae), args.resolution, args.bucket_step)
     try_encoders(encoders)
     compared = encoders
-    # the trainer encodes ids itself, so --clip_skip does not matter to such a cache
+    # --clip_skip does not change a cache of ids, which the trainer encodes
     if first["text_cache"] == "ids":
         compared = replace(encoders, clip_skip=0)
     described = describe_models(compared)
@@ -367,16 +367,16 @@ def check_cache(
     caption_weights: Collection[float] | None,
     args: Namespace,
 ) -> None:
-    """Refuse a cache that is not as `described`, or that lacks what the flags ask for."""
+    """Stop with an error if a cache is not as `described`, or lacks data that the flags need."""
     known = {name: cache.get(name) for name in described}
     if differences := find_differences(known, described):
         fail(
             f"{folder} does not fit these models or the first cache ({', '.join(differences)}): "
-            "choose others"
+            "give the models that made it"
         )
     if args.shuffle_caption and cache["text_cache"] != "ids":
         fail(
-            f"--shuffle_caption: {folder} has embeddings of captions as they are: make it with "
+            f"--shuffle_caption needs captions, but {folder} holds embeddings: make it with "
             "--text_cache ids"
         )
     length = cache["tokenizer"]["model_max_length"]
@@ -384,12 +384,14 @@ def check_cache(
     num_weights = len(caption_weights or [])
     num_captions = len(cache["transform"].get("caption_weights") or [])
     if num_weights != num_captions:
-        fail(f"--caption_weights: {num_weights} of them, and {folder} was made with {num_captions}")
+        fail(
+            f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"
+        )
     if args.random_flip and not cache["transform"]["random_flip"]:
-        fail(f"--random_flip: {folder} was made without, so it holds no mirrored latents")
+        fail(f"--random_flip needs mirrored latents, but {folder} was made without it")
     if args.resolution not in (None, cache["transform"]["resolution"]):
         held = cache["transform"]["resolution"]
-        fail(f"--resolution {args.resolution}: {folder} holds {held} px")
+        fail(f"--resolution {args.resolution} differs from the {held} px of {folder}")
 
 
 def encode_validation(
@@ -397,8 +399,8 @@ def encode_validation(
 ) -> ValidationPrompts | None:
     """Encode --validation_prompts in float32 on the first process, and send them to all.
 
-    encoders: those that are loaded, if any; they are used if they are in float32. Prompts are
-    encoded one by one, so that the samples of one do not depend on the others.
+    encoders: used if they are loaded, and in float32. Prompts are encoded one by one, so that the
+    samples of one do not depend on the others.
     """
     if not prompts:
         return None
@@ -425,9 +427,9 @@ def check_denoiser(
 ) -> list[str]:
     """Stop with an error if the model to be trained does not fit the data.
 
-    models: it alone, under its name. what: people's word for it. source: where it is from.
-    further: what the script's `prepare_batch` adds to the condition, for one image, of any values.
-        An entry [1, C, h, w] counts as C further channels.
+    models: {its name: the model}. what: a word for it, such as U-Net. source: where it is from.
+    further: additions of the script's `prepare_batch` to the condition, for one image, with any
+        values. An entry [1, C, h, w] counts as C more channels.
 
     Returns the names of the weights that the prediction does not depend on.
     """
@@ -441,15 +443,16 @@ def check_denoiser(
     channels += data.latents.channels
     if (model.config.in_channels, own_width) != (channels, embeds_width):
         fail(
-            f"{name} takes {model.config.in_channels} channels and embeddings of {own_width}; the "
-            f"latents have {channels}, the embeddings {embeds_width}"
+            f"{name} takes {model.config.in_channels} channels and embeddings of {own_width}, but "
+            f"the data has {channels} and {embeds_width}: use the VAE and text encoder of this "
+            "model"
         )
     if sentence := family.check_model(model.config):
         fail(f"{name} {sentence}")
     multiple = family.patch_size(model) * data.latents.downscale
     side = data.bucket_step or data.resolution
     if side % multiple:
-        fail(f"{name} wants sides of {multiple} pixels: {side} is no multiple of it")
+        fail(f"{name} needs sides that are multiples of {multiple} pixels, not {side}")
     condition = {key: embeds[None] for key, embeds in data.empty_prompt.items()}
     if family.needs_lengths:
         condition["prompt_lengths"] = torch.tensor([data.empty_length])
@@ -460,12 +463,12 @@ def check_denoiser(
 
 
 def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
-    """A batch as loaded -> latents [N, C, h, w], prompts, and the mask of the loss.
+    """A loaded batch -> latents [N, C, h, w], prompts, and the mask of the loss.
 
-    Latents are drawn anew each time from the VAE's distribution. The empty prompt replaces a share
-    `caption_dropout` of the captions. The mask is in [0, 1], [N, 1, h, w].
+    Each time, other latents are drawn from the VAE's distribution. The empty prompt replaces a
+    share `caption_dropout` of the captions. The mask is in [0, 1], [N, 1, h, w].
     """
-    if "latents" in batch:  # of a cache
+    if "latents" in batch:  # from a cache
         latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
     else:
         latents = encode_images(cast(Encoders, data.encoders), batch["pixel_values"])
@@ -479,7 +482,7 @@ def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
         prompts = dict(encode_prompts(cast(Encoders, data.encoders), cast(Any, batch)))
     if data.latents.kind == "moments":
         mean, std = latents.chunk(2, dim=1)
-        # By shape, not `like` the mean: a VAE's strides must not decide which number goes where.
+        # By shape, not `randn_like`: a VAE's strides must not decide which number goes where.
         latents = mean + std * torch.randn(mean.shape, device=mean.device)
     # Contiguous, as a cache has them: a VAE's memory layout must not decide how the model computes.
     latents = ((latents - data.latents.shift) * data.latents.factor).contiguous()
@@ -503,15 +506,15 @@ def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
 def drop_captions(
     batch: Batch, prompts: dict[str, torch.Tensor], data: Data, share: float, device: torch.device
 ) -> None:
-    """Put the empty prompt in place of a share of the captions.
+    """Replace a share of the captions with the empty prompt.
 
-    Without it guidance would have no unconditional model to lean on (arXiv:2207.12598).
+    This trains the unconditional prediction that guidance needs (arXiv:2207.12598).
     """
     count = len(prompts["prompt_embeds"])
-    if data.family.needs_lengths:  # drawn on the CPU: lengths are read there, and nothing waits
+    if data.family.needs_lengths:  # drawn on the CPU, where lengths are read, so nothing waits
         dropped = torch.rand(count) < share
-        lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # of one, in a search
-        if "input_ids" in batch:  # they were counted in tokens
+        lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # one length, in a search
+        if "input_ids" in batch:  # these lengths include a template
             lengths = lengths - data.family.dropped_tokens
         prompts["prompt_lengths"] = torch.where(dropped, data.empty_length, lengths)
         dropped = dropped.to(device, non_blocking=True)

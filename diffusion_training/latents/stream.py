@@ -1,4 +1,4 @@
-"""Latent caches of any size, on a disk or at an address: their order, and which shards are here."""
+"""Latent caches of any size, on a disk or at an address: their order and fetched shards."""
 
 import hashlib
 import json
@@ -22,13 +22,13 @@ from diffusion_training.latents.shards import Shards
 from diffusion_training.launch import Launch
 from diffusion_training.remote import is_address, persist
 
-MOST_PERMUTED = 16_000_000  # rows; each process holds a permutation of them, 128 MB
+MOST_PERMUTED = 16_000_000  # rows; each process holds a permutation of them: 128 MB
 LEAST_RANGES = 64  # so that neighbours come from shards far apart, even with one process
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Where shards of an address are kept on this machine, and how they are shuffled: the flags."""
+    """The flags that decide where fetched shards are kept, and how they are shuffled."""
 
     folder: str | None  # --shards_dir
     size: int  # --shards_size, bytes
@@ -44,21 +44,21 @@ def open_latents(
     checkpoint: Path | None,
     kept_order: dict[str, Any] | None,
 ) -> None:
-    """Choose the order of a data set, and fetch what is at an address.
+    """Choose the order of the rows, and fetch shards that are at an address.
 
-    The order is the permutation `full` if it has at most 16 M rows and is on a disk or fits into
-    --shards_size. Otherwise it is that of `Ranges`. A checkpoint's order is kept in any case:
-    kept_order, None if it was `full`.
+    The order is `full`, a permutation, if there are at most 16 M rows on a disk or within
+    --shards_size. Otherwise it is that of `Ranges`. A checkpoint's order is always kept:
+    kept_order, None for `full`.
     """
     for cache in caches.values():
-        del cache.settings["shards"]  # half a gigabyte for a million; `Shards` has what is needed
+        del cache.settings["shards"]  # 0.5 GB for a million; `Shards` keeps the rest
     total = int(dataset.bytes_of.sum())
     fits = len(dataset) <= MOST_PERMUTED and total <= storage.size
     if not kept_order and (checkpoint or fits):
         if total > storage.size:
             fail(
-                f"{checkpoint} was begun with all shards at hand: it goes on with "
-                f"--shards_size {show(total)}"
+                f"to resume {checkpoint}, --shards_size must be at least {show(total)}, "
+                "so that all shards fit"
             )
         if total:
             dataset.fetch_all(storage, launch.accelerator.local_process_index)
@@ -67,8 +67,8 @@ def open_latents(
     for reason, is_given in reasons.items():
         if is_given:
             fail(
-                f"{reason} need all rows at hand: at most {MOST_PERMUTED:,}, and --shards_size "
-                f"{show(total)}"
+                f"{reason} can only be used with at most {MOST_PERMUTED:,} rows, and with "
+                f"--shards_size {show(total)}"
             )
     order = choose_ranges(dataset, kept_order, checkpoint, storage.shuffle_shards)
     dataset.fetch_by_ranges(storage, order)
@@ -80,15 +80,15 @@ def choose_ranges(
     checkpoint: Path | None,
     shuffle_shards: int,
 ) -> dict[str, Any]:
-    """Return what a checkpoint stores of the order `ranges`, with the values of `kept_order`.
+    """Return the settings of the order `ranges`, with the values of `kept_order`.
 
-    Stops with an error if the caches have as many rows as before but other shards.
+    Stops with an error if the caches have the same number of rows as before in other shards.
     """
     shards = hashlib.sha256(dataset.lengths.tobytes()).hexdigest()[:16]
     if kept_order and kept_order["rows"] == len(dataset) and kept_order["shards"] != shards:
         fail(
-            f"{checkpoint} is in the midst of other shards of as many rows: go on with the "
-            "caches as they were"
+            f"the shards of the caches have changed since {checkpoint} was saved: restore them to "
+            "resume"
         )
     num_ranges = dataset.num_processes * math.ceil(LEAST_RANGES / dataset.num_processes)
     order = {"kind": "ranges", "num_ranges": num_ranges, "shuffle_shards": shuffle_shards}
@@ -101,7 +101,7 @@ def count_local() -> int:
 
 
 def show(size: float) -> str:
-    """Format bytes as --shards_size reads them, rounded up."""
+    """Format a number of bytes, rounded up, as a value of --shards_size."""
     return tqdm.format_sizeof(size * 1.01, divisor=1000) + "B"
 
 
@@ -127,7 +127,7 @@ def make_shards_dir(shards_dir: str | None, name: str = "") -> Path:
 class StoredLatents(CachedLatents):
     """`CachedLatents` whose shards may be at an address.
 
-    With the order `ranges`, shards are fetched and dropped as its windows move on.
+    With the order `ranges`, its windows decide which shards are fetched and dropped.
     """
 
     order: Any = None  # see `choose_ranges`; None: `full`
@@ -136,16 +136,16 @@ class StoredLatents(CachedLatents):
     def __init__(
         self, caches: dict[str, Cache], *options: Any, rank: int = 0, num_processes: int = 1
     ) -> None:
-        """options: those of `CachedLatents`. rank, num_processes: of this process."""
+        """options: see `CachedLatents`. rank, num_processes: of the launch."""
         super().__init__(caches, *options)
         self.rank = rank
         self.num_processes = num_processes
         bytes_of_a_row = [weigh_rows(shards) for shards in self.parts]
-        # about how many bytes each shard takes on this machine; none if it is on a disk
+        # about how many bytes each fetched shard takes here; 0 if it is on a disk
         self.bytes_of = self.lengths * np.repeat(bytes_of_a_row, np.diff(self.firsts))
 
     def describe(self, shard: int) -> tuple[str, str, int]:
-        """Describe a shard to a `Fetcher`: its address, SHA-256, and about how many bytes."""
+        """Return a shard's address, SHA-256 and approximate bytes, for `Fetcher`."""
         shards, number = self.find_shard(shard)
         address = shards.locate(number) if is_address(shards.folder) else ""
         return address, shards.sha256[number].decode(), int(self.bytes_of[shard])
@@ -159,14 +159,13 @@ class StoredLatents(CachedLatents):
         self.fetcher = Fetcher(self.describe, folder, math.inf)
         names = {self.fetcher.name(shard) for shard in remote.tolist()}
         for path in folder.glob("*.arrow"):
-            # of the cache that was at the address before
-            if path.name not in names:
+            if path.name not in names:  # from an older cache at this address
                 path.unlink(missing_ok=True)
         for shard in np.roll(remote, -len(remote) * local_rank // count_local()).tolist():
             self.fetcher.want(shard)
 
     def fetch_by_ranges(self, storage: Storage, order: dict[str, Any]) -> None:
-        """Read in the order `ranges`, with as many shards here as --shards_size holds."""
+        """Read in the order `ranges`, with as many shards on this disk as --shards_size allows."""
         self.order = order
         self.most_bytes = storage.size
         self.check_size()
@@ -178,7 +177,7 @@ class StoredLatents(CachedLatents):
     def check_size(self, kept_shards: Collection[int] = ()) -> None:
         """Stop with an error if --shards_size is too small.
 
-        It must hold the open window and the next one of each range, and the shards that stay here.
+        It must hold the open window and the next one of each range, and the shards that are kept.
         """
         num_ranges = self.order["num_ranges"]
         shuffle_shards = self.order["shuffle_shards"]
@@ -197,9 +196,9 @@ class StoredLatents(CachedLatents):
     ) -> tuple[Ranges, dict[int, int]]:
         """Return (`Ranges` of the rows to train on, {number: hash} of those for the held-out loss).
 
-        Held-out rows come from the few shards whose names have the lowest hashes: all rows of
-        these, except that the last shard gives only those with the lowest hashes. These shards stay
-        on this disk, so no others have to be read.
+        Held-out rows are from the few shards whose names have the lowest hashes: all their rows,
+        but in the last shard only those with the lowest hashes. These shards are kept on this disk,
+        so no others have to be read.
         """
         count = int(holdout) if holdout >= 1 else round(holdout * len(self))
         held_out: dict[int, int] = {}
@@ -230,7 +229,7 @@ class StoredLatents(CachedLatents):
     def reach(self, ranges: Ranges, epoch: int, index: int) -> None:
         """Drop shards that are no longer needed, and fetch ahead.
 
-        Called where the rows of a step are taken, before they are read.
+        Called for each step, before its rows are read.
         """
         if self.following is not ranges:
             self.fetcher.follow(ranges.plan(epoch, index, self.rank, self.num_processes))

@@ -16,7 +16,7 @@ from diffusion_training.models import load_weights
 
 @contextlib.contextmanager
 def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple[Any, dict]]:
-    """`Base.locate`; what fails inside ends in a sentence that says where."""
+    """`Base.locate`; an error inside ends the program with a sentence that names the place."""
     source, options = base.locate(own_path, subfolder)
     try:
         yield source, options
@@ -26,7 +26,7 @@ def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple
 
 
 def load_text_encoders(base: Base, dtype: torch.dtype) -> tuple[torch.nn.ModuleList, Tokenizers]:
-    """Load the text encoders and their tokenizers, on the CPU. Ends in a sentence if that fails."""
+    """Load the text encoders and tokenizers, on the CPU. Stops with an error if that fails."""
     family = base.family
     text_encoders = torch.nn.ModuleList()
     tokenizers = Tokenizers([], family)
@@ -39,54 +39,53 @@ def load_text_encoders(base: Base, dtype: torch.dtype) -> tuple[torch.nn.ModuleL
         with locating(base, own_path, f"tokenizer{suffix}") as (source, options):
             options.pop("variant", None)
             tokenizer = family.choose_tokenizer().from_pretrained(source, **options)
-            if len(tokenizer) < 256:  # without files, transformers makes one that knows two tokens
+            if len(tokenizer) < 256:  # without files, transformers makes one with two tokens
                 raise ValueError("no vocabulary")
             known = text_encoder.get_input_embeddings().num_embeddings
             if len(tokenizer) > known or tokenizer.pad_token is None:
-                raise ValueError(
-                    "it has other tokens than the text encoder, or none to fill up with"
-                )
+                raise ValueError("it has more tokens than the text encoder, or no padding token")
         tokenizers.append(tokenizer)
     check_clip_skip(base, text_encoders)
     max_tokens = count_max_tokens(base, text_encoders, tokenizers)
-    for tokenizer in tokenizers:  # old ones do not know how many tokens the text encoder takes
+    for tokenizer in tokenizers:  # old ones do not store how many tokens the text encoder takes
         tokenizer.model_max_length = max_tokens
     return text_encoders.eval(), tokenizers
 
 
 def check_clip_skip(base: Base, text_encoders: torch.nn.ModuleList) -> None:
-    """End in a sentence if --clip_skip leaves no layer; two encoders give their last but one."""
+    """Stop if --clip_skip leaves no layer; with two encoders, it counts from the last but one."""
     if base.clip_skip is None:
         return
     layers = min(encoder.config.num_hidden_layers for encoder in text_encoders)
     if base.clip_skip >= layers - (len(text_encoders) > 1):
-        fail(f"--clip_skip {base.clip_skip} leaves nothing of {layers} layers: give a smaller one")
+        fail(f"--clip_skip {base.clip_skip} leaves none of {layers} layers: give a smaller one")
 
 
 def count_max_tokens(base: Base, text_encoders: torch.nn.ModuleList, tokenizers: Tokenizers) -> int:
-    """How many tokens of a caption are read, those of a template included."""
+    """How many tokens of a caption are read, including those of a template."""
     limits = [tokenizer.model_max_length for tokenizer in tokenizers]
     for encoder in text_encoders:
         limits.append(getattr(encoder.config, "max_position_embeddings", math.inf))
     if base.max_tokens and base.max_tokens > min(limits):
         fail(
-            f"--max_sequence_length {base.max_tokens}: the text encoder takes {min(limits)} tokens"
+            f"--max_sequence_length {base.max_tokens} is too large: the text encoder takes "
+            f"{min(limits)} tokens"
         )
     family = base.family
     most = base.max_tokens or family.max_tokens or math.inf
     count = min(*limits, most + family.dropped_tokens)
-    if count < family.dropped_tokens + 2:  # the tokens for the beginning and the end take as many
+    if count < family.dropped_tokens + 2:  # for the first and the last token
         fail(
-            f"captions get {amount(int(count) - family.dropped_tokens, 'token')}, and need 2: see "
-            "--max_sequence_length, and model_max_length in the tokenizer's config"
+            f"captions get {amount(int(count) - family.dropped_tokens, 'token')}, but need 2: "
+            "check --max_sequence_length, and model_max_length in the tokenizer's config"
         )
     return count
 
 
 def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:
-    """Tokens -> what the pipeline makes of them, as `Family.encode` says.
+    """Tokens -> the pipeline's embeddings, see `Family.encode`.
 
-    Of K captions an image, tokens [N, K, model_max_length], each entry is [N, K, ...].
+    Tokens of K captions per image, [N, K, model_max_length], give entries [N, K, ...].
     """
     if tokens["input_ids"].dim() == 2:
         return encoders.family.encode(encoders, tokens)
@@ -114,14 +113,14 @@ def tokenize_on_device(encoders: Encoders, caption: str) -> Tokens:
 
 @torch.no_grad()
 def encode_empty_prompt(encoders: Encoders, base: Base) -> dict[str, torch.Tensor]:
-    """What a caption that is left out becomes, as the pipeline has it: float32, of one image."""
+    """The embeddings of a dropped caption, equal to the pipeline's: float32, for one image."""
     tokens = tokenize_on_device(encoders, "")
     empty = encoders.family.encode_empty(encoders, base, tokens)
     return {name: embeds[0] for name, embeds in dict[str, Any](empty).items()}
 
 
 def describe_prompts(encoders: Encoders, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What cache.json says of captions. empty_prompt: of `encode_empty_prompt`."""
+    """The settings of captions in cache.json. empty_prompt: see `encode_empty_prompt`."""
     shapes = {
         f"{name}_shape": list(embeds.shape)
         for name, embeds in empty_prompt.items()

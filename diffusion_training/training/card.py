@@ -25,7 +25,7 @@ from diffusion_training.training.signs import read_metrics
 def save_model_card(
     step: int, describe: Callable[[About, Namespace], Description], settings: Namespace
 ) -> None:
-    """Write README.md: data, samples, loss curve and settings. Paths are cut to their last name."""
+    """Write README.md: data, samples, loss curve and settings. Paths are cut to their last part."""
     output_dir = Path(settings.output_dir)
     about = name_run(step, settings, local=False)
     described = describe(about, settings)
@@ -57,7 +57,7 @@ def save_model_card(
 
 {tabulate("setting", given)}
 {losses}
-<details><summary>Settings left as they are by default</summary>
+<details><summary>Settings left at their defaults</summary>
 
 {tabulate("setting", defaults)}
 </details>
@@ -71,9 +71,9 @@ def tabulate(title: str, values: dict[str, Any], form: str = "") -> str:
 
 
 def describe_for_hub(described: Description, settings: Namespace) -> ModelCardData:
-    """What the hub reads of a card: it links the base and the data, and shows the licence.
+    """The part of a card that the hub reads: it links base and data, and shows the licence.
 
-    It refuses an upload whose card names a base or data that are no ids.
+    The hub rejects a card whose base or data is not a repository id.
     """
     flags = vars(settings)
     base = described.base if is_hub_id(described.base) else None
@@ -90,7 +90,7 @@ def describe_for_hub(described: Description, settings: Namespace) -> ModelCardDa
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether a name is that of a repository of the hub, not of a file or folder."""
+    """Whether a name is a repository id on the hub, not a file or folder."""
     if name is None or os.path.exists(name):
         return False
     with contextlib.suppress(ValueError):
@@ -100,7 +100,7 @@ def is_hub_id(name: str | None) -> bool:
 
 
 def read_license(base: str | None, settings: Namespace) -> dict[str, str]:
-    """The licence of the base, as its card names it; {} if the card can't be read or names none.
+    """The licence that the base's card names; {} if the card can't be read or names none.
 
     The card is read from the local cache. With --push_to_hub there is a network, so it is fetched.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints: found, written whole, pruned, checked and loaded. Nothing is unpickled."""
+"""Find, write, prune, check and load checkpoints. Nothing is unpickled."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from diffusion_training.training.sharding import (
     load_weights_of,
 )
 
-# settings that decide what a model learns and draws: another phase says which of them it changes
+# Settings that decide what a model learns and draws: --init_from prints which have changed
 OBJECTIVE = (
     "shift",
     "weighting_scheme",
@@ -64,28 +64,26 @@ def find_checkpoint(given: str | None, output_dir: str) -> Path | None:
         elif os.environ.get("RANK", "0") == "0":
             print(f"No checkpoint in {output_dir} yet: starting afresh")
     elif given:
-        # --output_dir first, so that a namesake in the working directory is not taken for it
+        # --output_dir first, because the working directory may have a folder of the same name
         path = Path(output_dir, given)
         if not path.is_dir():
             path = Path(given)
         if not (path / "trainer_state.json").is_file():
             fail(
-                f"--resume_from_checkpoint {given} is no whole checkpoint, neither as a path "
-                f"nor in {output_dir}"
+                f"--resume_from_checkpoint {given} is not a complete checkpoint, neither as a path "
+                f"nor in {output_dir}: choose another, or latest"
             )
         # pruning and `latest` go by the step number, so no newer checkpoint may remain
         if checkpoints and path.resolve() != checkpoints[-1].resolve():
-            advice = "delete what is newer, or choose another --output_dir"
+            advice = "delete the newer ones, or choose another --output_dir"
             fail(f"{checkpoints[-1]} is newer than {path}, or of another run: {advice}")
     elif checkpoints:
-        advice = (
-            "go on from it with --resume_from_checkpoint latest, or choose another --output_dir"
-        )
+        advice = "resume it with --resume_from_checkpoint latest, or choose another --output_dir"
         fail(f"{output_dir} holds {checkpoints[-1].name} of an earlier run: {advice}")
     if len(set(gather_object([path and path.name]))) > 1:
         fail(
-            "the machines found different checkpoints: --output_dir must be a folder that "
-            "they share, or give --checkpoints_to"
+            "the machines found different checkpoints: choose an --output_dir that they share, "
+            "or pass --checkpoints_to"
         )
     return path
 
@@ -98,7 +96,7 @@ def save_checkpoint(
     output_dir: str | Path,
     lora_metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write checkpoint-N: call it on every process.
+    """Write checkpoint-N. Call it on every process.
 
     It holds the weights of `models`, each in a folder named after it, the optimizer and `state`.
     This is all that a resumed run needs: data order and noise follow from the step.
@@ -132,14 +130,14 @@ def save_checkpoint(
 def prune_checkpoints(saved: Path, total_limit: int | None, held: Path | None = None) -> None:
     """Delete the oldest checkpoints beyond --checkpoints_total_limit.
 
-    saved: the newest, which is never deleted. held: one that is still read.
+    saved: the newest, which is never deleted. held: one that is still being copied.
     """
     if total_limit is None:
         return
     others = [checkpoint for checkpoint in find_checkpoints(saved.parent) if checkpoint != saved]
     for checkpoint in others[: max(0, len(others) - total_limit + 1)]:
         if checkpoint != held:
-            # Under another name first, so that no half of it is ever taken for a checkpoint.
+            # Rename it first, so that a half-deleted folder is never taken for a checkpoint.
             delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
 
 
@@ -155,7 +153,7 @@ def save_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def read_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Load what `save_weights` has written."""
+    """Load what `save_weights` wrote."""
     if is_adapted(model) or (folder / "adapter_config.json").is_file():
         load_adapter(model, folder)
     elif hasattr(model, "save_pretrained"):
@@ -175,16 +173,17 @@ def read_state(checkpoint: Path | None, num_images: int | None) -> dict[str, Any
         state = json.loads((checkpoint / "trainer_state.json").read_text())
         own = state["checksums"].pop("trainer_state.json", None)
         if own != xxhash.xxh3_128(json.dumps(state).encode()).hexdigest():
-            raise ValueError("trainer_state.json is not as it was written")
+            raise ValueError("trainer_state.json has changed since it was written")
         if state.get("keys") != KEYS:
             fail(
-                f"{checkpoint} is of a version that drew other noise and another order: go on "
-                "with that version"
+                f"{checkpoint} was made by version {state.get('version', 'unknown')}, which draws "
+                "other noise and another order: resume with that version"
             )
         before = state["settings"]["num_images"]
         if num_images not in (before, None):  # other images: the current epoch starts again
             if sys.maxsize in (before, num_images):
-                fail(f"{checkpoint} counts images, and a stream can't: keep --streaming as it was")
+                way = "with" if before == sys.maxsize else "without"
+                fail(f"{checkpoint} was made {way} --streaming: resume it {way} --streaming")
             state["images_seen"] = state["images_seen"] // before * num_images
     return state
 
@@ -193,13 +192,13 @@ def load_models_from(path: Path, models: Models, state: dict) -> None:
     """Load a checkpoint's weights.
 
     Raises ValueError if a file that a resumed run reads differs from its checksum in `state`. Other
-    files may come and go: .DS_Store, a preview, or the LoRA file that is moved to where it is used.
+    files may come and go: .DS_Store, a preview, or a LoRA file that the user moves.
     """
     present = checksum_files(path)
     for name, checksum in state["checksums"].items():
         is_read = "/" in name or name in ("optimizer.bin", "scaler.bin")
         if is_read and present.get(name) != checksum:
-            raise ValueError(f"{name} is not as it was written")
+            raise ValueError(f"{name} has changed since it was written")
     for name, model in models.items():
         folder = path / name
         if not folder.is_dir():  # without an average, --use_ema starts from the trained weights
@@ -208,13 +207,13 @@ def load_models_from(path: Path, models: Models, state: dict) -> None:
 
 
 def list_added(models: Models, state: dict) -> list[str]:
-    """The models that a checkpoint has no weights of, because the script has got them since."""
+    """The models that a checkpoint has no weights of, because the script added them later."""
     written = {Path(name).parts[0] for name in state["checksums"]}
     return [name for name in models if not {name, name.removesuffix("_ema")} & written]
 
 
 def find_start(init_from: str | None) -> Path | None:
-    """Return the checkpoint that --init_from means, which may name a run; None without it."""
+    """Return the checkpoint that --init_from names, itself or by its run; None without the flag."""
     if init_from is None:
         return None
     if (Path(init_from) / "trainer_state.json").is_file():
@@ -222,11 +221,11 @@ def find_start(init_from: str | None) -> Path | None:
     checkpoints = find_checkpoints(init_from)
     if not checkpoints and (Path(init_from) / "model_index.json").is_file():
         fail(
-            f"--init_from {init_from} is a pipeline and no checkpoint: give it as "
-            "--pretrained_model_name_or_path, from which a run begins at step 0"
+            f"--init_from {init_from} is a pipeline, not a checkpoint: pass it as "
+            "--pretrained_model_name_or_path, and the run begins at step 0"
         )
     if not checkpoints:
-        fail(f"--init_from {init_from} holds no whole checkpoint, and is none")
+        fail(f"--init_from {init_from} is neither a complete checkpoint nor a run with one")
     return checkpoints[-1]
 
 
@@ -238,17 +237,17 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
     """
     state = read_state(start, None)
     before = state.pop("settings")
-    for name in ("prediction_type", "rescale_betas_zero_snr"):  # of what was learned
+    for name in ("prediction_type", "rescale_betas_zero_snr"):  # they set what is learned
         if name in before and before[name] != getattr(args, name, None):
             fail(
                 f"{start} was trained with {name} {before[name]}, not {getattr(args, name, None)}: "
-                "keep the objective"
+                "keep the flag as it was"
             )
     step = state["global_step"]
     if args.max_train_steps and args.max_train_steps <= step:
         fail(
-            f"--max_train_steps {args.max_train_steps}: {start} is at step {step}, from which "
-            "this run counts"
+            f"--max_train_steps {args.max_train_steps} must be above {step}: this run counts from "
+            f"the step of {start}"
         )
     state.pop("cuts", None)
     return state | {"images_seen": 0, "settings": {}, "before": before}
@@ -257,29 +256,29 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
 def check_start(start: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
     """Stop with an error if the two runs do not hold out the same part of all images.
 
-    Then an image that one of them trains on would be held out by the other. before: the settings of
-    the checkpoint `start`. settings: those of this run.
+    Otherwise one run would train on images that the other holds out. before: the settings of the
+    checkpoint `start`. settings: those of this run.
     """
     flags = ("holdout", "seed")
     holds_out = bool(settings["held_out"])
     if not before.get("held_out"):
         if holds_out:
             fail(
-                f"{start} held no images out, so it may have been trained on those that --holdout "
-                "sets aside: leave --holdout out"
+                f"{start} held out no images, so it may have been trained on those that --holdout "
+                "sets aside: remove --holdout"
             )
         return
     same = all(before.get(flag) == settings.get(flag) for flag in flags)
     below = settings["held_out_below"]
     below_before = before.get("held_out_below", below)  # absent from checkpoints of old versions
     if not (same and holds_out and below == below_before):
-        advice = "on the same images"
+        advice = "and keep the images as they were"
         if before["holdout"] < 1:
-            advice = "and images of the same names"
+            advice = "and keep the names of the images"
         fail(
-            f"{start} held out other images than this run, so one would be measured on images that "
-            f"the other trains on: give --holdout {before['holdout']:g} --seed {before['seed']}, "
-            f"{advice}"
+            f"{start} held out other images than this run, so one run would be measured on images "
+            f"that the other trains on: pass --holdout {before['holdout']:g} "
+            f"--seed {before['seed']}, {advice}"
         )
 
 
@@ -288,9 +287,9 @@ def load_start(
 ) -> None:
     """Load the weights of --init_from; the averaged weights start from its averaged weights.
 
-    Models that the other run did not have start as they are.
+    Models that the other run did not have keep the weights that they start with.
 
-    settings: of `record_settings`.
+    settings: see `record_settings`.
     """
     before = state["before"]
     check_start(start, before, settings)
@@ -302,12 +301,12 @@ def load_start(
         accelerator.print(f"Not in {start}, so they start anew: {', '.join(added)}")
     changes = list_changes(before, settings, OBJECTIVE)
     accelerator.print(
-        f"Going on from the weights of {start}, at step {state['global_step']}{changes}"
+        f"Starting from the weights of {start}, at step {state['global_step']}{changes}"
     )
 
 
 def list_changes(before: dict[str, Any], settings: dict[str, Any], names: Iterable[str]) -> str:
-    """Such as ", shift 2.0 -> None", for a line that tells which settings have changed."""
+    """The settings that have changed, to be printed, such as ", shift 2.0 -> None"."""
     changes = ""
     for name in names:
         if name in settings and before.get(name, settings[name]) != settings[name]:
@@ -329,11 +328,18 @@ def check_held_out(path: Path, before: dict[str, Any], settings: dict[str, Any])
         return
     if held_before and name == "held_out_images" and held["of"] != held_before["of"]:
         fail(
-            f"{path} was trained on {held_before['of']}, and this run on {held['of']}: which ones "
-            "were held out can't be compared; keep the data as it was, or leave --holdout out"
+            f"{path} was trained on {held_before['of']}, this run on {held['of']}, so the held-out "
+            "images can't be compared: keep the data as it was, or remove --holdout"
         )
-    advice = "keep images, --holdout and --seed as they were, or leave --holdout out"
-    fail(f"{path} was trained on images that would be held out, or held out others: {advice}")
+    if not held_before:
+        fail(
+            f"{path} held out no images, so it was trained on those that --holdout sets aside: "
+            "remove --holdout"
+        )
+    fail(
+        f"{path} held out other images, so it may have been trained on some that this run holds "
+        "out: keep images, --holdout and --seed as they were, or remove --holdout"
+    )
 
 
 def load_checkpoint(
@@ -350,8 +356,8 @@ def load_checkpoint(
     kind = before.get("optimizer", "adamw")
     if kind != settings["optimizer"]:
         fail(
-            f"{path} was trained with --optimizer {kind}, not {settings['optimizer']}: go on with "
-            "it, or choose a new --output_dir"
+            f"{path} was trained with --optimizer {kind}, not {settings['optimizer']}: keep "
+            f"--optimizer {kind}, or choose a new --output_dir"
         )
     if added := list_added(models, state):
         fail(
@@ -360,7 +366,7 @@ def load_checkpoint(
         )
     try:
         load_models_from(path, models, state)
-        # several processes of a machine share what they map
+        # the processes of a machine share mapped memory
         options = {"weights_only": True, "mmap": any(map(is_sharded, models.values()))}
         saved = torch.load(path / "optimizer.bin", map_location="cpu", **options)
         load_optimizer(optimizer, saved)

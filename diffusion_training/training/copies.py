@@ -1,8 +1,8 @@
 """Copies of a run at --checkpoints_to, made in the background, and fetched to resume the run.
 
 At the address are `checkpoint-N` as in --output_dir, `best-N` (best/ as of step N), `samples/` and
-the files in RECORDS. The last file of a folder that is written, and the first that is deleted, is
-its marker: a folder without it is an unfinished copy.
+the files in RECORDS. Each folder has a marker, a file that is written last and deleted first: a
+folder without it is an unfinished copy.
 """
 
 import json
@@ -26,12 +26,12 @@ from diffusion_training.training.checkpoints import find_checkpoints, prune_chec
 
 RECORDS = ("run.args", "metrics.jsonl", "report.html")
 MARKERS = {"checkpoint": "trainer_state.json", "best": "held_out.json"}
-RETRY = 60.0  # seconds between tries of what could not be copied
+RETRY = 60.0  # seconds until a failed copy is tried again
 FETCHED = ".tmp-fetched"  # folder in --output_dir of machines that do not share it
 
 
 def find_whole(names: Iterable[str], kind: str) -> list[int]:
-    """The steps of the whole copies of a kind, "checkpoint" or "best", oldest first."""
+    """The steps of the complete copies of a kind, "checkpoint" or "best", oldest first."""
     pattern = re.compile(rf"{kind}-(\d+)/{MARKERS[kind]}")
     return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
 
@@ -49,9 +49,9 @@ def step_of(name: str) -> int:
 
 
 class Copies:
-    """Copies the checkpoints, samples and records of a run in a thread, as soon as they are whole.
+    """Copies complete checkpoints, samples and records of a run in a thread.
 
-    What can't be copied is tried again later. The training never waits, except in `finish`.
+    A failed copy is tried again later. The training never waits, except in `finish`.
 
     limit: how many checkpoints are kept, None for all. timeout: seconds to wait in `finish`.
     """
@@ -63,19 +63,19 @@ class Copies:
         self.timeout = timeout
         self.owner = Owner()
         self.is_taken = False
-        self.there: set[str] = set()  # the files at the address; replaced, never changed
+        self.there: set[str] = set()  # the files at the address; never changed in place
         self.sent: dict[str, tuple[int, int]] = {}  # (time, size) of each record when it was sent
         self.held: Path | None = None  # the checkpoint that is being copied
         self.holding = threading.Lock()  # while `held` is chosen, and while checkpoints are deleted
         self.changed = threading.Condition()
-        self.asked = 0  # how often there was something new
-        self.done = 0  # the value of `asked` of which everything is copied
+        self.asked = 0  # how often `wake` was called
+        self.done = 0  # the value of `asked` up to which all is copied
         self.is_over = False
         self.failure = ""
         self.pause = RETRY
 
     def open(self) -> None:
-        """Look what is at the address, or stop if it is not a run's or can't be written to."""
+        """List the address. Stops with an error if it holds no run, or can't be written to."""
         try_store(self.url, "--checkpoints_to")
         with explained(f"--checkpoints_to {self.url} can't be read"):
             self.there = Store(self.url).list()
@@ -116,7 +116,7 @@ class Copies:
         if step < newest:
             fail(
                 f"checkpoint-{newest} at {self.url} is newer than {given}, or of another run: "
-                "delete what is newer, or choose another --checkpoints_to"
+                "delete the newer ones, or choose another --checkpoints_to"
             )
         here = [step_of(path.name) for path in find_checkpoints(self.output_dir)]
         if step in steps and step > max(here, default=-1):
@@ -134,13 +134,13 @@ class Copies:
         return step_of(path.name) if is_own and re.fullmatch(r"checkpoint-\d+", path.name) else -1
 
     def begin(self, reached: int) -> None:
-        """Start to copy. reached: the step from which the run was resumed; -1 for a new run."""
+        """Start copying. reached: the step from which the run was resumed; -1 for a new run."""
         CHANGED.callback(self.close)
         threading.Thread(target=self.work, args=(reached,), daemon=True).start()
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread look for what is new."""
+        """Let the thread look for new files."""
         with self.changed:
             self.asked += 1
             self.changed.notify_all()
@@ -151,7 +151,7 @@ class Copies:
             prune_checkpoints(saved, self.limit, self.held)
 
     def finish(self) -> None:
-        """Wait for what is still to be copied, and print what could not be."""
+        """Wait for the last copies, and print what was not copied."""
         self.pause = min(RETRY, 5.0)
         self.wake()
         with self.changed:
@@ -163,7 +163,7 @@ class Copies:
             missing = ", ".join(self.list_missing()) or "the last records"
             print(
                 f"Not copied to {self.url}: {missing}. The same command copies it, if "
-                f"{self.output_dir} is still there then",
+                f"{self.output_dir} still exists",
                 file=sys.stderr,
                 flush=True,
             )
@@ -172,7 +172,7 @@ class Copies:
         return self.done == self.asked or self.is_over
 
     def list_missing(self) -> list[str]:
-        """What is not at the address of the checkpoints and samples that should be."""
+        """The checkpoints and samples that are not at the address, but should be."""
         steps = find_whole(self.there, "checkpoint")
         names = [path.name for path in self.choose(steps)]
         return names + [f"samples/{path.name}" for path in self.list_samples()]
@@ -184,7 +184,7 @@ class Copies:
             self.changed.notify_all()
 
     def work(self, reached: int) -> None:
-        """Copy until the run is over: the thread."""
+        """Copy until the run is over. This is the thread."""
         is_begun = False
         while True:
             with self.changed:
@@ -216,7 +216,7 @@ class Copies:
 
     def give_up(self) -> None:
         if not self.is_over:
-            text = f"Another run writes to {self.url} now: nothing more of this one is copied there"
+            text = f"Another run writes to {self.url} now, so this run copies nothing more there"
             tqdm.write(text, file=sys.stderr)
         with self.changed:
             self.is_over = True
@@ -224,12 +224,12 @@ class Copies:
 
     def warn(self, failure: str) -> None:
         if failure != self.failure and not self.is_over:
-            text = f"Copying to {self.url} failed ({failure}): it is tried again later"
+            text = f"Copying to {self.url} failed ({failure}); the run tries again later"
             tqdm.write(text, file=sys.stderr)
         self.failure = failure
 
     def delete_newer(self, store: Store, reached: int) -> None:
-        """Delete what the run makes again, or all of an earlier one if this one is new."""
+        """Delete best weights and samples after the step `reached`, which the run makes anew."""
         names = store.list()
         self.owner.check(store)
         for step in find_whole(names, "best"):
@@ -250,17 +250,17 @@ class Copies:
         return [path for path in paths if f"samples/{path.name}" not in self.there]
 
     def choose(self, steps: list[int]) -> list[Path]:
-        """The checkpoints that are to be copied, newest first. steps: those at the address."""
+        """The checkpoints to copy, newest first. steps: those at the address."""
         here = {step_of(path.name): path for path in find_checkpoints(self.output_dir)}
         wanted = sorted({*here, *steps}, reverse=True)[: self.limit]
         return [here[step] for step in wanted if step not in steps]
 
     def copy_newest(self, store: Store) -> bool:
-        """Copy what is new. Returns whether a checkpoint was copied: then there may be another.
+        """Copy new files. Returns whether a checkpoint was copied: then there may be another.
 
         A checkpoint is chosen before records and best weights are copied, and copied after them,
-        so that a run which resumes from it finds what it knew. In the same way, the samples of a
-        step are copied after what came before them: with them, the step needs no second look.
+        so that a run resumed from it finds those that it had. Samples, too, are copied after them:
+        a resumed run that finds the samples of a step does not measure its held-out loss again.
         """
         self.there = store.list()
         steps = find_whole(self.there, "checkpoint")
@@ -294,7 +294,7 @@ class Copies:
                     self.sent[name] = version
 
     def copy_best(self, store: Store) -> None:
-        """Copy best/ and the one before it, if a checkpoint knows them."""
+        """Copy best/ and best-before/, if a checkpoint is as new as they are."""
         checkpoints = find_checkpoints(self.output_dir)
         newest = step_of(checkpoints[-1].name) if checkpoints else -1
         for folder in (self.output_dir / "best-before", self.output_dir / "best"):
@@ -309,9 +309,9 @@ class Copies:
     def copy_folder(
         self, store: Store, folder: Path, name: str, marker: str, content: bytes
     ) -> None:
-        """Copy a folder, whole or not at all; not at all if it is replaced meanwhile.
+        """Copy a folder, completely or not at all: not if it is replaced meanwhile.
 
-        content: of its marker before anything was copied. Each version has another one.
+        content: the marker's bytes before the copy, which differ for each version of the folder.
         """
         try:
             for path in sorted(folder.rglob("*")):
@@ -341,19 +341,19 @@ class Copies:
 
 
 def fetch_file(url: str, target: Path, checksum: str | None = None) -> None:
-    """Fetch a file; it is tried again for a minute. checksum: what it must have."""
+    """Fetch a file, with retries for a minute. checksum: the one that it must have."""
 
     def copy(fs: AbstractFileSystem, location: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         fs.get_file(location, str(target))
         if checksum and checksum_file(target) != checksum:
-            raise ValueError("it is not as it was written")
+            raise ValueError("it has changed since it was written")
 
     persist(url, copy)
 
 
 def fetch_samples(url: str, names: set[str], step: int, output_dir: Path) -> None:
-    """Fetch the samples up to a step that are not here."""
+    """Fetch missing samples up to a step."""
     folder = output_dir / "samples"
     wanted = []
     for name in sorted(names):
@@ -383,7 +383,7 @@ def fetch_records(url: str, names: set[str], step: int, output_dir: Path) -> Non
 
 
 def fetch_checkpoint(url: str, step: int, folder: Path) -> None:
-    """Fetch checkpoint-N, whole or not at all, and compare it with its checksums."""
+    """Fetch checkpoint-N, completely or not at all, and compare it with its checksums."""
     name = f"checkpoint-{step}"
     with saving(folder, name) as unfinished:
         state = unfinished / name / MARKERS["checkpoint"]
@@ -396,7 +396,7 @@ def fetch_checkpoint(url: str, step: int, folder: Path) -> None:
 
 
 def open_copies(args: Namespace, output_dir: Path) -> Copies:
-    """Open --checkpoints_to, and fetch the checkpoint that is resumed if it is only there.
+    """Open --checkpoints_to, and fetch the checkpoint to resume from if it is only there.
 
     Call it on the first process.
     """
@@ -413,8 +413,8 @@ def share_checkpoint(
 ) -> Path:
     """Return the folder that holds the newest checkpoint of the first process.
 
-    This is --output_dir, or on machines that do not share it a folder in theirs: the first process
-    of each fetches the checkpoint there. Call it on all processes.
+    This is --output_dir. On a machine that does not share it, it is a folder in the machine's own
+    --output_dir, to which its first process fetches the checkpoint. Call it on all processes.
 
     copies: those of the first process.
     """

@@ -19,7 +19,7 @@ from diffusion_training.training.lora import is_adapted
 from diffusion_training.training.sharding import copy_empty, is_sharded, share_memory
 
 Copied = TypeVar("Copied")
-# the script's `compute_loss`, with all bound but (models, prepared batch, weight)
+# the script's `compute_loss`, as a function of (models, prepared batch, weight) only
 Loss = Callable[[Models, Prepared, torch.Tensor], torch.Tensor]
 # {beginning of a GPU's name: (TFLOP/s in 16 bits, TFLOP/s in TF32)}, for dense matrices, from
 # NVIDIA's data sheets, which state twice as much for sparse ones. None: the GPU has neither TF32
@@ -45,11 +45,11 @@ PEAKS = {
 class Costs:
     """Estimates and measures what a run costs.
 
-    Made before step 1, it prints what memory will hold; `Records` asks it for the rest.
+    Its constructor, before step 1, prints the memory that is needed. `Records` calls the rest.
 
-    models: {name: model} of what is trained, before `prepare`.
+    models: {name: model} that are trained, before `prepare`.
     averaged: see `start_average`.
-    others: modules that are on the device and not trained: those of the loss, the encoders.
+    others: modules on the device that are not trained, such as encoders.
     loss(models, prepared, weight): the script's `compute_loss`.
     """
 
@@ -97,8 +97,8 @@ class Costs:
         try:
             self.flops = count_flops(*self.copies, prepared)
         except Exception as error:  # nothing else needs the figure
-            reason = f"a model's can't be counted ({explain(error)})"
-            print(f"\ntflops are not recorded, {reason}", file=sys.stderr)
+            reason = f"the model's operations can't be counted ({explain(error)})"
+            print(f"\ntflops are not recorded: {reason}", file=sys.stderr)
             self.flops = 0
         self.copies = None
 
@@ -126,7 +126,7 @@ class Costs:
 def describe_trained(models: Models) -> str:
     """Such as "LoRA of rank 16: 86,016 of 1.14 M weights"."""
     weights = [weight for model in models.values() for weight in model.parameters()]
-    # a weight in 4 bits holds two in each number
+    # one stored number holds two weights in 4 bits
     packed = {id(x.weight) for model in models.values() for x in list_quantized(model)}
     total = sum(weight.numel() * (1 + (id(weight) in packed)) for weight in weights)
     count = sum(weight.numel() for weight in weights if weight.requires_grad)
@@ -165,7 +165,7 @@ def count_memory(
     num_processes: int,
     optimizer: str,
 ) -> dict[str, int]:
-    """Return {what: bytes} that a training step holds, without activations; see `Costs`."""
+    """Return {kind: bytes} that a training step holds, without activations; see `Costs`."""
 
     def count(modules: Iterable[torch.nn.Module], shared: Container[int] = ()) -> int:
         tensors = {}
@@ -202,7 +202,7 @@ def is_checkpointed(model: torch.nn.Module) -> bool:
 def count_disk(models: Models, use_ema: bool, optimizer: str) -> tuple[int, int]:
     """Return the bytes of (a checkpoint, the result).
 
-    Parts of the result that are not trained, such as a pipeline's VAE, are left out.
+    Untrained parts of the result, such as a pipeline's VAE, do not count.
     """
     weights = moments = 0
     for model in models.values():
@@ -212,12 +212,12 @@ def count_disk(models: Models, use_ema: bool, optimizer: str) -> tuple[int, int]
                 moments += count_moments(weight, optimizer, is_block_matrix(name, weight))
     checkpoint = weights * (1 + use_ema) + moments
     if any(map(is_adapted, models.values())):
-        checkpoint += weights  # the files for other programs: two in float16 are as large
+        checkpoint += weights  # two float16 files for other programs are as large
     return checkpoint, weights
 
 
 def find_peak(name: str, mixed_precision: str, allow_tf32: bool) -> float | None:
-    """Return the TFLOP/s of a GPU by its name, or None where no data sheet gives a number."""
+    """Return the TFLOP/s of a GPU by its name, or None if no data sheet gives a number."""
     kinds = [kind for kind in PEAKS if re.search(rf"\b{kind}(?!\w)", name)]
     if not kinds or "MIG" in name:
         return None
@@ -228,7 +228,7 @@ def find_peak(name: str, mixed_precision: str, allow_tf32: bool) -> float | None
 
 
 def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module] = ()) -> Copied:
-    """Copy something that holds models, without their numbers and gradient checkpointing.
+    """Copy an object that holds models, without their numbers and gradient checkpointing.
 
     models, others: those whose weights become empty tensors on the meta device.
     """
@@ -241,7 +241,7 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
             empty[id(buffer)] = torch.empty_like(buffer, device="meta")
         if is_sharded(module):
             empty[id(module)] = copy_empty(module)
-        for layer in list_quantized(module):  # whose product would not be counted
+        for layer in list_quantized(module):  # their product would not count
             bias = layer.bias is not None
             whole = torch.nn.Linear(layer.in_features, layer.out_features, bias, "meta")
             empty[id(layer)] = whole.requires_grad_(False)
@@ -250,16 +250,16 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
         # checkpointing repeats the forward pass, which is not counted as work of the model
         if is_checkpointed(model):
             model.disable_gradient_checkpointing()
-    return copy.deepcopy(value, empty)  # it remembers the copies that were made above
+    return copy.deepcopy(value, empty)  # `empty` holds the copies that were made above
 
 
 def count_flops(copies: Models, loss: Loss, prepared: Prepared) -> int:
     """Count the floating point operations of a forward and a backward pass on one image.
 
     A multiplication and an addition count as two. Elementwise operations (activations, norms) are
-    not counted, as is usual. Only shapes are used, and no device.
+    not counted, as is usual. No device computes anything.
 
-    copies, loss: from `copy_shapes`. prepared: a batch, of which the shapes are used.
+    copies, loss: from `copy_shapes`. prepared: a batch; only its shapes are used.
     """
 
     def slice_first(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The held-out loss: images set aside, and a loss on them that is comparable between runs."""
+"""The held-out loss: images set aside, and a loss on them that can be compared between runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +23,14 @@ def hold_out(
 ) -> tuple[Any, dict[int, int]]:
     """Split a data set: (numbers of the rows to train on, {number: hash} of held-out rows).
 
-    Only a row's hash, of the seed and its name, decides, so adding or removing images does not move
-    others. Held out are the rows whose hash is below the share `holdout` or, if that is a number of
-    rows, those with the lowest hashes. With the order `ranges`, whole shards are chosen first.
+    Each row has a hash of the seed and its name. The rows with a hash below the share `holdout` are
+    held out or, if that is a number of rows, those with the lowest hashes. So added or removed
+    images do not move others. With the order `ranges`, whole shards are chosen first.
     """
     if has_ranges(dataset):
         return dataset.hold_out(accelerator, holdout, seed)
     if isinstance(getattr(dataset, "rows", None), datasets.IterableDataset):
-        # a stream has no held-out images: its flags are checked for that
+        # a stream holds no images out; its flags were checked for that
         return Stream(dataset.rows, dataset.shuffle_buffer), {}
     if not holdout:
         return np.arange(len(dataset)), {}
@@ -60,11 +60,10 @@ def describe_held_out(
 ) -> dict[str, Any]:
     """What a checkpoint records of the held-out rows, the same on all processes.
 
-    held_out: a hash of all that they contain. Checkpoints of old versions have this one alone.
-    held_out_images: a hash of their images without captions, and what it is of. With it, a resumed
-        run finds out whether it would train on them. Images may be renamed or renumbered, but their
-        contents do not change.
-    held_out_below: rows whose hash is below this number were held out, and no others. None if whole
+    held_out: a hash of their whole content. Checkpoints of old versions have only this one.
+    held_out_images: a hash of their images ("of": "images") or latents, without captions. With it,
+        a resumed run finds out whether it would train on them, even if they were renamed.
+    held_out_below: exactly the rows with a hash below this number were held out. None if whole
         shards were.
     """
     if not held_out:
@@ -96,15 +95,15 @@ def log_held_out_loss(
     stop_signal: StopSignal,
     step: int,
 ) -> None:
-    """Record the held-out loss at a step: a mean squared error that is comparable between runs.
+    """Record the held-out loss at a step: a mean squared error that can be compared between runs.
 
-    It is the mean over the held-out images and over nine noise levels, .1 to .9: with random
-    levels, their differences would hide any change. All randomness is keyed by seed, image and
-    timestep, and a batch is one image at all nine levels. So batch size, number of processes and
-    interruptions do not change the result. A signal stops the measurement.
+    It is the mean over the held-out images and nine noise levels, .1 to .9: random levels would
+    hide any change. All randomness is keyed by seed, image and timestep, and a batch is one image
+    at all nine levels. So batch size, number of processes and interruptions do not change the
+    result. A signal stops the measurement.
 
     models: {"held_out_loss": the models, "held_out_loss_ema": their averages, if there are any}.
-    measure: of `measure_epsilon`, say.
+    measure: for example from `measure_epsilon`.
     prepare: the script's prepare_batch, without parts that are only for training, such as dropping
     captions.
     """
@@ -142,7 +141,7 @@ def log_held_out_loss(
         ]
         if number >= len(rows):  # a placeholder
             continue
-        weight = batch["weight"]  # 0 for what can't be decoded
+        weight = batch["weight"]  # 0 if it can't be decoded
         sums += torch.cat([weight * torch.cat(losses), weight, torch.ones_like(weight)])
         records.new_skipped.update(batch["skipped"])
     for module, was_training in zip(modules, training, strict=True):
@@ -156,6 +155,6 @@ def log_held_out_loss(
     for index, name in enumerate(models):
         of_levels = [loss / weight for loss in losses[9 * index : 9 * index + 9]]
         record[name] = sum(of_levels) / 9
-    # levels of the weights that the pipeline gets
+    # the levels of the weights that are saved
     record |= {f"held_out_loss_t0.{i}": loss for i, loss in enumerate(of_levels, 1)}
     records.add_held_out(step, record)

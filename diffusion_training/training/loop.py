@@ -31,18 +31,18 @@ from diffusion_training.training.tuning import Step
 
 @dataclass(frozen=True)
 class Results:
-    """What a trainer makes of its models, besides checkpoints.
+    """A trainer's functions for its results.
 
-    save(best, folder): writes the pipeline, or the LoRA, as other programs open it. best: {name:
-    model}, averaged if possible. On the first process.
+    save(best, folder): writes the pipeline, or the LoRA, for other programs, on the first process.
+    best: {name: model}, averaged if possible.
     log_held_out_loss(): measures it, and adds it to the records.
-    log_validation(): draws samples. Returns how rough they are; None on other processes, and if
+    log_validation(): draws samples, and returns their roughness; None on other processes, and if
     none were drawn.
     describe(about, settings): the texts of the model card and the report.
     """
 
     name: str  # "pipeline" or "LoRA"
-    files: list[str]  # patterns of what is uploaded
+    files: list[str]  # patterns of the files to upload
     save: Callable[[Models, Path], None]
     log_held_out_loss: Callable[[], None]
     log_validation: Callable[[], float | None]
@@ -52,7 +52,7 @@ class Results:
 def record_settings(
     settings: Namespace, launch: Launch, progress: Progress, dataset: Any, held_out: dict[int, int]
 ) -> dict[str, Any]:
-    """What a checkpoint records of a run, so that a resumed one can compare."""
+    """The settings that a checkpoint records, for a resumed run to compare."""
     return {
         **vars(settings),
         "num_processes": launch.num_processes,
@@ -63,7 +63,7 @@ def record_settings(
 
 
 def draws_samples(settings: Namespace) -> bool:
-    """Whether there are samples to draw; without a prompt only an unconditional model draws."""
+    """Whether there are samples to draw: only an unconditional model needs no prompt."""
     is_unconditional = "validation_prompts" not in settings
     return is_unconditional or bool(settings.validation_prompts and settings.num_validation_images)
 
@@ -83,7 +83,7 @@ class Loop:
         recorded: dict[str, Any],
         lora_metadata: dict[str, str] | None = None,
     ) -> None:
-        """recorded: of `record_settings`. lora_metadata: see `save_lora`."""
+        """recorded: see `record_settings`. lora_metadata: see `save_lora`."""
         self.launch = launch
         self.run = run
         self.trained = trained
@@ -98,7 +98,7 @@ class Loop:
         self.first_step = progress.global_step
 
     def list_facts(self) -> dict[str, str]:
-        """What the report says of the run besides its settings."""
+        """What the report shows of the run besides its settings."""
         since = f" since step {self.first_step}" if self.first_step else ""
         images = f"{self.progress.images_per_step} per step"
         if self.progress.num_images < sys.maxsize:  # a stream has no epochs
@@ -137,7 +137,7 @@ class Loop:
             self.results.save(best, Path(self.settings.output_dir))
 
     def look(self, stop_signal: StopSignal, is_result: bool = True) -> int:
-        """Held-out loss, best weights, samples, report. Returns a signal that stopped it, or 0.
+        """Make held-out loss, best/, samples and report. Returns a signal that stopped it, or 0.
 
         is_result: whether the weights are a result of this run, to be judged and kept.
         """
@@ -166,15 +166,15 @@ class Loop:
         samples_every: tuple[int | None, int | None],
         is_pretrained: bool,
     ) -> int:
-        """Look before the first step, if there is reason to. Returns a signal, or 0.
+        """Look before the first step, if needed. Returns a signal, or 0.
 
-        A pretrained model is shown as it was before training, for comparison; it is no result of
-        this run, so it never is the best. A resumed run draws the samples that a kill prevented.
+        A pretrained model is shown as it was before training, for comparison. It is not a result of
+        this run, so it is never the best. A resumed run draws the samples that a kill prevented.
         """
         step = self.progress.global_step
         resumed = self.run.checkpoint is not None
         if resumed:
-            # what the first process has: other machines may have an --output_dir of their own
+            # ask the first process: other machines may have an --output_dir of their own
             has_samples = samples_path(self.settings.output_dir, step).exists()
             looks = self.progress.is_due(*samples_every) and not gather_object([has_samples])[0]
         else:
@@ -186,7 +186,7 @@ class Loop:
             return self.look(stop_signal, is_result=resumed)
 
     def take_folder(self) -> None:
-        """Replace what an earlier run has left, as soon as there is something to put there."""
+        """Replace the files of an earlier run, as soon as there are new ones."""
         if self.has_folder:
             return
         self.has_folder = True
@@ -197,7 +197,7 @@ class Loop:
             self.run.copies.begin(self.run.reached)
 
     def take_step(self, step: Step, batches: Iterator[Batch]) -> None:
-        """Take the next optimizer step, and note its result."""
+        """Take the next optimizer step, and record its result."""
         trained = self.trained
         progress = self.progress
         epoch = progress.epoch
@@ -229,7 +229,7 @@ class Loop:
         progress = self.progress
         records = self.records
         settings = self.settings
-        stop = stop_signal.agree()  # one that came earlier and was swallowed
+        stop = stop_signal.agree()  # a signal may have come before
         if not stop:
             stop = self.look_first(stop_signal, samples_every, is_pretrained)
         for model in self.trained.models.values():
@@ -241,13 +241,13 @@ class Loop:
             if due.log or due.checkpoint or due.result:  # the only wait for the device
                 records.update(progress.global_step, due.log, due.last)
             with records.paused():
-                if due.checkpoint:  # before the samples, which may take longer than there is
+                if due.checkpoint:  # before the samples, which may take too long
                     self.save_checkpoint()
                 if due.result:
                     self.save_result()
                 if due.samples:
                     stop = self.look(stop_signal)
-            if stop and not due.checkpoint:  # it broke off the samples; a resumed run draws them
+            if stop and not due.checkpoint:  # it stopped the samples; a resumed run draws them
                 records.update(progress.global_step, False, due.last)
                 self.save_checkpoint()
         records.bar.close()
@@ -258,18 +258,18 @@ class Loop:
         settings = self.settings
         step = self.progress.global_step
         output_dir = Path(settings.output_dir)
-        self.take_folder()  # if no step was left
+        self.take_folder()  # in case no step was left
         if not stop:
-            self.save_result()  # before the samples, again because of the time they take
+            self.save_result()  # before the samples, which may take too long
             stop = self.look(stop_signal)
         if settings.checkpoints_to:
             if self.run.copies:
                 self.run.copies.finish()
-            self.launch.accelerator.wait_for_everyone()  # or torch ends the first process too
+            self.launch.accelerator.wait_for_everyone()  # else torch ends the first process too
         stop_signal.close()
         if stop:
             end_stopped(self.launch.accelerator, stop, step, settings.max_train_steps)
-        self.prune()  # if a kill came before
+        self.prune()  # a kill may have prevented it
         if self.launch.is_main:
             save_model_card(step, self.results.describe, settings)
         samples = "samples/"

@@ -16,6 +16,7 @@ from diffusion_training.training.lora_files import (
     DORA_SCALE,
     LORA_A,
     LORA_B,
+    LORA_FILE,
     MAGNITUDE,
     PEFT_FILE,
     PEFT_PREFIX,
@@ -34,10 +35,10 @@ def add_lora(
     Only the adapters are trained, in float32. A is drawn from torch's generator, B starts at 0
     (arXiv:2106.09685). Then the frozen weights are cast to `dtype`, except for those in 4 bits.
 
-    layers: ends of their names. base: hash of the weights. Stops with an error if a layer does not
-    exist, does not support adapters, or is smaller than the rank.
+    layers: ends of the layers' names. base: hash of the weights. Stops with an error if a layer
+    does not exist, does not support adapters, or is smaller than the rank.
     """
-    from peft import LoraConfig  # imported here and below, because it takes a second
+    from peft import LoraConfig  # here and below, because the import takes a second
 
     config = {
         "r": args.rank,
@@ -47,12 +48,12 @@ def add_lora(
         "lora_dropout": args.lora_dropout,
     }
     model.requires_grad_(False)
-    # In float32 whatever the file has: peft gives an adapter its layer's precision, and computes
+    # In float32, whatever the file has: peft gives an adapter its layer's precision, and computes
     # DoRA's magnitudes (arXiv:2402.09353) from its weights.
     for name, module in model.named_modules():
         if any(f".{name}".endswith(f".{layer}") for layer in layers):
             module.float()
-    with explained(f"--lora_layers {args.lora_layers}: no adapter of rank {args.rank} goes there"):
+    with explained(f"--lora_layers {args.lora_layers}: can't add adapters of rank {args.rank}"):
         model.add_adapter(LoraConfig(**config, init_lora_weights="gaussian"))
         adapted = {
             name: module.base_layer
@@ -68,7 +69,7 @@ def add_lora(
             else:
                 own_rank = min(module.weight.flatten(1).shape)
             if args.rank > own_rank:
-                raise ValueError(f"{name} has a rank of {own_rank} itself")
+                raise ValueError(f"the full rank of {name} is only {own_rank}")
     exact = getattr(model, "_keep_in_fp32_modules", None) or ()
     for name, weight in model.named_parameters():
         is_exact = weight.requires_grad or any(part in exact for part in name.split("."))
@@ -86,9 +87,9 @@ def add_lora(
 def list_further_layers(
     model: torch.nn.Module, layers: list[str], path: str | Path, name: str, read_lora: ReadLora
 ) -> list[str]:
-    """The layers of a LoRA file that `layers`, ends of names, leave out.
+    """The layers of a LoRA file that none of `layers`, ends of names, matches.
 
-    For example, kohya's files with conv_dim have the convolutions that change the size, too.
+    For example, kohya's files with conv_dim also have the convolutions that change the size.
     name: see `load_network_weights`.
     """
     with explained(f"--network_weights {path} can't be used"):
@@ -103,16 +104,19 @@ def load_network_weights(
     """Load a LoRA file into the adapter of `add_lora`, with the same effect on the model.
 
     The file may be from diffusers, PEFT, kohya's scripts or this package. Weights for text encoders
-    are left out, which is printed. Stops with an error if it has other layers or another rank, or
+    are skipped, which is printed. Stops with an error if it has other layers or another rank, or
     if it holds anything that is not used.
 
-    name: what the file calls the model.
+    path: the file, or the output folder of a run. name: what the file calls the model.
     """
+    path = Path(path)
+    if path.is_dir():
+        path /= LORA_FILE
     with explained(f"--network_weights {path} can't be used"):
-        file = read_lora_file(Path(path), model, name, read_lora)
+        file = read_lora_file(path, model, name, read_lora)
     own = {key: layer for key, layer in model.named_modules() if getattr(layer, "lora_A", None)}
     sentence = f"--network_weights {path} does not fit"
-    advice = "choose --rank and --lora_layers as it was trained"
+    advice = "pass the --rank and --lora_layers that it was trained with"
     with explained(f"{sentence}; {advice}"), torch.no_grad():
         for layer in sorted(file.layers.keys() ^ own.keys()):
             article = "an" if layer in file.layers else "no"
@@ -124,7 +128,7 @@ def load_network_weights(
             load_layer(module, layer, file)
     if file.num_left_out and is_local_main():
         print(
-            f"--network_weights: {file.num_left_out} weights for text encoders are left out, "
+            f"--network_weights: {file.num_left_out} weights for text encoders are skipped, "
             "because text encoders are not trained"
         )
 
@@ -132,7 +136,7 @@ def load_network_weights(
 def load_layer(module: torch.nn.Module, layer: str, file: LoraFile) -> None:
     """Load one layer of a LoRA file. Raises ValueError if it does not fit.
 
-    A lower rank than the adapter's is filled up: B is 0 there, so nothing else changes.
+    If its rank is lower than the adapter's, B is 0 for the rest, which changes nothing.
     """
     weights = file.layers[layer]
     own_a = module.lora_A["default"].weight
@@ -156,9 +160,9 @@ def load_layer(module: torch.nn.Module, layer: str, file: LoraFile) -> None:
 
 
 def read_magnitude(module: torch.nn.Module, layer: str, file: LoraFile) -> torch.Tensor:
-    """The magnitudes of a layer, float32 [out]; of a plain LoRA those that change nothing.
+    """The magnitudes of a layer, float32 [out]. For a plain LoRA, they change nothing.
 
-    Raises ValueError if they are not one for each output.
+    Raises ValueError if there is not one for each output.
     """
     weights = file.layers[layer]
     norms = norm_rows(module, adapted=True)
@@ -171,8 +175,7 @@ def read_magnitude(module: torch.nn.Module, layer: str, file: LoraFile) -> torch
     scale = weights[DORA_SCALE]
     if len(scale) != len(norms) or scale.numel() != len(norms):
         raise ValueError(
-            f"the {DORA_SCALE} of {layer} is one for each input, and PEFT's DoRA has one for each "
-            "output"
+            f"{layer} has a {DORA_SCALE} for each input, but PEFT's DoRA has one for each output"
         )
     scale = scale.flatten().float()
     return scale * norms / norm_rows(module, adapted=False) if file.is_relative else scale
@@ -212,7 +215,7 @@ def list_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_adapter(model: torch.nn.Module, folder: Path) -> None:
-    """Write an adapter as it is trained, in float32, and the settings and base it belongs to.
+    """Write an adapter in float32, as it is trained, with its settings and its base's hash.
 
     `PeftModel.from_pretrained` opens the folder.
     """
@@ -228,13 +231,13 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
 
     advice = "keep base and flags as they were, or choose a new --output_dir"
     if not (folder / "adapter_config.json").is_file():
-        fail(f"{folder} is a whole model, and --rank trains a LoRA: {advice}")
+        fail(f"{folder} is a whole model, but --rank trains a LoRA: {advice}")
     if not is_adapted(model):
-        fail(f"{folder} is a LoRA, and without --rank the whole model would be trained: {advice}")
+        fail(f"{folder} is a LoRA, but without --rank the whole model is trained: {advice}")
     before = json.loads((folder / "adapter_config.json").read_text())
-    before["lora_dropout"] = model.adapter["lora_dropout"]  # which may change
+    before["lora_dropout"] = model.adapter["lora_dropout"]  # it may change
     differences = [
-        "other weights of the base" if "sha256" in difference else difference
+        "another base" if "sha256" in difference else difference
         for difference in find_differences(before, model.adapter)
     ]
     if before["target_modules"] != model.adapter["target_modules"]:
@@ -243,7 +246,7 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     if differences:
         fail(f"{folder} is of another LoRA ({', '.join(differences)}): {advice}")
     weights = {
-        name.removeprefix(PEFT_PREFIX): value  # which older versions did not write
+        name.removeprefix(PEFT_PREFIX): value  # older versions did not write the prefix
         for name, value in load_file(folder / PEFT_FILE).items()
     }
     if weights.keys() != list_adapter(model).keys():
@@ -258,7 +261,7 @@ def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> 
     rank. So alpha / rank is multiplied into the weights, and all of them reproduce the trained
     model at strength 1. The files are float16, as is usual.
 
-    metadata: the header of a second file, which has kohya's names; None: without it.
+    metadata: the header of a second file, with kohya's names; None for no such file.
     """
     weights = {}
     kohya = {}
@@ -281,7 +284,7 @@ def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> 
     for value in (weights | kohya).values():
         if not value.isfinite().all():
             raise ValueError("the weights of the adapter are not finite in float16")
-    save_file(weights, folder / "pytorch_lora_weights.safetensors", {"format": "pt"})
+    save_file(weights, folder / LORA_FILE, {"format": "pt"})
     if metadata is not None:
         path = folder / "pytorch_lora_weights_kohya.safetensors"
         save_file(kohya, path, header)
@@ -292,7 +295,7 @@ def fold_scale(adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torc
     """Multiply a scale into the weights of an adapter.
 
     A scale below 1 is shared by A and B, so that the largest numbers of both are equal. B alone
-    would become so small that float16 cuts its bits off.
+    would become so small that it loses bits in float16.
     """
     folded = dict(adapter)
     for name, b in adapter.items():
@@ -314,8 +317,8 @@ def convert_to_kohya(
     """Give weights the names of kohya's scripts, which ComfyUI and A1111 know too.
 
     Magnitudes of DoRA become dora_scale, [out, 1, ...]. A program multiplies the adapted weights
-    with dora_scale / norm. ComfyUI's norm is the base's, not that of the adapted weights (its pull
-    request 15458 is about it), so dora_scale holds the quotient of the two norms.
+    by dora_scale / norm. ComfyUI takes the norm of the base, not of the adapted weights (see its
+    pull request 15458), so the magnitudes are multiplied by the quotient of the two norms.
     """
     converted = {}
     for name, value in adapter.items():

@@ -1,4 +1,4 @@
-"""LoRA files of other programs: which weights and settings they hold, and at which scale."""
+"""Read LoRA files of other programs: weights, settings and scales."""
 
 import json
 import math
@@ -16,39 +16,40 @@ from safetensors.torch import load_file
 # (weights, alphas, settings) of a LoRA file; see `Family.read_lora`
 ReadLora = Callable[[Path, torch.nn.Module], tuple[dict, dict, dict]]
 
+LORA_FILE = "pytorch_lora_weights.safetensors"  # as diffusers names it
 PEFT_FILE = "adapter_model.safetensors"  # of a PeftModel, with adapter_config.json beside it
 PEFT_PREFIX = "base_model.model."
 LORA_A = "lora_A.weight"
 LORA_B = "lora_B.weight"
 MAGNITUDE = "lora_magnitude_vector"  # of DoRA, as PEFT and diffusers name it
 DORA_SCALE = "dora_scale"  # the same, as kohya's LyCORIS names it
-# Settings of PEFT that are read, or that do not change what the file does. Any other one must have
-# PEFT's default.
+# PEFT's settings that are read, or that do not change what the file does. All others must have
+# their defaults.
 KNOWN_SETTINGS = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "base_sha256", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform",
     "lora_alpha", "lora_dropout", "peft_version", "quantization", "r", "rank_pattern", "revision",
     "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
-# Other ways to begin (PiSSA, OLoRA, LoftQ, ...) change the base, too.
-KNOWN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+# Other initializations (PiSSA, OLoRA, LoftQ, ...) change the base, too.
+KNOWN_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class LoraFile:
     """What a LoRA file does to a model.
 
-    layers: {layer: {LORA_A, LORA_B, and of a DoRA MAGNITUDE or DORA_SCALE: tensor}}.
+    layers: {layer: {LORA_A, LORA_B and, in a DoRA, MAGNITUDE or DORA_SCALE: tensor}}.
     """
 
     layers: dict[str, dict[str, torch.Tensor]]
-    scales: dict[str, float]  # of each layer: what B @ A is multiplied with
-    is_relative: bool  # is dora_scale as `convert_to_kohya` writes it?
+    scales: dict[str, float]  # {layer: factor of B @ A}
+    is_relative: bool  # whether dora_scale is that of `convert_to_kohya`
     num_left_out: int  # weights for text encoders
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split the name of a weight: (layer, one of the four parts). Raises ValueError."""
+    """Split the name of a weight: (layer, one of the four parts). Raises ValueError for others."""
     for part in (LORA_A, LORA_B, MAGNITUDE, DORA_SCALE):
         if name.endswith(f".{part}"):
             return name.removesuffix(f".{part}"), part
@@ -105,37 +106,37 @@ def strip(named: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def group_by_layer(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """{layer: {part: weight}} of {name: weight}. Raises ValueError for a part that is not known."""
+    """Group {name: weight} as {layer: {part: weight}}. Raises ValueError for an unknown part."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in weights.items():
         layer, part = split_name(key)
         layers.setdefault(layer, {})[part] = value
     for layer, parts in layers.items():
         if not {LORA_A, LORA_B} <= parts.keys():
-            raise ValueError(f"at {layer} it has only {' and '.join(parts)}")
+            raise ValueError(f"its layer {layer} has only {' and '.join(parts)}")
     return layers
 
 
 def read_peft_file(path: Path, name: str) -> tuple[dict, dict, dict]:
-    """(weights, no alphas, settings) of a PeftModel's file, or of an adapter in a checkpoint."""
+    """Read (weights, no alphas, settings) of a PeftModel's file or a checkpoint's adapter."""
     weights = {
         f"{name}.{key.removeprefix(PEFT_PREFIX)}": value for key, value in load_file(path).items()
     }
     config = path.with_name("adapter_config.json")
     if not config.is_file():
-        raise ValueError(f"{config.name} is not beside it, and has its alpha")
+        raise ValueError(f"{config.name}, which has its alpha, is not beside it")
     settings = json.loads(config.read_text())
     return weights, {}, {f"{name}.{key}": value for key, value in settings.items()}
 
 
 def check_settings(settings: dict[str, Any]) -> None:
     """Raise ValueError for a setting of PEFT that is not used, such as lora_bias."""
-    from peft import LoraConfig  # imported here because it takes a second
+    from peft import LoraConfig  # here, because the import takes a second
 
     defaults = LoraConfig().to_dict()
     for key, value in settings.items():
         if key == "init_lora_weights":
-            is_known = value in KNOWN_BEGINNINGS
+            is_known = value in KNOWN_INITIALIZATIONS
         else:
             is_known = key in KNOWN_SETTINGS or not value or value == defaults.get(key)
         if not is_known:

@@ -28,7 +28,7 @@ def describe_file(
 ) -> dict[str, str]:
     """The header of a LoRA with kohya's names, or of a model in a single file.
 
-    captions: some or all of the images'. num_images: of an epoch; sys.maxsize if it is not known.
+    captions: of some or all images. num_images: per epoch; sys.maxsize if it is not known.
     """
     about = name_run(0, settings, local=False)
     resolution = settings.resolution
@@ -49,7 +49,7 @@ def describe_file(
     header["ss_output_name"] = about.name
     header["ss_sd_model_name"] = str(about.base)
     header["ss_resolution"] = f"({resolution}, {resolution})"
-    # sd-scripts count the last layer, too
+    # sd-scripts also counts the last layer
     header["ss_clip_skip"] = str(settings.clip_skip + 1 if settings.clip_skip else None)
     if num_images < sys.maxsize:
         header["ss_num_train_images"] = str(num_images)
@@ -61,7 +61,7 @@ def describe_file(
 
 
 def count_tags(captions: Sequence[str]) -> dict[str, int]:
-    """How often each tag, text between commas, is in the captions, as sd-scripts count them."""
+    """Count each tag (text between commas) in the captions, as sd-scripts does."""
     counts: Counter[str] = Counter()
     for caption in captions:
         counts.update(tag.strip().lower() for tag in caption.split(",") if tag.strip())
@@ -83,5 +83,5 @@ def name_readers(settings: Namespace, for_unet: bool) -> str:
     programs = "ComfyUI" if settings.use_dora else "ComfyUI, A1111 and sd-scripts"
     return (
         f"{file} is for diffusers, `pytorch_lora_weights_kohya.safetensors` for {programs}"
-        f"{' (A1111 and sd-scripts know no such DoRA)' if settings.use_dora else ''}."
+        f"{' (A1111 and sd-scripts do not support this DoRA)' if settings.use_dora else ''}."
     )

@@ -29,7 +29,7 @@ def check_objective(scheduler: DDPMScheduler) -> None:
     """Stop with an error if `compute_loss` can't train with a scheduler."""
     timesteps = scheduler.config.num_train_timesteps
     if type(timesteps) is not int or timesteps < 2:
-        fail(f"the scheduler has {timesteps!r} training timesteps: there must be two at least")
+        fail(f"the scheduler has {timesteps!r} training timesteps: it needs at least two")
     if len(scheduler.betas) != timesteps:
         fail(f"the scheduler has {len(scheduler.betas)} betas for {timesteps} training timesteps")
     if scheduler.config.prediction_type not in ("epsilon", "sample", "v_prediction"):
@@ -39,16 +39,16 @@ def check_objective(scheduler: DDPMScheduler) -> None:
         )
     if scheduler.config.rescale_betas_zero_snr and scheduler.config.prediction_type == "epsilon":
         fail(
-            "--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: epsilon "
-            "has nothing to learn"
+            "--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: from pure "
+            "noise, epsilon has nothing to learn"
         )
 
 
 def load_sampler(source: str | None, options: dict[str, Any], objective: dict[str, Any]) -> Any:
-    """The scheduler of a pipeline, of its own class. Ends in a sentence for one without betas.
+    """Load the scheduler of a pipeline, in its own class. Stops with an error if it has no betas.
 
-    As a DDPMScheduler it would have betas that it was never trained with. options: subfolder,
-    cache_dir and revision. objective: of `objective_flags`.
+    A DDPMScheduler would have betas that the model was never trained with. options: subfolder,
+    cache_dir and revision. objective: see `objective_flags`.
     """
     config = DDPMScheduler.load_config(source, **options)
     sampler = getattr(diffusers, config["_class_name"]).from_pretrained(
@@ -56,17 +56,17 @@ def load_sampler(source: str | None, options: dict[str, Any], objective: dict[st
     )
     if not hasattr(sampler, "betas"):
         fail(
-            f"{source} has a {type(sampler).__name__}, which has no betas: a U-Net is trained with "
-            "a scheduler such as DDIMScheduler"
+            f"{source} has a {type(sampler).__name__}, which has no betas: training needs a "
+            "scheduler such as DDIMScheduler"
         )
     return sampler
 
 
 @torch.no_grad()
 def try_sampler(sampler: Any, num_steps: int, **options: Any) -> None:
-    """Draw with a sampler as a pipeline does, in `num_steps`, or in ten if these are fewer.
+    """Draw as a pipeline does, in `num_steps` but at most ten steps; raises an error if it can't.
 
-    Raises an error if that is impossible. options: of `set_timesteps`.
+    options: for `set_timesteps`.
     """
     sampler.set_timesteps(min(num_steps, 10), **options)
     sample = torch.zeros(1, 4, 8, 8)
@@ -110,7 +110,7 @@ def to_epsilon(
 
 
 class HeldOutMeasure(NamedTuple):
-    """What `log_held_out_loss` measures. `tenths` are levels of noise, int [N], from 1 to 9."""
+    """How `log_held_out_loss` measures. `tenths` are levels of noise, int [N], from 1 to 9."""
 
     # (images, noise, tenths) -> noisy images
     add_noise: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -145,9 +145,9 @@ def measure_epsilon(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOut
 def measure_constant(
     loss_of: Callable[..., torch.Tensor], loss_models: Models, models: Models, prepared: Prepared
 ) -> float:
-    """The loss of the best constant prediction, whatever the objective; nan if it has none.
+    """The loss of the best constant prediction, for any objective; nan if it can't be measured.
 
-    A model that has learned nothing is no better. The loss of a constant is a parabola, of which
+    A model that has learned nothing is not better. The loss of a constant is a parabola, of which
     three points are measured, with the same noise and timesteps.
 
     loss_of(predict, loss_models, models, prepared, weight): the script's `compute_loss`.
@@ -162,10 +162,10 @@ def measure_constant(
     try:
         for seed in range(32):
             for i, value in enumerate((-1.0, 0.0, 1.0)):
-                torch.manual_seed(seed)  # each step sets its own
+                torch.manual_seed(seed)  # training steps set their own
                 predict = partial(give, torch.full_like(images, value))
                 losses[i] += loss_of(predict, loss_models, models, prepared, weight)
-    except Exception:  # only signs need it, and a loss of one's own may need another prediction
+    except Exception:  # only signs need it, and a user's loss may need another prediction
         return math.nan
     low, middle, high = (losses / 32).tolist()
     curvature = (low + high) / 2 - middle

@@ -12,7 +12,7 @@ from diffusion_training.errors import explained, fail
 from diffusion_training.models import is_block_matrix, list_parameters
 from diffusion_training.training.sharding import take_part
 
-# Options that a resumed run takes from its own flags, where its optimizer has them; all others are
+# Options that a resumed run takes from its own flags, if its optimizer has them; all others are
 # restored. Without `fused`, a run saved in bf16 and resumed in fp16 would ignore the scaler.
 FLAGS = ("lr", "betas", "eps", "weight_decay", "fused")
 
@@ -42,7 +42,7 @@ def make_optimizer(
                     group = matrices if is_block_matrix(name, weight) else others
                     group.append(weight)
         if not matrices:
-            fail("--optimizer muon is for the matrices in a transformer's `blocks`: choose another")
+            fail("--optimizer muon needs matrices in a transformer's `blocks`: choose another")
         return MuonAdamW(matrices, others, fused=scaler is None, **shared)
     if args.optimizer == "adamw":  # fused skips fp16 overflows by itself, unseen by Accelerate
         return torch.optim.AdamW(parameters, **shared, fused=scaler is None)
@@ -59,7 +59,7 @@ def make_optimizer(
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for matrices (arXiv:2502.16982) and AdamW for the rest, as a single optimizer.
 
-    So there is only one to schedule, scale and save. Muon's updates are scaled to the size of
+    So one optimizer is scheduled, scaled and saved. Muon's updates are scaled to the size of
     AdamW's, so that one learning rate fits both.
     """
 
@@ -98,7 +98,7 @@ def make_lr_scheduler(
 
     Started this way, update k has the rate f(k). The usual start would waste update 1 on f(0) = 0.
     """
-    for group in optimizer.param_groups:  # required for a schedule that does not start at step 0
+    for group in optimizer.param_groups:  # a schedule that starts after step 0 needs it
         group["initial_lr"] = group["lr"]
     return get_scheduler(
         args.lr_scheduler,

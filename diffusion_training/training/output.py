@@ -1,4 +1,4 @@
-"""The output folder of a run: opened, locked, and written so that nothing is left half done."""
+"""Open and lock the output folder of a run, and write its files, completely or not at all."""
 
 import json
 import math
@@ -53,14 +53,14 @@ SINGLE_FILE = "single_file.safetensors"  # of --output_single_file
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, locked, and what it holds of an earlier one."""
+    """The locked folder of a run, and the checkpoint to begin from."""
 
     script: str  # the file that is run
     lock: BaseFileLock | None  # None except on the first process
     checkpoint: Path | None  # to resume from
     before: dict[str, Any]  # the settings of that checkpoint
     hub_model_id: str | None
-    start: Path | None = None  # another run's, of --init_from, if there is none to resume from
+    start: Path | None = None  # of --init_from, if there is none to resume from
     configs: Path | None = None  # checkpoint with the models' configs; None without --init_from
     command: str = ""  # the content of run.args
     reached: int = -1  # the step of the checkpoint, if there is one
@@ -78,9 +78,9 @@ class Run:
 
 
 def settings_of(args: Namespace, *values: Any, **others: Any) -> Flags:
-    """Put the flags and what was found out together, under the names of the flags.
+    """Merge the flags and the values found for them, under the names of the flags.
 
-    This is what checkpoints, trackers, the report and run.args record. values: `Launch`, `Run`,
+    Checkpoints, trackers, the report and run.args record them. values: `Launch`, `Run`,
     `Data`, `Plan`. others: single values.
     """
     settings = dict(vars(args))
@@ -92,7 +92,7 @@ def settings_of(args: Namespace, *values: Any, **others: Any) -> Flags:
 def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     """Make, lock and clean --output_dir, and make the hub repository. script: the file that is run.
 
-    What an earlier run has left stays until `begin_run`.
+    The files of an earlier run stay until `begin_run`.
     """
     check_output_dir(vars(args))
     output_dir = Path(args.output_dir)
@@ -114,7 +114,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
         )
         best = output_dir / "best"
         if args.save_best and best.exists() and not (best / "held_out.json").exists():
-            fail(f"--save_best would replace {best}, which no run has written: rename it")
+            fail(f"--save_best would replace {best}, which no run has written: rename that folder")
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
         if copies_to:
@@ -125,14 +125,14 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     if copies_to:
         folder = share_checkpoint(launch.accelerator, copies, copies_to, output_dir)
     if folder != output_dir:
-        given = "latest"  # it holds nothing else
+        given = "latest"  # the only one there
     # On all processes, so that all of them stop if there is an error
     checkpoint = find_checkpoint(given, str(folder))
     state = read_state(checkpoint, None)
     hub_model_id = args.hub_model_id
     command = format_args(vars(settings_of(args, launch)), Path(script).name)
     if launch.is_main and not args.find_lr:
-        if not (output_dir / "run.args").exists():  # it tells whose folder this is
+        if not (output_dir / "run.args").exists():  # it marks the folder as a run's
             write_command(command, output_dir)
         if args.push_to_hub:
             hub_model_id = make_repository(args)
@@ -143,8 +143,8 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     before = state["settings"]
     tracker_id = None
     if args.report_to in ("wandb", "all"):
-        tracker_id = os.environ.get("WANDB_RUN_ID")  # for those who choose it
-        # one that is begun in another folder from a checkpoint is another run
+        tracker_id = os.environ.get("WANDB_RUN_ID")  # if the user has set it
+        # a run that resumes a checkpoint of another folder is a new run
         if checkpoint and checkpoint.parent.resolve() == output_dir.resolve():
             tracker_id = tracker_id or before.get("tracker_id")
         tracker_id = tracker_id or secrets.token_hex(4)
@@ -164,9 +164,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
 
 
 def begin_run(run: Run, output_dir: Path) -> None:
-    """Replace what an earlier run has left, once this one works. Call it on the first process.
+    """Replace the files of an earlier run, once this one works: a folder holds only one run.
 
-    A folder holds only one run.
+    Call it on the first process.
     """
     if run.checkpoint is None:
         for old in (output_dir / "samples").glob("step-*.png"):
@@ -185,11 +185,11 @@ def make_repository(args: Namespace) -> str:
     """Make the repository of --push_to_hub, or use an existing one. Returns its id."""
     name = args.hub_model_id or Path(args.output_dir).resolve().name
     private = args.hub_private_repo or None
-    with explained(f"--push_to_hub: no repository {name}; `hf auth login` first, or leave it out"):
+    with explained(f"--push_to_hub can't use {name}: run `hf auth login`, or remove the flag"):
         name = create_repo(name, private=private, exist_ok=True).repo_id
         is_public = private and not repo_info(name).private
     if is_public:
-        fail(f"--hub_private_repo: {name} exists and is public; make it private, or choose another")
+        fail(f"--hub_private_repo: {name} exists and is public: make it private, or choose another")
     return name
 
 
@@ -202,7 +202,7 @@ def end_run(launch: Launch, run: Run, done: str, files: list[str], args: Namespa
     if launch.is_main and args.push_to_hub and not args.find_lr:
         files = ["model_index.json", "README.md", "loss.png", "samples/*", *files]
         with explained(
-            f"the upload to {run.hub_model_id} failed; all is whole in {args.output_dir}"
+            f"the upload to {run.hub_model_id} failed; everything is in {args.output_dir}"
         ):
             upload_folder(
                 repo_id=run.hub_model_id, folder_path=args.output_dir, allow_patterns=files
@@ -221,11 +221,11 @@ def samples_path(output_dir: str | Path, step: int) -> Path:
 def save_samples(
     accelerator: Accelerator, picture: Image.Image, output_dir: str | Path, step: int
 ) -> None:
-    """Write a picture of samples, whole or not at all, and pass it to trackers that support it."""
+    """Write a picture of samples, and pass it to trackers that support pictures."""
     path = samples_path(output_dir, step)
     path.parent.mkdir(exist_ok=True)
     with saving(path.parent, path) as unfinished:
-        picture.save(unfinished / path.name)  # half a picture would be taken for a finished one
+        picture.save(unfinished / path.name)  # half a picture would count as finished
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_images"):
             layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
@@ -233,7 +233,7 @@ def save_samples(
 
 
 class Drawn(NamedTuple):
-    """Samples, and the latents that were decoded to them."""
+    """Samples, and their latents before the VAE decodes them."""
 
     images: Sequence[np.ndarray]  # float [N, H, W, C] in [0, 1]
     latents: torch.Tensor  # see `to_square`
@@ -250,13 +250,13 @@ def draw_samples(
 ) -> float | None:
     """Draw --num_validation_images of each prompt, and save them as the samples of a step.
 
-    Returns on the first process how rough they are before the VAE decodes them, on average.
+    Returns the mean roughness of their latents on the first process.
 
     Each process draws a share. An image starts from its own seed, whatever the number of processes.
     A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
-    what is missing.
+    them.
 
-    draw: (numbers of up to `per_call` prompts, a generator of each) -> what was drawn.
+    draw: (numbers of up to `per_call` prompts, a generator for each) -> `Drawn`.
     """
     device = launch.device
     model = getattr(pipeline, "unet", None) or pipeline.transformer
@@ -295,7 +295,7 @@ def draw_samples(
 
 
 def to_square(latents: torch.Tensor) -> torch.Tensor:
-    """Latents [N, C, h, w] of square images, which some pipelines keep in a row, [N, h * w, C]."""
+    """Latents [N, C, h, w] of square images, which some pipelines keep as [N, h * w, C]."""
     if latents.dim() == 4:
         return latents
     return latents.transpose(1, 2).unflatten(2, (math.isqrt(latents.shape[1]), -1))
@@ -306,8 +306,8 @@ def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
     model = getattr(pipeline, "unet", None) or pipeline.transformer
     if not all(map(is_finite, model.parameters())):
         fail(
-            "the weights are not finite: they are not saved, and the pipeline that stood "
-            "there stays",
+            "the weights are not finite, so they are not saved; an earlier pipeline is kept: try a "
+            "lower --learning_rate",
             alone=True,
         )
     with saving(output_dir, f"the pipeline in {output_dir}") as unfinished:
@@ -329,7 +329,7 @@ def save_single_file(
 
 
 def restore_best(output_dir: Path, reached: int) -> None:
-    """Restore best/ as it was at the step of a checkpoint; -1, for a run that begins: delete it."""
+    """Restore best/ as it was at the step `reached`. A new run, with -1, deletes it."""
     best, before = output_dir / "best", output_dir / "best-before"
     for folder in (best, before):
         if read_best(folder).get("step", -1) > reached:
@@ -347,8 +347,8 @@ def keep_best(
     """Write best/ if the held-out loss at this step is the lowest so far. On the first process.
 
     save(folder): writes the content of best/.
-    record: the last held-out record. The loss of the averaged weights counts if there are any,
-    since they are what is saved.
+    record: the last held-out record. If there are averaged weights, their loss counts, since they
+    are saved.
 
     The previous best is kept as best-before until a checkpoint is as new as the best, so that a run
     resumed from an older checkpoint can restore it.
@@ -369,20 +369,20 @@ def keep_best(
             save(unfinished / "best")
             content = json.dumps({"step": step, "held_out_loss": loss})
             (unfinished / "best/held_out.json").write_text(content)
-    if read_best(best).get("step", math.inf) <= reached:  # none if no loss was finite
+    if read_best(best).get("step", math.inf) <= reached:  # there is none if no loss was finite
         delete(before)
 
 
 def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:
     """Turn images uint8 [prompts, per prompt, H, W, C] into a picture: a row for each prompt.
 
-    The prompt is written beside its row, in letters that can be read when the picture is shown
-    small: a tenth of an image high.
+    The prompt is written beside its row, in letters a tenth of an image high, so that they can be
+    read when the picture is shown small.
     """
     size = max(64, images.shape[2])
     font = ImageFont.load_default(max(14, size // 10))
     margin = 4
-    width = max(400, size)  # at most, of a line
+    width = max(400, size)  # of the longest line
     texts = []
     for prompt in prompts:
         lines = textwrap.wrap(prompt[:4000], max(1, int(width / font.getlength("n"))))

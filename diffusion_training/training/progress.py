@@ -1,4 +1,4 @@
-"""How far a run is, and what is due: arithmetic only."""
+"""How far a run is, and what is due. Arithmetic only."""
 
 import math
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ class NextStep(NamedTuple):
 
 
 class Due(NamedTuple):
-    """What comes after a step."""
+    """What to do after a step."""
 
     log: bool
     checkpoint: bool
     result: bool  # the pipeline, as at the end
     samples: bool
-    last: bool  # was it the last step?
+    last: bool  # whether it was the last step
 
 
 class Progress:
@@ -62,8 +62,8 @@ class Progress:
         self.order = order
         # (epoch, its rows in the order of their batches)
         self.arranged: tuple[Any, Any] = None, None
-        # Batch sizes at the run's start: they cut an order of several image sizes, which other
-        # batch sizes must not change
+        # The batch sizes at the run's start arrange the order of several image sizes. Later ones
+        # must not change it.
         self.cuts = state.get("cuts") or (self.images_per_step, images_per_micro_batch)
 
     @property
@@ -100,10 +100,10 @@ class Progress:
             )
 
     def is_due(self, steps: int | None, epochs: int | None = None) -> bool:
-        """Return whether something is due now that comes every so many `steps`.
+        """Return whether something that comes every `steps` steps is due now.
 
-        If `steps` is None, it comes every so many `epochs`. A skipped step counts only for epochs:
-        otherwise, what is due at a step would be due again.
+        If `steps` is None, it comes every `epochs` epochs. A skipped step counts only for epochs:
+        otherwise, the same step would be due twice.
         """
         if steps is not None:
             return self.stepped and self.global_step > 0 and self.global_step % steps == 0
@@ -123,17 +123,17 @@ class Progress:
         samples_every: (steps, epochs), as for `is_due`. save_epochs: epochs between results.
         """
         last = self.global_step == settings.max_train_steps
-        goes_on = not last and not stop
+        continues = not last and not stop
         return Due(
             log=self.is_due(settings.logging_steps) or (self.stepped and last),
-            checkpoint=not goes_on or self.is_due(settings.checkpointing_steps),
-            result=goes_on and self.is_due(None, save_epochs),
-            samples=goes_on and self.is_due(*samples_every),
+            checkpoint=not continues or self.is_due(settings.checkpointing_steps),
+            result=continues and self.is_due(None, save_epochs),
+            samples=continues and self.is_due(*samples_every),
             last=last,
         )
 
     def last_step(self, num_epochs: int) -> int:
-        """Return the step at which `num_epochs` end: the steps so far and those still to do."""
+        """Return the step at which `num_epochs` end: the steps so far plus those still to do."""
         steps_per_epoch = math.ceil(self.num_images / self.images_per_step)
         images_left = self.num_images - self.images_seen % self.num_images
         rest_of_epoch = math.ceil(images_left / self.images_per_step)

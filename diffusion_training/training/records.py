@@ -33,9 +33,9 @@ class Records:
 
     `watch`, `look` and `add` only take notes; only `update` waits for the device.
 
-    models: those that are trained. costs: `Costs`, if they are to be recorded.
-    constant(models, prepared): the loss of a constant prediction; see `measure_constant`. With it
-    the loss itself is judged.
+    models: those that are trained. costs: `Costs`, or None to record none.
+    constant(models, prepared): the loss of a constant prediction, with which the loss is judged;
+    see `measure_constant`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Records:
         self.has_printed_memory = False
 
     def begin(self) -> None:
-        """Begin metrics.jsonl; records that came after the checkpoint go, and come again."""
+        """Begin metrics.jsonl, without the records after the checkpoint, which come again."""
         if self.accelerator.is_main_process:
             lines = "".join(json.dumps(record) + "\n" for record in self.kept)
             with saving(self.output_dir, "metrics.jsonl") as unfinished:
@@ -109,11 +109,11 @@ class Records:
 
     def look(self, prepared: Prepared, weight: torch.Tensor) -> None:
         """Look at the first images that the models get, and count the operations on one."""
-        if self.num_looked_at >= 100:  # of this process: enough to tell whether they are proper
+        if self.num_looked_at >= 100:  # per process: enough to judge them
             return
         self.num_looked_at += len(prepared.images)
         judges = self.constant is not None and self.accelerator.is_main_process
-        if judges and self.looked_at is None and weight.any():  # a wait, in the first step alone
+        if judges and self.looked_at is None and weight.any():  # waits, but only in the first step
             self.looked_at = take_first(prepared, 16)
         measured = measure_images(prepared, weight)
         self.first_images = ImageSums(*map(sum, zip(self.first_images, measured, strict=True)))
@@ -122,8 +122,8 @@ class Records:
                 self.costs.look(prepared)
 
     def judge(self, roughness: float | None, step: int) -> None:
-        """Report signs in the samples of a step. roughness: of their mean; None without samples."""
-        if roughness is None or not self.gathered:  # nothing to compare with yet
+        """Report signs in the samples of a step. roughness: their mean; None without samples."""
+        if roughness is None or not self.gathered:  # no data to compare with yet
             return
         self.sampled = step, roughness
         if signs := self.find_new_signs(read_metrics(self.output_dir)):
@@ -149,12 +149,12 @@ class Records:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside, for saving and sampling, out of images per second."""
+        """Exclude the time inside, for saving and sampling, from images per second."""
         begin = time.perf_counter()
         yield
         pause = time.perf_counter() - begin
         self.start += pause
-        if not self.bar.disable:  # and out of the bar's estimate of a step
+        if not self.bar.disable:  # and from the bar's estimate of a step
             self.bar.start_t += pause
             self.bar.last_print_t += pause
 
@@ -191,13 +191,13 @@ class Records:
         self.num_recorded = len(self.skipped)
         more = {"signs": signs, "skipped": new}
         self.write(record | {name: value for name, value in more.items() if value})
-        for total in self.sums.values():  # each record covers what came since the last one
+        for total in self.sums.values():  # each record covers the steps since the last one
             total.zero_()
         self.waits = []
         self.num_images = 0
 
     def check(self, step: int, sums: dict[str, float], last: bool) -> None:
-        """Stop with an error, before anything is saved, if a run makes no sense."""
+        """Stop with an error, before saving, if images are unusable or the loss is not finite."""
         if sums["weight"] == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
             example = give_example(self.skipped)
             fail(f"none of the last {self.num_images} images could be used{example}")
@@ -214,7 +214,7 @@ class Records:
             fail(f"the loss is not finite at step {step} (last checkpoint: {newest}); {advice}")
 
     def make_record(self, step: int, sums: dict[str, float], last: bool) -> dict[str, Any]:
-        """The record of the steps since the last one, which the bar shows as well."""
+        """Make the record of the steps since the last one, and show it in the bar."""
         now = time.perf_counter()
         duration = now - self.start
         self.start = now
@@ -238,7 +238,7 @@ class Records:
             record["epoch_loss"] = sum(losses) / len(losses)
         if self.costs and self.accelerator.is_main_process:
             record |= self.costs.measure(record["images_per_second"])
-        # the terminal cuts it on the right
+        # the terminal cuts off its right end
         shown = (
             f"loss {record['loss']:.3g}, waiting {record['data_wait']:.0%}, "
             f"{record['images_per_second']:.3g} img/s"
@@ -268,10 +268,10 @@ class Records:
         return new
 
     def find_constant_loss(self) -> float:
-        """The loss of a constant prediction, measured when it is asked for; nan if unknown."""
+        """The loss of a constant prediction, measured at the first call; nan if unknown."""
         if self.constant_loss is None:
             self.constant_loss = math.nan
-            # a further module in parts can't be called by one process
+            # one process alone can't call a second, sharded module
             is_callable = len(self.models) == 1 or not any(map(is_sharded, self.models.values()))
             if self.constant and self.looked_at and is_callable:
                 self.constant_loss = self.constant(self.models, self.looked_at)
@@ -290,9 +290,9 @@ class Records:
 
 
 def init_trackers(accelerator: Accelerator, settings: Namespace, reached: int) -> None:
-    """Start the trackers of --report_to, with the settings as they take them.
+    """Start the trackers of --report_to, with the settings in a form that they accept.
 
-    A resumed run is one run with what it resumes, and has no step twice.
+    A resumed run continues the tracker's run, and has no step twice.
 
     reached: the step of the checkpoint, or -1.
     """
@@ -302,11 +302,13 @@ def init_trackers(accelerator: Accelerator, settings: Namespace, reached: int) -
             values[name] = " | ".join(map(str, value)) if isinstance(value, list) else value
     advice = ""
     if settings.report_to in ("wandb", "all"):
-        advice = "`wandb login`, or set WANDB_MODE=offline, or "
-    with explained(f"--report_to {settings.report_to} does not work: {advice}--report_to none"):
+        advice = "run `wandb login`, set WANDB_MODE=offline, or "
+    with explained(
+        f"--report_to {settings.report_to} does not work: {advice}pass --report_to none"
+    ):
         options = {
             "wandb": {"dir": settings.output_dir, "id": settings.tracker_id, "resume": "allow"},
-            "tensorboard": {"purge_step": reached + 1},  # later records come again
+            "tensorboard": {"purge_step": reached + 1},  # later steps are recorded again
         }
         accelerator.init_trackers(settings.tracker_project_name, values, options)
 
@@ -317,19 +319,19 @@ def give_example(skipped: dict[str, str]) -> str:
 
 
 class ImageSums(NamedTuple):
-    """Sums over images, weighted."""
+    """Weighted sums over images."""
 
     lowest: torch.Tensor  # value
     highest: torch.Tensor
     mean_square: torch.Tensor
-    flat: torch.Tensor  # 1 of an image of one colour
+    flat: torch.Tensor  # 1 for an image of one colour
     roughness: torch.Tensor  # see `measure_roughness`
-    masked: torch.Tensor  # 1 of an image whose mask is all black
+    masked: torch.Tensor  # 1 for an image whose mask is all black
     count: torch.Tensor
 
 
 def take_first(prepared: Prepared, count: int) -> Prepared:
-    """The first images of a batch, with what belongs to them."""
+    """The first images of a batch, with their conditions and loss inputs."""
     images, condition, loss_inputs = prepared
     cut = [{key: part[key][:count].clone() for key in part} for part in (condition, loss_inputs)]
     return Prepared(images[:count].clone(), *cut)

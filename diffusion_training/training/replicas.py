@@ -1,4 +1,4 @@
-"""Do all processes have the same weights? DDP relies on it, and does not check it."""
+"""Check that all processes have the same weights. DDP relies on it, without a check."""
 
 import time
 
@@ -27,17 +27,17 @@ def list_replicas(models: Models, averaged: Models) -> dict[str, torch.Tensor]:
 def sum_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's numbers, their bits read as integers: int64, a scalar on its device.
 
-    Unlike a sum of floats it depends on no order, and any one bit changes it.
+    Unlike a sum of floats, it does not depend on the order, and any single bit changes it.
     """
     integers = getattr(torch, f"int{8 * tensor.element_size()}")
     return tensor.detach().view(integers).sum(dtype=torch.int64)
 
 
 def check_replicas(accelerator: Accelerator, models: Models, averaged: Models, step: int) -> None:
-    """End the run if a weight or an average differs between the processes: call it on all of them.
+    """End the run if a weight or average differs between processes. Call it on every process.
 
     Only the first process writes checkpoints, so another one's weights would be lost at the next
-    resume, and until then its gradients are of another model.
+    resume, and until then it computes gradients of another model.
     """
     if accelerator.num_processes == 1:
         return
@@ -51,7 +51,7 @@ def check_replicas(accelerator: Accelerator, models: Models, averaged: Models, s
             time.sleep(0.1)
             fail(
                 f"the processes no longer train the same model: at step {step}, {name} of process "
-                f"0 is not that of {', '.join(others)}. No checkpoint was written; go back to the "
-                "last one with --resume_from_checkpoint latest. If this happens again, a device is "
+                f"0 differs from {', '.join(others)}. No checkpoint was written; resume the last "
+                "one with --resume_from_checkpoint latest. If this happens again, a device is "
                 "faulty, or the devices are not of one kind"
             )

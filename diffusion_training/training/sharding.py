@@ -1,7 +1,7 @@
 """--shard: each process holds a part of every weight, average and moment, by torch's fully_shard.
 
-What is computed is the same as with DDP. A block of the model is whole only while it is used. A
-function whose docstring says "on every process" waits until all of them call it.
+The results are the same as with DDP. A block of the model is whole only while it is used. Functions
+with "on every process" in their docstrings wait until all processes call them.
 """
 
 from pathlib import Path
@@ -20,27 +20,27 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def list_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The parts of a model that are whole one at a time, inner ones before those around them.
+    """The parts of a model that are whole one at a time, inner ones before outer ones.
 
     diffusers names their classes, or the model has `blocks`.
     """
     names = {*(getattr(model, "_no_split_modules", None) or ())}
     named = []
     for part in model.modules():
-        if names & {kind.__name__ for kind in type(part).__mro__}:  # a sharded one is of a subclass
+        if names & {kind.__name__ for kind in type(part).__mro__}:  # sharding makes a subclass
             named.append(part)
     return named[::-1] or [*getattr(model, "blocks", ())]
 
 
 def shard(model: torch.nn.Module, device: torch.device) -> None:
-    """Leave a part of a model on each device, in place. Call it on every process.
+    """Split a model over the devices, in place. Call it on every process.
 
-    The weights are those of the first process; others may have a model without numbers.
+    The weights come from the first process; others may have a model without numbers.
     """
     weights = model.state_dict()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for module in (*list_blocks(model), model):
-        # The outermost one, too: its weights would stay whole after samples, and be averaged so.
+        # Also the outermost one: else its weights would stay whole after samples, also if averaged.
         part = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         part.set_force_sum_reduction_for_comms(True)  # older versions of gloo have no mean
     hand_out(model, weights, assign=True)
@@ -88,14 +88,14 @@ def load_weights_of(model: torch.nn.Module, folder: Path) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the parts of all processes, on each of them. Call it on every process."""
+    """Gather a tensor's parts on all processes. Call it on every process."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_tensor(value: Any) -> Any:
-    """A tensor whose parts are gathered, on the CPU of the first process; others as they are.
+    """Gather a sharded tensor on the first process's CPU; return other values unchanged.
 
-    Call it on every process. All but the first get None for such a tensor.
+    Call it on every process. The others get None for a sharded tensor.
     """
     if not isinstance(value, DTensor):
         return value
@@ -104,7 +104,7 @@ def gather_tensor(value: Any) -> Any:
 
 
 def gather_model(model: torch.nn.Module) -> torch.nn.Module:
-    """A sharded model whole on the first process, to be saved; any other as it is.
+    """Gather a sharded model on the first process; return other models unchanged.
 
     Call it on every process.
     """
@@ -118,7 +118,7 @@ def gather_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, whole on the first process. Call it on every process."""
+    """Gather an optimizer's state on the first process. Call it on every process."""
     saved = optimizer.state_dict()
     saved["state"] = {
         index: {name: gather_tensor(value) for name, value in state.items()}
@@ -128,7 +128,7 @@ def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def take_part(value: Any, parameter: torch.Tensor) -> Any:
-    """This process's part of a whole entry of the optimizer's state for `parameter`."""
+    """This process's part of an entry of the optimizer's state for `parameter`."""
     if not isinstance(parameter, DTensor) or not torch.is_tensor(value) or value.dim() == 0:
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -138,12 +138,13 @@ def take_part(value: Any, parameter: torch.Tensor) -> Any:
 def share_memory(
     sizes: dict[str, int], models: Models, num_processes: int, keeps_copies: bool
 ) -> dict[str, int]:
-    """What one process holds of {what: bytes}, see `count_memory`, and what is whole for a while.
+    """{kind: bytes} of one process, if `sizes` are those of a model that is not sharded.
 
-    The latter is what lies outside the blocks, with its gradients, and for the largest block its
-    weights, the next one's, its gradients, and the buffer in which they are sent.
+    "whole blocks" are the weights outside the blocks and their gradients, and for the largest block
+    its weights, those of the next block, its gradients, and the buffer in which they are sent.
 
-    keeps_copies: whether all weights have copies in 16 bits from the forward to the backward pass.
+    sizes: see `count_memory`.
+    keeps_copies: whether all weights have 16-bit copies from the forward to the backward pass.
     """
     shared = ("weights", "averaged", "gradients", "moments")
     whole = kept = 0

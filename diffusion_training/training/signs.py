@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl, and finding signs in it that training goes wrong."""
+"""Read metrics.jsonl, and find signs in it that training goes wrong."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ JUDGED = {"step": int, "signs": dict}  # of samples
 
 
 def is_valid_field(name: str, value: Any) -> bool:
-    """Whether a field of a record is a finite number, or a dict if it is one of texts."""
+    """Whether a field of a record is a finite number, or a dict in `signs` and `skipped`."""
     if name in ("signs", "skipped"):
         return fits(value, dict)
     return fits(value, int | float) and math.isfinite(value)
@@ -38,7 +38,7 @@ def is_valid_field(name: str, value: Any) -> bool:
 def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[dict]:
     """Return the records of metrics.jsonl up to a step.
 
-    Lines damaged by a kill, a power cut or editing are left out.
+    Lines damaged by a kill, a power cut or editing are skipped.
     """
     path = Path(output_dir) / "metrics.jsonl"
     records = []
@@ -53,7 +53,7 @@ def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[di
 
 
 def read_best(folder: str | Path) -> dict[str, Any]:
-    """Return {"step", "held_out_loss"} that `keep_best` has written, or {} if it has not."""
+    """Return {"step", "held_out_loss"} as `keep_best` wrote them, or {} if there are none."""
     with contextlib.suppress(OSError, ValueError):
         best = json.loads((Path(folder) / "held_out.json").read_text())
         return best if fits(best, HELD_OUT) else {}
@@ -61,23 +61,23 @@ def read_best(folder: str | Path) -> dict[str, Any]:
 
 
 class Course(NamedTuple):
-    """How the loss went after the warm-up, by quarters of what is recorded since."""
+    """How the loss went after the warm-up, by quarters of the records since."""
 
     first: float = 0.0  # mean of the first quarter
     last: float = 0.0  # mean of the last one
-    highest: float = 0.0  # also in the warm-up
+    highest: float = 0.0  # including the warm-up
     error: float = 0.0  # standard error of a quarter's mean, relative
-    vanished: bool = False  # whether gradients are less than a fifth of the first ones
+    vanished: bool = False  # whether gradients are less than a fifth of the highest
     best: float = 0.0  # mean of the eighth from which the loss rises most
-    worst: float = 0.0  # mean of the later one to which it does
+    worst: float = 0.0  # mean of the eighth to which it rises
     rises: bool = False  # whether the worst is above the best by more than the noise of both
 
 
 def follow_loss(records: list[dict], judged: list[dict]) -> Course | None:
     """Return how the loss went, None if there are too few records to tell, or losses below 0.
 
-    The loss has noise, because timesteps are drawn. Neighbouring records differ by it, while the
-    course of the loss changes little from one to the next.
+    The loss has noise, because timesteps are random. The noise is measured between neighbouring
+    records, because the loss without it changes little from one to the next.
 
     judged: the records after the warm-up.
     """
@@ -117,18 +117,17 @@ def find_signs(
 ) -> dict[str, str]:
     """Return signs that training goes wrong, {kind: a sentence that names a flag to change}.
 
-    A good run has none. Signs that take time are looked for from 100 steps after the warm-up on.
+    A good run has none. Signs that need time are first looked for 100 steps after the warm-up.
 
     records: those of metrics.jsonl.
-    images: means over the first images that the U-Net gets: lowest value, highest value, mean
-    square, share of one colour, roughness, share with a mask that is all black; None if there
-    were none.
+    images: means over the first images that the model gets: lowest value, highest value, mean
+    square, share of one colour, roughness, share with an all-black mask; None if there were none.
     learned: 0 while a LoRA adds nothing.
     costs: `Costs`, if the memory of the device is known.
     sampled: (step, roughness) of the last samples.
-    find_constant_loss: gives the loss of a prediction that is the same for all images.
+    find_constant_loss: returns the loss of a constant prediction.
     """
-    # the others are of the held-out loss
+    # the others hold held-out losses or signs
     records = [record for record in records if "loss" in record]
     last = records[-1]
     low, high, mean_square, flat, rough, masked = images or (-1, 1, 1, 0, 1, 0)
@@ -149,9 +148,9 @@ def find_signs(
     of_peak = last["lr"] / max([record["lr"] for record in records if record["lr"]], default=1)
     caches = getattr(args, "latents_dir", None) or []
     if any(map(is_address, caches)):
-        remedy = "a larger --shards_size, of which more is fetched ahead, or a faster network"
+        remedy = "a larger --shards_size, so that more is fetched ahead, or a faster network"
     elif caches or getattr(args, "cache_images", False):
-        remedy = "a faster disk, or more memory, which the system keeps files in"
+        remedy = "a faster disk, or more memory for the system's file cache"
     else:
         remedy = "precompute_latents.py" if latents else "--cache_images"
         remedy += f", or more --dataloader_num_workers than {args.dataloader_num_workers}"
@@ -166,7 +165,7 @@ def find_signs(
     is_zero = soon and not any(rates)
     course = follow_loss(records, after) if enough and any(rates) else None
     constant = find_constant_loss() if course else math.nan
-    # hardly better than a model that has learned nothing, over the noise
+    # hardly better than a model that has learned nothing, within the noise
     poor = course is not None and course.last * (1 - 2 * course.error) > 0.7 * constant
     course = course or Course()
     falls = course.first > course.last * (1 + 6 * course.error)
@@ -190,17 +189,17 @@ def find_signs(
         ),
         "range": (
             not latents and (low < -1.01 or high > 1.01 or low > -0.01),
-            f"images go from {low:.2g} to {high:.2g}, where black is -1 and white 1: "
+            f"images have values from {low:.2g} to {high:.2g}, but black is -1 and white 1: "
             "see prepare_batch",
         ),
         "colour": (
             not latents and flat > 0.1,
-            f"{flat:.0%} of the images are of one colour: look at the data, and at --image_column",
+            f"{flat:.0%} of the images have only one colour: look at the data and --image_column",
         ),
         "masks": (
             masked > 0.1,
-            f"the masks of {masked:.0%} of the images are all black, so nothing of these images is "
-            "trained on: white is what counts",
+            f"the masks of {masked:.0%} of the images are all black, so these images are not "
+            "trained on: only white parts are",
         ),
         "noise": (
             noisy and 2 * sampled_at >= args.max_train_steps,
@@ -210,8 +209,7 @@ def find_signs(
         ),
         "zero": (
             is_zero,
-            "the learning rate is 0, so nothing is trained: "
-            "see --learning_rate, and --lr_scheduler",
+            "the learning rate is 0, so nothing is trained: see --learning_rate and --lr_scheduler",
         ),
         "warmup": (
             ended and soon and last["step"] <= warmup,
@@ -220,8 +218,8 @@ def find_signs(
         ),
         "high": (
             settled and spoilt,
-            f"the loss rests at {course.last:.3g} (its highest: {course.highest:.3g}; predicting "
-            f"nothing gives {constant:.3g}): try a lower --learning_rate",
+            f"the loss stays high, at {course.last:.3g} (highest: {course.highest:.3g}; a constant "
+            f"prediction gives {constant:.3g}): try a lower --learning_rate",
         ),
         "unsteady": (
             course.rises and not settled,
@@ -230,12 +228,12 @@ def find_signs(
         ),
         "low": (
             settled and falls and not spoilt,
-            f"the loss falls slowly, from {course.first:.3g} to {course.last:.3g} (predicting "
-            f"nothing gives {constant:.3g}): try a higher --learning_rate, or more steps",
+            f"the loss falls slowly, from {course.first:.3g} to {course.last:.3g} (a constant "
+            f"prediction gives {constant:.3g}): try a higher --learning_rate, or more steps",
         ),
         "nothing": (
             settled and not falls and not spoilt,
-            f"the loss stays at {course.last:.3g}, and predicting nothing gives {constant:.3g}: "
+            f"the loss stays at {course.last:.3g}, and a constant prediction gives {constant:.3g}: "
             "is --learning_rate far too low, or a gradient cut off?",
         ),
         "clipped": (
@@ -249,7 +247,7 @@ def find_signs(
         ),
         "ema": (
             enough and args.use_ema and rest * args.max_train_steps < 2.5,
-            f"the averaged weights lag behind {args.max_train_steps} steps: "
+            f"the averaged weights lag behind, with only {args.max_train_steps} steps: "
             "lower --ema_max_decay or --ema_power",
         ),
         "lora": (

@@ -25,12 +25,12 @@ from diffusion_training.training.sharding import gather_model, shard
 class Trained:
     """The models of a run and what belongs to them.
 
-    All weights, averages and moments are in float32: autocast only lowers the precision of what is
-    computed.
+    All weights, averages and moments are in float32: autocast only lowers the precision of
+    computations.
 
     models: {name: model}; each is trained, averaged, and saved in a folder of its name.
     averaged: {name: model}, empty without --use_ema.
-    called: the models as they must be called, after `prepare`.
+    called: the wrapped models, to be called, after `prepare`.
     """
 
     def __init__(self, launch: Launch, models: Models, settings: Namespace) -> None:
@@ -38,13 +38,13 @@ class Trained:
         self.shard = launch.shard
         self.settings = settings
         self.models = models
-        if launch.is_main and not settings.find_lr:  # which saves nothing
+        if launch.is_main and not settings.find_lr:  # --find_lr saves nothing
             check_free_space(models, settings)
         if not launch.shard:
             for model in models.values():
                 put_on_device(model, launch.device)
         self.averaged = start_average(models) if settings.use_ema else {}
-        if launch.shard:  # before the optimizer, which is then for the parts
+        if launch.shard:  # before the optimizer, so that it gets the parts
             for model in self.saved.values():
                 shard(model, launch.device)
         if settings.gradient_checkpointing:
@@ -53,12 +53,12 @@ class Trained:
 
     @property
     def saved(self) -> Models:
-        """What a checkpoint holds."""
+        """The models that a checkpoint holds."""
         return self.models | {f"{name}_ema": model for name, model in self.averaged.items()}
 
     @property
     def held_out(self) -> dict[str, Models]:
-        """What the held-out loss is measured of."""
+        """The models to measure, by the names of their held-out losses."""
         measured = {"held_out_loss": self.models}
         return measured | ({"held_out_loss_ema": self.averaged} if self.averaged else {})
 
@@ -67,13 +67,13 @@ class Trained:
         return self.averaged.get(name, self.models[name])
 
     def gather_best(self) -> Models:
-        """The models to be saved as a result, whole on the first process: call it on all."""
+        """Gather the models to save as a result on the first process. Call it on every process."""
         return {name: gather_model(self.best(name)) for name in self.models}
 
     def load(self, run: Run, state: dict[str, Any], settings: dict[str, Any]) -> None:
         """Load the checkpoint that the run resumes, or the weights of --init_from, if any.
 
-        Call it before `prepare`, which wraps what is loaded here. settings: of `record_settings`.
+        Call it before `prepare`, which wraps the models. settings: see `record_settings`.
         """
         if run.checkpoint:
             load_checkpoint(
@@ -87,7 +87,7 @@ class Trained:
         self.lr_scheduler = make_lr_scheduler(self.optimizer, global_step, self.settings)
         self.optimizer = self.accelerator.prepare(self.optimizer)
         prepare = partial(self.accelerator.prepare_model, device_placement=False)
-        # not in DDP if they are sharded: then torch reduces the gradients
+        # sharded models need no DDP: fully_shard reduces the gradients
         self.called = {
             name: prepare(model, evaluation_mode=self.shard) for name, model in self.models.items()
         }
@@ -95,13 +95,13 @@ class Trained:
             prepare(model, evaluation_mode=True)  # autocast as in training
 
     def advance(self, global_step: int) -> None:
-        """Move the averages and the learning rate on, after an optimizer step."""
+        """Update the averages and the learning rate after an optimizer step."""
         if self.averaged:
             update_ema(self.averaged, self.models, global_step, self.settings)
         self.lr_scheduler.step()
 
     def save(self, state: dict[str, Any], lora_metadata: dict[str, str] | None = None) -> None:
-        """Write a checkpoint, if all processes have the same weights: call it on every process.
+        """Write a checkpoint, if all processes have the same weights. Call it on every process.
 
         lora_metadata: see `save_lora`.
         """
@@ -120,8 +120,8 @@ class Trained:
 def check_free_space(models: Models, settings: Namespace) -> None:
     """Stop with an error if --output_dir has no room for the checkpoints and the result.
 
-    Two checkpoints are there at a time, since the next one is written before an old one is deleted;
-    with --checkpoints_to also one that is still copied. Those that are there count.
+    There are up to two checkpoints, because the next one is written before an old one is deleted,
+    and with --checkpoints_to a third that is being copied. Existing ones need no more room.
     """
     checkpoint, result = count_disk(models, settings.use_ema, settings.optimizer)
     most = 3 if settings.checkpoints_to else 2

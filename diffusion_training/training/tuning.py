@@ -42,10 +42,10 @@ class Plan:
     learning_rate: float
     lr_warmup_steps: int
     max_train_steps: int
-    is_done: bool  # is there nothing left to train?
+    is_done: bool  # whether nothing is left to train
 
     def settings(self) -> dict[str, Any]:
-        """What is recorded of it, under the names of the flags."""
+        """The values to record, under the names of the flags."""
         names = (
             "train_batch_size",
             "gradient_accumulation_steps",
@@ -68,7 +68,7 @@ def plan_run(
 ) -> tuple[Plan, Progress]:
     """Choose batch size, learning rate and number of steps; the same on all processes.
 
-    train_rows: the rows to train on. order: of an epoch. state: see `read_state`.
+    train_rows: the rows to train on. order: their order. state: see `read_state`.
     """
     batch_size, accumulation_steps = choose_batch_size(
         launch, models, step, dataset, train_rows, state["settings"], args
@@ -90,7 +90,7 @@ def plan_run(
             f"The checkpoint is beyond step {max_train_steps}: there is nothing left to train"
         )
     else:
-        # a resumed run has settings of its own
+        # with --init_from, a run counts from a later step
         first_step = 0 if state["settings"] else progress.global_step
         report_plan(accelerator, progress, plan, first_step, args)
     return plan, progress
@@ -107,8 +107,7 @@ def choose_batch_size(
 ) -> tuple[int, int]:
     """Return (--train_batch_size, --gradient_accumulation_steps).
 
-    auto is the result of `largest_batch`, or the earlier one of the checkpoint whose settings are
-    `before`.
+    auto is the result of `largest_batch`, or the one in `before`, the settings of the checkpoint.
     """
     total = args.total_batch_size
     num_processes = launch.num_processes
@@ -125,10 +124,14 @@ def choose_batch_size(
             fits = largest_batch(launch, models, step, batch, most, args)
         batch_size = next(n for n in range(fits, 0, -1) if not total or per_process % n == 0)
     if total:
-        if rest or per_process % batch_size or accumulation_steps != 1:
-            other = "or --gradient_accumulation_steps is given, which it chooses itself"
+        if accumulation_steps != 1:
+            fail(
+                "--total_batch_size sets --gradient_accumulation_steps itself: remove one of them, "
+                "here or in `accelerate config`"
+            )
+        if rest or per_process % batch_size:
             each = f"--train_batch_size {batch_size} x {num_processes} processes"
-            fail(f"--total_batch_size {total} is no multiple of {each}, {other}")
+            fail(f"--total_batch_size {total} is not a multiple of {each}: choose another")
         accumulation_steps = per_process // batch_size
     images = batch_size * accumulation_steps * num_processes
     launch.accelerator.print(
@@ -168,7 +171,7 @@ def largest_batch(
 
     scaler = accelerator.scaler and accelerator.scaler.state_dict()
     size = find_largest(accelerator, device, prepare_trial, most)
-    if scaler:  # the trials have moved its scale
+    if scaler:  # the trials have changed its scale
         accelerator.scaler.load_state_dict(scaler)
     if size == 0:
         fail(
@@ -210,7 +213,7 @@ def count_warmup(
 ) -> int:
     """Return the steps of --lr_warmup_steps, which may be a share of the run.
 
-    A share is counted once, where a run begins: more --max_train_steps later do not change it.
+    A share is counted once, when a run begins: a later --max_train_steps does not change it.
     """
     if isinstance(warmup, int):
         return warmup
@@ -219,7 +222,7 @@ def count_warmup(
         steps = round(warmup * max_train_steps)
         reason = f"{warmup:g} of {max_train_steps}"
     else:
-        reason = "as the run began"
+        reason = "as when the run began"
     accelerator.print(f"Warm-up: {amount(steps, 'step')}, {reason}")
     return steps
 
@@ -229,19 +232,20 @@ def report_plan(
 ) -> None:
     """Print steps and epochs. Stops with an error if the schedule does not fit the rate.
 
-    first_step: the step of --init_from, from which this run counts; else 0.
+    first_step: the step of --init_from, from which this run counts, or 0.
     """
     steps = plan.max_train_steps - first_step
     if progress.num_images < sys.maxsize:  # a stream has no epochs
         per_epoch = math.ceil(progress.num_images / progress.images_per_step)
         since = f" after step {first_step}" if first_step else ""
+        epochs = "1 epoch" if steps == per_epoch else f"{steps / per_epoch:.4g} epochs"
         accelerator.print(
             f"Epoch: {amount(progress.num_images, 'image')}, {amount(per_epoch, 'step')}; "
-            f"the run: {amount(steps, 'step')}{since}, {steps / per_epoch:.4g} epochs"
+            f"the run: {amount(steps, 'step')}{since}, {epochs}"
         )
     if args.lr_scheduler == "polynomial" and plan.learning_rate <= 1e-7:
         fail(
-            "--lr_scheduler polynomial ends at a rate of 1e-7: begin above it, not at "
+            "--lr_scheduler polynomial ends at a learning rate of 1e-7: begin above it, not at "
             f"{plan.learning_rate:g}"
         )
     has_no_warmup = args.lr_scheduler in ("constant", "piecewise_constant")
@@ -262,7 +266,7 @@ def report_plan(
 
 
 class RangeTest(NamedTuple):
-    """What each step of a range test found."""
+    """A step of a range test."""
 
     smoothed: float  # loss
     rate: float

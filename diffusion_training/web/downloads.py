@@ -40,7 +40,7 @@ ERRORS = {
     aiohttp.ClientSSLError: "TLS: {1}",
     aiohttp.ClientConnectorError: "connection: {0} {1}",
     aiohttp.ClientOSError: "broken off",
-    aiohttp.ClientResponseError: "bad answer: not as HTTP has it",
+    aiohttp.ClientResponseError: "bad answer: invalid HTTP",
     ValueError: "bad URL: {1}",  # from aiohttp, yarl or the encoding of a host name
     Exception: "connection: {0} {1}",
 }
@@ -62,8 +62,8 @@ class PrivateAddress(OSError):
 def check_address(address: str, allowed: list[str] | None) -> None:
     """Raise PrivateAddress for an IP address, as the socket library writes it, that is not public.
 
-    `allowed` lists private networks that may be reached; None: none, an empty list: all. An IPv6
-    address that contains an IPv4 address (mapped, NAT64, 6to4, Teredo) is judged by the latter.
+    `allowed` lists the private networks that may be reached: None allows none, [] allows all. If an
+    IPv6 address contains an IPv4 address (mapped, NAT64, 6to4, Teredo), the latter counts.
     """
     ip = ipaddress.ip_address(address.split("%")[0])
     if ip.version == 6:
@@ -211,7 +211,7 @@ class Downloads:
                     self.received += len(part)
                     body += part
                     if len(body) > self.args.max_bytes:
-                        raise Failure("too large: it does not end")
+                        raise Failure("too large: more than --max_bytes")
                 return None, body
         except Failure:
             raise
@@ -236,8 +236,8 @@ async def fetch_rows(
     Returns ({row: image}, {row: {"reason", "tries"}}, bytes received). Raises OSError if this
     machine is at fault.
     """
-    # Host names are looked up in threads of the event loop. The default number is small, so a slow
-    # name server would block all requests.
+    # Threads of the event loop look up host names. By default there are few, so a slow name server
+    # would block all requests.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(args.connections))
     make_socket = functools.partial(open_socket, allowed=args.allow_private_addresses)
     # Each request has its own connection, since idle ones kept for reuse would take all file

@@ -22,7 +22,7 @@ def find_columns(where: str | None) -> list[str]:
 
     Returns no names for None. Raises ValueError if the text is not a valid expression. Allowed are
     comparisons of columns, numbers and texts, `in [...]`, `is None`, `and`, `or` and `not`. A
-    column whose name is no word is written as column('aspect ratio').
+    column whose name is not one word is written as column('aspect ratio').
     """
     if where is None:
         return []
@@ -34,15 +34,15 @@ def make_filter(where: str, schema: pa.Schema | None) -> pc.Expression:
     """Turn an expression into a pyarrow expression for tables of a schema.
 
     A text column that is compared with a number is cast to a number. A missing value fulfils no
-    comparison, as in SQL: `width != 512 or width is None` keeps its row, `width != 512` does not.
+    comparison, as in SQL: `width != 512` drops its row, `width != 512 or width is None` keeps it.
     With schema None, the expression is only checked. Raises ValueError if it is not valid.
     """
     try:
         return build(parse(where), schema)
     except SyntaxError as error:
-        raise ValueError(f"{where!r} is no expression ({error.msg})") from None
+        raise ValueError(f"{where!r} is not an expression ({error.msg})") from None
     except RecursionError:
-        raise ValueError(f"{where[:60]!r}... has too many parts in each other") from None
+        raise ValueError(f"{where[:60]!r}... is nested too deeply") from None
 
 
 class NameColumns(ast.NodeTransformer):
@@ -56,12 +56,12 @@ class NameColumns(ast.NodeTransformer):
 
 
 def parse(where: str) -> ast.expr:
-    """The syntax tree of an expression. Raises SyntaxError if it is none."""
+    """The syntax tree of an expression. Raises SyntaxError if it is not valid."""
     return NameColumns().visit(ast.parse(where.strip(), mode="eval")).body
 
 
 def find_no_number(where: str, table: pa.Table) -> str | None:
-    """A sentence on the first text that the expression compares with a number but is none."""
+    """A sentence on the first text that is compared with a number but is not one, or None."""
     for node in ast.walk(parse(where)):
         if not isinstance(node, ast.Compare):
             continue
@@ -74,7 +74,7 @@ def find_no_number(where: str, table: pa.Table) -> str | None:
                 try:
                     text.cast(pa.float64())
                 except pa.ArrowInvalid:
-                    return f"column {name!r} holds {text.as_py()[:60]!r}, which is no number"
+                    return f"column {name!r} holds {text.as_py()[:60]!r}, which is not a number"
     return None
 
 
@@ -116,7 +116,7 @@ def build(node: ast.AST, schema: pa.Schema | None) -> pc.Expression:
             comparisons = [compare(*pair, schema) for pair in pairs]
             return functools.reduce(operator.and_, comparisons)
     raise ValueError(
-        f"{ast.unparse(node)!r} is no comparison of columns, numbers and texts, "
+        f"{ast.unparse(node)!r} is not a comparison of columns, numbers and texts, "
         "such as width >= 512"
     )
 
@@ -140,7 +140,7 @@ def compare(
                 side = side.cast(pa.float64())
             if not is_text and isinstance(getattr(compared, "value", None), str):
                 raise ValueError(
-                    f"column {node.id!r} holds {schema.field(node.id).type}, and "
+                    f"column {node.id!r} holds {schema.field(node.id).type}, but "
                     f"{ast.unparse(compared)} is text"
                 )
         sides.append(side)

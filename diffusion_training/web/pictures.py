@@ -115,7 +115,7 @@ def shrink_file(
 ) -> tuple[bytes | bytearray, int, int]:
     """Shrink an image to args.resize_to; returns (JPEG file, width, height).
 
-    The given width and height are those of the image as displayed. The result is close to that of
+    `width` and `height` are those of the image as displayed. The result is close to that of
     `decode_image` and `shrink` in the other scripts, which need torch. A large JPEG is decoded at
     a reduced size, at least twice that of the result. A bicubic filter would take 1.7 times as
     long.
@@ -132,7 +132,7 @@ def shrink_file(
     if is_deep_grey(image):
         image = Image.fromarray((read_deep_grey(image) * 255).round().astype(np.uint8))
     image = lay_on_white(image)
-    if image.mode not in ("L", "RGB"):  # else `convert` would copy the image for nothing
+    if image.mode not in ("L", "RGB"):  # else `convert` would copy the image needlessly
         image = image.convert("RGB")
     file = io.BytesIO()
     image.resize(size, Image.Resampling.HAMMING).save(file, "JPEG", quality=args.jpeg_quality)

@@ -1,4 +1,4 @@
-"""Shards of images: a range of a table's rows in one file, with its record beside it."""
+"""Shards of images: files with a range of a table's rows, and a record of each."""
 
 import base64
 import collections
@@ -195,7 +195,7 @@ def find_repeated(fs: AbstractFileSystem, folder: str, items: list[Item]) -> lis
     def read(item: Item) -> np.ndarray:
         path = f"{folder}/{item['name']}"
         with (
-            explained(f"{path} is damaged: delete it, and the same command mends it"),
+            explained(f"{path} is damaged: delete it, and run the same command again"),
             fs.open(path) as file,
         ):
             texts = pq.read_table(file, columns=["sha256"])["sha256"].to_pylist()
@@ -239,7 +239,7 @@ def gather(fs: AbstractFileSystem, folder: str, items: list[Item]) -> dict[str, 
     """Write failures.jsonl and summary.json from the records of all shards.
 
     Does nothing if the shards have not changed since. Returns {"images", "bytes" of the shards,
-    "failures": {reason: count}}. The program ends with an error if a shard is missing or its size
+    "failures": {reason: count}}. Ends the program with an error if a shard is missing or its size
     differs from its record. `folder` is a path or an address, as for `writing`.
     """
     summary_path = f"{folder}/__download__/summary.json"
@@ -248,7 +248,7 @@ def gather(fs: AbstractFileSystem, folder: str, items: list[Item]) -> dict[str, 
     if missing:
         fail(
             f"{missing} of {len(items)} shards are not in {folder}: "
-            "on several machines all must share it"
+            "all machines must share this folder"
         )
     size = sum(sizes[item["name"]] for item in items)
     summary = read_json(fs, summary_path)
@@ -269,8 +269,8 @@ def gather(fs: AbstractFileSystem, folder: str, items: list[Item]) -> dict[str, 
             images += record["images"]
         if damaged:
             fail(
-                f"{len(damaged)} shards, such as {damaged[0]}, are not as recorded: "
-                "the same command mends it"
+                f"{len(damaged)} shards, such as {damaged[0]}, differ from their records: "
+                "run the same command again to repair them"
             )
     summary = {"images": images, "bytes": size, "failures": dict(reasons)}
     with writing(summary_path) as path:

@@ -49,7 +49,7 @@ def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
                 tables.append(file)
         if not tables:
             raise FileNotFoundError(f"there is no file that ends in {', '.join(suffixes)}")
-    except Exception as error:  # file systems have errors of their own, as for credentials
+    except Exception as error:  # file systems raise errors of any type, such as for credentials
         fail(f"--input {args.input} can't be read: {error}")
     return fs, tables
 
@@ -64,11 +64,13 @@ def list_split(args: Namespace, suffixes: tuple[str, ...]) -> tuple[AbstractFile
         files = builder.config.data_files or {}
         if args.dataset_split not in files:
             splits = ", ".join(map(str, files)) or "none"
-            raise ValueError(f"it has no split {args.dataset_split!r}, but {splits}")
+            raise ValueError(f"it has no split {args.dataset_split!r}; its splits: {splits}")
         urls = list(map(str, files[args.dataset_split]))
         for url in urls:
             if not url.lower().endswith(suffixes):
-                raise ValueError(f"{url} is no table of URLs: that ends in {', '.join(suffixes)}")
+                raise ValueError(
+                    f"{url} is not a table of URLs, whose name ends in {', '.join(suffixes)}"
+                )
         fs, _ = fsspec.url_to_fs(urls[0])
         return fs, [fs._strip_protocol(url) for url in urls]
 
@@ -114,7 +116,7 @@ def name_copy(
     where: str | None = None,
     max_rows: int | None = None,
 ) -> str:
-    """The path of the copy of a table, which depends on all that decides its content."""
+    """The path of the copy of a table. It depends on everything that determines the content."""
     limits = (where, max_rows) if where or max_rows else ()
     described = (source, digest, columns, rows_per_group, *limits)
     name = hashlib.sha256(repr(described).encode()).hexdigest()[:24]
@@ -122,10 +124,10 @@ def name_copy(
 
 
 def foresee_copies(tables: Iterable[tuple[str, str]], **options: Any) -> list[dict]:
-    """What `copy_table` will return for each (source, digest) of parquet, from the footers alone.
+    """What `copy_table` will return for each parquet table (source, digest), by its footer.
 
-    Each has a "digest" as well: the copy is still to be made. Only for tables that are copied
-    whole, without `where` and `max_rows`.
+    Each gets a "digest" too, which means that the copy is not made yet. Needs tables that are
+    copied completely, without `where` and `max_rows`.
     """
 
     def foresee(table: tuple[str, str]) -> dict[str, Any]:
@@ -145,8 +147,8 @@ def copy_table(source: str, digest: str, **options: Any) -> dict[str, Any]:
     """Copy `columns` of a table to parquet, with a row group for each work item.
 
     An existing copy is kept. Only rows that match the expression `where` are copied, and only the
-    first `max_rows` of them. Returns {"source", "copy", "rows", "schema"}. Ends the program if the
-    table can't be used. options: see `name_copy`.
+    first `max_rows` of them. `options`: see `name_copy`. Returns {"source", "copy", "rows",
+    "schema"}. Ends the program if the table can't be used.
     """
     copy = name_copy(source, digest, **options)
     columns, where = options["columns"], options.get("where")
@@ -178,7 +180,7 @@ def choose_columns(schema: pa.Schema, columns: list[str]) -> pa.Schema:
             count = "two columns" if name in schema.names else "no column"
             flags = "--url_column, --caption_column, --keep_columns and --where"
             known = ", ".join(map(repr, schema.names))  # quoted: a name may begin with a space
-            raise ValueError(f"{count} {name!r} but {known}: see {flags}")
+            raise ValueError(f"{count} {name!r} among {known}: see {flags}")
     return pa.schema([schema.field(name).remove_metadata() for name in columns])
 
 
@@ -277,7 +279,7 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
     for table in tables[1:]:
         if table["schema"] != schema:
             fail(
-                f"{table['source']} has other types of columns than {tables[0]['source']}: "
+                f"the columns of {table['source']} and {tables[0]['source']} differ in type: "
                 "make them the same"
             )
     url, text, *kept = schema
@@ -301,9 +303,7 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
     try:
         features = datasets.Features.from_arrow_schema(pa.schema(columns))
     except ValueError as error:
-        fail(
-            f"--keep_columns {' '.join(args.keep_columns)}: `datasets` has no such column ({error})"
-        )
+        fail(f"--keep_columns {' '.join(args.keep_columns)}: `datasets` has no such type ({error})")
     return datasets.Features({"image": datasets.Image(), **features}).arrow_schema
 
 
@@ -322,7 +322,7 @@ def list_items(tables: list[dict], rows_per_shard: int) -> list[dict]:
             item["first"] = first
             item["last"] = min(table["rows"], first + rows_per_shard)
             items.append(item)
-    # All names have equally many digits, because `datasets` sorts by name.
+    # All names have the same number of digits, because `datasets` sorts by name.
     digits = max(5, len(str(len(items))))
     for number, item in enumerate(items):
         item["name"] = f"data-{number:0{digits}d}-of-{len(items):0{digits}d}.parquet"
@@ -334,7 +334,7 @@ def read_rows(item: dict) -> pa.Table:
     with fsspec.open(item["copy"]) as file:
         table = pq.ParquetFile(file).read_row_group(item["group"])
     if len(table) != item["last"] - item["first"]:
-        raise OSError(f"{item['copy']} is not as it was written: delete it")
+        raise OSError(f"{item['copy']} has changed since it was written: delete it")
     return table
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 
 
 def test_accelerate_divides_the_gradient_by_an_accumulation_that_it_was_told_of(monkeypatch):
-    """So the scripts set it to 1 and divide by themselves."""
+    """The scripts set it to 1 and divide themselves."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     accelerator, weight = Accelerator(), torch.ones(1, requires_grad=True)
@@ -55,7 +55,7 @@ def test_accelerate_steps_at_once_and_tells_of_skipped_steps(monkeypatch):
 
 
 def test_names_of_ways_to_launch():
-    """MULTI_... is DDP, whatever the device; the rest is refused."""
+    """MULTI_... is DDP on any device; the scripts refuse the rest."""
     ddp = {kind.value for kind in DistributedType if kind.value.startswith(("NO", "MULTI_"))}
     assert {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU"} <= ddp
     assert {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"} == {

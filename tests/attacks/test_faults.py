@@ -4,7 +4,7 @@ There are two good verdicts: the same bits as an undisturbed run, or one sentenc
 The long part (`pytest -m long tests/attacks`) runs more of the same cases for every script. The
 scripts share most of their code, so the quick part tries each attack on one or two of them. A run
 is recorded as events (see `watch`). An attack happens before the n-th event of a name, so a failure
-message tells how to repeat it.
+message shows how to repeat it.
 """
 
 import argparse
@@ -66,7 +66,7 @@ OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_dat
 # a LoRA for SDXL, from images of several sizes with masks
 ADAPTED = "train_text_to_image --rank"
 SIZES = "precompute_latents --bucket_step"  # its cache
-SIDES = "precompute_latents --resolution"  # several: a cache each
+SIDES = "precompute_latents --resolution"  # several, one cache each
 FLOW = "train_flow"
 STREAMS = ["precompute_latents --streaming", "train_text_to_image --streaming"]
 BEST = "train_text_to_image --rank --save_best"  # and --holdout, which it needs
@@ -157,13 +157,13 @@ def watch(script, out, happen):
 
 
 def at(event, nth, act):
-    """For `happen`: do `act()` at the nth event of a name."""
+    """A `happen` that does `act()` at the nth event of a name."""
     counter = itertools.count()
     return lambda name: act() if name == event and next(counter) == nth else None
 
 
 def contents(folder):
-    """{file: its bytes}, without logs, locks, and how fast the machine was."""
+    """{file: its bytes}, without logs, locks, and the speed of the machine."""
     paths = {
         str(path.relative_to(folder)): path
         for path in sorted(Path(folder).rglob("*"))
@@ -176,7 +176,7 @@ def contents(folder):
     }
     if "metrics.jsonl" in found:
         records = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
-        found["metrics.jsonl"] = [  # signs in samples are found only by a run that also trained
+        found["metrics.jsonl"] = [  # only a run that also trained finds signs in samples
             {k: v for k, v in record.items() if k not in MOMENTS}
             for record in records
             if record.keys() != {"step", "signs"}
@@ -189,7 +189,7 @@ def contents(folder):
 
 
 class Target:
-    """A script with a command of its own that takes a second, in a folder of its own."""
+    """A script with a command that takes a second, in its own folder."""
 
     def __init__(self, name, folder):
         self.name, self.folder, self.out, self.log = (
@@ -268,7 +268,7 @@ class Target:
     def start(
         self, *argv, happen=None, num_processes=1, victim=None, flags=None, before=lambda: None
     ):
-        """Begin a run; `happen` is told what the processes do, or the `victim` alone."""
+        """Begin a run. `happen` gets the events of all processes, or only those of `victim`."""
         self.log.unlink(missing_ok=True)
 
         def run():
@@ -294,7 +294,7 @@ class Target:
         return start(run, num_processes, self.log)
 
     def run(self, *argv, timeout=100, together=False, **options):
-        """Run to the end, or with `together` to the end of the victim.
+        """Run until all processes end, or with `together` until the victim ends.
 
         Returns (exit statuses, output).
         """
@@ -309,7 +309,7 @@ class Target:
     def whole(self, num_processes=1):
         """Return the files of an undisturbed run, and its moments.
 
-        A moment is (event, how often it came before, in which process).
+        A moment is (event, number of earlier ones of its name, process).
         """
         if num_processes not in self.wholes:
             notes = [
@@ -335,7 +335,7 @@ class Target:
         return self.wholes[num_processes]
 
     def moments(self, count, num_processes=1, of_files=False, after=None, until=None):
-        """`count` moments of an undisturbed run in their order, of as many kinds as there are."""
+        """`count` moments of an undisturbed run, in order, and of as many kinds as possible."""
         kinds, moments = collections.defaultdict(list), self.whole(num_processes)[1]
         chosen = [
             moment
@@ -360,7 +360,7 @@ class Target:
         return sorted((spread * count)[:count], key=moments.index)
 
     def judge_same(self, codes, said, reproduction, num_processes=1, left_out="nothing"):
-        """The run ended well, with the bits of an undisturbed one.
+        """Check that the run ended well, with the bits of an undisturbed one.
 
         Files whose names match `left_out` may differ.
         """
@@ -374,7 +374,7 @@ class Target:
         assert not others, f"{reproduction}\n{others} are not those of an undisturbed run\n{said}"
 
     def judge_sentence(self, codes, said, reproduction, statuses=(1, 2)):
-        """The run ended with one sentence, and the status of an error."""
+        """Check that the run ended with one sentence and the status of an error."""
         sentences = re.findall(rf"^{self.name}\.py: .*", said, re.M)
         fine = (
             set(codes) <= {*statuses}
@@ -385,7 +385,7 @@ class Target:
         return sentences[0]
 
     def judge_either(self, codes, said, reproduction, **options):
-        """One of the two; returns which."""
+        """Check that it is one of these two; returns which."""
         if set(codes) == {0}:
             self.judge_same(codes, said, reproduction, **options)
         else:
@@ -393,7 +393,7 @@ class Target:
         return "the same bits" if set(codes) == {0} else "one sentence"
 
     def judge_sound(self, codes, said, reproduction):
-        """The run ended with finite weights and losses, or with a sentence; returns which."""
+        """Check that the run ended with finite weights and losses, or a sentence; returns which."""
         if codes != [0]:
             return self.judge_sentence(codes, said, reproduction) and "one sentence"
         assert "Traceback" not in said and "Done" in said, f"{reproduction}\n{said}"
@@ -417,7 +417,7 @@ class Verdicts(collections.Counter):
 
     @contextlib.contextmanager
     def case(self, target):
-        """A case, which if it fails leaves a new folder to the next one."""
+        """One case. If it fails, the next one gets a new folder."""
         try:
             yield
         except (AssertionError, TimeoutError) as error:
@@ -437,7 +437,7 @@ class Verdicts(collections.Counter):
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory, storage):
-    """Each target, made when it is first asked for."""
+    """targets(name): the target, made at its first use."""
     folder = tmp_path_factory.mktemp("targets")
     return functools.cache(lambda name: Target(name, folder / re.sub(r"[^a-z_]+", "-", name)))
 
@@ -448,7 +448,7 @@ def targets(tmp_path_factory, storage):
 def attack(
     target, moments, act, judge, num_processes=1, together=False, left_out="nothing", argv=()
 ):
-    """Run in the same folder again and again, each time with `act` before one of the moments.
+    """Run repeatedly in the same folder, each time with `act` before one of the moments.
 
     After every four attacks one run is left undisturbed. `judge(codes, said, victim, reproduction)`
     returns whether the attack happened, and fails if the run ended badly.
@@ -493,7 +493,7 @@ def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, n
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS, ADAPTED, FLOW, *STREAMS])
 def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, name):
-    """Also in the middle of what is no event, such as a write."""
+    """Also between events, such as in the middle of a write."""
     target, rng, verdicts, begin = targets(name), random.Random(0), Verdicts(), time.time()
     target.run()
     duration = time.time() - begin
@@ -512,12 +512,12 @@ def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, na
 
 @cases(25, {}, {NAMES[1]: 1})
 def test_two_processes_killed_or_one_of_them(targets, name, count):
-    """One: once they have met, the other ends by itself, with a sentence."""
+    """If one is killed after they have met, the other one ends by itself, with a sentence."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
         if codes[victim] == -signal.SIGKILL:
-            said = re.sub(rf"\[rank{victim}\]:.*\n", "", said)  # its loader, which it left behind
+            said = re.sub(rf"\[rank{victim}\]:.*\n", "", said)  # from its loader, which outlives it
             target.judge_sentence([codes[1 - victim]], said, reproduction, [75])
         return codes[victim] == -signal.SIGKILL
 
@@ -567,7 +567,7 @@ def test_a_killed_loader_process_at_any_event(targets, name, count):
         for process in multiprocessing.active_children():
             process.kill()
 
-    if name == NAMES[0]:  # after its first batch the loader may have read all of this little data
+    if name == NAMES[0]:  # the loader may have read all of the data after the first batch
         return attack(
             target, target.moments(count, after="mark_time", until="encode"), kill_loader, judge
         )
@@ -578,7 +578,7 @@ def test_a_killed_loader_process_at_any_event(targets, name, count):
 
 @cases(100, {NAMES[0]: 4}, {NAMES[1]: 4}, [*NAMES, *OTHERS, *NEWER])
 def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, name, count):
-    """No space, over quota, an error of the device, no right to."""
+    """No space, over quota, device error, no permission."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -588,13 +588,13 @@ def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, nam
         number = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES][os.getpid() % 4]
         raise OSError(number, os.strerror(number))
 
-    # a failure to write report.json ends no run
+    # a run continues if it can't write report.json
     attack(target, target.moments(count, of_files=True), refuse, judge, left_out="report.json")
 
 
 @cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 6}, [*NAMES, *OTHERS, *NEWER])
 def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets, name, count):
-    """Before any call or file change: the run ends with a sentence, a rerun with the same bits."""
+    """Before any call or file change the run ends with a sentence; a rerun has the same bits."""
     target, left_out = targets(name), r"report\.(html|json)|.*\.(args|png)"
 
     def judge(codes, said, victim, reproduction):
@@ -640,7 +640,7 @@ def test_a_full_disk_at_any_write_is_one_sentence(targets, name, count):
 
 
 def damage(path, how, other):
-    """Do to a file what disks and people do; `other` is another file."""
+    """Damage a file as disks and people do; `other` is another file."""
     data = path.read_bytes()
     if how in ("gone", "folder"):
         path.unlink()
@@ -664,7 +664,7 @@ def damage(path, how, other):
 def test_damaged_files_are_mended_or_refused(targets, name, count):
     """Damage each file in six ways, mostly large files first.
 
-    It is cut, emptied, deleted, exchanged with the next or made a folder, or a bit is flipped.
+    Cut or empty it, delete it, replace it with the next file or a folder, or flip a bit.
     """
     rng, target, verdicts = (
         random.Random(0),
@@ -699,7 +699,7 @@ def test_damaged_files_are_mended_or_refused(targets, name, count):
             shutil.copytree(good / place.name, place)
         other = names[(names.index(file) + 1) % len(names)]
         damage(folder / file, how, folder / other)
-        # records of the past are not made again
+        # a resumed run does not repeat earlier records
         past = "metrics" in file + other * (how == "swap")
         before = {} if past else contents(target.out)
         with verdicts.case(target):
@@ -712,7 +712,7 @@ def test_damaged_files_are_mended_or_refused(targets, name, count):
                 for n, old in before.items()
                 if codes != [0] and contents(target.out).get(n) != old
             ]
-            lost = {*lost} - {"run.args"}  # which each run makes again
+            lost = {*lost} - {"run.args"}  # which each run rewrites
             assert not lost, f"{reproduction}\n{lost} changed\n{said}"
     for place in (target.out, folder):
         shutil.rmtree(place, ignore_errors=True)
@@ -738,18 +738,18 @@ FORMATS = {
 
 
 def make_file(rng):
-    """The bytes of an image, or of something like one; and whether it has to be used."""
+    """Return the bytes of an image or something like one, and whether the scripts must use it."""
     format = rng.choice(list(FORMATS))
     mode = rng.choice(FORMATS[format].split())
     size = rng.choice(
         [(1, 1), (1, 40), (90, 2), (rng.randint(2, 60), rng.randint(2, 60)), (500, 9)]
     )
     picture = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
-    if mode in ("LA", "LAB", "I;16"):  # which Pillow does not convert to
+    if mode in ("LA", "LAB", "I;16"):  # Pillow does not convert to these
         picture = Image.new(mode, size, {"LA": (9, 100), "LAB": (50, 9, 200), "I;16": 60000}[mode])
     options, buffer, exif = {}, io.BytesIO(), Image.Exif()
     if format in ("JPEG", "PNG", "WEBP", "TIFF") and rng.random() < 0.5:
-        exif[0x0112] = rng.randint(0, 10)  # 0, 9 and 10 are no orientation
+        exif[0x0112] = rng.randint(0, 10)  # 0, 9 and 10 are not valid
         options["exif"] = exif.tobytes()
     if format == "JPEG":
         options |= {"progressive": rng.random() < 0.5, "quality": rng.choice([1, 50, 100])}
@@ -882,7 +882,7 @@ def test_every_row_of_odd_images_and_captions_is_used_or_listed(targets, tmp_pat
 
 
 def test_every_kind_of_column_of_captions(targets, tmp_path):
-    """Rows are used, or listed; or one sentence says what the column is."""
+    """Rows are used or listed, or one sentence names the type of the column."""
     make_images(tmp_path / "images", 6)
     images = [
         {"bytes": (tmp_path / f"images/{i}.png").read_bytes(), "path": None} for i in range(6)
@@ -925,7 +925,7 @@ def test_every_kind_of_column_of_captions(targets, tmp_path):
 
 
 def list_flags(script):
-    """The actions of the parser that a script's parse_args makes."""
+    """Return the actions of a script's parser."""
     found = []
 
     def catch(parser, argv):
@@ -979,20 +979,20 @@ def test_every_number_at_its_limits_is_refused_or_runs_well(targets, name, count
 
 
 def limit_memory():
-    """Four GiB more than now, or a number could end other programs."""
+    """Allow four GiB more than now, because a large value could end other programs."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + 2**32
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def limit_memory_and_let_warn():
-    """Libraries may say that a setting is no longer usual, which pytest would make an error."""
+    """Libraries may warn of an unusual setting, which pytest would turn into an error."""
     warnings.simplefilter("ignore", FutureWarning)
     limit_memory()
 
 
 @cases(150, {NAMES[2]: 6})
 def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, count):
-    """Values of the JSON files of the models as null, 0, -1, "x", [], true and a large number."""
+    """Replace values in the models' JSON files with null, 0, -1, "x", [], true, a large number."""
     target, verdicts = targets(name), Verdicts()
     folder, copied = (
         target.folder / {NAMES[1]: "tiny-unet", NAMES[2]: "sd"}.get(name, "none"),

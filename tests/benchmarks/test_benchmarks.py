@@ -1,4 +1,4 @@
-"""The benchmarks run, and what they compare is the same work; how fast it is is not judged here."""
+"""The benchmarks run, and compare the same work. Their speeds are not tested."""
 
 import argparse
 import dataclasses
@@ -46,13 +46,13 @@ def table(said):
 
 
 def first(cell):
-    """What a cell begins with, as a number."""
+    """The number at the beginning of a cell."""
     return float(re.match(r"[0-9.]+", cell)[0])
 
 
 @pytest.fixture
 def ramp(monkeypatch):
-    """One picture of 120 px in place of photographs: a ramp, in which a shift would show."""
+    """One picture of 120 px in place of photographs: a ramp, which would show a shift."""
     buffer, colours = (
         io.BytesIO(),
         np.add.outer(np.arange(80), np.arange(120))[..., None] + np.array([0, 20, 40]),
@@ -166,7 +166,7 @@ def test_the_speed_of_storage(capsys, tmp_path):
 
 
 def test_a_synthetic_cache_is_one_that_trains(tmp_path):
-    """It passes every check of the trainer, that of each row included."""
+    """It passes every check of the trainer, also that of each row."""
     models = bench.make_models(tmp_path / "sd", "toy")
     for kind in ("embeddings", "ids"):
         cache = load_cache(
@@ -187,13 +187,13 @@ def test_a_step_is_taken_apart_and_a_bare_loop_takes_the_trainers_steps(tmp_path
         parts = step_overhead.take_apart(name, [*argv, f"--output_dir={tmp_path / name}"])
         assert sum(parts.values()) == pytest.approx(1) and all(part >= 0 for part in parts.values())
         assert parts["backward pass"] > 0.05 and parts["noise, forward pass and loss"] > 0.05
-        assert all(parts.values()), parts  # what is patched is what is called
+        assert all(parts.values()), parts  # each patched function was called
     measured = bench.run(step_overhead.__file__, [name, *argv], steps=6)
     assert 0 < measured["step"] < measured["first"] and measured["rss"] > 100
 
 
 def test_peers_are_started_in_turns_and_compared(tmp_path, capsys, monkeypatch):
-    """Flags are such that our scripts take them; what a step takes is made up here."""
+    """Our scripts accept the flags. The times of steps are made up."""
     seconds, started = {"embeddings": 1, "ids": 2, "pixels": 4, "theirs": 5}, []
 
     def run(script, argv, steps):
@@ -270,7 +270,7 @@ def test_memory_is_that_of_published_shapes():
 
 
 def test_activations_are_what_the_forward_pass_keeps(monkeypatch):
-    """As counted by torch's hooks in float32. In 16 bits norms still compute in float32."""
+    """torch's hooks count the same in float32. In 16 bits norms still compute in float32."""
     small = {**memory.SD2, "block_out_channels": [64, 64], "attention_head_dim": 8}
     for name in ("down_block_types", "up_block_types"):
         small[name] = sorted(small[name][:2])
@@ -377,7 +377,7 @@ def compare_with_pages(said):
 
 
 def test_choices_are_compared_by_quality(tmp_path, capsys, monkeypatch):
-    """What is trained and drawn is made up; right digits and their FID are those of real ones."""
+    """Training and drawing are made up; right digits and FID are computed from real digits."""
     images, labels = quality.load_digits()
     order = sorted(quality.NAMES)
     trained, given = [], []
@@ -391,7 +391,7 @@ def test_choices_are_compared_by_quality(tmp_path, capsys, monkeypatch):
         (cli.output_dir / folder / "metrics.jsonl").write_text(text)
 
     class Drawer:
-        """Draws the digits that it is asked for, or any; with DDPM noise."""
+        """Draws the digits of the prompts, or any digits; with DDPM it draws noise."""
 
         scheduler = unet = quality.DDIMScheduler()
 
@@ -480,7 +480,7 @@ def test_tables_of_all_that_is_trained(tmp_path, capsys):
 
 @pytest.mark.long
 def test_downloads_arrive_in_both_ways(ramp, capsys, monkeypatch):
-    """Those that are shrunk really; of the others the command is looked at."""
+    """Shrunk images are really downloaded; for the others only the command is checked."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
     measure = downloads.measure
 

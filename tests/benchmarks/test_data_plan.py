@@ -1,4 +1,4 @@
-"""The plan of large runs: its figures are those of the pages, and its bottleneck is one."""
+"""The plan of large runs: its figures match the pages, and its bottleneck is the slowest part."""
 
 import re
 import sys

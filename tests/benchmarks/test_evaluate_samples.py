@@ -44,7 +44,7 @@ from diffusion_training.training.held_out import hold_out
 
 
 class Moments(torch.nn.Module):
-    """Stands for an extractor: the mean of each channel and the spread of the image."""
+    """Replaces an extractor: the mean of each channel and the spread of the image."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         images = images.float() / 255
@@ -72,7 +72,7 @@ def evaluate(tmp_path, *argv):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run on 12 images, 5 of them held out; the weights are as they were drawn."""
+    """A run on 12 images, 5 of them held out, which leaves the weights unchanged."""
     folder = tmp_path_factory.mktemp("trained")
     make_images(folder / "images", 12)
     run(
@@ -137,7 +137,7 @@ def test_the_fast_fid_is_that_of_torchmetrics(count, features):
 
 
 def test_the_interval_covers_as_often_as_it_says():
-    """95 % of a mean's intervals hold the true mean, and of KID's between two halves hold 0."""
+    """95 % of the intervals contain the true value: the mean, or 0 for KID between two halves."""
     generator = torch.Generator().manual_seed(0)
     mean = lambda values: values.mean().item()
     held = 0
@@ -174,7 +174,7 @@ def test_a_trained_demo_scores_far_better_than_an_untrained_one(
 ):
     """The demo for 200 steps of half the images, with a U-Net of half the width."""
     monkeypatch.chdir(ROOT)
-    for name in ("log_held_out_loss", "make_report"):  # which take longer than so short a training
+    for name in ("log_held_out_loss", "make_report"):  # they take longer than this short training
         patch(monkeypatch, name, lambda *_: None)
     config = json.loads(Path("demo/digits_unet.json").read_text()) | {
         "block_out_channels": [16, 32]
@@ -277,7 +277,7 @@ def test_a_pipeline_without_a_run_is_compared_with_a_folder(
     flags = [pipeline, extractor, "--num_samples=4", "--num_inference_steps=1", "--resamples=0"]
     with pytest.raises(SystemExit):
         evaluate(tmp_path, *flags)
-    assert "does not say where images are: --real does" in capsys.readouterr().err
+    assert "does not name its images: give --real" in capsys.readouterr().err
     (tmp_path / "images/3.png").write_bytes(b"no image")
     report = evaluate(tmp_path, *flags, f"--real={tmp_path / 'images'}")
     assert (
@@ -354,7 +354,7 @@ def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
     ]
     with pytest.raises(SystemExit):
         evaluate(tmp_path, *flags)
-    assert "does not say where images are: --real does" in capsys.readouterr().err
+    assert "does not name its images: give --real" in capsys.readouterr().err
     flags += [
         f"--real={tmp_path / 'images'}",
         f"--clip={make_clip(tmp_path / 'clip')}",
@@ -404,7 +404,7 @@ def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
         ),
         (
             ["--feature_extractor=digits", "--clip=clip"],
-            "--clip compares samples with their prompts: this pipeline takes",
+            "--clip compares samples with their prompts: this pipeline has none",
         ),
         (["--num_samples=1"], "1 is not between 2 and"),
     ],

@@ -1,6 +1,6 @@
-"""Processes that tests launch find no bitsandbytes, which diffusers would import, for two seconds.
+"""Hides bitsandbytes from launched processes: diffusers would import it, which takes two seconds.
 
-Most users have none either.
+Most users do not have it either.
 """
 
 import sys

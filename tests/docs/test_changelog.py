@@ -1,4 +1,4 @@
-"""CHANGELOG.md: its newest version and the formats that it names are those of the code."""
+"""CHANGELOG.md: its newest version and its formats match the code."""
 
 import re
 

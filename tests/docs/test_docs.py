@@ -17,7 +17,7 @@ PAGES = [
     "CHANGELOG.md",
     *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
 ]
-MARKS = {"hub", "gpu", "cluster", "network"}  # what a command needs that a test has not
+MARKS = {"hub", "gpu", "cluster", "network"}  # needed by a command, but missing in tests
 SCRIPTS = {path.name for path in ROOT.glob("*.py")}
 BLOCK = r"(?:<!-- needs: (\w+) -->\n)?```(bash|python)\n(.*?)```"
 # Flags that make a command short; later flags win.
@@ -35,7 +35,7 @@ SHORT = {
 
 
 def blocks(page):
-    """[(what it needs or "", bash or python, the text)] of a page."""
+    """The blocks of a page: [(mark of `needs` or "", bash or python, text)]."""
     return re.findall(BLOCK, (ROOT / page).read_text(), re.S)
 
 
@@ -82,7 +82,7 @@ def inputs(tmp_path_factory):
 
 
 def run(words, folder, inputs):
-    """Run a command, shortened: a script in this process or in two forks, all else as it stands."""
+    """Run a command: a script, shortened, in this process or two forks; others unchanged."""
     script, flags = find_script(words)
     if words[:2] == ["ACCELERATE_USE_CPU=true", "accelerate"] or script in SHORT:
         flags = flags + shlex.split(SHORT[script])
@@ -106,7 +106,7 @@ def run(words, folder, inputs):
         else:
             work()
         return
-    if "benchmarks/evaluate_samples.py" in words:  # in a fork, with a judge that has learned little
+    if "benchmarks/evaluate_samples.py" in words:  # in a fork, with a briefly trained judge
 
         def judge():
             sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -205,7 +205,7 @@ def test_every_test_that_a_page_names_is_there():
 
 
 def list_strings(tree):
-    """The strings of a file, also those in which {UNet2DModel.__name__} is the name of a class."""
+    """The strings of a file, with {UNet2DModel.__name__} replaced by the name of the class."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
@@ -216,7 +216,7 @@ def list_strings(tree):
 
 
 def test_every_sentence_of_troubleshooting_is_one_that_is_said():
-    """The parts between dots occur in the strings of the scripts and the package."""
+    """The parts between `...` occur in the strings of the scripts and the package."""
     said = ""
     for path in [*ROOT.glob("*.py"), *(ROOT / "diffusion_training").rglob("*.py")]:
         said += "\n".join(list_strings(ast.parse(path.read_text()))) + "\n"

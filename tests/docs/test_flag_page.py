@@ -1,6 +1,6 @@
-"""docs/flags.md lists the flags of the scripts as their parsers have them.
+"""docs/flags.md lists the flags of the scripts' parsers.
 
-`python tests/docs/test_flag_page.py` draws it anew.
+`python tests/docs/test_flag_page.py` updates it.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def describe_default(action):
 def draw_section(flags_of):
     """Tables of flags, one for each group. flags_of: {script: its flags}."""
     rows = {}  # {group: {(names, meaning): {script: default}}}
-    groups = {}  # {(names, meaning): the first group that it was seen in}
+    groups = {}  # {(names, meaning): the first group with it}
     for script, flags in flags_of.items():
         for flag in flags:
             key = flag.names, flag.meaning

@@ -1,6 +1,6 @@
-"""CONTRIBUTING.md: the figure of layers matches the imports.
+"""CONTRIBUTING.md: the table of layers matches the imports.
 
-`python tests/docs/test_layers.py` draws it anew.
+`python tests/docs/test_layers.py` updates it.
 """
 
 import collections
@@ -19,7 +19,7 @@ FIGURE = re.compile(r"(?<=<!-- layers -->\n).*?(?=\n<!-- end -->)", re.S)
 
 
 def draw_layers():
-    """A row a layer, a column a folder: a module stands one above the highest that it imports."""
+    """Draw the table: a module's layer is one above the highest layer that it imports."""
 
     @functools.cache
     def height(name):

@@ -1,4 +1,4 @@
-"""docs/new-trainer.md: the trainer on the page works, and has what it gets without extra code."""
+"""docs/new-trainer.md: the trainer on the page works, with all that the package adds."""
 
 import importlib.util
 import json
@@ -76,7 +76,7 @@ def test_it_learns_and_leaves_what_it_says(script, flags, tmp_path):
 
 
 def test_the_line_leads_from_noise_to_the_image(script):
-    """A model that knows the image predicts it at any time, and draws it in any number of steps."""
+    """A model that knows the image predicts it at any time, and draws it with any step count."""
     image = torch.rand(1, 1, 8, 8) * 2 - 1
 
     class Knows(torch.nn.Module):
@@ -102,7 +102,7 @@ def test_the_line_leads_from_noise_to_the_image(script):
 
 
 def test_it_obeys_its_flags_as_one_file_too(script, flags, tmp_path, monkeypatch, capsys):
-    """The flags that a trainer can forget, in the one file, which can't import the package."""
+    """Test the flags that a trainer can forget, in the one file without the package."""
     path = tmp_path / "one.py"
     path.write_text(make_standalone(script.__file__))
     spec = importlib.util.spec_from_file_location("one", path)

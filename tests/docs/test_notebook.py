@@ -69,7 +69,7 @@ def test_cells_compile_and_use_flags_that_exist(tmp_path, monkeypatch):
 
 
 def test_the_host_has_memory_for_what_is_loaded_at_once():
-    """In GB: encoders in float32, then the base in 16 bits; to draw, all of it in 16 bits."""
+    """In GB: first encoders in float32, then the base in 16 bits; for drawing all in 16 bits."""
     ((_, encoders, base, _),) = memory.list_host(["SDXL"])
     drawing = float(base) + float(encoders) / 2
     text = " ".join(nbformat.read(PATH, as_version=4).cells[0].source.split())

@@ -97,7 +97,7 @@ def test_what_an_image_keeps_for_the_backward_pass(side, checkpointing):
 
 
 def test_the_trainer_holds_five_numbers_a_weight_in_a_step_and_four_between(tmp_path, monkeypatch):
-    """Counted where the gradients are at hand and where they are gone."""
+    """Counted while the gradients exist, and after they are freed."""
     counts, step, update_ema = [], torch.optim.AdamW.step, trained.update_ema
 
     def stepping(self, *args, **options):
@@ -165,7 +165,7 @@ def test_the_sizes_of_caches_are_arithmetic():
 
 
 def test_the_sizes_of_sdxl_caches_are_what_a_dry_run_says(tmp_path, capsys):
-    """Of models that are as wide as the published ones, and else small."""
+    """With models that have the published widths, but few layers."""
     folder = make_sdxl(tmp_path)
     widths = {
         "text_encoder": {"hidden_size": 768},

@@ -1,4 +1,4 @@
-"""The workflow and the hooks: what they run is there, in versions that CI passed with."""
+"""The workflow and the hooks run existing files, with versions that passed CI."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ def test_the_workflow_fits_its_schema_and_runs_what_is_there():
     for name in re.findall(r"-r (\S+)", text) + re.findall(r"pytest (tests\S+)", text):
         assert (ROOT / name).exists(), name
     named = re.search(r"Python (3\.\d+) or later", (ROOT / "README.md").read_text())[1]
-    assert f'python-version: "{named}"' in text  # the oldest that the README names
+    assert f'python-version: "{named}"' in text  # the oldest one in the README
 
 
 def test_hooks_have_the_version_that_ci_has():

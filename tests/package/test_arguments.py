@@ -1,4 +1,4 @@
-"""Flags: what @FILE reads is what run.args writes, numbers have bounds, a demo's flags give way."""
+"""Flags: @FILE reads what run.args wrote, numbers have bounds, flags override a demo's."""
 
 import argparse
 import copy
@@ -37,6 +37,8 @@ def test_addresses_lose_slashes_that_would_be_part_of_names():
     assert PATH("s3://bucket/cache/") == "s3://bucket/cache"
     assert PATH("s3://bucket//a///b//") == "s3://bucket/a/b" and PATH("s3://b/") == "s3://b"
     assert PATH("file:///a//b/") == "file:///a/b" and PATH("a//b/") == "a//b/"
+    with pytest.raises(argparse.ArgumentTypeError, match="s3:/bucket/a has one slash"):
+        PATH("s3:/bucket/a")
 
 
 def test_what_is_written_is_read_again_to_the_bit(parser, tmp_path):
@@ -107,7 +109,7 @@ def test_numbers_are_within_their_bounds(parser, capsys):
         # a hundred flags would hide the sentence
         usage, error = capsys.readouterr().err.splitlines()
         assert stop.value.code == 2 and sentence in error and "--help" in usage, flag
-    assert number(1, 2, int).bounds == (1, 2, int)  # for who looks at all flags
+    assert number(1, 2, int).bounds == (1, 2, int)  # for tests of all flags
     with pytest.raises(argparse.ArgumentTypeError):
         number(-1, 1)("-inf")
 
@@ -144,7 +146,7 @@ def test_the_help_tells_defaults_and_of_files(parser):
     parser.add_argument("--wet", action=argparse.BooleanOptionalAction, default=True, help="soak")
     parser.add_argument("--inks", nargs="+", default=["red", "blue"], help="colours")
     printed = " ".join(parser.format_help().split())
-    assert "@FILE stands for the flags in a file, such as a run's run.args" in printed
+    assert "@FILE reads flags from a file: @my-run/run.args" in printed
     said = ["of grey (default: 0)", "soak (default: on)", "colours (default: red blue)"]
     assert all(text in printed for text in [*said, "of the paper (default: white)"])
     assert "None" not in printed and "(default: white) (" not in printed and "False" not in printed

@@ -56,16 +56,16 @@ def test_what_does_not_fit_is_one_sentence(parse):
     square = np.zeros((3, 2, 2, 2), np.uint8)
     assert read(parse(square, "--array_layout=nhwc")).shape == (3, 2, 2, 2)
     for array, flags, sentence in (
-        (square, [], "say with --array_layout nchw or nhwc which axis has the channels"),
-        (VALUES[:, :1], [], "has the shape [6, 1, 16, 12], and the model takes 2 channels"),
-        (VALUES, ["--array_layout=nhwc"], "with --array_layout nhwc, and the model takes 2"),
-        (VALUES[0, 0], [], "where images have [N, C, H, W]"),
-        (VALUES / 255, [], "holds float64: say with --array_range 0 1, or -1 1, what is black"),
+        (square, [], "choose the axis of the channels with --array_layout nchw or nhwc"),
+        (VALUES[:, :1], [], "has the shape [6, 1, 16, 12], but the model takes 2 channels"),
+        (VALUES, ["--array_layout=nhwc"], "with --array_layout nhwc, but the model takes 2"),
+        (VALUES[0, 0], [], "but images need [N, C, H, W]"),
+        (VALUES / 255, [], "holds float64: give its values of black and white with --array_range"),
         (VALUES, ["--array_range", "0", "1"], "holds uint8: leave --array_range out"),
-        (VALUES / 255, ["--array_range", "0", "0.5"], "--array_range is 0 1 or -1 1"),
+        (VALUES / 255, ["--array_range", "0", "0.5"], "--array_range must be 0 1 or -1 1"),
         (VALUES.astype(np.int16), [], "holds int16: convert it to uint8, or to floats"),
         (VALUES / 1.0, ["--array_range", "-1", "1"],
-         "image 0 has values from 0 to 255, which is beyond --array_range -1 1"),
+         "image 0 has values from 0 to 255, outside --array_range -1 1"),
         (np.full((2, 2, 3, 3), np.nan), ["--array_range", "0", "1"], "values from nan to nan"),
         (np.array([{}]), [], "can't be read as an array (Array can't be memory-mapped"),
     ):  # fmt: skip
@@ -76,8 +76,8 @@ def test_what_does_not_fit_is_one_sentence(parse):
 
 def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
     for flags, sentence in (
-        (["--cache_images"], "an array needs neither --cache_images nor --streaming"),
-        ([f"--train_data_dir={tmp_path}", "--array_layout=nchw"], "are for --train_data_dir"),
+        (["--cache_images"], "leave --cache_images and --streaming out: an array"),
+        ([f"--train_data_dir={tmp_path}", "--array_layout=nchw"], "need --train_data_dir"),
         ([f"--train_data_dir={tmp_path}/no.npy"], "is not a folder, nor an .npy file"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -86,7 +86,7 @@ def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
 
 
 def test_an_array_is_never_copied_whole(tmp_path, parse):
-    """Of 256 MB two images are read, also by a reader that another process got."""
+    """Two images of 256 MB are read, also by a reader that was sent to another process."""
     array = np.lib.format.open_memmap(tmp_path / "large.npy", "w+", np.uint8, (2**16, 1, 64, 64))
     array[-1] = 7
     args = script.parse_args([f"--train_data_dir={tmp_path}/large.npy"])
@@ -101,7 +101,7 @@ def test_an_array_is_never_copied_whole(tmp_path, parse):
 
 @pytest.mark.usefixtures("without_figures")
 def test_a_model_of_two_channels_trains_holds_out_and_draws(tmp_path, parse, unet_config, capfd):
-    """A value beyond the range ends the run in a sentence, also out of a loader process."""
+    """A value out of range ends the run with a sentence, also in a loader process."""
     config = script.UNet2DModel.load_config(unet_config) | {"in_channels": 2, "out_channels": 2}
     script.UNet2DModel.from_config(config).save_config(tmp_path / "two")
     flags = f"""--array_range 0 1 --model_config_name_or_path {tmp_path}/two --holdout 2
@@ -118,4 +118,4 @@ def test_a_model_of_two_channels_trains_holds_out_and_draws(tmp_path, parse, une
     with pytest.raises(SystemExit):
         script.main(args)
     error = capfd.readouterr().err
-    assert "which is beyond --array_range 0 1" in error and "Traceback" not in error
+    assert "outside --array_range 0 1" in error and "Traceback" not in error

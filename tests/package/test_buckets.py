@@ -1,4 +1,4 @@
-"""Buckets: which sizes there are, which one an image gets, and in what order they come."""
+"""Buckets: their sizes, the bucket of an image, and the order of the buckets."""
 
 import argparse
 import collections
@@ -48,7 +48,7 @@ def test_an_image_gets_the_nearest_ratio(size, bucket):
 
 
 @pytest.mark.parametrize("size, bucket", [
-    ((1080, 1920), (384, 640)), ((512, 512), (512, 512)),  # large enough: as without
+    ((1080, 1920), (384, 640)), ((512, 512), (512, 512)),  # large enough: no change
     ((500, 520), (448, 512)), ((100, 700), (64, 640)),
     ((300, 4000), (256, 640)), ((40, 30), (64, 64)),
 ])  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_fault_of_the_machine_is_no_size(monkeypatch):
 
 
 def walk(num_rows, sizes, batch_size, accumulation):
-    """The steps of an epoch, each a list of micro-batches."""
+    """The steps of an epoch, as lists of micro-batches."""
     order = Order(range(num_rows), 0, sizes)
     start = {"global_step": 0, "data_step": 0, "images_seen": 0}
     progress, steps = Progress(start, num_rows, batch_size, accumulation, order), []

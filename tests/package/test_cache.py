@@ -1,4 +1,4 @@
-"""The files of a latent cache: written whole or not at all, recognized, and safe to kill.
+"""The files of a latent cache: complete or absent, recognized, and safe after a kill.
 
 No model is needed: the numbers are random.
 """
@@ -47,7 +47,7 @@ def make_args(output_dir, *argv):
 
 
 def make_settings(text_cache="embeddings"):
-    """As `describe_encoders` says them, of models that are not there."""
+    """Settings like those of `describe_encoders`, for models that do not exist."""
     return {
         "format_version": 2,
         "vae": {
@@ -74,7 +74,7 @@ def write_shard(path, encoded):
 
 
 def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):
-    """What `encode_all` yields for some rows, two a batch, with drawn numbers."""
+    """Yield rows like `encode_all`, two per batch, with random numbers."""
     for start in range(first, end, 2):
         rows = range(start, min(start + 2, end))
         good = [row for row in rows if row not in skipped]
@@ -152,7 +152,7 @@ def open_cache(args):
 
 
 def make_cache(folder, *argv, seed=0):
-    """A cache of six rows in three shards, one row skipped. What is there of it already stays."""
+    """Make a cache of six rows in three shards, one row skipped. Existing parts are kept."""
     args = make_args(folder, *argv)
     shards, lock, _, records = open_cache(args)
     for i, name in enumerate(shards):
@@ -209,7 +209,7 @@ def test_a_shard_without_a_good_row_opens(tmp_path):
 
 
 def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
-    """A trainer opens every record batch of a cache; and of a shard no more is held than one."""
+    """A trainer opens every record batch, and a writer holds only one of them in memory."""
     monkeypatch.setattr(module, "BATCH_BYTES", 256 * 16)
     arrays = {"numbers": pa.array(range(640)), "checksum": pa.array(range(640), pa.uint64())}
     rows, counts = pa.RecordBatch.from_pydict(arrays), {"encoded_again": 0, "captions_cut": 0}
@@ -248,12 +248,12 @@ def test_a_shard_is_there_whole_or_not_at_all(tmp_path, monkeypatch, where):
         monkeypatch.setattr(owner, where, full)
         with pytest.raises(
             SystemExit,
-            match=r"data.arrow could not be written \(.*No space left.*the same command goes on",
+            match=r"data.arrow could not be written \(.*No space left.*run the same command",
         ):
             write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
         monkeypatch.undo()
     found = contents(tmp_path)
-    if where == "write_file":  # without its record it is made again
+    if where == "write_file":  # a shard without a record is made again
         pa.ipc.open_stream(found.pop("data.arrow")).read_all()
     assert found in ({}, {"data.arrow": b"before"})
 
@@ -302,7 +302,7 @@ def test_too_many_skipped_rows_end_it():
         SystemExit, match=r"6 of 100 .*_skipped 0.05 allows, such as 5.png \(broken 5"
     ) as stop:
         module.check_skipped(skipped, 100, 0.05)
-    assert stop.value.alone  # whoever has made the last shard says it
+    assert stop.value.alone  # the process that made the last shard prints it
 
 
 # ------------------------------------------------------------------- planned and opened
@@ -314,12 +314,12 @@ def test_a_cache_is_planned_in_shards_that_hold_every_row_once(tmp_path):
     assert shards == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
     assert [name_shard(i, planned.settings) for i in range(3)] == shards
     # latents of 128 numbers twice, embeddings of 30, two bytes each
-    size = "7 rows of 572B (60.0B of it the caption's) and the text: 4.00kB in 3 shards"
+    size = "7 rows of 572B (60.0B for the caption) and the text: 4.00kB in 3 shards"
     assert planned.describe_size(None, compare=False) == size
     choices = "; captions take 140B as ids, 420B as embeddings"
     assert planned.describe_size(None, compare=True) == size + choices
     planned = plan(make_args(tmp_path, "--text_cache=ids", "--no-random_flip"))
-    assert "7 rows of 276B (20.0B of" in planned.describe_size(None, compare=False)
+    assert "7 rows of 276B (20.0B for" in planned.describe_size(None, compare=False)
 
 
 def test_of_several_sides_each_has_a_cache_as_if_it_were_made_alone(tmp_path):
@@ -338,7 +338,7 @@ def test_of_several_sides_each_has_a_cache_as_if_it_were_made_alone(tmp_path):
         assert planned.flags == vars(alone) | said
     (tmp_path / "out").mkdir()
     (tmp_path / "out/cache.json").write_text("{}")
-    with pytest.raises(SystemExit, match="is a cache itself: of several --resolution each gets"):
+    with pytest.raises(SystemExit, match="is a cache itself: several --resolution need another"):
         plan_caches(args, images, encoders, "sample", make_settings(), found)
     with pytest.raises(SystemExit, match="--resolution 100 is not a multiple of 64"):
         plan(make_args(tmp_path, "--resolution=100"))
@@ -350,7 +350,7 @@ def leaves(tree, path=()):
 
 
 def test_whatever_decides_the_content_is_compared(tmp_path):
-    """A cache that was made with one other setting is refused, and the sentence says which."""
+    """If one setting of a cache differs, the script stops with an error that names it."""
     make_cache(tmp_path / "out")
     before, planned = contents(tmp_path / "out"), plan(make_args(tmp_path / "out"))
     settings = planned.settings
@@ -392,7 +392,7 @@ def test_flags_decide_the_transform_and_the_shards(tmp_path):
 
 
 def test_records_of_many_shards_are_written_by_columns_and_say_the_same(tmp_path, monkeypatch):
-    """A resumed cache has the same bytes, and a reader that does not know the layout names it."""
+    """A resumed cache has the same bytes. A reader that does not know the layout names it."""
     few = make_cache(tmp_path / "few")
     monkeypatch.setattr(module, "MANY", 2)
     many = make_cache(tmp_path / "many")
@@ -415,9 +415,7 @@ def test_records_of_many_shards_are_written_by_columns_and_say_the_same(tmp_path
         assert json.dumps(shards.list_by_names(packed)) == json.dumps(cache)
         assert shards.list_by_names(cache) is cache
     monkeypatch.setattr(reader, "list_features", set)
-    with pytest.raises(
-        SystemExit, match="holds records by columns, which this version does not know"
-    ):
+    with pytest.raises(SystemExit, match="holds records by columns, which this version can't read"):
         reader.load_cache(tmp_path / "many")
 
 
@@ -440,7 +438,7 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
         and "max_skipped" not in now["run.args"].decode()
     )
     assert now | {"run.args": b""} == whole | {"run.args": b"", ".lock": b""}
-    # of a version that did not say so, half-made; and with another decoder of JPEGs
+    # half-made by a version without the entry, and with another JPEG decoder
     make_cache(tmp_path / "old")
     begun = {
         name: value
@@ -452,7 +450,7 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
     (tmp_path / "old/state.json").unlink()
     _, lock, _, _ = open_cache(make_args(tmp_path / "old"))
     lock.release(force=True)
-    assert "was begun with pillow 1.0; its JPEGs are decoded with" in capsys.readouterr().out
+    assert "was begun with pillow 1.0; this run decodes JPEGs with" in capsys.readouterr().out
     assert make_cache(tmp_path / "old")["shards"] == cache["shards"]
 
 
@@ -489,7 +487,7 @@ def test_run_args_are_the_flags_again(tmp_path):
     again = precompute_latents.parse_args([f"@{tmp_path / 'out/run.args'}"])
     made = make_args(tmp_path / "out", "--caption_column=a b", "--seed=5")
     changed = {name for name in vars(made) if getattr(made, name) != getattr(again, name)}
-    assert changed == {"output_dir", "latents", "mixed_precision"}  # what was found out
+    assert changed == {"output_dir", "latents", "mixed_precision"}  # found by the script
     assert (again.latents, again.mixed_precision) == ("moments", "no")
     assert (
         (tmp_path / "out/run.args")
@@ -566,7 +564,7 @@ def test_a_kill_between_its_first_files_is_no_cache_of_something_else(tmp_path, 
 
 @pytest.mark.parametrize("file, change, said", [
     ("cache.json", lambda text: text.replace('"rows": 6', '"rows": 7'),
-     "cache.json is not as it was written"),
+     "cache.json has changed since it was written"),
     ("cache.json", lambda text: text[:100], "JSONDecodeError"),
     ("cache.json", lambda text: "[]", "AttributeError|TypeError|ValueError"),
     ("state.json", lambda text: "{}", "KeyError: '_fingerprint'"),

@@ -1,4 +1,4 @@
-"""Rows with captions: what becomes of one, why one is skipped, and what is said of captions."""
+"""Rows with captions: how they are transformed, why some are skipped, and what is reported."""
 
 import argparse
 import io
@@ -30,7 +30,9 @@ def row(tmp_path):
     """row(*flags, **changes) transforms image 3 of a folder, with `changes` to its fields."""
     folder = make_images(tmp_path / "images", 4)
 
-    def transform(*flags, number=3, epoch=0, target=None, source="train_data_dir", **changes):
+    def transform(
+        *flags, number=3, epoch=0, target=None, source="train_data_dir", ahead=False, **changes
+    ):
         flags = [
             f"--{source}={folder}",
             "--pretrained_model_name_or_path=sd",
@@ -42,6 +44,7 @@ def row(tmp_path):
         how = make_transform(
             args, "image", args.mask_column, args.caption_weights, 3, args.resolution
         )
+        item = module.decode_ahead(item, how) if ahead else item
         return module.transform_row(number, epoch, item, how, target)
 
     transform.folder = folder
@@ -66,7 +69,7 @@ def test_a_row_is_cropped_where_its_key_says(row, tmp_path):
 
 
 def test_a_row_becomes_as_large_as_it_is_told_and_its_mask_with_it(row):
-    """Of 24 x 20 pixels the crop has 10 x 20."""
+    """The crop of 24 x 20 pixels has 10 x 20."""
     image = decode_image({"bytes": None, "path": f"{row.folder}/3.png"}, 3)
     mask = Image.new("L", (24, 20))
     mask.paste(255, (0, 0, 12, 20))
@@ -142,6 +145,7 @@ def test_of_a_list_of_captions_one_is_drawn_by_key(row):
 def test_why_a_row_is_skipped(row, changes, flags, reason):
     made = row(*flags, **changes)
     assert made["skipped"] == reason or made["skipped"].startswith(reason + " ")  # a limit
+    assert row(*flags, ahead=True, **changes)["skipped"] == made["skipped"]
     assert made["pixel_values"].shape == (3, 16, 16) and made["pixel_values"].dtype == torch.uint8
     if reason:  # a placeholder keeps the batch in shape
         assert made["text"] == "" and not made["pixel_values"].any()
@@ -179,7 +183,7 @@ def test_keys_are_the_same_wherever_the_data_lies(row, tmp_path):
     assert row(image={"bytes": b"", "path": f"{row.folder}/sub/9.png"})["key"] == "sub/9.png"
     assert row(image={"bytes": b"", "path": "hf://of/a/hub.png"})["key"] == "hf://of/a/hub.png"
     assert row(image={"bytes": b"", "path": None})["key"] == "row 3"
-    (tmp_path / "link").symlink_to(row.folder)  # which `datasets` follows
+    (tmp_path / "link").symlink_to(row.folder)  # `datasets` follows it
     assert row(f"--train_data_dir={tmp_path / 'link'}")["key"] == "3.png"
     assert row(image={"bytes": b"", "path": "a\x1b[2J.png"})["key"] == "a?[2J.png"
 
@@ -192,7 +196,7 @@ def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
         2, -1
     ] == TOKENIZER.eos_token_id
     assert module.are_cut(TOKENIZERS, texts) == [False, False, True]
-    limit = "a " * 6  # a token each, and what stands before and after them
+    limit = "a " * 6  # a token each, and the start and end tokens
     assert module.are_cut(TOKENIZERS, [limit, limit + "a"]) == [False, True]
 
 
@@ -204,7 +208,7 @@ def test_what_is_said_of_captions(capsys):
         )
         return capsys.readouterr().out
 
-    assert "say 'x?[2J': is it the right --caption_column?" in look(["x\x1b[2J"] * 3)
+    assert "are 'x?[2J': is --caption_column right?" in look(["x\x1b[2J"] * 3)
     assert look(["dog"] * 3, repeats=True) == ""
     assert (
         look(["x"] * 3, prompt="x")
@@ -214,13 +218,13 @@ def test_what_is_said_of_captions(capsys):
         == look([])
         == ""
     )
-    assert "say 'x'" in look([["x", "y"], ["x", "z"], []])  # of each row the first
-    assert f"say '{'x' * 60}'" in look(["x" * 99] * 2)
+    assert "are 'x'" in look([["x", "y"], ["x", "z"], []])  # the first caption of each row
+    assert f"are '{'x' * 60}'" in look(["x" * 99] * 2)
     rows = datasets.Dataset.from_dict({"c": [str(i) for i in range(25_000)]})
     assert module.look_at_captions(rows, "c") == [str(i) for i in range(0, 25_000, 2)]
     module.report_cut(0, 10, 8)
     module.report_cut(3, 1200, 8, "there: ")
-    said = "there: 3 of 1,200 captions have more than 8 tokens, and lose what is beyond\n"
+    said = "there: 3 of 1,200 captions have more than 8 tokens, and the rest is cut off\n"
     assert capsys.readouterr().out == said
 
 
@@ -250,7 +254,7 @@ def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):
 
 
 def test_the_order_of_tags_stays_what_it_is():
-    """Who goes on with another version must go on with the same captions."""
+    """A run that resumes with another version must draw the same captions."""
     choice = CaptionChoice(seed=4, weights=None, shuffle=True, num_kept=1)
     found = [choose_caption("a,b,c,d,e,f,g", epoch, 7, choice) for epoch in (0, 1)]
     assert found == ["a, g, b, c, f, d, e", "a, e, c, g, b, f, d"]

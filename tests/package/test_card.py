@@ -1,4 +1,4 @@
-"""What the hub reads of a model card: the base and the data if they are on the hub, the licence."""
+"""The metadata of a model card: base and data if they are on the hub, and the licence."""
 
 import pytest
 
@@ -10,7 +10,7 @@ OTHER = "license: other\nlicense_name: my-licence\nlicense_link: LICENSE.md"
 
 
 def describe(folder, **flags):
-    """The metadata of a card; flags: others than those of a LoRA of a base on the hub."""
+    """The metadata of a card. Default flags: a LoRA for a base on the hub."""
     values = {"cache_dir": str(folder), "dataset_name": "me/photos", "instance_prompt": "a sks dog"}
     settings = Flags(**values | flags)
     base = flags.get("base", "org/base")
@@ -60,7 +60,7 @@ def test_a_licence_that_can_not_be_read_costs_the_key(cached, text):
 
 
 def test_folders_are_not_named(cached, tmp_path, monkeypatch):
-    """The hub refuses a card whose base or data are no ids."""
+    """The hub rejects a card whose base or data is not an id."""
     monkeypatch.chdir(cached("license: mit"))
     (tmp_path / "org/base").mkdir(parents=True)
     folders = {"dataset_name": str(tmp_path), "base": "org/base"}

@@ -134,7 +134,7 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(tmp_path, save, load):
     assert other["param_groups"][0]["lr"] == 0.01 != one["param_groups"][0]["lr"]
     folders = {path.name for path in (tmp_path / "out/checkpoint-3").iterdir() if path.is_dir()}
     assert folders == {"unet", "unet_ema", "projection", "projection_ema"}
-    assert UNet2DModel.from_pretrained(tmp_path / "out/checkpoint-3/unet")  # as anybody opens it
+    assert UNet2DModel.from_pretrained(tmp_path / "out/checkpoint-3/unet")  # as users open it
 
 
 def test_averaging_can_begin_at_a_checkpoint_without(tmp_path, save, load, capsys):
@@ -178,8 +178,8 @@ def test_a_checkpoint_knows_its_content(tmp_path, save, load, part, damage):
         ),
     }[damage]()
     sentence = (
-        rf"checkpoint-2 is damaged or from another model \({part} is not as it was written\); "
-        "resume from"
+        rf"checkpoint-2 is damaged or from another model \({part} has changed since it was written"
+        r"\); resume from"
     )
     with pytest.raises(SystemExit, match=sentence):
         load(tmp_path / "out/checkpoint-2")
@@ -215,13 +215,13 @@ def test_every_digit_of_the_state_that_changed_is_seen(tmp_path, save):
         if character.isdigit():
             path.write_text(content[:i] + str((int(character) + 1) % 10) + content[i + 1 :])
             with pytest.raises(
-                SystemExit, match="is damaged; .*trainer_state.json is not as it was written"
+                SystemExit, match="is damaged; .*trainer_state.json has changed since"
             ):
                 read_state(path.parent, 6)
     path.write_text(re.sub('"use_ema": true', '"use_ema": false', content))
     with pytest.raises(SystemExit, match="is damaged"):
         read_state(path.parent, 6)
-    path.write_text(json.dumps(json.loads(content)))  # another layout of the same
+    path.write_text(json.dumps(json.loads(content)))  # the same in another layout
     assert read_state(path.parent, 6) == state
 
 
@@ -251,7 +251,7 @@ def test_without_a_checkpoint_all_begins_at_zero():
 
 
 def test_with_other_images_the_epoch_that_was_begun_begins_again(tmp_path, save):
-    save(5)  # 10 images of 6 an epoch
+    save(5)  # 10 images, with 6 per epoch
     assert read_state(tmp_path / "out/checkpoint-5", 6)["images_seen"] == 10
     assert read_state(tmp_path / "out/checkpoint-5", 7)["images_seen"] == 7
 
@@ -260,20 +260,18 @@ def test_a_checkpoint_that_has_seen_the_images_that_would_be_held_out_is_refused
     tmp_path, save, load
 ):
     save(2)
-    with pytest.raises(
-        SystemExit, match="checkpoint-2 was trained on images that would be held out, or held out"
-    ):
+    with pytest.raises(SystemExit, match="checkpoint-2 held out no images, so it was trained on"):
         load(tmp_path / "out/checkpoint-2", settings=holding_out("these"))
     save(2, settings=holding_out("these"))
-    advice = "keep images, --holdout and --seed as they were, or leave --holdout out"
+    advice = "keep images, --holdout and --seed as they were, or remove --holdout"
     with pytest.raises(SystemExit, match=advice):
         load(tmp_path / "out/checkpoint-2", settings=holding_out("others"))
-    with pytest.raises(SystemExit, match="was trained on images, and this run on latents: which"):
+    with pytest.raises(SystemExit, match="was trained on images, this run on latents, so the held"):
         load(tmp_path / "out/checkpoint-2", settings=holding_out("these", of="latents"))
     load(tmp_path / "out/checkpoint-2", settings=holding_out("these"))
     load(tmp_path / "out/checkpoint-2", settings=holding_out("these", text="a mended caption"))
-    load(tmp_path / "out/checkpoint-2")  # without, nothing is measured that was trained on
-    # checkpoints of old versions know images only with their captions
+    load(tmp_path / "out/checkpoint-2")  # without --holdout no trained image is measured
+    # old checkpoints recognize images only with their captions
     old = holding_out("these")
     del old["held_out_images"], old["held_out_below"]
     save(2, settings=old)
@@ -286,13 +284,13 @@ def test_other_keys_of_what_is_drawn_and_a_stream_where_images_were_counted_are_
     tmp_path, save, monkeypatch
 ):
     save(2)
-    with pytest.raises(SystemExit, match="checkpoint-2 counts images, and a stream can't"):
+    with pytest.raises(SystemExit, match="checkpoint-2 was made without --streaming: resume"):
         read_state(tmp_path / "out/checkpoint-2", sys.maxsize)
     monkeypatch.setattr(checkpoints, "KEYS", 1)
     save(3)
     monkeypatch.undo()
     with pytest.raises(
-        SystemExit, match="checkpoint-3 is of a version that drew other noise and another order"
+        SystemExit, match="checkpoint-3 was made by version .*, which draws other noise and another"
     ):
         read_state(tmp_path / "out/checkpoint-3", 6)
 
@@ -305,7 +303,7 @@ def test_the_oldest_go_and_never_the_one_just_saved(tmp_path, save):
     out = tmp_path / "out"
     # sorted by number
     assert [path.name for path in find_checkpoints(out)] == ["checkpoint-2", "checkpoint-10"]
-    save(5, limit=1)  # gone back, to a folder with a newer one
+    save(5, limit=1)  # resumed earlier, in a folder with a newer one
     assert [path.name for path in find_checkpoints(out)] == ["checkpoint-5"]
     save(6)
     assert len(find_checkpoints(out)) == 2 and not list(out.glob(".tmp*"))
@@ -351,10 +349,10 @@ def test_what_is_no_whole_checkpoint_is_not_found(tmp_path, accelerator, save, c
         shutil.copytree(out / "checkpoint-4", out / name)
     assert find_checkpoint("latest", str(out)) == out / "checkpoint-6"
     for given in ("checkpoint-500", "checkpoint-5", str(tmp_path)):
-        with pytest.raises(SystemExit, match="is no whole checkpoint, neither as a path nor in"):
+        with pytest.raises(SystemExit, match="is not a complete checkpoint, neither as a path"):
             find_checkpoint(given, str(out))
     with pytest.raises(
-        SystemExit, match="holds checkpoint-6 of an earlier run: go on from it with --resume_from"
+        SystemExit, match="holds checkpoint-6 of an earlier run: resume it with --resume_from"
     ):
         find_checkpoint(None, str(out))
     # By name: a folder of the same name in the working directory is ignored. By path: from any
@@ -367,13 +365,13 @@ def test_what_is_no_whole_checkpoint_is_not_found(tmp_path, accelerator, save, c
 
 
 def test_a_folder_with_checkpoints_takes_none_of_another_run(tmp_path, accelerator, save):
-    """Or `latest` and pruning, which go by the number, would mix the two."""
+    """Otherwise `latest` and pruning, which use the number, would mix the two runs."""
     save(2, 4)
     (tmp_path / "out").rename(tmp_path / "another")
     for steps in ((1,), (2,), (9,)):
         save(*steps)
         with pytest.raises(
-            SystemExit, match="or of another run: delete what is newer, or choose another"
+            SystemExit, match="or of another run: delete the newer ones, or choose another"
         ):
             find_checkpoint(str(tmp_path / "another/checkpoint-4"), str(tmp_path / "out"))
         shutil.rmtree(tmp_path / "out")
@@ -395,7 +393,7 @@ def test_machines_that_see_different_folders_are_told(tmp_path, accelerator, sav
     patch(monkeypatch, "gather_object", lambda found: [*found, "checkpoint-2"])
     with pytest.raises(
         SystemExit,
-        match="machines found different checkpoints: --output_dir must be a folder that th",
+        match="machines found different checkpoints: choose an --output_dir that they share",
     ):
         find_checkpoint("latest", str(tmp_path / "out"))
 
@@ -412,10 +410,10 @@ def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_
     tmp_path, save
 ):
     assert find_start(None) is None
-    with pytest.raises(SystemExit, match="--init_from .* holds no whole checkpoint, and is none"):
+    with pytest.raises(SystemExit, match="--init_from .* is neither a complete checkpoint nor"):
         find_start(str(tmp_path))
-    (tmp_path / "model_index.json").touch()  # of best/, say
-    with pytest.raises(SystemExit, match="pipeline and no checkpoint: give it as --pretrained_mod"):
+    (tmp_path / "model_index.json").touch()  # of best/, for example
+    with pytest.raises(SystemExit, match="pipeline, not a checkpoint: pass it as --pretrained_mod"):
         find_start(str(tmp_path))
     save(2, 3)
     start = find_start(str(tmp_path / "out"))
@@ -436,11 +434,11 @@ def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_
     check_start(start, old, holding_out("others", held_out_below=8))
     changed = [{"held_out_below": 8}, {"held_out_below": None}, {"seed": 1}, {"holdout": 0.5}]
     for settings in [SETTINGS, *(holding_out("these", **change) for change in changed)]:
-        with pytest.raises(SystemExit, match="give --holdout 2 --seed 0, on the same images"):
+        with pytest.raises(SystemExit, match="pass --holdout 2 --seed 0, and keep the images"):
             check_start(start, before, settings)
-    with pytest.raises(SystemExit, match="checkpoint-3 held no images out, so it may have been"):
+    with pytest.raises(SystemExit, match="checkpoint-3 held out no images, so it may have been"):
         check_start(start, SETTINGS, before)
-    with pytest.raises(SystemExit, match="--max_train_steps 3: .*checkpoint-3 is at step 3"):
+    with pytest.raises(SystemExit, match="--max_train_steps 3 must be above 3: this run counts"):
         read_start(start, argparse.Namespace(**vars(args) | {"max_train_steps": 3}))
 
 
@@ -458,13 +456,13 @@ def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(
     for name, model in models.items():
         one, other = model.state_dict(), found[name].state_dict()
         assert all(torch.equal(one[key], other[key]) for key in one), name
-    assert capsys.readouterr().out == f"Going on from the weights of {start}, at step 3\n"
+    assert capsys.readouterr().out == f"Starting from the weights of {start}, at step 3\n"
     state["before"] = SETTINGS | {"shift": 3.0, "logit_mean": 0.0, "max_train_steps": 3}
     now = SETTINGS | {"shift": None, "logit_mean": 0.0, "max_train_steps": 6}
     load_start(accelerator, start, found, state, now)
-    said = f"Going on from the weights of {start}, at step 3, shift 3.0 -> None\n"
+    said = f"Starting from the weights of {start}, at step 3, shift 3.0 -> None\n"
     assert capsys.readouterr().out == said
-    # a module that a script trains since then starts anew; a run that is resumed can't get one
+    # a newly trained module starts afresh; a resumed run can't add one
     added = {name: torch.nn.Linear(2, 2) for name in ("added", "added_ema")}
     fresh = added["added"].weight.clone()
     load_start(accelerator, start, found | added, state, SETTINGS)
@@ -475,13 +473,13 @@ def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(
         load_checkpoint(accelerator, start, found | added, None, resumed, SETTINGS)
     (start / "unet/config.json").write_text("{}")
     with pytest.raises(
-        SystemExit, match=r"checkpoint-3 is damaged or from another model \(unet/config.json is not"
+        SystemExit, match=r"checkpoint-3 is damaged or from another model \(unet/config.json has"
     ):
         load_start(accelerator, start, found, state, SETTINGS)
 
 
 class Harm:
-    """What pickle makes a file of."""
+    """An object that pickle turns into a file."""
 
     def __init__(self, path):
         self.path = path
@@ -510,11 +508,11 @@ def test_of_a_checkpoint_that_somebody_made_up_nothing_is_run(
 
 
 def test_an_optimizer_of_another_kind_is_refused(tmp_path, save, load):
-    # of before there was a choice
+    # of a version without the choice
     save(2, settings={name: value for name, value in SETTINGS.items() if name != "optimizer"})
     load(tmp_path / "out/checkpoint-2")
     with pytest.raises(
-        SystemExit, match="checkpoint-2 was trained with --optimizer adamw, not prodigy: go on with"
+        SystemExit, match="checkpoint-2 was trained with --optimizer adamw, not prodigy: keep --o"
     ):
         load(tmp_path / "out/checkpoint-2", settings={**SETTINGS, "optimizer": "prodigy"})
     save(3, settings={**SETTINGS, "optimizer": "prodigy"})

@@ -1,4 +1,4 @@
-"""Ray as the scripts start or find it; here another stands for it, which notes what it is told."""
+"""How the scripts start Ray or connect to it. A fake Ray records the calls."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Columns of a latent cache: their names and types, and that rows of any length are found."""
+"""Columns of a latent cache: names, types, and rows of any length."""
 
 import argparse
 
@@ -47,7 +47,7 @@ def test_a_cache_says_which_columns_it_has(change, kinds):
     columns = module.list_columns(cache)
     assert {column.name: column.arrow_type for column in columns} == kinds
     assert len(columns) == len(kinds)
-    # what is found by its own name in a batch, and what a mirrored image is found by
+    # columns without their own name in a batch, and the columns of mirrored images
     assert {column.name for column in columns if not column.is_in_batch} == kinds.keys() & {
         "latents_flipped",
         "size",
@@ -58,7 +58,7 @@ def test_a_cache_says_which_columns_it_has(change, kinds):
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_good_rows_are_found_again(ragged):
-    """Also in a part of a record batch, and counted from the end, as the reader counts."""
+    """Also in a part of a record batch, and counted from the end, as the reader does."""
     numbers = [np.full(2 + i if ragged else 3, i, np.float16) for i in range(5)]
     kind = module.Column("it", "float16", (3,), is_ragged=ragged)
     column = kind.make_array([numbers[row] for row in (0, 2, 3, 4)])

@@ -1,4 +1,4 @@
-"""Copies at an address: whole at any moment, none is deleted too early, and what is refused."""
+"""Copies at an address: always complete, never deleted too early, and errors."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ def out(tmp_path):
 
 @pytest.fixture
 def make(out):
-    """make(limit) -> Copies of `out`, which are closed at the end."""
+    """make(limit) -> `Copies` of `out`, closed at the end."""
     MemoryFileSystem.store.clear()
     made = []
 
@@ -49,7 +49,7 @@ def make(out):
 
 
 def save(out, step, best=None):
-    """A checkpoint, samples of the same step, and perhaps best/."""
+    """Save a checkpoint, samples of the same step, and perhaps best/."""
     folder = out / f"checkpoint-{step}"
     (folder / "unet").mkdir(parents=True)
     (folder / "unet/weights").write_text(f"weights of step {step}")
@@ -70,7 +70,7 @@ def save(out, step, best=None):
 
 
 def check(url="memory://bucket/run"):
-    """The steps of the checkpoints at the address, which are as they were written."""
+    """Return the steps of the checkpoints at the address. Their bytes must be as written."""
     store = Store(url)
     names = store.list()
     steps = find_whole(names, "checkpoint")
@@ -85,7 +85,7 @@ def check(url="memory://bucket/run"):
 
 
 class Held:
-    """Holds the thread that copies at its next file, or lets it fail there."""
+    """Stops the copying thread at its next file, or makes it fail there."""
 
     def __init__(self, monkeypatch, name, failure=None):
         self.reached, self.free = threading.Event(), threading.Event()
@@ -116,7 +116,7 @@ def test_what_is_new_is_copied_and_the_limit_is_kept(out, make, capsys):
     assert check() == [3, 4]
     store = Store(copies.url)
     names = store.list()
-    assert find_whole(names, "best") == [4]  # the one before is not needed any more
+    assert find_whole(names, "best") == [4]  # the previous one is no longer needed
     assert {f"samples/step-000000{step}.png" for step in range(1, 5)} < names
     (out / "metrics.jsonl").write_text("{}\n{}\n")
     copies.finish()
@@ -172,7 +172,7 @@ def test_a_store_that_fails_is_tried_again_and_keeps_what_it_has(out, make, monk
     save(out, 1)
     copies.begin(-1)
     copies.finish()
-    held = Held(monkeypatch, "checkpoint-2/unet", OSError("the store is\nbroken"))
+    held = Held(monkeypatch, "checkpoint-2/unet", FileNotFoundError("the store is\nbroken"))
     save(out, 2)
     copies.wake()
     held.reached.wait(20)
@@ -180,10 +180,16 @@ def test_a_store_that_fails_is_tried_again_and_keeps_what_it_has(out, make, monk
     copies.timeout = 0.2
     copies.finish()
     error = capsys.readouterr().err
-    assert error.count("failed (the store is broken): it is tried again later") == 1
+    assert error.count("failed (the store is broken); the run tries again later") == 1
     assert "Not copied to memory://bucket/run: checkpoint-2. The same command copies it" in error
     held.free.set()
     wait_until(lambda: check() == [2], 5)
+    copies.timeout = 20
+    copies.finish()
+    held = Held(monkeypatch, "checkpoint-3/", FileNotFoundError("the store is\nbroken"))
+    save(out, 3)
+    copies.wake()
+    wait_until(lambda: "failed (the store is broken)" in capsys.readouterr().err, 5)
 
 
 def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
@@ -254,6 +260,19 @@ def test_what_a_new_machine_needs_is_fetched(out, make, tmp_path, monkeypatch, c
     ]
     assert not (new / "checkpoint-1").exists()
     assert "Fetching checkpoint-2 from memory://bucket/run" in capsys.readouterr().out
+    assert "samples/step-0000003.png" in Store(copies.url).list()
+    resumed = make(folder=new)
+    resumed.begin(2)
+    resumed.finish()
+    names = resumed.there  # what came after checkpoint-2 is gone, because it is made again
+    assert find_whole(names, "best") == [1] and not find_unfinished(names)
+    assert "samples/step-0000002.png" in names and "samples/step-0000003.png" not in names
+    held.free.set()
+    save(new, 3, best=3)
+    resumed.finish()
+    names = Store(copies.url).list()
+    assert find_whole(names, "best") == [3] and check() == [1, 2, 3]
+    assert "samples/step-0000003.png" in names
 
 
 def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
@@ -289,7 +308,7 @@ def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match="holds checkpoint-2 of an earlier run: resume it wi"):
             fetch(None, *here)
     Store(copies.url).write("checkpoint-2/unet/weights", b"other weights")
-    with pytest.raises(SystemExit, match="unet/weights can't be read .it is not as it was written"):
+    with pytest.raises(SystemExit, match="unet/weights can't be read .it has changed since"):
         fetch("latest")
     Store(copies.url).write("checkpoint-2/trainer_state.json", b"{")
     with pytest.raises(SystemExit, match="run/checkpoint-2 is damaged: delete it, and resume from"):
@@ -316,10 +335,11 @@ def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):
     other.take(store)
     held.free.set()
     copies.finish()
+    assert copies.is_settled()  # it did not wait for what nobody copies
     names = store.list()
     with pytest.raises(TakenOverError):
         copies.delete_newer(store, 0)
     assert store.list() == names
     assert check() == [1] and store.read(OWNER) == other.key
     error = capsys.readouterr().err
-    assert "Another run writes to memory://bucket/run now: nothing more of this one is" in error
+    assert "Another run writes to memory://bucket/run now, so this run copies nothing" in error

@@ -1,4 +1,4 @@
-"""What a run costs: memory to the byte of what torch holds, operations by closed forms."""
+"""Costs of a run: memory as torch counts it, to the byte; operations by closed forms."""
 
 import argparse
 import re
@@ -62,7 +62,7 @@ def loss_of(call):
 
 
 def count(models, loss, images, condition=CONDITION):
-    """The operations on one image."""
+    """Count the operations on one image."""
     return count_flops(*copy_shapes((models, loss), models), Prepared(images, condition, {}))
 
 
@@ -79,9 +79,9 @@ def unet_of(base):
 
 
 @pytest.mark.parametrize("lora", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
 def test_memory_is_what_torch_holds_after_a_step(base, lora, optimizer):
-    """Counted by storage, so that what the average shares counts once."""
+    """Counted by storage, so that weights shared with the average count once."""
     model = adapted(base, lora, lora_layers="all") if lora else unet_of(base)
     models, frozen = {"unet": model}, [torch.nn.Linear(3, 5)]
     averaged, made = start_average(models), make_optimizer(models, None, args(optimizer=optimizer))
@@ -96,7 +96,9 @@ def test_memory_is_what_torch_holds_after_a_step(base, lora, optimizer):
             }.values()
         )
 
-    state = [x for each in made.state.values() for name, x in each.items() if name != "step"]
+    # not the tables of the 8-bit numbers, which all parameters share
+    others = ("step", "qmap1", "qmap2")
+    state = [x for each in made.state.values() for name, x in each.items() if name not in others]
     found = {
         "weights": size(model.parameters()),
         "gradients": size(x.grad for x in list_parameters(models)),
@@ -116,7 +118,7 @@ def test_a_convolution_is_its_closed_form():
     forward = 2 * (8 * 12) * 9 * 6 * 10
     loss = loss_of(lambda model, images, timesteps, condition: model(images))
     first = count({"one": layer}, loss, torch.zeros(5, 6, 16, 24), {})
-    assert first == 2 * forward  # nobody asks for the gradient of the images
+    assert first == 2 * forward  # the images need no gradient
     twice = torch.nn.Sequential(torch.nn.Conv2d(6, 6, 1), layer)
     own = 2 * (16 * 24) * 36
     both = count({"one": twice}, loss, torch.zeros(5, 6, 16, 24), {})
@@ -131,7 +133,7 @@ def test_an_attention_block_is_its_closed_form():
     condition = {"encoder_hidden_states": torch.zeros(2, words, others)}
     found = count({"a": block}, loss, torch.zeros(2, tokens, width), condition)
     products = 3 * 2 * (2 * tokens * words * width)
-    # keys and values of the given text: the text gets no gradient
+    # keys and values of the text, which needs no gradient
     weights = 2 * (tokens * width * width + 2 * words * others * width)
     assert found == products + 2 * weights + 3 * 2 * tokens * width * width
 
@@ -146,11 +148,11 @@ def test_operations_are_of_a_whole_image_and_checkpointing_compiling_and_precisi
     once = of_one(model)
     assert count({"a": model, "b": unet_of(base)}, loss, images) == 2 * once
     model.enable_gradient_checkpointing()
-    assert of_one(model) == once and model.is_gradient_checkpointing  # of the copy it is taken
+    assert of_one(model) == once and model.is_gradient_checkpointing  # only off in the copy
     model.compile(backend="aot_eager")
     assert of_one(Accelerator(cpu=True, mixed_precision="bf16").prepare(model)) == once
     exact, half = (of_one(adapted(base, dtype)) for dtype in (torch.float32, torch.bfloat16))
-    assert exact == half and 0.6 * once < exact < 0.9 * once  # no gradient of what is frozen
+    assert exact == half and 0.6 * once < exact < 0.9 * once  # frozen weights need no gradient
 
 
 def test_the_loss_of_the_script_is_counted_with_the_networks_that_it_alone_uses(base):
@@ -222,9 +224,8 @@ def test_a_model_that_can_not_be_counted_ends_nothing(base, capsys):
     for _ in range(2):
         made.look(PREPARED)
     assert made.measure(10.0).keys() == {"memory_gb"}
-    assert (
-        capsys.readouterr().err.count("tflops are not recorded, a model's can't be counted (") == 1
-    )
+    said = "tflops are not recorded: the model's operations can't be counted ("
+    assert capsys.readouterr().err.count(said) == 1
 
 
 @pytest.mark.parametrize("name, peaks", [
@@ -244,10 +245,12 @@ def test_peaks_are_of_the_gpu_and_the_precision(name, peaks):
 
 
 def test_a_gpu_is_asked_for_its_peaks(base, monkeypatch, capsys):
-    """One that is not there: what torch would say of it."""
+    """torch's answers about the GPU are made up."""
     fake = argparse.Namespace(total_memory=80e9)
+    resets = []
+    monkeypatch.setattr(costs.torch.cuda, "reset_peak_memory_stats", resets.append)
     for name, value in {
-        "reset_peak_memory_stats": None, "get_device_properties": fake,
+        "get_device_properties": fake,
         "get_device_name": "NVIDIA A100-SXM4-80GB",
         "max_memory_allocated": 30e9, "max_memory_reserved": 40e9,
     }.items():  # fmt: skip
@@ -255,6 +258,7 @@ def test_a_gpu_is_asked_for_its_peaks(base, monkeypatch, capsys):
     accelerator = argparse.Namespace(device=torch.device("cuda"), num_processes=1, print=print)
     made = make_costs({"unet": unet_of(base)}, loss_of(call_unet), accelerator, "bf16")
     assert made.describe() == "Memory in use: 30 GB at the peak, 40 reserved, of 80"
+    assert resets == [accelerator.device]
     made.flops = 1e12
     assert made.measure(156.0) == {"memory_gb": 30.0, "tflops": 156.0, "mfu": 0.5}
 
@@ -262,7 +266,7 @@ def test_a_gpu_is_asked_for_its_peaks(base, monkeypatch, capsys):
 def test_a_run_says_what_it_holds_what_was_tried_and_what_came_of_it(
     tmp_path, base, without_figures, monkeypatch, capsys
 ):
-    """The memory that is said is that of the adapter's training, beside frozen encoders."""
+    """The printed memory is that of training the adapter, beside frozen encoders."""
     patch(monkeypatch, "count_flops", count_flops)
     patch(monkeypatch, "copy_shapes", copy_shapes)
     make_captioned(tmp_path / "images", 4)

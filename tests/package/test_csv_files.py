@@ -1,4 +1,4 @@
-"""CSV files: a stray quote or a row of another length ends in a sentence with its line."""
+"""CSV files: a stray quote or a row of wrong length is an error that names the line."""
 
 import gzip
 
@@ -8,7 +8,7 @@ from diffusion_training.csv_files import check_csv
 
 
 @pytest.mark.parametrize("name, content, said", [
-    # six rows, of which readers of tables make four
+    # six rows, which other readers take for four
     ("a.csv", 'url,text\nu1,a\nu2,"red cat\nu3,b\nu4,"blue\nu5,c\nu6,d\n', "begins in line 3 "),
     ("a.csv", 'url,text\nu1,a\nu2,"red cat\nu3,b\n', "begins in line 3 .*unexpected end"),
     ("a.csv", 'url,text\n"u\n1",a\n\nu2,"red" cat\n', "begins in line 5 "),

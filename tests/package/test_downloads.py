@@ -1,4 +1,4 @@
-"""Requests, without Ray, to a server as bad as the web; all stays on the loopback device."""
+"""Requests, without Ray, to a server as faulty as the web, on the loopback device."""
 
 import argparse
 import asyncio
@@ -39,7 +39,7 @@ def good_urls(server, count, kind="image"):
 
 
 def fetch(urls, *flags):
-    """([file or None], [failure or None]) of each URL, with FAST and these flags."""
+    """Return [file or None], [failure or None] for the URLs, with FAST and these flags."""
     with tempfile.TemporaryFile() as spool:
         urls = dict(enumerate(urls))
         images, failures, received = asyncio.run(
@@ -80,7 +80,7 @@ def test_good_images_arrive_as_they_are_and_failures_have_their_reasons(server, 
             )
             assert asked == tries, kind
     assert server.requests["/circle/"] == module.MAX_REDIRECTS
-    assert server.sent < 20_000_000  # the endless body was left when it was too large
+    assert server.sent < 20_000_000  # the endless body was dropped when it was too large
 
 
 def test_who_keeps_us_waiting_is_given_up_and_asked_again(server, monkeypatch):
@@ -89,7 +89,7 @@ def test_who_keeps_us_waiting_is_given_up_and_asked_again(server, monkeypatch):
     flags = ["--timeout", 0.6, "--idle_timeout", 0.3]
     _, failures = fetch([f"{server.url}/{kind}/{i}" for i, kind in enumerate(SLOW)], *flags)
     assert failures == [{"reason": "timed out", "tries": 3}] * 3
-    assert 1.8 <= time.monotonic() - start < 6  # the one that drips is never idle, and has an end
+    assert 1.8 <= time.monotonic() - start < 6  # the one that drips is never idle, but times out
     assert [server.requests[f"/{kind}/{i}"] for i, kind in enumerate(SLOW)] == [3] * 3
 
 
@@ -102,7 +102,7 @@ def test_limits_of_requests(server):
 
 
 def test_slow_hosts_hold_up_nobody(server):
-    """Rows wait for a free connection to their own host only, and nobody for a retry."""
+    """A row waits only for a free connection to its own host, and never for another's retry."""
     stalled = ImageServer()
     try:
         urls = [
@@ -116,7 +116,7 @@ def test_slow_hosts_hold_up_nobody(server):
         files, failures = fetch(urls, *flags)
         assert failures[:8] == [{"reason": "timed out", "tries": 1}] * 8
         assert files[8:] == [make_image(i) for i in range(50)]
-        assert soon == [50]  # all that can be had, before the first silent request was given up
+        assert soon == [50]  # all available images, before the first silent request timed out
     finally:
         stalled.close()
 
@@ -126,7 +126,7 @@ def test_bodies_are_left_when_they_are_too_large(server, kind):
     before = psutil.Process().memory_info().rss
     found = reasons([f"{server.url}/{kind}/{i}" for i in range(20)], "--per_host", 20)
     assert all(reason.startswith(BAD[kind][0]) for reason in found)
-    assert server.sent < 20 * 10_000_000  # a megabyte each, and what sockets and buffers hold
+    assert server.sent < 20 * 10_000_000  # a megabyte each, and the contents of sockets and buffers
     assert psutil.Process().memory_info().rss - before < 200_000_000
 
 
@@ -178,8 +178,7 @@ def test_what_is_wrong_with_a_connection(server, tmp_path, monkeypatch):
         }.items():
             (reason,) = reasons([url], *own)
             assert reason.startswith(start), (url, reason)
-        # A trusted certificate is checked against the host name, though the connection goes to an
-        # address.
+        # A trusted certificate must match the host name, although the connection is to an address.
         trusting = ssl.create_default_context(cafile=tmp_path / "both")
         monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting)
         found = reasons(
@@ -283,7 +282,7 @@ def test_a_name_that_changes_its_address_is_checked_where_it_is_connected_to(ser
         asked.append(host)
         addresses = {"both.test": ["127.0.0.1", "10.0.0.1"]}.get(host, ["127.0.0.1"])
         if host == "rebind.test" and asked.count(host) == 1:
-            addresses = ["192.88.98.1"]  # public, and answered by nobody here
+            addresses = ["192.88.98.1"]  # public; nothing answers there
         return [
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses
         ]
@@ -299,19 +298,19 @@ def test_a_name_that_changes_its_address_is_checked_where_it_is_connected_to(ser
     hosts = ["rebind.test", "both.test", "one.test"]
     urls = {i: f"http://{host}:{server.port}/image/1" for i, host in enumerate(hosts)}
     args = make_args()
-    for _ in range(2):  # of a second task, which asks anew
+    for _ in range(2):  # a second task asks again
         images, failures, _ = asyncio.run(module.fetch_rows(urls, io.BytesIO(), args))
         assert not images and not server.requests
         assert failures[1]["reason"] == failures[2]["reason"] == "private address"
     assert failures[0]["reason"] == "private address" and asked.count("rebind.test") == 2
-    assert set(connected) == {"192.88.98.1"}  # what was checked is what was connected to
+    assert set(connected) == {"192.88.98.1"}  # only the checked address
     allowed = make_args("--allow_private_addresses")
     images, _, _ = asyncio.run(module.fetch_rows({0: urls[2]}, io.BytesIO(), allowed))
-    assert images and "127.0.0.1" in connected  # the same, allowed: the test would have seen it
+    assert images and "127.0.0.1" in connected  # if allowed, the test sees it
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_private_hosts(server, monkeypatch):
-    """Though itself it may be connected to."""
+    """But the proxy itself may have a private address."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, server.url)
     assert (
@@ -342,7 +341,7 @@ def test_these_directives_are_respected_unless_others_are_given():
 
 
 def test_many_hosts_take_no_more_descriptors_than_connections(server):
-    """Of hosts that keep connections open: at most as many as there are requests at a time."""
+    """Also if hosts keep connections open: at most one per request in work."""
     most, end, process = [0], threading.Event(), psutil.Process()
 
     def watch():
@@ -476,7 +475,7 @@ def test_a_body_may_be_as_large_as_is_said_and_has_no_encoding(server):
     assert reasons(urls, "--max_bytes", size) == [None] * 2
     assert reasons(urls, "--max_bytes", size - 1) == [
         f"too large: {size} bytes",
-        "too large: it does not end",
+        "too large: more than --max_bytes",
     ]
     kinds = ("gzip", "x-gzip", "deflate", "BR", "zstd", "compress", "identity,br")
     assert reasons([f"{server.url}/header-{kind}/1" for kind in kinds]) == ["compressed body"] * 7
@@ -490,7 +489,7 @@ def test_what_a_directive_says_is_no_directive_and_a_time_that_has_passed_is_now
 
 
 def test_names_are_looked_up_as_many_at_a_time_as_there_are_connections(server, monkeypatch):
-    """Or a name server that is slow for some would hold up all."""
+    """Otherwise a name server that is slow for some hosts would delay all."""
     together = threading.Barrier(12, timeout=10)
 
     def look_up(host, *args, **kwargs):
@@ -534,7 +533,7 @@ def test_how_many_hosts_tell_that_there_is_no_network(monkeypatch):
     (ConnectionResetError(104, "x"), "broken off"),
     (aiohttp.ClientOSError(32, "Broken pipe"), "broken off"), (ValueError("x"), "bad URL: x"),
     (aiohttp.ClientResponseError(argparse.Namespace(real_url="x"), ()),
-     "bad answer: not as HTTP has it"),
+     "bad answer: invalid HTTP"),
 ])  # fmt: skip
 def test_each_way_to_fail_has_its_reason(error, reason):
     def get(*args, **options):

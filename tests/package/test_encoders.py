@@ -1,4 +1,4 @@
-"""VAE, text encoder and tokenizer (tiny ones): loaded whole or refused, tried and recognized."""
+"""Tiny VAE, text encoder and tokenizer: loaded completely or refused, tried, recognized."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ def refused(*said, **options):
 
 @pytest.fixture
 def models(tmp_path):
-    """A folder of models to be spoiled."""
+    """A folder of models that a test may damage."""
     return shutil.copytree(MODELS, tmp_path / "models")
 
 
@@ -103,7 +103,7 @@ def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
 
 
 def test_models_that_lack_weights_are_refused(models):
-    """transformers would fill in random ones, and diffusers leave them out."""
+    """transformers would add random weights, and diffusers would leave them out."""
     for part, file in (
         ("vae", "diffusion_pytorch_model.safetensors"),
         ("text_encoder", "model.safetensors"),
@@ -129,14 +129,14 @@ def test_models_that_lack_weights_are_refused(models):
     ("vae/config.json", {"shift_factor": 0.1}, "it has a shift_factor"),
     ("vae/config.json", {"latents_mean": [0.0] * 4}, "it has a latents_mean"),
     ("vae/config.json", {"_class_name": "VQModel"},
-     "it is an VQModel, no AutoencoderKL or AutoencoderTiny"),
+     "its class is VQModel, not AutoencoderKL or AutoencoderTiny"),
     ("vae/config.json", {"norm_num_groups": True}, "the VAE does not work (group_norm()"),
     ("text_encoder/config.json", {"num_attention_heads": -1},
      "the text encoder does not work (invalid shape"),
     ("text_encoder/config.json", {"layer_norm_eps": None},
      "the text encoder does not work (layer_norm()"),
     ("text_encoder/config.json", {"vocab_size": 100}, "does not hold the text_encoder"),
-    ("tokenizer/tokenizer_config.json", {"pad_token": None}, "or none to fill up with"),
+    ("tokenizer/tokenizer_config.json", {"pad_token": None}, "or no padding token"),
 ])  # fmt: skip
 def test_configs_that_can_not_be_computed_are_refused(models, file, change, said):
     content = json.loads((models / file).read_text())
@@ -169,7 +169,7 @@ def test_what_is_no_pipeline_is_refused_and_where_it_was_looked_for_said(tmp_pat
 
 
 def test_an_old_tokenizer_cuts_where_the_text_encoder_ends(models):
-    """One without tokenizer_config.json knows no end of its own."""
+    """A tokenizer without tokenizer_config.json has no maximum length."""
     path = models / "tokenizer/tokenizer_config.json"
     content = json.loads(path.read_text())
     assert load().tokenizers[0].model_max_length == 8

@@ -46,7 +46,7 @@ def test_a_refusal_is_one_sentence_with_the_scripts_name_and_status_1(capsys):
 @pytest.mark.parametrize("world, rank, alone, said", [
     ("1", "0", False, True), ("2", "0", False, True),
     ("2", "1", False, False), ("2", "1", True, True),
-    ("1", "1", False, True),  # one process alone speaks, whatever its rank is said to be
+    ("1", "1", False, True),  # a single process prints, whatever its rank
 ])  # fmt: skip
 def test_of_several_processes_one_speaks_or_the_one_that_knows(
     monkeypatch, capsys, world, rank, alone, said
@@ -79,16 +79,17 @@ def fail_for_memory(args):
     (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: "
                   "can't allocate memory: you"), "enough memory"),
     (OSError(28, "No space left on device"),
-     "[Errno 28] No space left on device; what was saved before is whole"),
+     "[Errno 28] No space left on device; what was saved before is complete"),
     (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
      "a process that loads data was killed"),
-    (torch.distributed.DistBackendError("NCCL"), "another process has ended, and says why (NCCL)"),
+    (torch.distributed.DistBackendError("NCCL"),
+     "another process has ended: see its message (NCCL)"),
     (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer"),
-     "another process has ended, and says why"),
+     "another process has ended: see its message"),
 ])  # fmt: skip
 def test_what_happens_to_any_run_is_one_sentence(capsys, monkeypatch, error, sentence):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")  # the only one that knows
+    monkeypatch.setenv("LOCAL_RANK", "1")  # only this process knows the error
 
     @in_one_sentence
     def main(args):
@@ -123,7 +124,7 @@ def test_signals_before_and_after_training_say_what_is_saved_and_are_handed_back
         assert stop.value.code == code
         said = capsys.readouterr()
         assert (
-            f"Stopped by {signal.Signals(number).name}; what is saved is whole" in said.out
+            f"Stopped by {signal.Signals(number).name}; what is saved is complete" in said.out
             and not said.err
         )
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -172,7 +173,7 @@ def test_an_error_is_explained_in_one_line(tmp_path):
     )
     with pytest.raises(OSError, match="does not appear to have a file") as offline:
         DDPMScheduler.from_pretrained("some/pipeline", subfolder="scheduler", cache_dir=tmp_path)
-    assert explain(offline.value).endswith("is the network up, and HF_HUB_OFFLINE not set?")
+    assert explain(offline.value).endswith("and that HF_HUB_OFFLINE is not set")
     assert explain(KeyError()) == "KeyError" and len(explain(ValueError("x" * 1000))) == 404
 
 

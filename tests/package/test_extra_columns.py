@@ -1,4 +1,4 @@
-"""A cached feature of one's own: an entry in EXTRA_COLUMNS, and the line that computes it."""
+"""A further column of a cache: an entry in EXTRA_COLUMNS, and the line that computes it."""
 
 import pyarrow as pa
 import pytest
@@ -79,5 +79,5 @@ def test_damage_of_it_is_seen_by_who_reads_it_and_by_nobody_else(cached):
 
 def test_a_version_without_the_entry_refuses_the_cache(cached, monkeypatch, capsys):
     patch(monkeypatch, "EXTRA_COLUMNS", ())
-    with pytest.raises(SystemExit, match="brightness.*which this version does not know"):
+    with pytest.raises(SystemExit, match="brightness.*which this version can't read"):
         load_cache(cached)

@@ -1,6 +1,6 @@
-"""Families of models: named in their own files only, and each does what its pipeline does.
+"""Families of models: only their own files name them, and each one matches its pipeline.
 
-Tiny pipelines of all of them are opened: embeddings, predictions and images are the pipeline's.
+Embeddings, predictions and images equal those of tiny pipelines of all families.
 """
 
 import ast
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import (
+    MODELS,
     PRX,
     ROOT,
     make_klein,
@@ -49,7 +50,7 @@ from diffusion_training.training.lora import (
 
 # ------------------------------------------------------------------- no other file names a family
 
-# What others may say: the class that train_text_to_image.py trains, whatever the family.
+# Allowed elsewhere: the class that train_text_to_image.py trains for any family.
 ALLOWED = {("train_text_to_image.py", "UNet2DConditionModel")}
 
 
@@ -64,7 +65,7 @@ def list_files():
 
 
 def name_pattern():
-    """What names a family: its name, its title and its classes, as whole words."""
+    """A pattern for a family's name, title and classes, as whole words."""
     words = set()
     for family in FAMILIES.values():
         words |= {family.name, family.title, family.pipeline, family.model}
@@ -73,7 +74,7 @@ def name_pattern():
 
 
 def list_excepted(tree):
-    """The nodes of docstrings, of the demos' command lines, and of features that are looked for."""
+    """The nodes of docstrings, demos' command lines, and names of features."""
     excepted = set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -81,7 +82,7 @@ def list_excepted(tree):
             excepted.add(body[0].value)
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").startswith("DEMO"):
             excepted |= set(ast.walk(node.value))
-        # `"sdxl" in features`: cache.json called a feature so before there were families
+        # `"sdxl" in features`: the name in cache.json is older than the families
         if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant):
             if node.left.value == "sdxl" and [type(each) for each in node.ops] == [ast.In]:
                 excepted.add(node.left)
@@ -95,7 +96,7 @@ def find_names(source):
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts = [] if node in excepted else pattern.findall(node.value)
-        else:  # what is imported, read, called or defined
+        else:  # names that are imported, read, called or defined
             names = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
             texts = [name for name in names if isinstance(name, str)]
             texts = [name for name in texts if name == "is_sdxl" or pattern.fullmatch(name)]
@@ -145,9 +146,18 @@ def test_the_list_is_in_order():
         assert issubclass(model, torch.nn.Module) and (ROOT / family.script).is_file()
         assert find_family(family.pipeline) is family
         assert set(family.features) <= list_features() and set(family.borrows_from) <= set(FAMILIES)
-        assert family.ragged <= family.masked  # or padding could not be told from tokens
+        assert family.ragged <= family.masked  # else padding would look like tokens
     titles = {family.title for family in FAMILIES.values()}
     assert len(titles) == len(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["prx", "z-image"])
+def test_a_vae_without_a_shift_adds_none_in_the_pipeline(name):
+    """The pipelines compute with `shift_factor`, also if it is None."""
+    vae = diffusers.AutoencoderKL.from_pretrained(MODELS, subfolder="vae", shift_factor=None)
+    parts = {"vae": vae, "transformer": None, "scheduler": None}
+    pipeline = FAMILIES[name].build(parts, Base(FAMILIES[name], None, None, {}), 16)
+    assert pipeline.vae.config.shift_factor == 0
 
 
 def test_a_family_is_itself_in_another_process():
@@ -208,7 +218,7 @@ def test_no_pipeline_of_diffusers_is_of_two_families():
 
 
 def make_prx_pipeline(folder):
-    """A PRX pipeline with the demo's text encoder and VAE, whose text changes what it draws."""
+    """A PRX pipeline with the demo's text encoder and VAE. Its samples depend on the text."""
     parts = open_pipeline(make_models(folder)).components
     torch.manual_seed(0)
     transformer = diffusers.PRXTransformer2DModel(**PRX).eval()
@@ -222,7 +232,7 @@ def make_prx_pipeline(folder):
 
 
 def make_sdxl_pipeline(folder):
-    """An SDXL pipeline whose text encoders have three layers, so that one can be left out."""
+    """An SDXL pipeline with text encoders of three layers, so that one can be skipped."""
     folder = make_sdxl(folder)
     for name in ("CLIPTextModel", "CLIPTextModelWithProjection"):
         path = folder / ("text_encoder_2" if "Projection" in name else "text_encoder")
@@ -237,7 +247,7 @@ def open_folder(folder):
 
 
 def make_qwen_image_pipeline(folder):
-    """A Qwen-Image pipeline that pads captions as the package does: rounding then is the same."""
+    """A Qwen-Image pipeline that pads captions as the package does, for the same rounding."""
     pipeline = open_folder(make_qwen_image(folder))
     tokenizer_class = type(pipeline.tokenizer)
 
@@ -250,7 +260,7 @@ def make_qwen_image_pipeline(folder):
     return pipeline
 
 
-# {name: (makes the pipeline in a folder, where its models are in it, what its calls take)}
+# {name: (function that makes the pipeline in a folder, its subfolder, options of its calls)}
 MAKE = {
     "sd": (lambda folder: open_pipeline(make_models(folder)), "sd", {}),
     "sdxl": (make_sdxl_pipeline, "sdxl", {}),
@@ -275,7 +285,7 @@ CASES += [(name, 1) for name, family in FAMILIES.items() if family.has_clip_skip
 
 @dataclass
 class Opened:
-    """A tiny pipeline as diffusers opens it, and what the package makes of the same files."""
+    """A tiny pipeline, opened by diffusers and by the package."""
 
     pipeline: Any
     base: Base
@@ -301,7 +311,7 @@ def pipelines(tmp_path_factory):
         function, subfolder, _ = MAKE[name]
         pipeline = function(folder)
         pipeline.set_progress_bar_config(disable=True)
-        if FAMILIES[name].usage_before(1):  # what the model card says to do before clip_skip
+        if FAMILIES[name].usage_before(1):  # the model card's lines for clip_skip
             vars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder
         return pipeline, folder / subfolder
 
@@ -317,23 +327,23 @@ def opened(pipelines, name, clip_skip):
     base = open_base(precompute_latents.parse_args([*argv, f"--train_data_dir={folder}"]))
     encoders = load_encoders(base, torch.float32)
     for suffix, tokenizer in zip(base.family.suffixes, encoders.tokenizers, strict=True):
-        # old ones do not know how many tokens the text encoder takes
+        # old tokenizers do not know the text encoder's maximum length
         pipeline.components[f"tokenizer{suffix}"].model_max_length = tokenizer.model_max_length
     return Opened(pipeline, base, encoders, MAKE[name][2])
 
 
 def each_family(test):
-    """Run a test with the pipeline of each family, and with --clip_skip where there is one."""
+    """Run a test with each family's pipeline, and with --clip_skip if it has it."""
     return pytest.mark.parametrize("name, clip_skip", CASES)(test)
 
 
 def skip_layers(opened):
-    """The pipeline's own word for --clip_skip, if it is used."""
+    """The pipeline's own option for --clip_skip, if set."""
     return {"clip_skip": opened.base.clip_skip} if opened.base.clip_skip else {}
 
 
 def encode_as_pipeline(opened, captions):
-    """What the pipeline itself makes of captions, as `Family.encode` has it."""
+    """Encode captions with the pipeline, in the format of `Family.encode`."""
     pipeline, options = opened.pipeline, {"do_classifier_free_guidance": False}
     options |= skip_layers(opened)
     if opened.family.name == "sd":
@@ -379,14 +389,14 @@ def test_embeddings_are_the_pipelines(opened):
 
 
 def guide(opened, scale):
-    """The arguments of a pipeline for a strength of guidance, as `Family.ask` counts it."""
+    """The pipeline's arguments for a guidance scale, as in `Family.ask`."""
     if opened.family.name == "qwen-image":
         return {"true_cfg_scale": scale, "negative_prompt": ""}
     return {"guidance_scale": scale - 1 if opened.family.name == "z-image" else scale}
 
 
 def begin(opened, caption):
-    """What the package gives a denoiser of one caption, for an image of SIDE pixels."""
+    """The package's inputs of a denoiser for one caption and an image of SIDE pixels."""
     tokens = tokenize(opened.encoders.tokenizers, [caption])
     prompts = dict(encode_prompts(opened.encoders, tokens))
     if opened.family.needs_lengths:
@@ -400,7 +410,7 @@ def begin(opened, caption):
 @each_family
 @torch.no_grad()
 def test_predictions_are_the_pipelines(opened):
-    """In its first step to the bit; later it may round the time in another way."""
+    """Bit for bit in the first step. Later the pipeline may round the time differently."""
     _, channels = opened.family.count_channels(opened.encoders.vae)
     side = SIDE // opened.family.downscale(opened.encoders.vae)
     shape = (1, channels, side, side)
@@ -411,7 +421,7 @@ def test_predictions_are_the_pipelines(opened):
         latents = latents.flatten(2).transpose(1, 2)
 
     def to_image(latents):
-        """Latents [1, channels, h, w]; some pipelines have them in a row, [1, h * w, channels]."""
+        """Latents [1, channels, h, w], also if a pipeline keeps them as [1, h * w, channels]."""
         return latents if latents.dim() == 4 else latents.transpose(1, 2).reshape(shape)
 
     def watch(module, inputs, output):
@@ -529,8 +539,8 @@ def test_a_lora_is_read_back_and_by_the_pipeline(tmp_path, opened, which):
 
 
 def name_originals(family, model, program):
-    """{a layer's name in the original model: the layers that it is in diffusers}, for attention."""
-    if family.name == "z-image" and program != "ai-toolkit":  # which has diffusers' own names
+    """{a layer's name in the original model: its layers in diffusers}, for attention."""
+    if family.name == "z-image" and program != "ai-toolkit":  # ai-toolkit uses diffusers' names
         blocks = [name for name, m in model.named_modules() if name.endswith(".attention")]
         names = {f"{name}.qkv": [f"{name}.to_{letter}" for letter in "qkv"] for name in blocks}
         return names | {f"{name}.out": [f"{name}.to_out.0"] for name in blocks}

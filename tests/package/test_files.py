@@ -21,7 +21,7 @@ from diffusion_training.files import (
 
 
 class Killed(BaseException):
-    """What no `except Exception` holds: nothing is tidied up after it."""
+    """Not caught by `except Exception`, so nothing is cleaned up."""
 
 
 def tree(folder):
@@ -56,7 +56,7 @@ def test_what_is_saved_takes_the_place_of_its_namesakes_only(tmp_path):
 
 
 def test_killed_before_any_change_of_a_file_each_item_is_whole(tmp_path, monkeypatch):
-    """And the next start puts back what was half moved; the next save is not in its way."""
+    """The next start restores half-moved files, and the next save succeeds."""
     changes, limit = 0, 0
 
     def counted(function):
@@ -166,7 +166,7 @@ def test_an_error_of_the_disk_at_any_item_leaves_each_whole(tmp_path, monkeypatc
 
 
 def test_links_are_replaced_and_what_they_lead_to_stays(tmp_path):
-    """As of a folder that was moved to a larger disk, and linked back."""
+    """For example, a folder was moved to a larger disk and linked back."""
     fill(tmp_path / "out")
     for name in ("unet", "index.json"):
         (tmp_path / "out" / name).rename(tmp_path / name)
@@ -239,7 +239,7 @@ def test_what_is_written_can_not_become_what_is_read(tmp_path):
         resume_from="x",
     )
     for address in ("s3://bucket/x", "a\0b"):
-        with pytest.raises(SystemExit, match="is no path on a disk"):
+        with pytest.raises(SystemExit, match="is not a path on a disk"):
             check(address)
 
 
@@ -266,7 +266,7 @@ def test_differences_are_named_with_both_values():
 
 
 def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
-    """Or a power cut leaves files that are there and empty."""
+    """Otherwise a power cut leaves empty files."""
     calls, fsync, replace = [], os.fsync, os.replace
 
     def watch(name, function):

@@ -1,6 +1,6 @@
-"""Rows that were chosen with `datasets` become a cache again, and end in a sentence if they can't.
+"""Rows that were chosen with `datasets` become a cache again, or an error explains why not.
 
-The page on caches shows what is done here.
+The page on caches shows the same commands.
 """
 
 import shutil
@@ -56,5 +56,5 @@ def test_rows_of_another_kind_are_refused(tmp_path, capfd):
         shutil.rmtree(tmp_path / "chosen")
     rows.save_to_disk(tmp_path / "chosen")
     with pytest.raises(SystemExit):
-        filtered(tmp_path, "cache")  # it is not written into the cache itself
+        filtered(tmp_path, "cache")  # not into the cache itself
     assert "choose another folder" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Flags that trainers share: what is refused in them, before anything is loaded or written."""
+"""Flags that trainers share: bad values end with an error before anything is loaded."""
 
 import argparse
 import importlib.util
@@ -48,7 +48,7 @@ def test_8_bits_have_two_names_and_need_bitsandbytes(monkeypatch, capsys):
     for argv in (["--use_8bit_adam"], ["--optimizer=adamw8bit"]):
         with pytest.raises(SystemExit):
             parse(*argv)
-        assert "--optimizer adamw8bit: `pip install bitsandbytes` first" in capsys.readouterr().err
+        assert "--optimizer adamw8bit needs bitsandbytes: `pip" in capsys.readouterr().err
     monkeypatch.undo()
     assert parse("--use_8bit_adam").optimizer == "adamw8bit"
 
@@ -69,6 +69,6 @@ def test_every_tracker_of_accelerate_is_taken_and_named_when_missing(capsys, mon
         monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
         with pytest.raises(SystemExit):
             parse(f"--report_to={name}")
-        assert f"--report_to {name}: `pip install {name}` first" in capsys.readouterr().err
+        assert f"--report_to {name} needs {name}: `pip install {name}`" in capsys.readouterr().err
         monkeypatch.setattr(importlib.util, "find_spec", lambda module, name=name: module == name)
         assert parse(f"--logger={name}").report_to == name

@@ -1,4 +1,4 @@
-"""Captions of a folder: what its folders' names say, one for all, and what is refused."""
+"""Captions of a folder: from names of folders, one for all images, and errors."""
 
 import argparse
 import errno
@@ -13,7 +13,7 @@ from diffusion_training.data.rows import load_rows
 
 
 def read(folder, **flags):
-    """What `load_rows` returns."""
+    """Call `load_rows` with flags."""
     flags = {
         "caption_column": "text",
         "caption_extension": ".txt",
@@ -101,7 +101,7 @@ def test_folders_say_how_often_and_what(tmp_path):
     other, two = load(folder, folder_repeats=True, instance_prompt="a photo")
     assert other[:-1] == found[:-1] and other[-1] == ("plain/d.png", "a photo") and one != two
     assert load(folder, folder_repeats=True) == (found, one)
-    assert len(load(folder)[0]) == 4  # without the flag it is a folder's name like any
+    assert len(load(folder)[0]) == 4  # without the flag it is an ordinary name
     (folder / "3_sks dog").rename(folder / "2_sks dog")
     again, three = load(folder, folder_repeats=True)
     assert len(again) == 6 and three != one
@@ -109,7 +109,7 @@ def test_folders_say_how_often_and_what(tmp_path):
 
 def test_what_has_no_such_folders_is_refused(tmp_path):
     make_images(tmp_path / "images", 2)
-    with pytest.raises(SystemExit, match="images has no folder that is named like 10_name"):
+    with pytest.raises(SystemExit, match="images has no folder with a name like 10_name"):
         load(tmp_path / "images", folder_repeats=True)
 
 

@@ -1,6 +1,6 @@
 """A machine that falls silent ends the job.
 
-One that is busy, has left, or was stopped together with all others does not.
+A machine that is busy, has left, or was stopped together with all others does not.
 """
 
 import hashlib
@@ -42,10 +42,10 @@ def start_machines(folder, seconds, after=lambda rank: None):
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_machine_that_is_silent_ends_the_job_in_a_sentence(tmp_path, quick, stopped):
-    """Also that which has the store (0), of which nothing is heard any more, not even an answer."""
+    """Also the machine with the store (0), which then does not even answer."""
     pids = start_machines(tmp_path, 60)
     wait_until(lambda: (tmp_path / f"met-{stopped}").exists())
-    time.sleep(1)  # they have heard each other
+    time.sleep(1)  # they have received each other's beats
     os.killpg(pids[stopped], signal.SIGSTOP)
     try:
         assert finish([pids[1 - stopped]], 20) == [PEER_ENDED]
@@ -54,7 +54,7 @@ def test_a_machine_that_is_silent_ends_the_job_in_a_sentence(tmp_path, quick, st
     said = (tmp_path / "log").read_text()
     assert (
         f"machine {stopped} ({os.uname().nodename}) has been silent for 2 seconds; "
-        "what is saved is whole"
+        "what is saved is complete"
     ) in said
     assert "Traceback" not in said and "the end" not in said
 
@@ -76,7 +76,7 @@ def test_one_that_computes_alone_or_goes_on_after_the_others_have_left_is_not_en
 ):
     def work(rank):
         deadline = time.time() + 3 * (rank == 0)
-        while time.time() < deadline:  # in Python, which holds its lock, or outside
+        while time.time() < deadline:  # in Python, which holds the GIL, or outside
             hashlib.sha256(bytes(2**20))
             sum(range(100_000))
 

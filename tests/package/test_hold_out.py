@@ -1,4 +1,4 @@
-"""The held-out loss: which rows it is of, and that its figure is the one that is documented."""
+"""The held-out loss: its rows, and the documented figure."""
 
 import argparse
 
@@ -19,7 +19,7 @@ from diffusion_training.training.records import Records
 
 
 class Named:
-    """A data set of which names are known, and images that follow from the row."""
+    """A data set with known names, whose images follow from the row."""
 
     def __init__(self, names, broken=()):
         self.all, self.broken, self.asked = list(names), broken, []
@@ -45,7 +45,7 @@ class Named:
 
 
 def split(names, holdout, seed=0):
-    """Names to train on, and those that are held out."""
+    """Return the names to train on and the held-out names."""
     rows, held = hold_out(Accelerator(cpu=True), Named(names), holdout, seed)
     assert sorted([*rows.tolist(), *held]) == list(range(len(names))) and rows.tolist() == sorted(
         rows
@@ -62,7 +62,7 @@ def test_new_images_move_no_other(capsys):
     now_trained, now_held = split([f"a new {i}" for i in range(9)] + left[::-1], 0.2)
     assert now_trained & trained == trained & {*left} and now_held & held == held & {*left}
     assert split(names, 0.2, seed=1)[1] != held
-    # A number: the lowest hashes, so that with more images at most the last of them change.
+    # A number takes the lowest hashes, so further images change only the last of them.
     assert (
         len(split(names, 1.0)[1]) == 1
         and len(split(names, 7)[1]) == 7
@@ -73,12 +73,12 @@ def test_new_images_move_no_other(capsys):
 
 
 def test_which_are_held_out_stays_what_it_is():
-    """Who goes on with another version must not train on what was measured."""
+    """A run that resumes with another version must not train on held-out images."""
     assert split([f"{i}.png" for i in range(12)], 4)[1] == {"0.png", "1.png", "5.png", "10.png"}
 
 
 def test_of_rows_of_one_name_all_are_held_out_or_none():
-    """--folder_repeats gives an image several rows; none of a held-out image may be trained on."""
+    """--folder_repeats gives an image several rows: all or none of them are held out."""
     names = [f"{i % 10}.png" for i in range(50)]
     for holdout, count in (1, 5), (5, 5), (7, 10), (0.3, 15):
         trained, held = split(names, holdout)
@@ -161,7 +161,7 @@ HELD = {1: 12345678901234567, 4: 987654321987654321, 6: 55}
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
 def test_the_figure_is_the_error_of_epsilon_of_plain_images(unets, prediction_type):
-    """Computed once more, from the weights and the documented keys; whatever is trained."""
+    """Computed again from the weights and the documented keys, for any prediction type."""
     dataset = Named(range(7))
     told = measure(unets, dataset, HELD, prediction_type=prediction_type)
     (record,) = told.records
@@ -193,7 +193,7 @@ def test_the_figure_is_the_error_of_epsilon_of_plain_images(unets, prediction_ty
         losses = np.array(losses).reshape(-1, 9).mean(0)
         assert record[key] == pytest.approx(losses.mean(), rel=1e-4)
     nine = [record[f"held_out_loss_t0.{i}"] for i in range(1, 10)]
-    assert nine == pytest.approx(losses.tolist(), rel=1e-4)  # of what the pipeline gets
+    assert nine == pytest.approx(losses.tolist(), rel=1e-4)  # with the pipeline's inputs
     assert len(record) == 3 + 9
 
 
@@ -209,7 +209,7 @@ def test_it_is_the_same_each_time_and_once_a_step(unets):
 
 
 def test_a_condition_is_given_at_all_nine_timesteps_and_what_is_drawn_has_a_key(unets):
-    """What the loss alone needs is nobody's business here."""
+    """Inputs that only the loss needs are not passed."""
     drawn, given = [], []
 
     def prepare(batch):

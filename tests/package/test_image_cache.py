@@ -1,4 +1,4 @@
-"""--cache_images: every image is decoded once, and what lies there is as it was written."""
+"""--cache_images: every image is decoded once, and the stored pixels are checked."""
 
 import argparse
 import os
@@ -36,7 +36,7 @@ def test_it_holds_what_decoding_gives(args, tmp_path):
     assert left_out == 0 and all(
         torch.equal(one, other) for one, other in zip(pixels, expected, strict=True)
     )
-    args.center_crop = False  # what is cropped in each epoch anew keeps its length
+    args.center_crop = False  # randomly cropped images keep their long side
     assert [tuple(image.shape) for image in make(args)[0]] == [(3, 16, 19)] * 6
 
 
@@ -98,7 +98,7 @@ def test_images_that_can_not_be_decoded_are_named_and_left_out(args, tmp_path, c
     assert (len(pixels), left_out) == (4, 2) and capfd.readouterr().err.count(
         "2.png (cannot identify"
     ) == 1
-    assert make(args)[1] == 2 and "2.png" not in capfd.readouterr().err  # told when it is made
+    assert make(args)[1] == 2 and "2.png" not in capfd.readouterr().err  # only reported once
     for i in range(6):
         (tmp_path / f"images/{i}.png").write_bytes(b"none at all")
     with pytest.raises(SystemExit, match="none of the 6 images could be used"):

@@ -23,7 +23,7 @@ from diffusion_training.data.images import (
 
 
 def encoded(image, format, **options):
-    """An image as an undecoded column has it."""
+    """An image as in an undecoded column."""
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return {"bytes": buffer.getvalue(), "path": None}
@@ -80,14 +80,14 @@ def test_every_kind_of_image_decodes_right():
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
 def test_exif_orientation_is_applied(format):
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held upright: turn right by 90 degrees
+    exif[0x0112] = 6  # the camera was upright: rotate by 90 degrees to the right
     image = decode_image(encoded(photo(), format, exif=exif), 3)
     assert image.shape == (3, 12, 8) and image[0, 2, 4] > 180 and image[2, 9, 4] > 80
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_jpegs_are_the_same_from_both_decoders(orientation, monkeypatch):
-    """torchcodec where it is installed, else Pillow; both turned as Pillow understands the EXIF."""
+    """torchcodec if it is installed, else Pillow. Both rotate as Pillow reads the EXIF."""
     rng, exif = np.random.default_rng(orientation), Image.Exif()
     noise = rng.integers(0, 255, (9, 13, 3)).astype(np.uint8)
     picture = Image.fromarray(noise).resize((130, 90), Image.BICUBIC)
@@ -244,7 +244,7 @@ def test_crops_are_square_and_in_their_place():
         60,
     )
     sharp = torch.tensor([0.0, 1.0]).repeat(8).expand(1, 16, 16)
-    assert shrink(sharp, 40, (0, 0)).aminmax() == (0, 1)  # bicubic swings beyond
+    assert shrink(sharp, 40, (0, 0)).aminmax() == (0, 1)  # bicubic overshoots
     few = shrink(ramp, 3, (0, 0), "nearest-exact")
     assert set(few.flatten().tolist()) <= set(range(10))
 
@@ -272,7 +272,7 @@ def test_what_is_told_of_sizes_is_of_the_image_as_it_is_seen():
     (told,) = make_time_ids(wide, torch.tensor([[0, 1]]), (8, 12), torch.tensor([True]))
     assert told.tolist() == [20, 40, 0, 3, 8, 12]
     (told,) = make_time_ids(strip, torch.tensor([[0, 0]]), (256, 64), torch.tensor([True]))
-    assert told.tolist() == [1, 5, 0, 256, 256, 64]  # the crop is a pixel
+    assert told.tolist() == [1, 5, 0, 256, 256, 64]  # the crop is one pixel
 
 
 def test_a_strip_of_pixels_does_not_fill_the_memory():
@@ -291,7 +291,7 @@ def test_stripes_too_fine_for_the_smaller_image_become_grey(interpolation):
 @pytest.mark.skipif(images.decode_jpeg is None, reason="needs torchcodec")
 @pytest.mark.parametrize("mark", [b"Exif\0\0", b"Exif\0\xff", b"xxxx\0\0"])
 def test_what_pillow_takes_for_no_exif_turns_nothing(mark):
-    """torchcodec would turn the image by each of these."""
+    """torchcodec would rotate the image for each of these."""
     exif = Image.Exif()
     exif[0x0112] = 6
     buffer = io.BytesIO()

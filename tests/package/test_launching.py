@@ -40,7 +40,7 @@ def make(**flags):
 
 
 def test_a_gpu_in_float32_that_nobody_chose_is_told_of_once(monkeypatch, capsys):
-    """The GPU is made up; what the launch chose stays as it was."""
+    """The GPU is made up. The advice changes no setting."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     flags = Flags(mixed_precision=None, allow_tf32=False)
@@ -81,7 +81,7 @@ def test_what_can_not_be_done_is_refused(monkeypatch):
         (
             "WORLD_SIZE",
             "2",
-            "2 processes were launched but each sees 1: on CPUs set ACCELERATE_USE_CPU=true",
+            "2 processes were launched, but they do not work together .*: on CPUs set ACCEL",
         ),
         ("WORLD_SIZE", "abc", "the processes can't be set up as they were launched"),
     ):
@@ -97,7 +97,11 @@ def test_sharding_has_no_config_and_no_cached_copies_of_weights(monkeypatch):
     assert launch.shard is False and launch.has_weights  # one process has everything
     for name, value, sentence in (
         ("USE_FSDP", "true", "FSDP is not supported: use --shard, and launch with DDP"),
-        ("DYNAMO_BACKEND", "EAGER", "asks for torch.compile, which --shard excludes: add --no-c"),
+        (
+            "DYNAMO_BACKEND",
+            "EAGER",
+            "torch.compile, which --shard does not support: add --no-compile",
+        ),
     ):
         with monkeypatch.context() as launched, pytest.raises(SystemExit, match=sentence):
             reset()
@@ -123,7 +127,7 @@ def test_what_the_launch_says_is_used(monkeypatch, capsys):
         "gradient_accumulation_steps": 3,
     }
     reset()
-    with pytest.raises(SystemExit, match="--gradient_accumulation_steps 2, but the launch says 3"):
+    with pytest.raises(SystemExit, match="--gradient_accumulation_steps is 2, but .* sets 3"):
         make(gradient_accumulation_steps=2)
 
 
@@ -140,7 +144,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next():
     def touched(megabytes=64):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         b"x" * (megabytes << 20)
-        # pages of 4 KiB that the system had to provide
+        # page faults, of 4 KiB each
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     keep_memory()
@@ -153,7 +157,7 @@ def test_a_signal_is_noted_and_who_sends_three_means_it(tmp_path):
     stop_signal = StopSignal(1)
     assert stop_signal.agree() == 0
     os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGINT)  # as torchrun passes on what it gets
+    os.kill(os.getpid(), signal.SIGINT)  # as torchrun forwards its signals
     assert stop_signal.agree() == stop_signal.received == signal.SIGINT
     stop_signal.close()
     assert signal.getsignal(signal.SIGTERM) == handler
@@ -179,7 +183,7 @@ def test_processes_agree_on_a_signal_that_one_has_got(tmp_path):
     assert finish(start(run, 2, tmp_path / "log")) == [143, 143], (tmp_path / "log").read_text()
     said = (
         "Stopped by SIGTERM after step 7 of 9; "
-        "the same command with --resume_from_checkpoint latest goes on"
+        "the same command with --resume_from_checkpoint latest continues"
     )
     assert (tmp_path / "log").read_text().count(said) == 1
 
@@ -199,8 +203,8 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
         args = Flags(output_dir=str(tmp_path), hub_model_id="it", **flags)
         lock = FileLock(tmp_path / ".lock", is_singleton=True)
         lock.acquire()
-        lock.acquire()  # as by a run before it that failed in a notebook
-        # with the repository's whole name, which the hub said
+        lock.acquire()  # as after a failed run in a notebook
+        # with the full name from the hub
         run = Run("train.py", lock, None, {}, "me/it")
         end_run(launch, run, "Done: it is there", ["unet/*"], args)
         with FileLock(tmp_path / ".lock", timeout=0):
@@ -220,7 +224,7 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
 
     monkeypatch.setattr(output, "upload_folder", offline)
     with pytest.raises(
-        SystemExit, match=r"upload to me/it failed; all is whole in .* \(no network\)"
+        SystemExit, match=r"upload to me/it failed; everything is in .* \(no network\)"
     ):
         end_run(launch, run, "Done", [], args)
     run = Run("train.py", None, None, {}, "me/it", tracker_id="a1")
@@ -228,7 +232,7 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
 
 
 def test_deterministic_kernels_are_for_one_run(tmp_path, monkeypatch):
-    """Whether it ends well or badly, the process then has the settings of before."""
+    """After the run, failed or not, the process has its previous settings."""
 
     def settings():
         cudnn = torch.backends.cudnn

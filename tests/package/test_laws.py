@@ -28,7 +28,7 @@ from diffusion_training.web.downloads import PrivateAddress, check_address
 def law(count):
     """Test with `count` examples, the same each time.
 
-    Nothing is written to the disk, and a slow machine is no error.
+    Nothing is written to disk, and a slow machine does not fail.
     """
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     return settings(
@@ -48,7 +48,7 @@ LAUNCH = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))
     st.integers(1, 60), st.integers(0, 2**63 - 1), st.integers(1, 3),
     st.lists(st.tuples(LAUNCH, st.integers(1, 15)), min_size=1, max_size=8), st.integers(0, 5),
 )  # fmt: skip
-@example(30, 0, 1, [((4, 2, 2), 1), ((3, 1, 1), 99)], 13)  # as good as all is left over
+@example(30, 0, 1, [((4, 2, 2), 1), ((3, 1, 1), 99)], 13)  # almost all rows are left over
 def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
     num_images, seed, num_epochs, parts, kinds
 ):
@@ -81,7 +81,7 @@ def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
             assert len(used) == images and all(key[0] == epoch for key in keys)
             assert math.isclose(sum(key[2] for key in keys), num_processes, rel_tol=1e-9)
             assert all(1 <= len(batch) <= batch_size for batches in step for batch in batches)
-            for batches in zip(*step, strict=True):  # all have about as many
+            for batches in zip(*step, strict=True):  # all have about the same number
                 counts = [sum(key[2] > 0 for key in batch) for batch in batches]
                 assert max(counts) - min(counts) <= 1
                 shapes = (
@@ -172,9 +172,9 @@ def parser():
 @example({"name": "a\nb"})
 @example({"name": "\u2028", "prompts": ["a\x85b", "c\rd"]})
 def test_what_a_run_writes_is_what_it_reads(parser, flags):
-    """Any text except the following, which argparse can't take.
+    """Any text that argparse accepts.
 
-    In a list, text that begins with "-" or "@" (a file of flags); as a single value, "--".
+    It does not accept list items that begin with "-" or "@" (a file of flags), nor a value "--".
     """
     assume(
         not any(text.startswith(("-", "@")) for text in flags.get("prompts", ()))
@@ -196,14 +196,14 @@ def test_what_a_run_writes_is_what_it_reads(parser, flags):
 def test_a_number_is_within_its_bounds_or_refused(low, high, text, kind):
     try:
         value = kind(text)
-        expected = low <= value <= high  # nan is within nothing
+        expected = low <= value <= high  # nan is never within bounds
     except ValueError:
         expected = False
     try:
         assert number(low, high, kind)(text) == value and expected
     except (argparse.ArgumentTypeError, ValueError):
         assert not expected
-    assert number(low, high, kind, text)(text) == text  # a word is one of those that are named
+    assert number(low, high, kind, text)(text) == text  # a named word is allowed
 
 
 # ------------------------------------------------------------------- files
@@ -249,7 +249,7 @@ def test_differences_are_none_of_the_same_and_the_same_both_ways(before, now):
 
 
 def paint(mode, size, seed):
-    """Noise of a mode; of a palette, one colour is transparent for every second seed."""
+    """Noise in a mode. In a palette, every second seed makes one colour transparent."""
     rng, (width, height) = np.random.default_rng(seed), size
     if mode == "I;16":
         return Image.fromarray(rng.integers(0, 2**16, (height, width), dtype=np.uint16))
@@ -332,17 +332,17 @@ def test_an_image_is_what_pillow_makes_of_it(kind, size, seed, orientation, chan
 def test_a_shrunk_image_has_its_size_its_type_and_nothing_beyond_its_values(
     height, width, channels, resolution, floating, place, interpolation
 ):
-    """From 2 pixels on: to a single one of three channels torch 2.15 can't resize."""
+    """From 2 pixels on, because torch 2.15 can't resize three channels to one pixel."""
     image = torch.randint(60, 200, (channels, height, width), dtype=torch.uint8)
     image = image / 255 if floating else image
     found, short = shrink(image, resolution, place, interpolation), min(height, width)
     assert found.dtype == image.dtype and found.shape[0] == channels
     if place is not None:
         assert found.shape[1:] == (resolution, resolution)
-    else:  # the short side is as said, the long one in proportion, and at most four times as long
+    else:  # the long side is in proportion, but at most four times the short one
         sides = [int(resolution * min(side, 4 * short) / short) for side in (height, width)]
         assert list(found.shape[1:]) == sides and min(sides) == resolution
-    if interpolation != "bicubic":  # which swings beyond
+    if interpolation != "bicubic":  # which overshoots
         assert found.min() >= image.min() - 1e-6 and found.max() <= image.max() + 1e-6
     flat = shrink(
         torch.full_like(image, image.flatten()[0].item()), resolution, place, interpolation
@@ -361,7 +361,7 @@ PRIVATE = [ipaddress.ip_network(network) for network in (
 
 
 def spell(ip):
-    """All ways to write an address that `ipaddress` knows, also inside of addresses of IPv6."""
+    """All spellings of an address that `ipaddress` accepts, also inside IPv6 addresses."""
     inside = []
     if ip.version == 4:
         value, mask = int(ip), 0xFFFFFFFF
@@ -378,7 +378,7 @@ def spell(ip):
                 one.exploded.upper(),
                 f"{one}%eth0",
                 f"{one.exploded.rpartition(':')[0]}:{ipaddress.IPv4Address(int(one) % 2**32)}"
-                if "." in one.exploded  # as Python 3.13 has what is mapped
+                if "." in one.exploded  # Python 3.13's form of mapped addresses
                 else f"{one.exploded[:-9]}{ipaddress.IPv4Address(int(one) % 2**32)}",
             )
 

@@ -1,4 +1,4 @@
-"""Loading: batches are ready early, errors are passed on, and no process is left or hangs."""
+"""Loading: batches are ready early, errors are passed on, and no process remains or hangs."""
 
 import argparse
 import functools
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Items(torch.utils.data.Dataset):
-    """A key that is a number is waited for, so many seconds; one that can be called is."""
+    """A key that is a number is a wait in seconds; a callable key is called."""
 
     def __getitem__(self, key):
         if callable(key):
@@ -52,7 +52,7 @@ def no_room():
 
 
 def guarded(tmp_path, keys, workers):
-    """(exit statuses, what was said) of a process that loads as a trainer does."""
+    """(exit statuses, output) of a process that loads as a trainer does."""
 
     @in_one_sentence
     def main(args):
@@ -75,12 +75,12 @@ def test_batches_come_ahead_with_the_wait_for_them_and_errors_pass(monkeypatch):
     wait_until(lambda: len(read) == 3)  # two more while the device computes
     batches.close()
     assert threading.active_count() == threads
-    assert len(list(load_batches(Items(), [0.0] * 3, 0, CPU))) == 3  # keys may have an end
+    assert len(list(load_batches(Items(), [0.0] * 3, 0, CPU))) == 3  # keys may be finite
     broken = load_batches(Items(), [0.0, bug, 0.0], 0, CPU)
     next(broken)
     with pytest.raises(RuntimeError, match="^a bug of mine$"):
         next(broken)
-    # a clock that stands still except while a batch is waited for: two marks a batch
+    # a clock that runs only while a batch is waited for: two marks per batch
     clock, marks = [0.0], []
     monkeypatch.setattr(loading, "mark_time", lambda device: marks.append(device) or clock[0])
 
@@ -96,7 +96,7 @@ def test_batches_come_ahead_with_the_wait_for_them_and_errors_pass(monkeypatch):
 
 @pytest.mark.parametrize("given, most", [(None, 2 + 2), (6, 6 + 2)])
 def test_a_process_reads_so_many_ahead(given, most):
-    """And the thread two more; what is taken counts too."""
+    """The thread reads two more. Batches that were taken count too."""
     taken = []
     batches = load_batches(Items(), (taken.append(i) or 0.0 for i in range(99)), 1, CPU, given)
     next(batches)
@@ -107,7 +107,7 @@ def test_a_process_reads_so_many_ahead(given, most):
 
 
 def test_a_signal_while_processes_are_forked_ends_the_run_without_a_traceback(tmp_path):
-    """It would be raised in the midst of a fork, where Python prints and drops it."""
+    """Python would print and drop an exception that is raised during a fork."""
 
     @in_one_sentence
     def main(args):
@@ -137,7 +137,7 @@ def test_errors_of_a_loaders_process_keep_their_traceback(tmp_path):
 def test_a_disk_that_goes_away_is_one_sentence(tmp_path, workers):
     codes, said = guarded(tmp_path, [0.0, away, 0.0], workers)
     assert codes == [1] and "Traceback" not in said and len(said.strip().splitlines()) == 1
-    assert "No such file or directory: '/disk/1.png'; what was saved before is whole" in said
+    assert "No such file or directory: '/disk/1.png'; what was saved before is complete" in said
 
 
 def test_a_process_that_can_not_hand_over_ends_the_run(tmp_path):
@@ -146,7 +146,7 @@ def test_a_process_that_can_not_hand_over_ends_the_run(tmp_path):
 
 
 def test_a_killed_process_ends_the_run_and_leaves_no_other(tmp_path):
-    """What the kernel does when memory runs out: one sentence and status 1, no hang, no orphan."""
+    """As the kernel does when memory runs out: one sentence, status 1, no hang, no orphan."""
 
     @in_one_sentence
     def main(args):
@@ -167,7 +167,7 @@ def test_a_killed_process_ends_the_run_and_leaves_no_other(tmp_path):
 def test_processes_ignore_the_signals_that_a_trainer_gets_and_end_with_it(tmp_path):
     @in_one_sentence
     def main(args):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # in place of what a trainer does with it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # replaces the trainer's handler
         batches = load_batches(Items(), [0.01] * 9999, 2, CPU)
         next(batches)
         os.killpg(0, signal.SIGINT)  # as a terminal does to all
@@ -188,7 +188,7 @@ def test_work_ahead_gives_everything_in_order_and_errors_pass():
         yield from range(last)
         raise ValueError("at the end")
 
-    for device in (CPU, torch.device("meta")):  # one that works by itself is given more ahead
+    for device in (CPU, torch.device("meta")):  # an asynchronous device gets more ahead
         threads, items = threading.active_count(), work_ahead(count(5), 2, device)
         assert [next(items) for _ in range(5)] == list(range(5))
         with pytest.raises(ValueError, match="at the end"):

@@ -1,6 +1,6 @@
-"""LoRA files of other programs: all that they hold is used, or refused by name.
+"""LoRA files of other programs: every key is used, or an error names it.
 
-And files for other programs: each of their keys is one that those look for.
+Files for other programs contain only keys that those programs read.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def base(tmp_path_factory):
 
 
 def adapt(unet, layers="attention", seed=0, **flags):
-    """An adapter whose B, and magnitudes, are as if it had been trained."""
+    """An adapter whose B and magnitudes are random, as after training."""
     flags = {"rank": 4, "lora_alpha": None, "lora_dropout": 0.0, "use_dora": False} | flags
     args = argparse.Namespace(**flags, lora_layers=layers)
     torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def known():
 def test_comfyui_and_sd_scripts_apply_all_layers_of_the_second_file_only(
     known, which, plain, layers
 ):
-    """So one would see it if it was the other way round."""
+    """So loading the wrong file would be noticed."""
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(known.config)
         adapter = list_adapter(adapt(unet, which))
@@ -106,7 +106,7 @@ def test_comfyui_and_sd_scripts_apply_all_layers_of_the_second_file_only(
     {}, {"lora_alpha": 1}, {"use_dora": True}, {"use_dora": True, "layers": "all", "lora_alpha": 9},
 ])  # fmt: skip
 def test_comfyui_computes_the_trained_model(tmp_path, base, flags, monkeypatch):
-    """Rounding to float16 is left out. Magnitudes are divided by the norm of the base there."""
+    """Without rounding to float16. ComfyUI divides magnitudes by the norm of the base."""
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
     trained = adapt(open_unet(base), **flags)
     save_lora({"unet": trained}, tmp_path, {})
@@ -142,7 +142,7 @@ def save_peft(unet, folder, settings):
 
 
 def wrap(base, **settings):
-    """A PeftModel with other settings than ours, and B as if it had been trained."""
+    """A PeftModel with other settings than ours, and random B, as after training."""
     settings = {"r": 4, "lora_alpha": 2, "target_modules": ["to_q", "to_v"]} | settings
     model = peft.get_peft_model(open_unet(base), peft.LoraConfig(**settings))
     torch.manual_seed(0)
@@ -182,7 +182,7 @@ def test_checkpoints_open_as_a_peftmodel_and_both_spellings_are_read(tmp_path, b
     opened = peft.PeftModel.from_pretrained(open_unet(base), tmp_path / "unet").eval()
     torch.testing.assert_close(predict(opened), predict(trained))
     path = tmp_path / "unet/adapter_model.safetensors"
-    for strip in (False, True):  # as it is, and as older versions wrote it
+    for strip in (False, True):  # the current layout, and that of older versions
         if strip:
             weights = load_file(path).items()
             save_file({name.removeprefix("base_model.model."): x for name, x in weights}, path)
@@ -203,7 +203,7 @@ def test_a_plain_lora_goes_on_as_a_dora_and_no_dora_as_a_plain_one(tmp_path, bas
 
 
 def test_kohyas_file_with_conv_dim_is_read_by_all_layers(tmp_path, base):
-    """It has layers that `all` has not, and a lower rank at convolutions of 3x3."""
+    """It has layers that `all` does not have, and a lower rank at 3x3 convolutions."""
     unet = open_unet(base)
     inside = set(sd_scripts_names(unet).values())
     torch.manual_seed(0)
@@ -288,7 +288,7 @@ def test_a_key_that_is_not_used_is_refused_by_name(tmp_path, unet, saved, kohya,
     ({"init_lora_weights": "pissa"}, "its setting init_lora_weights is 'pissa'"),
     ({"peft_type": "LOHA"}, "its setting peft_type is 'LOHA'"),
     ({"something_new": 3}, "its setting something_new is 3"),
-    (None, "adapter_config.json is not beside it"),
+    (None, "adapter_config.json, which has its alpha, is not beside it"),
 ])  # fmt: skip
 def test_a_setting_that_is_not_used_is_refused_by_name(tmp_path, unet, settings, said):
     path = save_peft(unet, tmp_path, {"r": 4, "lora_alpha": 4} | (settings or {}))
@@ -305,8 +305,8 @@ def test_magnitudes_for_inputs_are_refused_and_text_encoders_are_left_out_aloud(
     weights = load_file(path)
     save_file({**weights, "lora_te_text_model_x.lora_down.weight": torch.zeros(4)}, path)
     load(adapt(open_unet(base), use_dora=True), path)
-    assert "1 weights for text encoders are left out" in capsys.readouterr().out
+    assert "1 weights for text encoders are skipped" in capsys.readouterr().out
     key = f"{KOHYA_LAYER}.dora_scale"
     save_file({**weights, key: weights[key].view(1, -1).contiguous()}, path)
     said = refused(adapt(open_unet(base), use_dora=True), path)
-    assert f"the dora_scale of {LAYER} is one for each input" in said
+    assert f"{LAYER} has a dora_scale for each input" in said

@@ -1,4 +1,4 @@
-"""Folders of images as other programs leave them: what lies beside images, and in archives."""
+"""Folders of images from other programs: with further files and archives."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from diffusion_training.data.rows import RowDataset, load_rows
 
 @pytest.fixture
 def load(tmp_path):
-    """`load_rows` of a folder, with flags and captions in a column `text`, if it has any."""
+    """`load_rows` of a folder, with flags, and captions in a column `text` if it has them."""
 
     def load(folder, captions=False, **flags):
         none = ["dataset_name", "dataset_config_name", "image_column", "max_train_samples"]
@@ -55,7 +55,7 @@ def test_captions_from_two_places_are_refused(tmp_path, load):
     (tmp_path / "images/0.txt").write_text("a dog")
     with pytest.raises(SystemExit, match="a metadata file and in .txt files"):
         load(tmp_path / "images", captions=True)
-    assert len(load(tmp_path / "images").rows) == 3  # no captions are wanted
+    assert len(load(tmp_path / "images").rows) == 3  # without captions
 
 
 def test_an_image_that_two_metadata_files_name_is_refused(tmp_path, load):

@@ -1,4 +1,4 @@
-"""Models: loaded whole or not at all, averaged as diffusers does, saved and read to the bit."""
+"""Models: loaded completely or not at all, averaged as in diffusers, saved bit for bit."""
 
 import argparse
 
@@ -14,7 +14,7 @@ from diffusion_training.training.checkpoints import read_weights, save_weights
 
 
 def test_averages_are_those_of_diffusers():
-    """Of all models that are trained; the first step copies."""
+    """For all trained models. The first step copies."""
     torch.manual_seed(0)
     models = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}
     averaged = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}

@@ -20,7 +20,7 @@ from diffusion_training.training.objective import (
 )
 
 TYPES = ["epsilon", "sample", "v_prediction"]
-PREDICT = {  # with the name that each script has for embeddings
+PREDICT = {  # with each script's name for embeddings
     train_unconditional: (train_unconditional.predict_noise, "encoder_hidden_states"),
     train_text_to_image: (
         partial(train_text_to_image.predict_noise, FAMILIES["sd"]),
@@ -31,7 +31,7 @@ TRAINERS = pytest.mark.parametrize("script", [train_unconditional, train_text_to
 
 
 class Model:
-    """Predicts the same everywhere, and keeps what it was given."""
+    """Predicts a constant, and keeps its inputs."""
 
     def __init__(self, prediction=0.0):
         self.prediction = prediction
@@ -165,7 +165,7 @@ def test_flags_that_are_given_win_and_others_are_left_to_the_scheduler():
 
 @pytest.mark.parametrize("config, sentence", [
     ({"num_train_timesteps": 1},
-     "the scheduler has 1 training timesteps: there must be two at least"),
+     "the scheduler has 1 training timesteps: it needs at least two"),
     ({"num_train_timesteps": 2.5}, "has 2.5 training timesteps"),
     ({"prediction_type": None}, "prediction type None is unknown: set --prediction_type"),
     ({"rescale_betas_zero_snr": True, "prediction_type": "epsilon"},

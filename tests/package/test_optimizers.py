@@ -39,7 +39,7 @@ def train(models, optimizer, steps):
 
 
 def go_on(optimizer, other):
-    """Into `other` by way of a file, from which nothing is unpickled."""
+    """Load the state into `other` through a file, without unpickling."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -68,7 +68,7 @@ def test_it_goes_on_to_the_bit(kind):
     assert all(torch.equal(*pair) for pair in pairs)
     assert all(torch.equal(*pair) for pair in zip(tensors(optimizer), tensors(other), strict=True))
     assert (torch.uint8 in {value.dtype for value in tensors(other)}) == (kind == "adamw8bit")
-    assert len(optimizer.state) == 4  # nothing of what is frozen
+    assert len(optimizer.state) == 4  # nothing for frozen weights
     fresh = [weight for weight in make(kind)[0]["unet"].parameters() if weight.requires_grad]
     assert not any(
         torch.equal(weight, moved) for weight, moved in zip(fresh, optimizer.state, strict=True)
@@ -79,7 +79,7 @@ def test_it_goes_on_to_the_bit(kind):
 def test_the_flags_of_this_run_count_and_all_else_is_loaded_whole(kind):
     models, optimizer = make(kind)
     train(models, optimizer, range(1))
-    optimizer.param_groups[0]["d_of_prodigy"] = 0.7  # what an optimizer keeps for itself
+    optimizer.param_groups[0]["d_of_prodigy"] = 0.7  # an optimizer's own value
     flags = {"learning_rate": 3e-4, "adam_beta1": 0.5, "adam_epsilon": 1e-3}
     _, other = make(kind, **flags)
     go_on(optimizer, other)

@@ -33,7 +33,7 @@ def progress_at(images_seen, num_images, batch_size, accumulation=1, num_process
 
 
 def take_step(ranks, progress):
-    """The keys of the next step, a list per process; all take equally many micro-batches."""
+    """The keys of the next step, a list per process. All have the same number of micro-batches."""
     images, micro_batches = progress.next_step()
     step = [[key for _ in range(micro_batches) for key in next(batches)] for batches in ranks]
     progress.advance(images, stepped=True)
@@ -92,7 +92,7 @@ def test_resuming_with_another_batch_repeats_and_skips_no_image():
 
 
 def test_micro_batches_are_as_large_as_said_and_shared_in_turns():
-    """11 images in steps of 2 micro-batches of 2 on 2 processes: 8, and the other 3."""
+    """11 images in steps of 2 micro-batches of 2 on 2 processes: first 8, then 3."""
     progress = progress_at(0, 11, 2, accumulation=2, num_processes=2)
     ranks = [step_batches(Order(range(11), 0), progress, rank, 2) for rank in range(2)]
     first = [[next(batches) for _ in range(2)] for batches in ranks]
@@ -166,7 +166,7 @@ def test_the_order_of_many_rows_is_held_as_numbers():
 
 
 def test_seeds_and_choices_follow_from_their_key_alone():
-    """And stay what they are: who resumes with another version must draw the same."""
+    """They never change: a run that resumes with another version must draw the same."""
     assert step_seed("step", 0, 1, 2, 3) == 3475452031678130806
     keys = [
         key
@@ -224,14 +224,14 @@ def test_processes_read_their_own_share_of_a_stream():
     numbers = [[key[3]["number"] for key in share] for share in shares]
     for part in (slice(0, 4), slice(4, 8)):
         assert sorted(numbers[0][part] + numbers[1][part]) == list(range(8))
-    assert {key[2] for share in shares for key in share} == {0.5}  # a step is of 4, averaged over 2
+    assert {key[2] for share in shares for key in share} == {0.5}  # steps of 4, averaged over 2
     assert [take(stream(8), 8, 2, 2, rank, 2) for rank in range(2)] == [
         share[4:] for share in shares
     ]
 
 
 def test_a_stream_with_nothing_for_a_process_is_told():
-    with pytest.raises(SystemExit, match="process 1 finds nothing in the stream") as stop:
+    with pytest.raises(SystemExit, match="process 1 finds no image in the stream") as stop:
         take(
             datasets.Dataset.from_dict({"number": [1]}).to_iterable_dataset(),
             0,
@@ -240,7 +240,7 @@ def test_a_stream_with_nothing_for_a_process_is_told():
             rank=1,
             num_processes=2,
         )
-    assert stop.value.alone  # the other one, which has an image, says nothing
+    assert stop.value.alone  # the process with an image prints nothing
 
 
 def test_a_stream_of_the_first_images_is_the_same_every_pass():
@@ -268,4 +268,4 @@ def test_a_stream_that_breaks_off_is_told_by_whoever_meets_it():
 
     with pytest.raises(SystemExit, match=r"the stream can't be read on \(cut off\)") as stop:
         take(datasets.IterableDataset.from_generator(read), 0, 1, 2)
-    assert stop.value.alone  # the others' shares are whole
+    assert stop.value.alone  # the other processes have enough

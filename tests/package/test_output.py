@@ -1,4 +1,4 @@
-"""The folder of a run: taken only if it is free and one's own; what is written there is whole."""
+"""The folder of a run: used only if it is free and its own; files in it are complete."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def open_folder(args):
 
 
 def take(args):
-    """Open the folder and let go of it; returns the checkpoint to go on from."""
+    """Open the folder and release it. Returns the checkpoint to resume from."""
     run = open_folder(args)
     begin_run(run, Path(args.output_dir))
     run.lock.release(force=True)
@@ -89,10 +89,10 @@ def test_folders_of_others_are_left_alone(tmp_path, args):
             for path in folder.rglob("*")
             if path.is_file() and path.name != ".lock"
         } == {"mine"}
-    for inside in ("images", "images/out"):  # what is written would be trained on next time
+    for inside in ("images", "images/out"):  # the output would become training data
         with pytest.raises(SystemExit, match="lies in --train_data_dir"):
             take(args(f"--output_dir={tmp_path / inside}"))
-    with pytest.raises(SystemExit, match="is no path on a disk"):
+    with pytest.raises(SystemExit, match="is not a path on a disk"):
         take(args("--output_dir=s3://bucket/x"))
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="can't be written to"):
@@ -162,7 +162,7 @@ def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeyp
     assert made == [("out", True), ("it", None)] and run.hub_model_id == "me/out"
     info.private = False
     with pytest.raises(
-        SystemExit, match="--hub_private_repo: me/public exists and is public; make it private, or"
+        SystemExit, match="--hub_private_repo: me/public exists and is public: make it private, or"
     ):
         take(args("--push_to_hub", "--hub_private_repo", "--hub_model_id=public"))
 
@@ -171,13 +171,14 @@ def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeyp
 
     monkeypatch.setattr(output, "create_repo", no_login)
     with pytest.raises(
-        SystemExit, match=r"no repository out; `hf auth login` first, or leave it out \(401"
+        SystemExit,
+        match=r"--push_to_hub can't use out: run `hf auth login`, or remove the flag \(401",
     ):
         take(args("--push_to_hub"))
 
 
 class Pipeline:
-    """What `save_pipeline` needs of one."""
+    """The methods that `save_pipeline` needs."""
 
     def __init__(self, weight):
         self.unet = torch.nn.Linear(1, 1)
@@ -190,11 +191,11 @@ class Pipeline:
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    """The averaged ones may be so while the loss is fine."""
+    """EMA weights may not be finite although the loss is."""
     save_pipeline(Pipeline(0.5), tmp_path)
     for weight in (float("nan"), float("inf")):
         with pytest.raises(
-            SystemExit, match="the weights are not finite: they are not saved, and"
+            SystemExit, match="the weights are not finite, so they are not saved"
         ) as stop:
             save_pipeline(Pipeline(weight), tmp_path)
         assert stop.value.alone and json.loads((tmp_path / "unet/config.json").read_text()) == {
@@ -236,8 +237,8 @@ def test_a_row_of_pictures_stands_beside_its_prompt_however_long():
     label = grid.shape[1] - 3 * 68
     assert len(grid) == 2 * 68 and 200 < label < 600 and time.time() - begin < 5
     assert (grid[68:132, label + 136 : -4] == 255).all() and (grid[:64, label:][:, :64] == 0).all()
-    large = np.zeros((1, 2, 512, 512, 3), np.uint8)  # letters that are read when it is shrunk
+    large = np.zeros((1, 2, 512, 512, 3), np.uint8)  # labels must be readable after shrinking
     label = np.array(draw_grid(large, ["a"]))[:, : -2 * 516]
     assert 20 < (label.min(axis=(1, 2)) < 99).sum() < 51
     wide = np.array(draw_grid(np.zeros((1, 1, 80, 80, 3), np.uint8), ["a"]))
-    assert (wide[:80, -84:-4] == 0).all()  # as large as they are
+    assert (wide[:80, -84:-4] == 0).all()  # no larger than that

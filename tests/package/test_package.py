@@ -99,7 +99,7 @@ def test_modules_import_from_layers_above_only():
 
 
 def test_caches_are_made_without_what_trains():
-    """`latents/` reaches nothing in `training/`, nor does what it stands on."""
+    """`latents/` does not import `training/`, directly or indirectly."""
     reached, waiting = set(), [name for name in MODULES if name.startswith("latents.")]
     while waiting:
         name = waiting.pop()
@@ -128,7 +128,7 @@ def definitions(path):
 def test_no_name_means_two_things():
     own = {"main", "parse_args", "predict_noise", "prepare_batch", "compute_loss", "train_step"}
     own |= {"make_unet", "make_pipeline", "log_validation", "describe_model"}
-    where = collections.defaultdict(list)  # `own`: what a script is about
+    where = collections.defaultdict(list)  # `own`: names that every script defines
     for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
         for node in definitions(path):
             where[node.name].append(path.name)
@@ -138,7 +138,7 @@ def test_no_name_means_two_things():
 
 
 def list_statements(node):
-    """The lines of a definition without its text, however long calls and signatures are broken."""
+    """The statements of a definition without docstrings, one per line."""
     for part in ast.walk(node):
         if isinstance(part, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(part):
             part.body = part.body[1:] or [ast.Pass()]
@@ -146,7 +146,7 @@ def list_statements(node):
 
 
 def test_nothing_but_the_loss_the_step_and_phases_of_main_is_written_twice():
-    """No five statements in a row stand in two places, but for import lines and text."""
+    """No five consecutive statements are in two places, except imports and docstrings."""
     meant, where = (
         {"compute_loss", "train_step", "main", "parse_args"},
         collections.defaultdict(set),
@@ -179,7 +179,7 @@ def test_downloads_import_no_torch():
 
 def test_what_is_imported_is_required():
     named = set(re.findall(r"^([a-z_]+)", (ROOT / "requirements.txt").read_text(), re.M))
-    named |= {"bitsandbytes"}  # of one choice of --optimizer, which says so if it is not there
+    named |= {"bitsandbytes"}  # for one --optimizer, which names it if it is missing
     ray = (
         named
         | set(re.findall(r"^([a-z_]+)", (ROOT / "requirements-ray.txt").read_text(), re.M))
@@ -277,7 +277,6 @@ def test_a_package_that_lacks_what_a_script_imports_is_one_sentence(tmp_path):
 DEFAULTS = {
     "--resolution", "--output_dir", "--lr_scheduler", "--adam_beta1", "--adam_weight_decay",
     "--tracker_project_name", "--model_family", "--guidance_scale", "--num_inference_steps",
-    "--output_kohya_format", "--no-output_kohya_format",
 }  # fmt: skip
 
 
@@ -296,7 +295,7 @@ def find_parser(script):
 
 
 def test_flags_of_the_same_name_mean_the_same():
-    """In the scripts that train or make caches; those of the download are of another kind."""
+    """In the scripts that train or make caches. The download has other flags."""
     seen, differ = {}, set()
     for script in SCRIPTS[1:]:
         for action in find_parser(script)._actions:
@@ -358,7 +357,7 @@ def test_one_file_has_the_script_what_it_reaches_and_no_more(script):
         {x.id for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Name)},
     )
     assert mine >= names_defined((ROOT / f"{script}.py").read_text())
-    assert mine - used <= {"parse_args", "main"}  # each function is there for somebody
+    assert mine - used <= {"parse_args", "main"}  # each function is used
     everything = set().union(*(names_defined(path.read_text()) for path in MODULES.values()))
     assert mine & everything < everything  # not all of the package
     before = ""
@@ -372,7 +371,7 @@ def test_one_file_is_refused_where_a_name_would_be_two_things(tmp_path):
     source = (ROOT / "train_unconditional.py").read_text()
     (tmp_path / "twice.py").write_text(source + "\n\ndef shrink(image):\n    return image\n")
     with pytest.raises(
-        SystemExit, match="shrink is one thing in .* and another in .*: rename one of them"
+        SystemExit, match="shrink has different meanings in .* and .*: rename one of them"
     ):
         make_standalone(tmp_path / "twice.py")
     renamed = source.replace("import Trained\n", "import Trained as Kept\n").replace(
@@ -415,7 +414,7 @@ def run_file(path, flags, folder):
 def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs, without_figures):
     """Written by the command of the README, in an empty folder, without the package.
 
-    test_precompute_latents_ray.py has that of the sixth, with a Ray of its own.
+    test_precompute_latents_ray.py tests the remaining script, with its own Ray.
     """
     data = ["--train_data_dir", inputs / "images"]
     unet = [
@@ -474,10 +473,10 @@ def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs, without_figure
         one_file = [sys.executable, "-m", "diffusion_training.standalone", f"{script}.py"]
         with path.open("w") as written:
             subprocess.run(one_file, cwd=ROOT, env=env, stdout=written, check=True)
-        if script == "download_images":  # whose workers look for what they need
+        if script == "download_images":  # its workers import what they need
             command = map(str, [sys.executable, path, *flags])
             run = subprocess.run(command, cwd=alone, env=env, capture_output=True, text=True)
-            assert run.returncode == 1 and "not one of 2 rows" in run.stderr, run.stderr[-2000:]
+            assert run.returncode == 1 and "none of 2 rows" in run.stderr, run.stderr[-2000:]
         else:
             run_file(path, flags, alone)
             module = importlib.import_module(script)
@@ -490,7 +489,7 @@ def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs, without_figure
             assert finish(start(work, log=tmp_path / "log")) == [0], (tmp_path / "log").read_text()[
                 -2000:
             ]
-        path.unlink()  # so that none finds another
+        path.unlink()  # so that no file imports another
 
     def read(folder, kinds=(".safetensors", ".arrow", ".png", ".npy", ".bin")):
         paths = (

@@ -1,4 +1,4 @@
-"""Downloaded files -> images that are whole, maybe shrunk as the trainers would shrink them."""
+"""Downloaded files -> complete images, perhaps shrunk as the trainers shrink them."""
 
 import contextlib
 import hashlib
@@ -39,7 +39,7 @@ def photograph(mode="RGB", size=(300, 200)):
 
 
 def compare(pixels, expected):
-    """Of the brightness, since colour is stored at half the resolution."""
+    """Compare the brightness, because colour is stored at half the resolution."""
     grey = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
     return ((pixels.float() - expected.float()) * grey).sum(0).abs()
 
@@ -151,7 +151,7 @@ def test_one_large_image_is_decoded_at_a_time():
     for size, times in (((4096, 4096), 0), ((4097, 4096), 1)):
         held = []
         alone = contextlib.ExitStack()
-        alone.callback(held.append, size)  # when it is let go
+        alone.callback(held.append, size)  # when the memory is released
         module.check_image(encode(Image.new("1", size)), make_args(), alone)
         assert len(held) == times
 

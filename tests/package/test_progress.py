@@ -1,4 +1,4 @@
-"""Progress: where a run is, and what is due, is arithmetic of what a checkpoint keeps."""
+"""Progress: a run's position and due actions follow from the numbers in a checkpoint."""
 
 import pytest
 
@@ -44,12 +44,12 @@ def test_epochs_are_counted_from_where_the_run_is():
     assert progress_at(3, 10).last_step(1) == 3 and progress_at(3, 10).last_step(3) == 9
     assert progress_at(2, 8).last_step(1) == 3  # 2 images are left
     assert progress_at(9, 30).last_step(1) == 3 < 9  # there is nothing left to train
-    assert progress_at(2, 8, skipped=1).last_step(1) == 4  # a skipped step has had its images
+    assert progress_at(2, 8, skipped=1).last_step(1) == 4  # a skipped step used its images
 
 
 def test_what_comes_every_so_many_steps_or_epochs():
     progress, due = progress_at(), []
-    assert not progress.is_due(1) and progress.is_due(None, 1)  # at the start no step has been
+    assert not progress.is_due(1) and progress.is_due(None, 1)  # no step has been done yet
     for _ in range(9):
         images, _ = progress.next_step()
         progress.advance(images, stepped=True)
@@ -73,7 +73,7 @@ def test_a_skipped_step_moves_the_data_alone():
     assert progress.state() == {"global_step": 3, "data_step": 4, "images_seen": 15}
     assert not progress.is_due(3)  # again
     progress.advance(5, stepped=False)
-    assert progress.is_due(None, 1) and progress.epoch == 2  # an epoch has ended all the same
+    assert progress.is_due(None, 1) and progress.epoch == 2  # an epoch has ended nevertheless
     progress.advance(5, stepped=True)
     assert progress.state() == {
         "global_step": 4,
@@ -98,7 +98,7 @@ def test_overflows_at_the_start_are_how_the_scaler_finds_its_scale_and_more_end_
         for _ in range(9):
             progress.advance(1, stepped=False)
     progress = progress_at(10048, 10048, skipped=151)
-    progress.advance(1, stepped=False)  # 152 of 10,200: as many as may be
+    progress.advance(1, stepped=False)  # 152 of 10,200 is the maximum
     with pytest.raises(SystemExit, match="153 of 10201 fp16 steps overflowed"):
         progress.advance(1, stepped=False)
 

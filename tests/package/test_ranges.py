@@ -98,7 +98,7 @@ def test_the_order_is_that_of_seed_and_epoch_whoever_takes_it(
 @law(100)
 @given(SHARDS, ORDER, st.integers(0, 3))
 def test_a_place_is_the_row_of_a_range_and_windows_are_shuffled_pieces(shards, order, epoch):
-    """The order once more, from its description: place p is row p // G of range p % G."""
+    """Compute the order again from its description: place p is row p // G of range p % G."""
     seed, num_ranges, window = order
     ranges = Ranges(shards, *order)
     rows, all_rows = lay_out(ranges, epoch), lay_out(ranges, epoch + 1)
@@ -124,10 +124,11 @@ def test_a_place_is_the_row_of_a_range_and_windows_are_shuffled_pieces(shards, o
 
 @law(60)
 @given(SHARDS, ORDER, st.integers(0, 60), LAUNCH, st.integers(1, 5))
+@example([5] * 12, (0, 4, 1), 0, (2, 1, 1), 4)  # each process has a range of its own
 def test_what_a_process_meets_is_what_its_plan_says(
     shards, order, images_seen, launch, num_processes
 ):
-    """Each row's shard belongs to a window that overlaps the row's step."""
+    """Each row's shard is in a window that overlaps the row's step."""
     batch_size, accumulation, _ = launch
     shard_of = np.repeat(np.arange(len(shards)), shards)
     for rank in range(num_processes):
@@ -146,7 +147,7 @@ def test_what_a_process_meets_is_what_its_plan_says(
             images, micro_batches = progress.next_step()
             for batch in [next(batches) for _ in range(micro_batches)]:
                 for _, row, weight in batch:
-                    if weight:  # a placeholder may be another's
+                    if weight:  # a placeholder may be another process's row
                         met[first, first + images].add(shard_of[row])
             assert reached[-1] == divmod(first, len(ranges))
             progress.advance(images, stepped=True)
@@ -164,7 +165,7 @@ def test_what_a_process_meets_is_what_its_plan_says(
 
 
 def test_shards_are_opened_about_once_an_epoch():
-    """Of 1,000 shards on 8 processes, whose 64 ranges cut some in two."""
+    """With 1,000 shards on 8 processes, whose 64 ranges cut some shards in two."""
     ranges = Ranges([50] * 1000, 0, 64, 2)
     end = len(ranges)
     plans = [plan_until(end, ranges, 0, 0, rank, 8) for rank in range(8)]
@@ -196,14 +197,14 @@ def test_neighbours_come_from_shards_far_apart():
     labels = np.arange(len(ranges)) * 10 // len(ranges)  # ten classes, one after the other
     batches = labels[lay_out(ranges, 0)].reshape(-1, 64)
     counts = np.stack([np.bincount(batch, minlength=10) for batch in batches])
-    spread = counts.std() / math.sqrt(64 * 0.1 * 0.9)  # 1 of rows that are drawn
+    spread = counts.std() / math.sqrt(64 * 0.1 * 0.9)  # 1 for random rows
     assert 0.5 < spread < 1.5
     drawn = labels[lay_out(ranges, 0)]
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.05
 
 
 def test_the_order_stays_what_it_is():
-    """Who goes on with another version must go on in the same order."""
+    """A run that resumes with another version must keep the order."""
     ranges = Ranges([3, 4, 5], 7, 3, 2, held_out=[4])
     expected = [5, 1, 10, 3, 2, 9, 6, 7, 11, 0, 8]
     assert lay_out(ranges, 0) == expected and ranges[5] == expected[5]

@@ -1,4 +1,4 @@
-"""Latent caches as the trainer reads them: the right rows, and no bit that changed unseen."""
+"""Latent caches as the trainer reads them: the right rows, and every changed bit is noticed."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def open_caches(*folders, seed=0, random_flip=True):
 
 
 def read_rows(folder):
-    """All rows of a cache as the trainer reads them, each as it is and mirrored."""
+    """All rows of a cache as the trainer reads them, plain and mirrored."""
     data = open_caches(folder)
     return [data[[(epoch, row, 1.0) for epoch in range(8)]] for row in range(len(data))]
 
@@ -54,7 +54,7 @@ def write_rows(path, batches, schema):
 
 
 def rewrite(cache, change):
-    """Change cache.json as somebody might who also keeps the fingerprint in state.json right."""
+    """Change cache.json, and make the fingerprint in state.json fit."""
     content = json.loads((cache / "cache.json").read_text())
     change(content)
     (cache / "cache.json").write_text(json.dumps(content, indent=1))
@@ -187,7 +187,7 @@ def test_fingerprints_tell_caches_apart(tmp_path, cache):
 
 
 def count_rows(epochs, weights, holdout=(), seed=0):
-    """Return (how often each row comes in each epoch: [epochs, rows], the numbers that were drawn).
+    """Return (count of each row in each epoch: [epochs, rows], the drawn numbers).
 
     The rows are 6 of one cache and 5 of another.
     """
@@ -217,9 +217,9 @@ def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
     assert (counts[:, :2] == 0).all()  # what is held out
     assert (counts[:, 2:6].sum(axis=1) == 2).all() and (counts[:, 6:].sum(axis=1) == 7).all()
     assert (counts[:, 2:6] <= 1).all() and set(counts[:, 6:].flat) == {1, 2}
-    assert len(np.unique(counts, axis=0)) > 3  # others in each epoch, and in the long run all alike
+    assert len(np.unique(counts, axis=0)) > 3  # epochs differ, but all rows are as frequent
     assert (counts[:, 2:6].sum(axis=0) == 5).all() and (counts[:, 6:].sum(axis=0) == 14).all()
-    # 16.2 and 4.5 of 20.7 rows: what rounding takes from one epoch comes in another
+    # 16.2 and 4.5 of 20.7 rows: epochs round up or down in turns
     counts, _ = count_rows(10, [2.7, 0.9])
     assert {*counts.sum(axis=1)} == {21} and counts[:, :6].sum() == pytest.approx(
         210 * 16.2 / 20.7, abs=1
@@ -231,7 +231,7 @@ def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
     for weights in ([1, 1], [], None):  # weights of 1 change nothing
         assert all(np.array_equal(of_epoch, range(11)) for of_epoch in count_rows(3, weights)[1])
     with pytest.raises(
-        SystemExit, match="--latents_weights takes 0.05 of the 5 rows of b: choose a larger one"
+        SystemExit, match="--latents_weights takes 0.05 of the 5 rows of b: choose a larger weight"
     ):
         count_rows(1, [1, 0.01])
 
@@ -254,14 +254,14 @@ def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cach
         path.unlink()
         refused(cache, f"{name} is missing")
         path.write_bytes(data[:-400])
-        refused(cache, "is damaged", "run the command that made the cache again, it mends it")
+        refused(cache, "is damaged", "to repair it, run the command that made the cache")
         path.write_bytes(data)
     shard = cache / "data-00001-of-00003.arrow"
     shard.write_bytes((cache / "data-00000-of-00003.arrow").read_bytes())
     refused(cache, f"{shard} is damaged (3 rows instead of 2)")
     shard.write_bytes(data)
     (cache / "state.json").unlink()
-    refused(cache, f"{cache} is not finished: run the command that made it again")
+    refused(cache, f"{cache} is not finished: to finish it, run the command that made it")
 
 
 def test_more_shards_than_a_process_can_map_are_no_damage(cache, monkeypatch):
@@ -306,7 +306,7 @@ def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_c
             except (SystemExit, OSError) as error:
                 assert "damaged" in str(error) or "missing" in str(error), error
                 caught += 1
-            else:  # what is not read: a caption, a key, what fills up, the other files' layout
+            else:  # not read: captions, keys, padding, the layout of the other files
                 assert path.name != "cache.json"
                 for one, other in zip(rows, expected, strict=True):
                     assert torch.equal(one["latents"], other["latents"]) and torch.equal(
@@ -323,9 +323,7 @@ def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_c
             changed = bytearray(whole[path])
             changed[place + bit // 8] ^= 1 << bit % 8
             path.write_bytes(changed)
-            with pytest.raises(
-                OSError, match=f"{path} is damaged: run the command that made the cache again"
-            ):
+            with pytest.raises(OSError, match=f"{path} is damaged: to repair it, run the command"):
                 open_caches(cache)[[(0, 3, 1.0)]]
 
 
@@ -345,8 +343,8 @@ def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_p
     make_cache(tmp_path / "other", seed=1)
     one, two = cache / "data-00000-of-00003.arrow", cache / "data-00001-of-00003.arrow"
     first, second = one.read_bytes(), two.read_bytes()
-    one.write_bytes((tmp_path / "other" / one.name).read_bytes())  # as many rows, of another cache
-    refused(cache, f"{one} is damaged (it is not as it was written)")
+    one.write_bytes((tmp_path / "other" / one.name).read_bytes())  # from another cache
+    refused(cache, f"{one} is damaged (it has changed since it was written)")
     one.write_bytes(first)
     table = pa.ipc.open_stream(second).read_all()
     for column, values in {
@@ -370,7 +368,7 @@ def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_p
     shutil.copytree(cache, tmp_path / "equal")
     record = json.loads((cache / "cache.json").read_text())["shards"][one.name]
     rewrite(cache, lambda content: content["shards"].update({f"../equal/{two.name}": record}))
-    refused(cache, f"{cache} is damaged (it names shards outside of the folder)")
+    refused(cache, f"{cache} is damaged (it names shards outside the folder)")
 
 
 def test_a_cache_that_says_what_it_does_not_hold_is_refused(cache):
@@ -379,7 +377,7 @@ def test_a_cache_that_says_what_it_does_not_hold_is_refused(cache):
         "prompt_embeds_shape": ([5, 7], "prompt_embeds is not 35 numbers in each row"),
         "text_cache": ("ids", "input_ids"),
         "shards": ({}, "it holds no rows"),
-        "empty_prompt_sha256": ("0" * 64, "empty_prompt.npy is not as it was written"),
+        "empty_prompt_sha256": ("0" * 64, "empty_prompt.npy has changed since it was written"),
     }.items():
         old = json.loads((cache / "cache.json").read_text())[change]
         rewrite(cache, lambda content, change=change, new=said[0]: content.update({change: new}))
@@ -393,7 +391,7 @@ def test_a_cache_of_another_format_is_refused_and_not_misread(cache):
         rewrite(cache, lambda content, version=version: content.update(format_version=version))
         refused(
             cache,
-            f"{cache} is a cache of format {version}, this version reads 2 and 3: make it anew",
+            f"{cache} has format {version}, but this version reads 2 and 3: make the cache again",
         )
     rewrite(cache, lambda content: content.update(format_version=3))
     assert len(open_caches(cache)) == 6
@@ -403,7 +401,7 @@ def test_a_cache_of_another_format_is_refused_and_not_misread(cache):
 
 
 def read_args(*argv):
-    """Flags of a trainer, as far as caches are compared with them."""
+    """The flags of a trainer that are compared with caches."""
     args = make_args("out", f"--pretrained_model_name_or_path={MODELS}", "--no-random_flip", *argv)
     resolution = args.resolution if argv else None
     return replace(args, resolution=resolution, shuffle_caption=False)
@@ -414,7 +412,7 @@ def load():
 
 
 def describe(encoders, **more):
-    """A cache of these models, as far as it is compared."""
+    """The compared settings of a cache of these models."""
     content = describe_models(encoders)
     content |= {
         "latents": "moments",
@@ -442,7 +440,7 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
     check(describe(models, captions_cut=3))
     assert (
         capsys.readouterr().out
-        == "a: 3 of 10 captions have more than 8 tokens, and lose what is beyond\n"
+        == "a: 3 of 10 captions have more than 8 tokens, and the rest is cut off\n"
     )
 
     for change, said in {
@@ -479,9 +477,9 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
             f"b does not fit these models or the first cache ({said[1]})"
         )
     with pytest.raises(
-        SystemExit, match="--random_flip: a was made without, so it holds no mirrored latents"
+        SystemExit, match="--random_flip needs mirrored latents, but a was made without it"
     ):
         check(good, argv=["--random_flip", "--resolution=16"])
-    with pytest.raises(SystemExit, match="--resolution 32: a holds 16 px"):
+    with pytest.raises(SystemExit, match="--resolution 32 differs from the 16 px of a"):
         check(good, argv=["--resolution=32"])
     check(good, argv=["--resolution=16"])

@@ -13,7 +13,7 @@ from diffusion_training import remote as module
 
 @pytest.fixture(params=["disk", "address"])
 def folder(request, tmp_path):
-    """An empty folder, and what lies in it: files() -> {name: bytes}."""
+    """An empty folder, and its contents: files() -> {name: bytes}."""
     url = str(tmp_path / "folder")
     (tmp_path / "folder").mkdir()
     if request.param == "address":
@@ -41,7 +41,7 @@ def test_files_are_written_read_listed_and_removed(folder, tmp_path):
     for name, data in {"b": b"2", "a": b"1", "x.part": b"3"}.items():
         with module.writing(f"{url}/{name}") as path:
             path.write_bytes(data)
-            assert name not in files()  # until it is whole
+            assert name not in files()  # until it is complete
     with module.writing(f"{url}/a") as path:
         path.write_bytes(b"another")
     assert files() == {"a": b"another", "b": b"2", "x.part": b"3"}

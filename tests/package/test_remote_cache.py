@@ -1,4 +1,4 @@
-"""A cache at an address: its shards are those of a disk, and its files come in order."""
+"""A cache at an address: its shards equal those on a disk, and its files come in order."""
 
 import json
 
@@ -12,7 +12,7 @@ from diffusion_training.latents.passes import write_each
 
 @pytest.fixture(params=["disk", "address"])
 def folder(request, tmp_path):
-    """An empty folder with one for what is unfinished."""
+    """An empty folder, with a folder for unfinished files."""
     if request.param == "disk":
         (tmp_path / "folder/unfinished").mkdir(parents=True)
         return str(tmp_path / "folder")
@@ -62,7 +62,7 @@ def test_a_cache_at_an_address_is_begun_once_fetched_and_sent_in_order(tmp_path,
         module.begin_cache(tmp_path / "copy", url)
     assert objects(url) == begun
 
-    # What another machine has made since: shards stay where they are
+    # Files that another machine made later: shards stay at the address
     fs, root = module.fsspec.url_to_fs(url)
     make_cache(tmp_path / "whole")
     shard = (tmp_path / "whole/data-00000-of-00003.arrow").read_bytes()
@@ -87,7 +87,7 @@ def test_a_cache_at_an_address_is_begun_once_fetched_and_sent_in_order(tmp_path,
         for name, data in contents(tmp_path / "whole").items()
         if not name.endswith(".arrow")
     }
-    assert objects(url) == {**small, "data-0.arrow": shard}  # and nothing unfinished
+    assert objects(url) == {**small, "data-0.arrow": shard}  # nothing unfinished
 
     fs.pipe_file("bucket/other/thesis.txt", b"mine")
     with pytest.raises(

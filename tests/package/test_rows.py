@@ -1,4 +1,4 @@
-"""Rows: every kind of data set, what is read of it, and what is said of it."""
+"""Rows: every kind of data set, what is read from it, and what is reported."""
 
 import argparse
 import io
@@ -156,7 +156,7 @@ def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, l
     rows = load(tmp_path / "images").rows
     assert len(rows) == 2 and 0 < sum(Path(path).name == "deep" for path in listed) < 4
     shutil.copy(tmp_path / "images/deep/0.png", tmp_path / "images/new.png")
-    assert len(load(tmp_path / "images").rows) == 3  # and anew by the next who asks
+    assert len(load(tmp_path / "images").rows) == 3  # the next call reads it again
 
 
 def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, capsys, monkeypatch):
@@ -164,7 +164,7 @@ def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, ca
     for name in (".hidden", "raw.cr2", "more/notes", "more/b.cr2"):
         (tmp_path / "images" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "images" / name).touch()
-    # an image that the metadata do not name
+    # an image that is missing in the metadata
     shutil.copy(tmp_path / "images/0.png", tmp_path / "images/left.png")
     # a link to a folder is not followed
     (tmp_path / "images/linked").symlink_to(tmp_path / "images/more")
@@ -256,7 +256,7 @@ def test_items_come_in_the_order_of_their_keys(tmp_path, load):
 
 @pytest.mark.parametrize("end", ["between two files", "in a header"])
 def test_a_tar_that_was_cut_off_is_no_shorter_tar(tmp_path, load, end):
-    """tarfile takes these for whole ones."""
+    """tarfile reads these without an error."""
     make_images(tmp_path / "images", 8)
     (tmp_path / "tars").mkdir()
     path = tmp_path / "tars/train.tar"
@@ -303,7 +303,7 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
     make_images(tmp_path / "images", 12)
     (tmp_path / "tars").mkdir()
     with tarfile.open(tmp_path / "tars/train.tar", "w") as tar:
-        for i in range(12):  # the first of them tell `datasets` what is in it
+        for i in range(12):  # `datasets` infers the columns from the first ones
             tar.add(tmp_path / f"images/{i}.png", f"{i}.png")
     data = (tmp_path / "tars/train.tar").read_bytes()
     (tmp_path / "tars/train.tar").write_bytes(data[: data.index(b"9.png") + 700])
@@ -321,7 +321,8 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
     ]
     log = (tmp_path / "log").read_text()
     assert (
-        "unexpected end of data; what was saved before is whole" in log and "Traceback" not in log
+        "unexpected end of data; what was saved before is complete" in log
+        and "Traceback" not in log
     )
 
 

@@ -47,7 +47,7 @@ def test_learning_rates_are_scaled_by_rule(scale_lr, base, images, factor, capsy
 
 
 def find(tmp_path, loss_at, steps=200, low=1e-7, high=1.0):
-    """What a range test says of steps of three images whose loss is `loss_at(rate)`."""
+    """The result of a range test with steps of three images whose loss is `loss_at(rate)`."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
     seen, batches = [], (i for i in range(10**9))
@@ -120,7 +120,7 @@ ADAMW |= {"adam_beta1": 0.9, "adam_beta2": 0.999}
 
 
 class Device:
-    """Its memory is full at steps of more than `most` images."""
+    """Out of memory at steps of more than `most` images."""
 
     def __init__(self, most, error=None):
         self.most, self.tried, self.error = most, [], error
@@ -150,7 +150,7 @@ class Device:
 @pytest.mark.parametrize("most, limit, tried", [
     (5, 12, [1, 2, 4, 8, 6, 5]), (12, 12, [1, 2, 4, 8, 12]),
     (99, 12, [1, 2, 4, 8, 12]), (1, 12, [1, 2]),
-    (99, 1000, [1, 2, 4, 8, 16, 32, 64]),  # a CPU never says that it is full
+    (99, 1000, [1, 2, 4, 8, 16, 32, 64]),  # a CPU never runs out of memory here
     (7, 7, [1, 2, 4, 7]), (6, 7, [1, 2, 4, 7, 5, 6]),
 ])  # fmt: skip
 def test_the_largest_is_found_by_doubling_and_bisection_and_nothing_is_trained(most, limit, tried):
@@ -200,7 +200,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_processes=1):
-    """(batch size, accumulation) that is chosen of 12 rows, and the device."""
+    """The (batch size, accumulation) chosen for 12 rows, and the device."""
     device, accelerator = Device(most), Accelerator(cpu=True)
     if num_processes > 1:
         accelerator = argparse.Namespace(num_processes=num_processes, print=accelerator.print)
@@ -220,25 +220,27 @@ def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
     )
     assert choose("auto", None)[0] == (5, 1)
     assert "Batch size: 5 x 1 accumulated x 1 process " in capsys.readouterr().out
-    assert choose("auto", None, most=99)[0] == (12, 1)  # not more than there are
+    assert choose("auto", None, most=99)[0] == (12, 1)  # not more than there are rows
     assert choose("auto", None, 3)[0] == (5, 3)
-    assert choose("auto", 8)[0] == (4, 2)  # of 5 that fit the largest that divides 8
+    assert choose("auto", 8)[0] == (4, 2)  # 5 fit; 4 is the largest that divides 8
     assert choose(2, 8)[0] == (2, 4) and choose(2, 8, num_processes=2)[0] == (2, 2)
     found, device = choose("auto", 8, before={"train_batch_size": 2})
-    assert found == (2, 4) and device.tried == []  # a resumed run is what it was
-    for wrong in ((2, 9), (2, 8, 2), (16, 8)):
+    assert found == (2, 4) and device.tried == []  # a resumed run keeps its batch size
+    for wrong in ((2, 9), (16, 8)):
         with pytest.raises(
-            SystemExit, match=f"--total_batch_size {wrong[1]} is no multiple of --train_batch_size"
+            SystemExit, match=f"--total_batch_size {wrong[1]} is not a multiple of --train"
         ):
             choose(*wrong)
-    with pytest.raises(
-        SystemExit, match="is no multiple of --train_batch_size 2 x 2 processes, or"
-    ):
+    with pytest.raises(SystemExit, match="multiple of --train_batch_size 2 x 2 processes: choose"):
         choose(2, 6, num_processes=2)
+    with pytest.raises(
+        SystemExit, match="--total_batch_size sets --gradient_accumulation_steps itself: remove"
+    ):
+        choose(2, 8, 2)
 
 
 def plan(*argv, steps=100, seen=0, before=None):
-    """Steps of warm-up + 1, or 0 if nothing is left to train, of a million images, one a step."""
+    """Steps of warm-up + 1, or 0 if the run is done, with a million images, one per step."""
     args = train_unconditional.parse_args(
         ["--train_data_dir=.", "--train_batch_size=1", f"--max_train_steps={steps}", *argv]
     )
@@ -252,14 +254,14 @@ def plan(*argv, steps=100, seen=0, before=None):
 
 
 def test_a_warm_up_may_be_a_share_of_the_run_which_later_steps_do_not_change(capsys):
-    """One is a step, however it is written."""
+    """1 is one step, also written as 1.0."""
     for flag, steps in (("0.05", 5), ("0.004", 0), ("1", 1), ("1.0", 1), ("0", 0), ("7", 7)):
         assert plan(f"--lr_warmup_steps={flag}") == steps + 1
         said = f"Warm-up: {steps} steps, {flag} of 100\n" if 0 < float(flag) < 1 else "Warm-up"
         assert (said in capsys.readouterr().out) == (said != "Warm-up")
     before = {"lr_warmup_steps": 5}
     assert plan("--lr_warmup_steps=0.05", steps=1000, seen=100, before=before) == 6
-    assert "Warm-up: 5 steps, as the run began" in capsys.readouterr().out
+    assert "Warm-up: 5 steps, as when the run began" in capsys.readouterr().out
     assert plan("--lr_warmup_steps=9", steps=1000, seen=100, before=before) == 10
     for wrong in ("1.5", "-0.1", "nan"):
         with pytest.raises(SystemExit) as stop:
@@ -284,11 +286,11 @@ def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_t
     said += "Epoch: 1,000,000 images, 1,000,000 steps; the run: 100 steps, 0.0001 epochs\n"
     assert capsys.readouterr().out == 2 * said
     with pytest.raises(
-        SystemExit, match="polynomial ends at a rate of 1e-7: begin above it, not at 1e-08"
+        SystemExit, match="polynomial ends at a learning rate of 1e-7: begin above it, not at 1e-08"
     ):
         plan("--lr_scheduler=polynomial", "--learning_rate=1e-8")
     assert (
         not plan(seen=101)
         and "beyond step 100: there is nothing left to train" in capsys.readouterr().out
     )
-    assert plan("--find_lr", seen=101)  # of a run that has ended, too
+    assert plan("--find_lr", seen=101)  # also after the end of the run

@@ -1,4 +1,4 @@
-"""Shards of images: written in order, read again, counted; a shard knows which rows it holds."""
+"""Shards of images: written in order, read again, counted. A shard records its rows."""
 
 import argparse
 import hashlib
@@ -29,7 +29,7 @@ def body(row, size=20):
 
 
 def make_shard(path, failed=(41, 45), first=FIRST, last=LAST, size=20):
-    """A shard of these rows, whose images came in any order. Returns the images."""
+    """Write a shard of these rows, whose images arrive in any order. Returns the images."""
     spool, images = io.BytesIO(), {}
     for row in np.random.default_rng(0).permutation(np.arange(first, last)).tolist():
         if row not in failed:
@@ -88,7 +88,7 @@ def test_shards_without_an_image_and_without_a_failure(tmp_path, failed):
     images = read_shard(tmp_path / "data.parquet")
     assert list(images) == [row for row in range(FIRST, LAST) if row not in failed]
     parquet = pq.ParquetFile(tmp_path / "data.parquet")
-    assert parquet.num_row_groups == bool(images)  # never an empty one, which readers stumble over
+    assert parquet.num_row_groups == bool(images)  # never an empty one, which readers reject
 
 
 def test_the_footer_stays_small_whatever_has_failed(tmp_path):
@@ -110,7 +110,7 @@ def test_row_groups_are_small_enough_for_who_reads_one(tmp_path):
 
 
 def test_of_a_damaged_shard_nothing_is_taken(tmp_path):
-    """What is gone, cut, changed anywhere, of another range, or no shard."""
+    """Missing, cut or changed files, those of another range, and files that are no shards."""
     path = tmp_path / "data.parquet"
     assert read_shard(path) is None
     make_shard(path)
@@ -134,7 +134,7 @@ def test_of_a_damaged_shard_nothing_is_taken(tmp_path):
 
 @pytest.fixture(params=["disk", "address"])
 def folder(request, tmp_path):
-    """(file system, folder, pieces of work) of a download of four shards, whole."""
+    """(file system, folder, pieces of work) of a finished download of four shards."""
     MemoryFileSystem.store.clear()
     url = f"file://{tmp_path}" if request.param == "disk" else "memory://bucket/out"
     fs, root = fsspec.core.url_to_fs(url)
@@ -170,7 +170,7 @@ def test_what_is_missing_is_what_has_no_record_or_no_shard(folder):
     choose = lambda retry=False: [
         items.index(item) for item in module.choose_items(fs, root, items, retry)
     ]
-    assert choose() == [] and choose(True) == [3]  # what another day may mend
+    assert choose() == [] and choose(True) == [3]  # failures that may be temporary
     fs.rm_file(f"{root}/{items[0]['name']}")
     fs.rm_file(module.name_record(root, items[2]["name"]))
     assert choose() == [0, 2] and choose(True) == [0, 2, 3]
@@ -235,14 +235,14 @@ def test_shards_that_are_not_as_recorded_are_named_to_be_mended(folder):
     fs.rm_file(f"{root}/__download__/failures.jsonl")
     fs.pipe_file(f"{root}/{items[1]['name']}", bytes(50))
     fs.pipe_file(module.name_record(root, items[3]["name"]), b"{}")
-    said = f"2 shards, such as {items[1]['name']}, are not as recorded: the same command mends it"
+    said = f"2 shards, such as {items[1]['name']}, differ from their records: run the same command"
     with pytest.raises(SystemExit, match=said):
         gather(fs, root, items)
     # the records of both shards were removed
     assert module.choose_items(fs, root, items, False) == [items[1], items[3]]
     fs.rm_file(f"{root}/{items[1]['name']}")
     with pytest.raises(
-        SystemExit, match="1 of 4 shards are not in .*: on several machines all must share it"
+        SystemExit, match="1 of 4 shards are not in .*: all machines must share this folder"
     ):
         gather(fs, root, items)
     assert not fs.exists(f"{root}/__download__/failures.jsonl")
@@ -286,7 +286,7 @@ def test_what_an_earlier_row_holds_byte_for_byte_is_found(tmp_path):
     ]
     (tmp_path / "d.parquet").write_bytes(b"")
     with pytest.raises(
-        SystemExit, match="d.parquet is damaged: delete it, and the same command mends it"
+        SystemExit, match="d.parquet is damaged: delete it, and run the same command again"
     ):
         module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items)
 
@@ -300,7 +300,7 @@ def test_a_record_describes_the_file_that_is_there(tmp_path):
 
 
 def test_what_others_have_written_meanwhile_is_seen(folder, monkeypatch):
-    """Object storage keeps what it has listed."""
+    """fsspec caches listings of object storage."""
     fs, root, _ = folder
     if type(fs).protocol != "memory":
         return

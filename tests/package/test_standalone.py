@@ -1,4 +1,4 @@
-"""One file of a script that has modules of its own beside it."""
+"""One file of a script that has its own modules beside it."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def test_what_lies_beside_the_script_comes_along_or_is_refused(tmp_path):
         ):
             make_standalone(script)
     script.write_text(SCRIPT % ("import my_losses\n\nhalf = 1", "my_losses.half"))
-    with pytest.raises(SystemExit, match="script.py: half of my_losses has a namesake: rename one"):
+    with pytest.raises(SystemExit, match="script.py: half of my_losses is not the only half here"):
         make_standalone(script)
 
 

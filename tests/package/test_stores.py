@@ -1,4 +1,4 @@
-"""A folder at an address or on a disk: its files are whole, and one run writes to it."""
+"""A folder at an address or on a disk: its files are complete, and one run writes to it."""
 
 import os
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_files_are_written_sent_read_listed_and_deleted(url, tmp_path, monkeypat
     store.delete("b")
     store.delete("b")
     assert store.list() == set()
-    if store.is_local:  # a kill leaves a name that no reader takes for the file's
+    if store.is_local:  # a kill leaves a temporary name, which readers ignore
         half = lambda source, target: Path(target).write_bytes(b"1") and os._exit(9)
         monkeypatch.setattr("shutil.copyfile", half)
         pid = os.fork()
@@ -42,6 +42,7 @@ def test_files_are_written_sent_read_listed_and_deleted(url, tmp_path, monkeypat
 
 def test_the_run_that_began_last_owns_a_store(url):
     store, first, second = Store(url), Owner(), Owner()
+    assert store.fs is not Store(url).fs  # which reads the credentials again
     first.take(store)
     first.check(store)
     second.take(store)

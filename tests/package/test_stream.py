@@ -1,4 +1,4 @@
-"""Caches of any size: their order, and which shards are opened, fetched and kept, how long."""
+"""Caches of any size: their order, and which shards are opened, fetched and kept."""
 
 import hashlib
 import threading
@@ -32,7 +32,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def address(cache):
-    """The cache at an address, in memory: no server, no thread of fsspec's."""
+    """The cache at an address in memory, without a server or fsspec's thread."""
     MemoryFileSystem.store.clear()
     for path in cache.iterdir():
         if path.is_file():
@@ -58,7 +58,7 @@ def accelerator(rank=0, num_processes=1):
 
 
 def open_caches(*folders, state=None, processes=(0, 1), **flags):
-    """The data set that `open_latents` has opened; `state`: a checkpoint's settings."""
+    """The data set that `open_latents` opens. `state`: a checkpoint's settings."""
     flags = {"shards_dir": None, "shards_size": 10**11, "shuffle_shards": 1} | flags
     storage = stream.Storage(flags["shards_dir"], flags["shards_size"], flags["shuffle_shards"])
     rank, num_processes = processes
@@ -87,7 +87,7 @@ def read(dataset, rows):
 
 
 def take_epochs(dataset, rows, epochs=2):
-    """All rows of some epochs as a run takes them, one a step."""
+    """All rows of some epochs as a run takes them, one per step."""
     progress = Progress({"global_step": 0, "data_step": 0, "images_seen": 0}, len(rows), 1, 1)
     batches = step_batches(Order(rows, 0), progress, 0, 1)
     for _ in range(epochs * len(rows)):
@@ -117,7 +117,7 @@ def test_few_rows_on_a_disk_are_permuted_and_many_come_in_ranges(cache, monkeypa
     monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS)
     assert open_caches(cache, state={"order": kept}).order == kept
     monkeypatch.setattr(stream, "MOST_PERMUTED", 0)
-    # a checkpoint older than the second kind of order
+    # a checkpoint from before the order `ranges`
     assert open_caches(cache, state={}).order is None
 
 
@@ -126,7 +126,7 @@ def test_other_shards_of_as_many_rows_are_refused_in_an_epoch(cache, monkeypatch
     kept = open_caches(cache).order
     changed = {"order": {**kept, "shards": "0" * 16}}
     with pytest.raises(
-        SystemExit, match="is in the midst of other shards of as many rows: go on with the caches"
+        SystemExit, match="the shards of the caches have changed since .* was saved: restore them"
     ):
         open_caches(cache, state=changed)
     changed["order"]["rows"] += 1  # then `read_state` begins the epoch again
@@ -146,7 +146,7 @@ def test_a_folder_that_is_too_small_is_refused_with_what_it_takes(tmp_path, addr
     needed = size(1, 10**18)(said.split("give --shards_size ")[1].split(",")[0])
     assert open_caches(address, **flags, shards_size=needed).order is None
     with pytest.raises(
-        SystemExit, match="was begun with all shards at hand: it goes on with --shards_size"
+        SystemExit, match="to resume .*, --shards_size must be at least .*, so that all shards fit"
     ):
         open_caches(address, **flags, shards_size=total // 2, state={})
 
@@ -173,10 +173,10 @@ def test_a_copy_that_was_damaged_on_this_machine_is_named_and_deleted_is_fetched
     whole = copy.read_bytes()
     numbers = expected[0].numpy().tobytes()
     copy.write_bytes(whole.replace(numbers, bytes(len(numbers))))
-    with pytest.raises(OSError, match=f"{copy} is damaged: delete it, and it is fetched again"):
+    with pytest.raises(OSError, match=f"{copy} is damaged: delete it to fetch it again"):
         read(open_caches(address, shards_dir=tmp_path), range(6))
     copy.write_bytes(whole[:-500])
-    with pytest.raises(SystemExit, match="is damaged .*: delete it, and it is fetched again"):
+    with pytest.raises(SystemExit, match="is damaged .*: delete it to fetch it again"):
         read(open_caches(address, shards_dir=tmp_path), range(6))
     copy.unlink()
     assert torch.equal(read(open_caches(address, shards_dir=tmp_path), range(6)), expected)
@@ -265,13 +265,13 @@ def test_shards_come_ahead_as_far_as_the_folder_holds_and_go_with_their_windows(
     assert fetcher.reach(0) == set()
     wait_until(lambda: bucket.here() == {0, 1, 2, 3})
     assert fetcher.path(0).read_bytes() == bucket.data[0]
-    assert fetcher.path(11).read_bytes() == bucket.data[11]  # of no window
+    assert fetcher.path(11).read_bytes() == bucket.data[11]  # in no window
     assert fetcher.reach(3) == {11}
     assert fetcher.reach(4) == {0}
     wait_until(lambda: bucket.here() == {1, 2, 3, 4})
     assert fetcher.reach(40) == {1, 2, 3, 4}
     assert fetcher.path(9).read_bytes() == bucket.data[9]
-    assert bucket.here() == {2, 3, 4, 9}  # those that have passed stay while there is room
+    assert bucket.here() == {2, 3, 4, 9}  # past ones stay while there is room
 
 
 def test_what_is_needed_now_comes_first_and_what_has_passed_not_at_all(tmp_path, monkeypatch):
@@ -328,7 +328,7 @@ def test_another_plan_takes_the_place_of_the_one_before(tmp_path):
     bucket.fetcher.follow(iter([(0, 9, (1, 3))]))
     assert {0, 2} <= bucket.fetcher.reach(0)
     wait_until(lambda: bucket.here() == {0, 1, 2, 3})
-    bucket.fetcher.follow(iter([(0, 4, (4,)), (2, 6, (5,))]))  # of which one has passed
+    bucket.fetcher.follow(iter([(0, 4, (4,)), (2, 6, (5,))]))  # one of them has passed
     bucket.fetcher.reach(4)
     assert 5 in bucket.fetcher.files and 4 not in bucket.fetcher.files
 
@@ -346,7 +346,7 @@ def test_a_copy_that_fails_after_it_has_passed_ends_no_thread(tmp_path, monkeypa
         raise SystemExit("it stays away")
 
     monkeypatch.setattr(fetch, "persist", fail)
-    failed = [bucket.fetcher.want(shard) for shard in (0, 1)]  # of each thread one
+    failed = [bucket.fetcher.want(shard) for shard in (0, 1)]  # one per thread
     wait_until(lambda: len(begun) == 2)
     assert bucket.fetcher.reach(0) == {0, 1}
     gate.set()
@@ -408,7 +408,7 @@ def test_a_folder_that_can_not_be_written_to_is_named(tmp_path, address, monkeyp
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="--shards_dir .*file can't be written to"):
         open_caches(address, shards_dir=tmp_path / "file")
-    monkeypatch.setattr(remote, "WAITS", (10**9,))  # a full disk is not waited for
+    monkeypatch.setattr(remote, "WAITS", (10**9,))  # a full disk is not retried
 
     def full(fs, source, target):
         raise OSError(28, "No space left on device")
@@ -422,7 +422,7 @@ def test_a_folder_that_can_not_be_written_to_is_named(tmp_path, address, monkeyp
 def test_of_a_shard_that_stays_wrong_no_half_is_left(tmp_path):
     bucket = Bucket(tmp_path / "shards", 1, 10**6)
     MemoryFileSystem().pipe("/bucket/0", b"other bytes")
-    with pytest.raises(SystemExit, match="can't be read .it is not what cache.json says"):
+    with pytest.raises(SystemExit, match="can't be read .its SHA-256 is not the one in cache.json"):
         bucket.fetcher.path(0)
     assert {path.name for path in bucket.folder.iterdir()} <= {".0.lock"}
 

@@ -1,4 +1,4 @@
-"""The rows of a stream for a cache: each once, whoever makes them, and whatever is there."""
+"""The rows of a stream for a cache: each comes once, with any processes and existing shards."""
 
 import json
 import random
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_reads_no_file_that_is_done_with(tmp_path, monkeypatc
     monkeypatch.setattr(opened, "rows", Watched(opened.rows, passed))
     work(opened, {}, 2, 0, 1, tmp_path, records)
     assert passed == list(range(24, 30)) and len(records) == 15
-    (tmp_path / "data/unfinished/place-0.json").write_text("{")  # one that can't be read is none
+    (tmp_path / "data/unfinished/place-0.json").write_text("{")  # unreadable: counts as missing
     records.pop("data-00014.arrow")
     passed.clear()
     opened = describe()
@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_reads_no_file_that_is_done_with(tmp_path, monkeypatc
     work(opened, {28: 30}, 2, 0, 1, tmp_path, records)
     assert passed == list(range(30)) and len(records) == 15
     passed.clear()
-    work(opened, {6: 8}, 2, 0, 1, tmp_path, records)  # and one that mends no more than it has to
+    work(opened, {6: 8}, 2, 0, 1, tmp_path, records)  # repairs no more than necessary
     assert passed == list(range(8))
 
 
@@ -111,7 +111,7 @@ def test_processes_take_turns_at_the_shards(tmp_path):
     stream = make_stream(tmp_path / "data", 30)
     for rank in range(3):
         opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 4}, {})
-        opened.count, opened.ended = 0, False  # as if all had begun at once
+        opened.count, opened.ended = 0, False  # as if all began at once
         made = [row for keys in opened.keys({}, 3, rank, 3) for _, row, _, _ in keys]
         assert made == [row for row in range(30) if row // 4 % 3 == rank]
 
@@ -136,11 +136,15 @@ def test_a_stream_of_other_rows_than_before_is_refused(tmp_path):
     )
     opened = describe()
     (tmp_path / "data/unfinished/rows.json").write_text("8")
-    with pytest.raises(SystemExit, match="the stream has 9 rows, and had 8: its data has changed"):
+    with pytest.raises(
+        SystemExit, match="the stream has 9 rows, and had 8 before: its data has changed"
+    ):
         list(opened.keys({}, 2, 0, 1))
     opened = describe({"rows": 11, "skipped": 1})
     assert opened.ended and opened.count == 12
-    with pytest.raises(SystemExit, match="the stream has 9 rows, and had 12: its data has changed"):
+    with pytest.raises(
+        SystemExit, match="the stream has 9 rows, and had 12 before: its data has changed"
+    ):
         list(opened.keys({10: 12}, 2, 0, 1))
     (tmp_path / "data/unfinished/rows.json").unlink()
     opened = StreamedRows(stream().take(0), tmp_path / "data", {"rows_per_shard": 2}, {})
@@ -153,7 +157,7 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path):
     (tmp_path / "data/1.parquet").write_bytes(b"x")
     opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, {})
     with pytest.raises(
-        SystemExit, match="the stream can't be read on .*; the same command goes on"
+        SystemExit, match="the stream can't be read on .*; run the same command to resume"
     ) as stop:
         list(opened.keys({}, 2, 0, 1))
     assert stop.value.alone
@@ -188,6 +192,6 @@ def test_flags_of_a_stream(capsys):
     with pytest.raises(SystemExit):
         precompute_latents.parse_args([*own, "--resolution", "16", "32"])
     assert (
-        "--streaming makes one cache in a pass: give one --resolution, or data on a disk"
+        "--streaming makes only one cache at a time: give one --resolution, or data on a disk"
         in capsys.readouterr().err
     )

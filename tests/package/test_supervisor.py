@@ -1,4 +1,4 @@
-"""A trainer ends with its worker, whoever is killed, and leaves no process."""
+"""A trainer ends with its worker, whichever process is killed, and leaves no process."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from conftest import ROOT, finish, kill, start, wait_until
 
 from diffusion_training.supervisor import Ended, Supervisor, Task, wait_until_free
 
-# Stands for a trainer with a loader process; it notes its own id and that of the loader.
+# Replaces a trainer with a loader process, and writes down the ids of both.
 TRAINER = """
 import json, os, signal, sys, time
 folder, stubborn = sys.argv[1:]
@@ -29,17 +29,18 @@ loader = os.fork()
 if not loader:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
-print("\\ntrainer.py: a sentence", file=sys.stderr, flush=True)
+os.write(2, b"\\xff\\ntrainer.py: a sentence\\n")
 with open(f"{folder}/.pids", "w") as file:
     json.dump([os.getpid(), loader, os.getppid()], file)
 os.rename(f"{folder}/.pids", f"{folder}/pids")
 while True:
     time.sleep(60)
 """
+SAID = "\ufffd\ntrainer.py: a sentence\n"  # its stderr, whose first byte is no text
 
 
 class Worker:
-    """A worker in a process of its own, and the processes that it has started."""
+    """A worker in its own process, and the processes that it started."""
 
     def __init__(self, folder, stubborn=False, save_seconds=20, stops=False):
         command = [sys.executable, "-S", "-c", TRAINER, str(folder), "yes" if stubborn else "no"]
@@ -60,7 +61,7 @@ class Worker:
         self.trainer, self.loader, self.supervisor = json.loads((folder / "pids").read_text())
 
     def is_left(self):
-        """Which of trainer, loader and supervisor live."""
+        """Which of trainer, loader and supervisor are alive."""
         left = []
         for name in ("trainer", "loader", "supervisor"):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -102,16 +103,16 @@ def test_a_trainer_that_does_not_end_is_killed(worker):
 def test_a_job_that_is_over_ends_the_trainer(worker):
     it = worker()
     (it.folder / "over").touch()
-    assert it.ended() == repr(Ended(143, "\ntrainer.py: a sentence\n"))
+    assert it.ended() == repr(Ended(143, SAID))
     assert (it.folder / "saved").exists() and not it.is_left()
 
 
 def test_a_killed_trainer_is_reported_with_what_it_said_and_its_loaders_end(worker):
     it = worker()
     os.kill(it.trainer, signal.SIGKILL)
-    assert it.ended() == repr(Ended(-9, "\ntrainer.py: a sentence\n"))
+    assert it.ended() == repr(Ended(-9, SAID))
     wait_until(lambda: not it.is_left(), 5)
-    assert (it.folder / "log").read_text() == "\ntrainer.py: a sentence\n"
+    assert (it.folder / "log").read_text(errors="replace") == SAID
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
@@ -124,5 +125,5 @@ def test_a_killed_supervisor_takes_the_trainer_with_it(worker):
 
 def test_a_worker_can_tell_the_trainer_to_save(worker):
     it = worker(stops=True)
-    assert it.ended() == repr(Ended(143, "\ntrainer.py: a sentence\n"))
+    assert it.ended() == repr(Ended(143, SAID))
     assert (it.folder / "saved").exists() and not it.is_left()

@@ -33,7 +33,7 @@ def list_tables(source):
 
 
 def copy_table(path, tmp_path, columns=COLUMNS, rows=10):
-    """The table as the download opens it, with its digest, which names the copy here."""
+    """Copy the table as the download does, named by its digest."""
     (tmp_path / COPIES).mkdir(parents=True, exist_ok=True)
     digest = module.digest_table(LOCAL, str(path))
     options = {"columns": columns, "rows_per_group": rows, "folder": str(tmp_path)}
@@ -103,13 +103,13 @@ def test_tables_of_any_kind_hold_the_same(tmp_path):
         module.digest_table(LOCAL, str(tmp_path / "a.parquet"))
         == hashlib.sha256(footer).hexdigest()
     )
-    # Of other columns and rows the same
+    # The same for other columns and rows
     other = copy_table(tmp_path / "a.csv", tmp_path, ["text", "url"], 4)
     assert other["schema"].names == ["text", "url"] and len(read_copy(other, 4)[1]) == 7
 
 
 def test_columns_of_csv_stay_text_as_they_are(tmp_path):
-    """Also where the first megabyte are numbers; and what nobody asked for may be anything."""
+    """Also if the first megabyte has only numbers. Unused columns may hold anything."""
     rows = [
         f"http://a/{i},{i if i < 60_000 else 'a word'},{i:07d},{i % 60_000 or 'x'}\n"
         for i in range(60_001)
@@ -186,7 +186,7 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
     )
     with pytest.raises(SystemExit, match="--input nowhere://x can't be read"):
         list_tables("nowhere://x")
-    # What the download itself has written there is no table
+    # The download's own files there are not tables
     args = argparse.Namespace(input=str(tmp_path), output_dir=str(tmp_path / "sub"))
     assert [path.split("/")[-1] for path in module.list_tables(args)[1]] == [
         "a[1].csv",
@@ -221,19 +221,22 @@ def test_the_tables_of_a_data_set_are_those_of_its_split_and_configuration(tmp_p
     (tmp_path / "README.md").write_text(f"---\n{configs}---\n")
     assert paths(tmp_path, "train", "two") == ["more/train.csv"]
     with pytest.raises(
-        SystemExit, match="--dataset_name .* can't be read .it has no split 'dev', but train, test"
+        SystemExit,
+        match="--dataset_name .* can't be read .it has no split 'dev'; its splits: train",
     ):
         of_dataset(tmp_path / "data", "dev")
     with pytest.raises(SystemExit, match="can't be read .*Config name is missing"):
         of_dataset(tmp_path)
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("no table")
-    with pytest.raises(SystemExit, match="a.txt is no table of URLs: that ends in .parquet, .csv"):
+    with pytest.raises(
+        SystemExit, match="a.txt is not a table of URLs, whose name ends in .parquet"
+    ):
         of_dataset(tmp_path / "text")
 
 
 def test_a_data_set_of_the_hub_is_read_where_it_lies_at_one_commit(monkeypatch):
-    """Through its listing: which names the commit, and which workers open without the data set."""
+    """Through its listing, which names the commit, and which workers open without the data set."""
     urls = [f"hf://datasets/a/b@0123abc/data/{i}.parquet" for i in range(2)]
     said = argparse.Namespace(config=argparse.Namespace(data_files={"train": urls}))
     monkeypatch.setattr(module.datasets, "load_dataset_builder", lambda name, config: said)
@@ -248,14 +251,14 @@ def test_a_data_set_of_the_hub_is_read_where_it_lies_at_one_commit(monkeypatch):
     ("a.csv", b"url,text,id\nhttp://a\nhttp://b,c,d\n", "a.csv can't be used"),
     ("a.jsonl", b'{"url": "a", "text"\n', "a.jsonl can't be used"),
     ("a.csv.gz", b"url,text,id\n", "a.csv.gz can't be used"),
-    ("a.csv", b"URL,text,id\na,b,1\n", "no column 'url' but 'URL', 'text', 'id'"),
-    ("a.csv", b"url, text,id\na,b,1\n", "no column 'text' but 'url', ' text', 'id'"),
+    ("a.csv", b"URL,text,id\na,b,1\n", "no column 'url' among 'URL', 'text', 'id'"),
+    ("a.csv", b"url, text,id\na,b,1\n", "no column 'text' among 'url', ' text', 'id'"),
     ("a.csv", b'url,text,id\na,b,1\na,"b,1\na,b,1\n', "the row that begins in line 3 can't be"),
-    ("a.jsonl", b'{"url": "a", "text": "b"}\n', "no column 'id' but 'url', 'text'"),
+    ("a.jsonl", b'{"url": "a", "text": "b"}\n', "no column 'id' among 'url', 'text'"),
     ("a.csv", b"", "a.csv can't be used"),
     ("a.csv.gz", gzip.compress(b"url,text,id\n" + bytes(range(256)) * 99, mtime=0)[:-9],
      "a.csv.gz can't be used"),
-    ("a.csv", b"url,text,id,text\na,b,1,c\n", "two columns 'text' but 'url', 'text', 'id', 'te"),
+    ("a.csv", b"url,text,id,text\na,b,1,c\n", "two columns 'text' among 'url', 'text', 'id', 'te"),
 ])  # fmt: skip
 def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
@@ -305,10 +308,10 @@ def test_columns_of_shards_are_images_to_datasets():
             ).names
         )
     for change, said in {
-        "other": "file:///1 has other types of columns than file:///0: make them the same",
+        "other": "the columns of file:///1 and file:///0 differ in type: make them the same",
         "url": "--url_column url holds int64, not text",
         "text": "--caption_column text holds list<item: int64>, neither text nor lists of text",
-        "id": r"--keep_columns id: `datasets` has no such column",
+        "id": r"--keep_columns id: `datasets` has no such type",
     }.items():
         kind = {
             "url": pa.int64(),
@@ -343,7 +346,7 @@ def test_every_row_is_in_one_piece_of_work():
 def test_a_copy_that_is_not_as_it_was_written_is_named(tmp_path):
     make_table(tmp_path / "a.parquet", 10)
     (item,) = module.list_items([copy_table(tmp_path / "a.parquet", tmp_path)], 10)
-    with pytest.raises(OSError, match=".parquet is not as it was written: delete it"):
+    with pytest.raises(OSError, match=".parquet has changed since it was written: delete it"):
         module.read_rows(item | {"last": 12})
 
 
@@ -389,8 +392,8 @@ def test_rows_are_chosen_and_counted_while_a_table_is_copied(tmp_path):
     whole = list(range(10))
     assert copy() == [whole] * 3
     assert copy(12) == [whole, [0, 1]] and copy(10) == [whole] and copy(1) == [[0]]
-    assert copy(where="id >= 4") == [whole[4:]] * 3  # by a column that is not kept
-    assert copy(where="id >= 4", columns=COLUMNS) == [whole[4:]] * 3  # and by one that is
+    assert copy(where="id >= 4") == [whole[4:]] * 3  # by a dropped column
+    assert copy(where="id >= 4", columns=COLUMNS) == [whole[4:]] * 3  # and by a kept one
     assert copy(9, "id >= 4") == [whole[4:], [4, 5, 6]] and copy(8, "id in [1, 9]") == [[1, 9]] * 3
     # each choice has its own copy
     assert len(list((tmp_path / COPIES).iterdir())) == 3 + 3 + 1 + 3 + 3 + 2 + 3

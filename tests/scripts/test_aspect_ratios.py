@@ -97,7 +97,7 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, data, m
 
 
 def test_small_images_keep_their_size_in_the_cache_and_in_the_step(tmp_path, data, capfd):
-    """At 32 px: of (20, 24), (40, 20), (18, 50) and (30, 30) none reaches its bucket."""
+    """At 32 px none of (20, 24), (40, 20), (18, 50) and (30, 30) reaches its bucket."""
     models, small = (
         make_models(tmp_path),
         ["--center_crop", "--resolution=32", "--bucket_no_upscale"],
@@ -115,7 +115,7 @@ def test_small_images_keep_their_size_in_the_cache_and_in_the_step(tmp_path, dat
     squares = transform_flags(tmp_path, *small)
     squares.remove("--bucket_step=4")
     said = refused(capfd, train, *train_flags(tmp_path, models, "three"), *squares)
-    assert "--bucket_no_upscale is for images of several sizes: give --bucket_step as well" in said
+    assert "--bucket_no_upscale does nothing without --bucket_step: give both" in said
 
 
 def test_a_cache_holds_each_size_and_its_mask(tmp_path, data, monkeypatch):
@@ -133,7 +133,7 @@ def test_a_cache_holds_each_size_and_its_mask(tmp_path, data, monkeypatch):
         assert len(row["latents"]) == len(row["latents_flipped"]) == 8 * height * width
         mask = np.array(row["mask"]).reshape(height, width)
         assert (mask == 255).all() == (i % 3 > 0)
-    # A white half is a white half of the latents, and of the mirrored ones the other
+    # A white half of the image is a white half of the latents, and the other half if mirrored
     half = np.zeros((30, 30), np.uint8)
     half[:, :15] = 255
     Image.fromarray(half).save(data / "03.mask.png")
@@ -151,7 +151,7 @@ def test_a_cache_holds_each_size_and_its_mask(tmp_path, data, monkeypatch):
             mask = script.prepare_batch(found, 0.0, batch).loss_inputs["mask"]
             white = mask[..., 5:] if batch["flipped"] else mask[..., :3]
             assert mask.shape == (1, 1, 8, 8) and white.min() > 0.98 and mask.mean() < 0.52
-            # who reads the batch finds the mask mirrored with what is beside it
+            # the batch's mask is mirrored like the image
             given = batch["mask"].view(mask.shape) if name == "latents" else batch["mask"]
             side = given.shape[-1] * 3 // 8
             white = given[..., -side:] if batch["flipped"] else given[..., :side]
@@ -165,7 +165,7 @@ def load(flags):
 
 
 def test_what_a_mask_hides_does_not_move_the_weights(tmp_path, data):
-    """With a black mask over the right half, whatever stands there, the loss is the same."""
+    """A black mask over the right half: the loss does not depend on the pixels there."""
     models, losses = make_models(tmp_path), []
     for name in os.listdir(data):
         if name.endswith(".png"):
@@ -288,7 +288,7 @@ def test_masks_are_no_rows_and_those_that_do_not_fit_are_named(tmp_path, data, c
     assert [row["key"] for row in skipped] == ["00.png", "03.png"] and len(rows) == 10
     assert skipped[0]["reason"] == "its mask has 7 x 7 pixels, the image 24 x 20"
     assert skipped[1]["reason"] == "its mask: cannot identify image file"
-    assert "files are not used" not in capfd.readouterr().out  # captions and masks are
+    assert "files are not used" not in capfd.readouterr().out  # captions and masks are used
     # The same command again finds it whole; another mask is another cache
     before = (cache / "state.json").stat().st_mtime_ns
     make_cache(tmp_path, models, "--max_skipped=0.5")
@@ -300,12 +300,12 @@ def test_masks_are_no_rows_and_those_that_do_not_fit_are_named(tmp_path, data, c
 
 
 def test_masks_are_found_where_metadata_name_the_images(tmp_path, data):
-    """`datasets` leaves out what they do not name, and with it the masks."""
+    """`datasets` skips files that metadata do not name, such as the masks."""
     names = [f"{i:02}.png" for i in range(12)]
     (data / "metadata.jsonl").write_text(
         "\n".join(json.dumps({"file_name": name, "text": "a"}) for name in names)
     )
-    for path in data.glob("*.txt"):  # captions in two places would be refused
+    for path in data.glob("*.txt"):  # captions in two places are an error
         path.unlink()
     cache = make_cache(tmp_path, make_models(tmp_path), "--center_crop")
     rows = datasets.load_from_disk(str(cache))
@@ -335,8 +335,8 @@ def test_masks_of_a_column(tmp_path):
 
 @pytest.mark.parametrize("flags, said", [
     (["--bucket_step=3"],
-     "--bucket_step 3 does not suit: it must divide --resolution 16 and be a multiple of 2"),
-    (["--bucket_step=6"], "--bucket_step 6 does not suit"),
+     "--bucket_step 3 must divide --resolution 16 and be a multiple of 2"),
+    (["--bucket_step=6"], "--bucket_step 6 must divide"),
     (["--mask_column=nothing"],
      "has no column 'nothing' but image, text: choose with --mask_column"),
 ])  # fmt: skip

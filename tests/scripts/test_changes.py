@@ -102,7 +102,7 @@ def make_others(folder, column):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Images of all kinds, tiny models, and what stands for DINOv2."""
+    """Images of all kinds, tiny models, and a tiny DINOv2."""
     folder = tmp_path_factory.mktemp("changes")
     make_models(folder)
     make_prx(folder / "prx")
@@ -113,7 +113,7 @@ def root(tmp_path_factory):
     make_others(folder / "second", "depth")
     make_others(folder / "masked", "mask")
     make_images(folder / "labels", 8)
-    for i in range(8):  # a folder a class
+    for i in range(8):  # one folder per class
         (folder / f"labels/{i % 3}").mkdir(exist_ok=True)
         (folder / f"labels/{i}.png").rename(folder / f"labels/{i % 3}/{i}.png")
     torch.manual_seed(0)
@@ -125,14 +125,14 @@ def root(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_downloads(monkeypatch):
-    """In place of VGG's weights, a layer that sees colours."""
+    """Replace VGG with a random layer."""
     features = lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3))
     fake = lambda weights: types.SimpleNamespace(features=features())
     monkeypatch.setattr("torchvision.models.vgg16", fake)
 
 
 def list_flags(root, output, name, trainer, kind="images"):
-    """A run of 4 steps on 6 images; later flags win over these."""
+    """A run of 4 steps on 6 images; later flags override these."""
     source = name if name in ("labels", "second", "masked") else "images"
     source = "masked" if name == "inpainting" else source
     common = [
@@ -161,11 +161,11 @@ def list_flags(root, output, name, trainer, kind="images"):
 
 
 def use_column(monkeypatch, change):
-    """Put the columns of a change in place of those of the package."""
+    """Replace the package's columns with those of a change."""
     text, _ = change_text(change, "diffusion_training/latents/columns.py")
     changed = types.ModuleType("changed_columns")
-    monkeypatch.setitem(sys.modules, "changed_columns", changed)  # its data class looks for it
-    exec(text.replace("(8, 64, 64)", "(8, 8, 8)"), vars(changed))  # of 16 pixels, not 512
+    monkeypatch.setitem(sys.modules, "changed_columns", changed)  # its data class needs it
+    exec(text.replace("(8, 64, 64)", "(8, 8, 8)"), vars(changed))  # for 16 pixels, not 512
     patch(monkeypatch, "EXTRA_COLUMNS", changed.EXTRA_COLUMNS)
 
 
@@ -183,7 +183,7 @@ def make_cache(root, folder, name, trainer, change, *more):
 
 
 def list_runs():
-    """All pairs of a change and a trainer that it names; inpainting from a cache besides."""
+    """All pairs of a change and a trainer in it; also inpainting from a cache."""
     for name, change in zip(NAMES, CHANGES, strict=True):
         for trainer, script in TRAINERS.items():
             if re.search(rf"^--- .*{script}", change, re.M):
@@ -217,7 +217,7 @@ def test_a_change_trains_and_resumes_to_the_same_bits(
     step = script.train_step
 
     def copy_at_step_3(*given):
-        """What a kill would leave: step 3 is lost, checkpoint-2 is there."""
+        """Copy the folder as a kill would leave it: without step 3, with checkpoint-2."""
         if given[9] == 3 and not (tmp_path / "killed").exists():
             shutil.copytree(tmp_path / "out", tmp_path / "killed")
         return step(*given)
@@ -271,7 +271,7 @@ def test_a_huber_loss_is_trained_on(root, tmp_path):
         flags = list_flags(root, tmp_path / kind, "huber", "unconditional")
         train(script, *flags, f"--loss_type={kind}", "--max_train_steps=1")
         losses.append(metrics(tmp_path / kind)[0]["loss"])
-    assert losses[1] < 0.6 * losses[0]  # half the square, or less beyond 1
+    assert losses[1] < 0.6 * losses[0]  # half the square, or less for errors above 1
 
 
 def test_class_labels_of_a_column_reach_the_unet(root, tmp_path, monkeypatch):
@@ -280,7 +280,7 @@ def test_class_labels_of_a_column_reach_the_unet(root, tmp_path, monkeypatch):
     seen, forward = [], UNet2DModel.forward
 
     def spy(self, sample, timestep, class_labels=None, **rest):
-        if not sample.is_meta:  # the trial at the start, without numbers
+        if not sample.is_meta:  # the check of shapes has no numbers
             levels = ((sample.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().tolist()
             seen.append((self.training, levels, class_labels.tolist()))
         return forward(self, sample, timestep, class_labels, **rest)
@@ -340,7 +340,7 @@ def test_a_masked_loss_counts_where_the_mask_is_white(root, tmp_path):
 
 
 def test_what_a_change_adds_is_counted_and_only_models_are_trained(root, tmp_path, monkeypatch):
-    """Operations and memory of a further trained module, and of a network of the loss."""
+    """Operations and memory of a further trained module, and of a network for the loss."""
     seen = {}
 
     def spy_on_loss(copies, loss, prepared):
@@ -370,7 +370,7 @@ def test_what_a_change_adds_is_counted_and_only_models_are_trained(root, tmp_pat
     # 64 numbers to one, forward, and backward to the weights
     assert module["operations"] - plain["operations"] == 2 * 2 * 64
     assert module["memory"]["weights"] - plain["memory"]["weights"] == 4 * 65
-    # VGG's place: two of 14 x 14 pixels forward and one of them backward; the VAE comes on top
+    # VGG's replacement: two images of 14 x 14 pixels forward, one backward; and the VAE
     vgg = 3 * 2 * (3 * 9) * 8 * 14**2
     assert perceptual["operations"] - plain["operations"] > 2 * vgg
     assert perceptual["memory"]["encoders"] > plain["memory"]["encoders"] + 4 * 8 * (3 * 9 + 1)

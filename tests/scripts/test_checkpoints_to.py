@@ -33,13 +33,13 @@ pytestmark = pytest.mark.usefixtures("without_figures", "soon")
 
 @pytest.fixture
 def soon(monkeypatch):
-    """A run is taken for dead after 0.2 s of silence."""
+    """A run counts as dead after 0.2 s of silence."""
     patch(monkeypatch, "RETRY", 0.1)
 
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
-    """6 steps; checkpoints, held-out losses and samples come after each second one."""
+    """6 steps; checkpoints, held-out losses and samples at every second one."""
     make_images(tmp_path / "images", 8)
     return [
         f"--train_data_dir={tmp_path / 'images'}",
@@ -92,7 +92,7 @@ def assert_same_run(one, other, last):
 
 
 def check_copies(folder):
-    """The steps of the checkpoints that are whole, each of which is as it was written."""
+    """Return the steps of complete checkpoints. Their bytes must be as written."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     steps = find_whole(names, "checkpoint")
     for step in steps:
@@ -122,7 +122,7 @@ def test_a_run_that_lost_its_disk_ends_with_the_same_bits(tmp_path, flags, capfd
     assert_same_run(whole, out, "checkpoint-6")
     assert check_copies(copies) == [6] and checkpoints(out) == {"checkpoint-6"}
     shutil.rmtree(out)
-    train(*flags, "--resume_from_checkpoint=checkpoint-6")  # there is nothing left to train
+    train(*flags, "--resume_from_checkpoint=checkpoint-6")  # the run is done
     assert_same_run(whole, out, "checkpoint-6")
 
 
@@ -148,7 +148,7 @@ def test_after_a_signal_the_last_copy_is_waited_for_and_told_if_it_does_not_come
     assert run(*argv, log=log) == {0}
     assert time.monotonic() - begin < 20
     lost = f"checkpoint-{steps[-1] + 2}"
-    said = rf"Not copied to .*copies: {lost}, .*The same command copies it, if .*out is still"
+    said = rf"Not copied to .*copies: {lost}, .*The same command copies it, if .*out still exists"
     assert re.search(said, log.read_text()) and check_copies(tmp_path / "copies") == steps
     monkeypatch.undo()
     assert run(*argv, "--checkpoints_to_timeout=60", log=log) == {0}  # and it does
@@ -166,7 +166,7 @@ def test_a_store_that_fails_ends_no_training(tmp_path, flags, monkeypatch, capfd
     monkeypatch.setattr(Store, "write", fail)
     train(*flags)
     assert check_copies(tmp_path / "copies") == [2, 4, 6]
-    said = f"Copying to {tmp_path / 'copies'} failed (503 slow down): it is tried again later"
+    said = f"Copying to {tmp_path / 'copies'} failed (503 slow down); the run tries again later"
     assert said in capfd.readouterr().err
 
 
@@ -180,7 +180,7 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path, flags,
     for to in (tmp_path / "out", tmp_path / "out/copies", tmp_path):
         with pytest.raises(SystemExit):
             train(*flags, f"--checkpoints_to={to}")
-        assert "must be two folders, neither in the other" in capfd.readouterr().err
+        assert "must be separate folders: neither may be in the other" in capfd.readouterr().err
 
 
 def test_machines_that_share_no_folder_fetch_what_the_first_one_resumes(tmp_path, flags):
@@ -236,7 +236,7 @@ def test_a_bucket_is_resumed_from(tmp_path, flags, storage, monkeypatch):
 
 
 class Address:
-    """Where a run that is killed is copied to, as it is seen from another program."""
+    """The address of the copies of a killed run, as another program sees it."""
 
     def __init__(self, folder, bucket=None):
         self.folder = folder
@@ -244,7 +244,7 @@ class Address:
         self.url = f"s3://{bucket.name}/run" if bucket else folder
 
     def list(self):
-        """The steps of the whole checkpoints."""
+        """The steps of the complete checkpoints."""
         if self.bucket:
             names = {item.key.removeprefix("run/") for item in self.bucket.objects.all()}
         else:
@@ -263,7 +263,7 @@ class Address:
 
 
 def kill_and_resume(tmp_path, flags, num_processes, num_kills, address):
-    """Kill a run again and again, mostly with its disk; in the end it is as one undisturbed."""
+    """Kill a run repeatedly, mostly with its disk. It ends like an undisturbed one."""
     last = 4 * num_kills
     flags = [*flags, LATEST, f"--max_train_steps={last}", "--checkpointing_steps=1"]
     flags += ["--validation_steps=3", "--checkpoints_total_limit=2"]

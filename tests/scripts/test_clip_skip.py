@@ -62,7 +62,7 @@ def show_layers(pipeline):
 @pytest.mark.parametrize("kind", ["sd", "sdxl"])
 def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
     folder = make_sdxl(tmp_path) if kind == "sdxl" else make_models(tmp_path)
-    for suffix in ("", "_2")[: 1 + (kind == "sdxl")]:  # three layers, so that one is left of SDXL's
+    for suffix in ("", "_2")[: 1 + (kind == "sdxl")]:  # three layers, so that SDXL keeps one
         config = CLIPTextConfig.from_pretrained(folder / f"text_encoder{suffix}")
         config.num_hidden_layers = 3
         torch.manual_seed(3)
@@ -98,14 +98,14 @@ def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
             )
         assert torch.equal(ours["prompt_embeds"], embeds)
         empty = encode_empty_prompt(encoders, base)
-        if kind == "sdxl":  # of which zeros are the rule
+        if kind == "sdxl":  # it uses zeros
             assert torch.equal(ours["pooled_prompt_embeds"], pooled[0])
-        else:  # what the pipeline has for no prompt is of the last layer
+        else:  # the pipeline's empty prompt is from the last layer
             torch.testing.assert_close(empty["prompt_embeds"], negative[0], rtol=0, atol=1e-6)
         saved = text_encoders[0].state_dict().keys()
         assert not any(name.startswith("text_model.text_model") for name in saved)
     assert not torch.allclose(found[None]["prompt_embeds"], found[1]["prompt_embeds"])
-    with pytest.raises(SystemExit, match="--clip_skip 3 leaves nothing of 3 layers"):
+    with pytest.raises(SystemExit, match="--clip_skip 3 leaves none of 3 layers"):
         load_encoders(open_base(replace(args, clip_skip=3)), torch.float32)
 
 
@@ -126,7 +126,7 @@ def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
     images = f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--center_crop"
     runs = {
         "images": [*images, "--clip_skip=1"],
-        "cache": [f"--latents_dir={tmp_path / 'cache'}"],  # which says it
+        "cache": [f"--latents_dir={tmp_path / 'cache'}"],  # the cache records it
         "ids": [f"--latents_dir={tmp_path / 'ids'}", "--clip_skip=1"],
         "last": images,
     }
@@ -162,12 +162,12 @@ def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
     )
     for folder, flag, said in (
         ("none", 1, "text_encoder.clip_skip None -> 1"),
-        ("cache", 2, "--clip_skip 2 leaves nothing of 2 layers"),
+        ("cache", 2, "--clip_skip 2 leaves none of 2 layers"),
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             train(tmp_path, models, f"--latents_dir={tmp_path / folder}", f"--clip_skip={flag}")
         assert said in capfd.readouterr().err
-    with pytest.raises(SystemExit):  # a half-made cache is not gone on with
+    with pytest.raises(SystemExit):  # a half-made cache is not resumed
         precompute(tmp_path, models, "--center_crop")
     assert "holds another cache (text_encoder.clip_skip 1 -> None)" in capfd.readouterr().err
 

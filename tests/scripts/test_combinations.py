@@ -20,7 +20,7 @@ from diffusion_training.order import step_seed
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 KOHYA = "pytorch_lora_weights_kohya.safetensors"
-# All features together. Averaging the weights needs no flag.
+# All features together. EMA needs no flag.
 ALL = ["--rank=4", "--lora_alpha=8", "--mixed_precision=bf16", "--optimizer=adamw8bit",
        "--gradient_checkpointing", "--random_flip", "--caption_dropout=0.3",
        "--gradient_accumulation_steps=2", "--train_batch_size=2"]  # fmt: skip
@@ -50,7 +50,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def truly_eight_bits(monkeypatch):
-    """Below 4,096 numbers bitsandbytes keeps 32 bits, and no tensor of an adapter has more here."""
+    """Use 8 bits for small tensors too: bitsandbytes keeps 32 bits below 4,096 numbers."""
     import bitsandbytes
 
     few = functools.partial(bitsandbytes.optim.AdamW8bit, min_8bit_size=16)
@@ -59,7 +59,7 @@ def truly_eight_bits(monkeypatch):
 
 @pytest.fixture
 def flags(tmp_path, inputs):
-    """Steps of four of twelve images; later flags win over these."""
+    """Steps of four images out of twelve; later flags override these."""
     return [
         f"--pretrained_model_name_or_path={inputs / 'sdxl'}", f"--output_dir={tmp_path / 'out'}",
         "--max_train_steps=4", "--learning_rate=1e-2", "--lr_warmup_steps=0", "--logging_steps=1",
@@ -95,9 +95,7 @@ def test_a_row_takes_what_is_said(inputs, capfd):
     for more, mask, wanted in ((flags, 64, 8 + 16), (flags[1:], 64, 16)):
         precompute(inputs, "none", *more)
         each = 2 * 2 * 8 * 64 + 2 * 4 * 8 + wanted + mask
-        said = (
-            f"12 rows of {'up to ' * (wanted > 16)}{each / 1e3:.2f}kB (64.0B of it the caption's)"
-        )
+        said = f"12 rows of {'up to ' * (wanted > 16)}{each / 1e3:.2f}kB (64.0B for the caption)"
         assert said in capfd.readouterr().out
     rows = datasets.load_from_disk(str(inputs / "cache"))
     square = rows.with_format("arrow")[0]
@@ -117,7 +115,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, request, flags, num_proce
         *flags, *request.getfixturevalue(source), *ALL, *more, "--holdout=2",
         "--checkpointing_steps=1", "--validation_prompts=a digit", "--validation_epochs=1",
     ]  # fmt: skip
-    # of one name, which the files hold
+    # the same folder name, because the files contain it
     whole, rest = tmp_path / "whole/lora", tmp_path / "rest/lora"
     again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
     for argv in ([f"--output_dir={whole}"], [f"--output_dir={rest}", again]):
@@ -125,7 +123,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, request, flags, num_proce
         assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
     one, other = contents(whole), contents(rest)
     early = ("checkpoint-1/", "checkpoint-2/", "samples/step-0000000.png")
-    # Accelerate copies the optimizer's state here, so bitsandbytes' one table is saved many times
+    # Accelerate copies the optimizer's state, so bitsandbytes' shared table is saved repeatedly
     if num_processes > 1:
         early += ("checkpoint-3/optimizer.bin", "checkpoint-4/optimizer.bin")
     assert FILE in other and any(name.endswith(".png") for name in other)
@@ -158,7 +156,7 @@ def test_the_file_draws_in_the_pipeline_what_the_run_drew(
     tmp_path, flags, cache, inputs, more, monkeypatch
 ):
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
-    files = [FILE] if more else [FILE, KOHYA]  # which diffusers reads
+    files = [FILE] if more else [FILE, KOHYA]  # diffusers reads these
     train(*flags, *cache, *ALL, *more, "--validation_prompts=a digit one", "--mixed_precision=no")
     out = tmp_path / "out"
     assert {path.name for path in out.glob("*.safetensors")} == {FILE, KOHYA}
@@ -267,7 +265,7 @@ def test_the_table_has_every_pair():
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory):
-    """[arguments of the source] of a run, whose cache is made when it is first asked for."""
+    """The flags of a run's data. A cache is made at its first use."""
     folder = tmp_path_factory.mktemp("pairs")
     for make in (make_models, make_sdxl):
         (folder / make.__name__).mkdir()

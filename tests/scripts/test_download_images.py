@@ -1,4 +1,4 @@
-"""Downloads from a server that is as bad as the web; tests of Ray start a real one here.
+"""Downloads from a server as faulty as the web. Tests of Ray start a real Ray here.
 
 Single requests, images, tables and shards are tested in tests/package.
 """
@@ -70,7 +70,7 @@ def local_ray(ray_folder, storage):
         "log_to_driver": False,
     }
     with pytest.MonkeyPatch.context() as m:
-        # in this process's folder, workers would import its files instead of those they are sent
+        # in this folder, workers would import its files instead of the ones sent to them
         m.chdir("/")
         ray.init("local", runtime_env=sent, **options)
     yield ray.get_runtime_context().gcs_address
@@ -78,7 +78,7 @@ def local_ray(ray_folder, storage):
 
 
 def run_here(items, args, output_dir, schema, script=script):
-    """What `run_items` does, without Ray: one piece of work after the other."""
+    """`run_items` without Ray: one piece of work after the other."""
     for item in items:
         yield script.download_shard(item, args, output_dir, schema)
 
@@ -90,9 +90,9 @@ def here(monkeypatch):
 
 @pytest.fixture
 def lazy_ray(monkeypatch):
-    """Stands for Ray: a task runs when its result is asked for.
+    """Replaces Ray: a task runs when its result is read.
 
-    Gives the list of the tasks that were started, as (name of the function, first argument).
+    Returns the started tasks as (name of the function, first argument).
     """
     started = []
 
@@ -155,7 +155,7 @@ def run(table, output, *flags):
 
 
 def start(table, output, *flags, env=None):
-    """The same as a process of its own."""
+    """The same in a separate process."""
     command = [
         sys.executable,
         ROOT / "download_images.py",
@@ -189,7 +189,7 @@ def refused(capsys, table, output, *flags):
 
 
 def contents(folder):
-    """{name: bytes} of all files but the settings and the copy of the table."""
+    """{name: bytes} of all files except the settings and the copy of the table."""
     paths = [
         path
         for path in sorted(Path(folder).rglob("*"))
@@ -216,7 +216,7 @@ def read_failures(folder):
 
 
 def check_download(server, kinds, folder):
-    """Every good image is there once, in order, unchanged; every bad one is listed with why."""
+    """Every good image is there once, in order, unchanged. Bad ones are listed with a reason."""
     rows, failures = read_rows(folder), read_failures(folder)
     good = [i for i, kind in enumerate(kinds) if kind in GOOD]
     assert [row["id"] for row in rows] == good
@@ -268,7 +268,7 @@ def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(
 
 @pytest.mark.ci
 def test_the_work_itself_gives_the_same_bytes_without_ray(local_ray, server, tmp_path, monkeypatch):
-    """Which most of these tests lean on."""
+    """Most of these tests rely on this."""
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 23), f"{server.url}/missing/23"]
     )
@@ -380,7 +380,7 @@ def test_tables_at_an_address_are_copied_by_tasks_while_others_are_downloaded_fr
     assert run_there("tables", "--where", "id >= 0") == 7 * [copy] + 7 * [shard]
     assert run_there("lines") == 7 * [copy] + 7 * [shard]
 
-    # What is gone when its turn comes is named.
+    # A file that disappears before it is read is named.
     def lose(*args, count=script.foresee_copies, **options):
         tables = count(*args, **options)
         fs.rm("/tables/0.parquet")
@@ -392,7 +392,7 @@ def test_tables_at_an_address_are_copied_by_tasks_while_others_are_downloaded_fr
     assert "memory:///tables/0.parquet can't be used" in said
     assert len(whole(tmp_path / "gone")) == 6
     said = refused(capsys, "memory://lines", tmp_path / "no", "--url_column", "URL")
-    assert "memory:///lines/0.jsonl can't be used (no column 'URL' but 'url', 'text', 'id'" in said
+    assert "memory:///lines/0.jsonl can't be used (no column 'URL' among 'url', 'text'" in said
 
 
 def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tmp_path, capsys):
@@ -432,7 +432,7 @@ def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tm
     )
     none = refused(capsys, tmp_path / "tables", tmp_path / "none", "--where", "id > 100")
     assert "holds no rows with --where id > 100" in none
-    assert "no column 'wide' but 'url'" in refused(
+    assert "no column 'wide' among 'url'" in refused(
         capsys, tmp_path / "tables", tmp_path / "no", "--where", "wide > 1"
     )
 
@@ -448,7 +448,7 @@ def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(
 ):
     # rows in shards of 3; the last holds nothing new but image 5
     numbers = [0, 1, 0, 2, 1, 3, 3, 4, 0, 5, 0, 0]
-    kinds = ["image", "slow", "type"]  # by other ways the same bytes
+    kinds = ["image", "slow", "type"]  # the same bytes from other paths
     urls = [f"{server.url}/{kinds[i % 3]}/{number}" for i, number in enumerate(numbers)]
     table, flags = (
         make_table(tmp_path / "urls.parquet", urls),
@@ -503,14 +503,14 @@ def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(
     ([*GIVEN, "--timeout", "0"], "--timeout: 0 is not between 0.001 and"),
     ([*GIVEN, "--timeout", "nan"], "--timeout: nan is not between 0.001 and"),
     ([*GIVEN, "--max_aspect_ratio", "0.5"], "--max_aspect_ratio: 0.5 is not between 1 and"),
-    ([*GIVEN, "--where", "width = 3"], "--where: 'width = 3' is no expression"),
+    ([*GIVEN, "--where", "width = 3"], "--where: 'width = 3' is not an expression"),
     ([*GIVEN, "--jpeg_quality", "101"], "--jpeg_quality: 101 is not between 1 and 100"),
     ([*GIVEN, "--keep_columns", "width"], "two columns 'width'"),
     ([*GIVEN, "--keep_columns", "id", "id"], "two columns 'id'"),
-    ([*GIVEN, "--num_cpus", "2", "--address", "auto"], "--num_cpus is for a Ray"),
+    ([*GIVEN, "--num_cpus", "2", "--address", "auto"], "--num_cpus works only if Ray"),
     (["--input", "x", "--output_dir", "/tmp/ray/working_dir_files/y"],
      "Ray deletes /tmp/ray/working_dir_files/y"),
-    ([*GIVEN, "--user_agent", "me/1.0\nX: y"], "would be more than one line of a request"),
+    ([*GIVEN, "--user_agent", "me/1.0\nX: y"], "must be one line of printable characters"),
     ([*GIVEN, "--allow_private_addresses", "10.0.0.1/8"], "--allow_private_addresses"),
 ])  # fmt: skip
 def test_bad_flags_end_in_a_sentence(flags, message, capsys, tmp_path, monkeypatch):
@@ -524,7 +524,7 @@ def test_bad_flags_end_in_a_sentence(flags, message, capsys, tmp_path, monkeypat
 def test_bad_tables_end_in_a_sentence(tmp_path, capsys):
     table, out = make_table(tmp_path / "urls.parquet", ["http://127.0.0.1/"] * 3), tmp_path / "out"
     assert "can't be read" in refused(capsys, tmp_path / "none.parquet", out)
-    assert "no column 'URL' but 'url', 'text', 'id'" in refused(
+    assert "no column 'URL' among 'url', 'text', 'id'" in refused(
         capsys, table, out, "--url_column", "URL"
     )
     assert "--caption_column id holds int64" in refused(
@@ -548,7 +548,7 @@ def test_other_folders_and_settings_are_refused(here, server, tmp_path, capsys):
     make_table(tmp_path / "urls.parquet", good_urls(server, 5, "type"))
     assert re.search(r"input.sha256 \w+ -> \w+\)", refused(capsys, table, out))
     assert contents(out) == before
-    # What does not change the images is free to differ
+    # Flags that do not change the images may differ
     make_table(tmp_path / "urls.parquet", good_urls(server, 5))
     run(table, out, "--retries", 5, "--connections", 3, "--timeout", 9)
     assert contents(out) == before
@@ -595,7 +595,7 @@ def test_a_run_without_one_image_is_none(here, server, tmp_path, capsys):
     )
     for _ in range(2):
         said = refused(capsys, table, out)
-        assert "not one of 3 rows has given an image: 100.0% failed (HTTP 404 100.0%)" in said
+        assert "none of 3 rows gave an image: 100.0% failed (HTTP 404 100.0%)" in said
     assert len(read_failures(out)) == 3
 
 
@@ -634,7 +634,7 @@ def test_urls_of_any_length_and_bytes_do_no_harm(here, server, tmp_path):
 
 
 def test_a_full_disk_ends_in_a_sentence(here, server, tmp_path, capsys):
-    """Here: a folder where the shard should be."""
+    """Here a folder takes the place of the shard."""
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     name = "data-00001-of-00002.parquet"
@@ -668,7 +668,7 @@ def test_a_shard_that_is_not_as_recorded_is_named_and_mended(here, server, tmp_p
     run(table, out, "--rows_per_shard", 3)
     before, path = contents(out), out / "data-00001-of-00003.parquet"
     path.write_bytes(path.read_bytes()[:-100])
-    assert "1 shards, such as data-00001-of-00003.parquet, are not as recorded" in refused(
+    assert "1 shards, such as data-00001-of-00003.parquet, differ from their records" in refused(
         capsys, table, out, "--rows_per_shard", 3
     )
     run(table, out, "--rows_per_shard", 3)
@@ -677,7 +677,7 @@ def test_a_shard_that_is_not_as_recorded_is_named_and_mended(here, server, tmp_p
 
 @pytest.mark.parametrize("what", ["shard", "record", "settings"])
 def test_what_was_damaged_is_mended_or_named(here, server, tmp_path, capsys, what):
-    """Here by bytes that changed in the middle, which leaves the footer of a shard as it is."""
+    """Here bytes in the middle change, and the footer of the shard does not."""
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     before, record = contents(out), out / "__download__/records/data-00001-of-00003.json"
@@ -696,7 +696,7 @@ def test_what_was_damaged_is_mended_or_named(here, server, tmp_path, capsys, wha
         return
     if what == "record":
         (out / "__download__/summary.json").unlink()
-        assert "the same command mends it" in refused(capsys, table, out, "--rows_per_shard", 3)
+        assert "run the same command again" in refused(capsys, table, out, "--rows_per_shard", 3)
     else:
         record.unlink()
     run(table, out, "--rows_per_shard", 3)
@@ -711,7 +711,7 @@ def test_two_downloads_into_one_folder_are_refused(server, tmp_path, capsys):
 
 
 def test_retry_failed_keeps_what_was_got(here, server, tmp_path):
-    """Passing failures are tried again, permanent ones are not; no good row is repeated or lost."""
+    """Temporary failures are retried, permanent ones are not. No good row is repeated or lost."""
     urls = good_urls(server, 12)
     urls[1], urls[4], urls[7] = (
         f"{server.url}/flaky/1",
@@ -730,7 +730,7 @@ def test_retry_failed_keeps_what_was_got(here, server, tmp_path):
     run(table, out, *flags)
     assert not server.requests
     old = contents(out)
-    run(table, out, *flags, "--retry_failed")  # still unwilling
+    run(table, out, *flags, "--retry_failed")  # they still fail
     assert server.requests == {"/flaky/1": 1, "/flaky/7": 1}
     assert {k: v for k, v in contents(out).items() if "data-" in k} == {
         k: v for k, v in old.items() if "data-" in k
@@ -742,8 +742,8 @@ def test_retry_failed_keeps_what_was_got(here, server, tmp_path):
         make_image(i) for i in range(12) if i != 4
     ]
     assert [(f["row"], f["reason"]) for f in read_failures(out)] == [(4, "HTTP 404")]
-    assert server.requests == {"/flaky/1": 6, "/flaky/7": 6}  # no good row was asked for again
-    # The same shards as if all had been well at once
+    assert server.requests == {"/flaky/1": 6, "/flaky/7": 6}  # no good row was requested again
+    # The same shards as without the failures
     server.requests |= {"/flaky/1": 5, "/flaky/7": 5}
     run(table, tmp_path / "fresh", *flags)
     assert contents(out) == contents(tmp_path / "fresh")
@@ -773,7 +773,7 @@ def undisturbed(server, tmp_path, *flags):
 
 
 def whole(folder):
-    """Numbers of the shards that are done."""
+    """Numbers of the finished shards."""
     return sorted(
         int(path.name[5:10]) for path in Path(folder).glob("__download__/records/data-*.json")
     )
@@ -803,24 +803,24 @@ def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(
 ):
     flags, out = ["--rows_per_shard", "10"], tmp_path / "out"
     table, expected = undisturbed(server, tmp_path, *flags)
-    # The server holds images back until the processes are where the test wants them, so that it
-    # does not matter how fast they are.
+    # The server holds images back until the processes have reached a known state, so that their
+    # speed does not matter.
     server.held = 40
     driver = start(table, out, *flags, "--address", local_ray)
     wait_until(lambda: whole(out) == [0, 1, 2, 3] and server.open > 4)  # so that requests are lost
     killed = [worker.kill() for worker in workers(local_ray)]
     server.held = 80
     repeated = lambda: [path for path, count in server.requests.copy().items() if count > 1]
-    wait_until(lambda: len(whole(out)) >= 5 and repeated())  # others go on
+    wait_until(lambda: len(whole(out)) >= 5 and repeated())  # others continue
     again = repeated()
     assert killed and len(again) <= len(killed) * 10  # no more than the shards in work
     driver.send_signal(number)
     printed = end(driver, code)
     if number != signal.SIGKILL:
-        assert "the same command goes on from here" in printed and "Traceback" not in printed, (
+        assert "the same command continues from here" in printed and "Traceback" not in printed, (
             printed
         )
-    wait_until(lambda: not workers(local_ray))  # Ray ends what a lost driver started
+    wait_until(lambda: not workers(local_ray))  # Ray ends the workers of a lost driver
     assert 5 <= len(whole(out)) < 12
     for shard in whole(out):
         name = f"data-{shard:05d}-of-00012.parquet"

@@ -1,4 +1,4 @@
-"""Samples are drawn from prompts that were encoded once: no text encoder is loaded to draw."""
+"""Samples use prompts that were encoded once: sampling loads no text encoder."""
 
 import pytest
 from conftest import make_captioned, make_models, make_prx, patch, reset
@@ -48,7 +48,7 @@ def train(script, flags):
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("kind", ["unet", "lora", "transformer"])
 def test_it_is_loaded_for_the_data_and_the_result_only(tmp_path, loads, kind, cached):
-    """Once for the data, and once for a pipeline that is saved, whatever is drawn."""
+    """Once for the data and once for a saved pipeline, with any number of samples."""
     make_captioned(tmp_path / "images", 6)
     models = make_models(tmp_path)
     images = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--center_crop"]
@@ -68,6 +68,6 @@ def test_it_is_loaded_for_the_data_and_the_result_only(tmp_path, loads, kind, ca
         images.append("--dataloader_num_workers=0")
     loads.clear()
     train(script, make_flags(tmp_path, models, *images, *flags))
-    steps = 4 if kind == "transformer" else 5  # a pretrained model is drawn before step 1 too
+    steps = 4 if kind == "transformer" else 5  # a pretrained model also draws before step 1
     assert len(list((tmp_path / "out/samples").iterdir())) == steps
     assert len(loads) == (1 if kind == "lora" else 2)

@@ -35,7 +35,7 @@ pytest.importorskip("ray", reason="needs requirements-ray.txt")
 import download_images  # noqa: E402
 import train_text_to_image  # noqa: E402
 
-NUM_ROWS, NUM_IMAGES = 40, 29  # of the rows every fourth is not taken, and one file comes twice
+NUM_ROWS, NUM_IMAGES = 40, 29  # every fourth row is filtered out, and one file comes twice
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def server():
 
 @pytest.fixture
 def bucket(storage, monkeypatch):
-    """bucket(prefix): {name: bytes} of what lies there; bucket.names(prefix): only their keys."""
+    """bucket(prefix): {name: bytes} of the objects there; bucket.names(prefix): only their keys."""
     if storage is None:
         pytest.skip("needs moto[server]")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -71,7 +71,7 @@ def bucket(storage, monkeypatch):
 
 @pytest.fixture
 def begin(tmp_path):
-    """begin(script, *argv) starts a script as a process in its own session.
+    """begin(script, *argv) starts a script in a process with its own session.
 
     If the script starts Ray, Ray's files are in /tmp.
     """
@@ -99,7 +99,7 @@ def begin(tmp_path):
 def test_five_commands_each_killed_once_give_what_they_give_undisturbed(
     tmp_path, server, bucket, begin
 ):
-    """The table's trial, the download, the cache, the training and the picture."""
+    """The trial, the download, the cache, the training and the picture."""
     said = lambda: (tmp_path / "log").read_text()[-3000:]
 
     def run(script, *argv):
@@ -114,7 +114,7 @@ def test_five_commands_each_killed_once_give_what_they_give_undisturbed(
         run(script, *argv)
 
     def fork(module, *argv):
-        """The same without Ray, in a fork, which has no imports to do."""
+        """The same without Ray, in a fork, which has all imports already."""
 
         def work():
             reset()

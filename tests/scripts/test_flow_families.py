@@ -1,6 +1,6 @@
-"""The flow-matching families that start from published models: cached, trained whole and as a LoRA.
+"""The flow-matching families with published models: cached, fully trained, and as a LoRA.
 
-What is particular to a family is compared with its pipeline in tests/package/test_families.py.
+tests/package/test_families.py compares each family with its pipeline.
 """
 
 import json
@@ -33,6 +33,7 @@ from safetensors.torch import load_file
 
 import precompute_latents
 import train_flow as script
+from diffusion_training.families.base import Base
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
@@ -43,7 +44,7 @@ each_family = pytest.mark.parametrize("name", MAKE)
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory):
-    """make(name) -> a folder with a base, images of several sizes with masks, and two caches."""
+    """make(name) -> a folder with a base, images of several sizes, masks, and two caches."""
     made = {}
 
     def make(name):
@@ -66,7 +67,7 @@ def root(roots, name):
 
 
 def make_images(folder):
-    """The images of `make_masked` with two captions each, of which one may be missing."""
+    """The images of `make_masked` with two captions each, some of them missing."""
     make_masked(folder)
     lines = []
     for i, path in enumerate(sorted(folder.glob("[0-9][0-9].png"))):
@@ -97,7 +98,7 @@ def precompute(*argv):
 
 @pytest.fixture
 def flags(root, name, tmp_path):
-    """A short run; later flags win over these."""
+    """A short run; later flags override these."""
     return [
         f"--pretrained_model_name_or_path={root / 'base'}",
         f"--model_family={name}",
@@ -195,7 +196,7 @@ def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
 ):
     prompts = ["a digit one", "a digit two"]
     cached = [*flags, f"--latents_dir={root / 'embeddings'}"]
-    if name == "flux2-klein":  # it must be in the card's call, because padding counts
+    if name == "flux2-klein":  # the card's call needs it, because padding counts
         cached.append("--max_sequence_length=64")
     validation = ["--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2"]
     train(*cached, *validation, "--gradient_checkpointing")
@@ -280,7 +281,7 @@ def test_a_lora_is_trained_that_the_pipeline_loads(root, name, tmp_path, flags):
 
 
 def test_a_lora_of_all_layers_that_were_fewer_resumes_with_their_names(tmp_path, roots, capfd):
-    """`all` of Z-Image was attention alone until 0.1.0."""
+    """Before 0.1.0, `all` of Z-Image was only attention."""
     root = roots("z-image")
     argv = [
         f"--pretrained_model_name_or_path={root / 'base'}",
@@ -354,7 +355,7 @@ def test_noise_shifts_with_the_size_as_the_pipelines_compute_it(monkeypatch):
             tokens = height * width
             shift = script.choose_shift(sampler, 1, height, width)
             assert script.choose_shift(sampler, 2, 2 * height, 2 * width) == shift
-            if name == "klein":  # at 200 steps; for fewer it shifts more
+            if name == "klein":  # at 200 steps; with fewer it shifts more
                 expected = compute_empirical_mu(tokens, 200)
                 assert math.log(shift) == pytest.approx(expected, abs=1e-4)
             else:
@@ -395,6 +396,26 @@ def test_each_size_has_its_shift_and_a_flag_fixes_it(root, tmp_path, cached, mon
     assert (scheduler.config.shift, scheduler.config.use_dynamic_shifting) == (2.5, False)
 
 
+def test_the_sampler_is_the_pipelines_or_one_with_the_shift_of_the_size(tmp_path):
+    def make(resolution, index, *flags):
+        argv = ["--pretrained_model_name_or_path=x", "--latents_dir=y", *flags]
+        base = Base(FAMILIES["qwen-image"], "x", str(tmp_path), index)
+        config = script.make_scheduler(base, resolution, script.parse_args(argv)).config
+        return config.shift, config.use_dynamic_shifting
+
+    assert [make(size, {}) for size in (511, 512)] == [(1.0, False), (3.0, False)]
+    assert make(512, {}, "--shift=2") == (2.0, False)
+    kind = FlowMatchEulerDiscreteScheduler
+    kind(shift=5.0, use_dynamic_shifting=True).save_pretrained(tmp_path / "scheduler")
+    index = {"_class_name": "QwenImagePipeline", "scheduler": ["diffusers", kind.__name__]}
+    assert make(512, index) == (5.0, True) and make(512, index, "--shift=2") == (2.0, False)
+    index["scheduler"] = ["diffusers", "DDIMScheduler"]
+    assert make(512, index, "--shift=2") == (2.0, False)
+    assert make(512, index | {"_class_name": "PixArtAlphaPipeline"}) == (3.0, False)
+    with pytest.raises(SystemExit, match="it has a DDIMScheduler: give the shift of its noise"):
+        make(512, index)
+
+
 # ------------------------------------------------------------------- what can't or should not be
 
 
@@ -406,7 +427,7 @@ def test_a_distilled_base_is_trained_with_a_warning(tmp_path, roots, capfd):
     argv += ["--model_family=flux2-klein", "--max_train_steps=1", "--report_to=none"]
     train(*argv, f"--output_dir={tmp_path / 'out'}")
     said = capfd.readouterr().out
-    assert f"{tmp_path / 'klein'} was distilled to draw in few steps." in said
+    assert f"{tmp_path / 'klein'} was distilled to sample in few steps." in said
     train(*argv, *images[:1], f"--output_dir={tmp_path / 'other'}")
     assert "was distilled to" not in capfd.readouterr().out
 
@@ -421,5 +442,5 @@ def test_a_pipeline_of_no_family_is_named(tmp_path, parse, roots, capfd):
     argv += [f"--output_dir={tmp_path / 'out'}"]
     with pytest.raises(SystemExit):
         train(*argv) if parse == "train" else precompute(*argv)
-    sentence = f"{base} is a FluxPipeline, which these scripts do not train; families: sd, sdxl"
+    sentence = f"{base} is a FluxPipeline, which these scripts can't train; families: sd, sdxl"
     assert sentence in capfd.readouterr().err

@@ -139,12 +139,12 @@ def test_what_a_kill_kept_from_a_checkpoint_comes_when_it_is_resumed(
     assert [record["step"] for record in held_out(tmp_path / "out")] == [2, 4, 6]
     assert_same_weights(tmp_path / "out/unet", tmp_path / "whole/unet")
     if num_processes == 1:
-        train(*flags)  # there is nothing left to do, and nothing comes twice
+        train(*flags)  # the run is done, and nothing is recorded twice
         assert [record["step"] for record in held_out(tmp_path / "out")] == [2, 4, 6]
 
 
 def test_a_signal_does_not_wait_for_it(tmp_path, flags, monkeypatch):
-    """What is broken off leaves no record, and comes when the run is resumed."""
+    """An interrupted measurement leaves no record, and is repeated when the run is resumed."""
     flags, signals = [*flags, "--max_train_steps=4"], []
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
 
@@ -171,11 +171,13 @@ def test_bar_card_and_curve_tell_of_it(tmp_path, flags, capfd):
     card = (tmp_path / "out/README.md").read_text()
     for name in ("held_out_loss", "held_out_loss_ema", "held_out_loss_t0.1", "held_out_loss_t0.9"):
         assert f"| {name} | {last[name]:.4g} |" in card
-    # The training loss, which is in the last record but one
+    # The training loss is in the last but one record
     assert save_loss(tmp_path / "out") == metrics(tmp_path / "out")[-2]["loss"]
     with pytest.raises(SystemExit):
         train(*flags, "--holdout=3", "--resume_from_checkpoint=latest")
-    assert "checkpoint-4 was trained on images that would be held out" in capfd.readouterr().err
+    assert (
+        "checkpoint-4 held out other images, so it may have been trained" in capfd.readouterr().err
+    )
 
 
 def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
@@ -237,7 +239,7 @@ def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
 def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held_out(
     tmp_path, flags, way, capfd
 ):
-    """The checkpoint knows by content what it held out."""
+    """The checkpoint recognizes held-out images by their content."""
     flags += ["--max_train_steps=2", "--resume_from_checkpoint=latest", "--validation_steps=99"]
     files = sorted((tmp_path / "images").iterdir())
     table = tmp_path / "table/train.parquet"
@@ -264,10 +266,7 @@ def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held
         flags += [f"--train_data_dir={tmp_path / 'data'}"]
     with pytest.raises(SystemExit):
         train(*flags, "--max_train_steps=3")
-    assert (
-        "checkpoint-2 was trained on images that would be held out, or held out others"
-        in capfd.readouterr().err
-    )
+    assert "checkpoint-2 held out other images, so it may have been" in capfd.readouterr().err
     train(*flags, "--max_train_steps=3", "--holdout=0")
 
 

@@ -104,7 +104,7 @@ def flags(tmp_path, unet_config):
 
 
 def environment(tmp_path, **config):
-    """What accelerate's launcher sets for a configuration file, less what it found here."""
+    """The variables that accelerate's launcher sets for a configuration file."""
     (tmp_path / "config.yaml").write_text(json.dumps({**CONFIG, **config}))  # JSON is YAML too
     args = launch_command_parser().parse_args(
         ["--config_file", str(tmp_path / "config.yaml"), "script.py"]
@@ -156,7 +156,7 @@ def test_plain_keys_are_used(tmp_path, flags, name, config):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_can_not_be_done_ends_each_script_in_a_sentence(tmp_path, flags, name):
     sentences = {
-        "2 processes were launched but each sees 1": {
+        "2 processes were launched, but they do not work together": {
             "distributed_type": "MULTI_CPU",
             "num_processes": 2,
         },
@@ -180,7 +180,7 @@ def test_every_launch_that_can_not_be_used_is_refused(tmp_path, flags):
     """Both from a file of `accelerate config` and from environment variables."""
     # Devices are missing: the CPU must not be used silently instead
     missing = {"num_processes": 2, "use_cpu": False, "main_process_port": 0}
-    odd, few = "can't be set up as they were launched", "2 processes were launched but each sees 1"
+    odd, few = "can't be set up as they were launched", "2 processes were launched, but they do"
     for sentence, env in [
         (few, environment(tmp_path, num_processes=2)),
         (
@@ -226,7 +226,7 @@ def test_accumulation_of_the_launch_is_that_of_the_flag(tmp_path, flags):
     assert records["launch"] == records["flag"] == records["both"] and len(records["flag"]) == 2
     for name in TRAINERS:
         codes, log = run(tmp_path, name, [*flags[name], "--gradient_accumulation_steps=2"], launch)
-        assert codes == {1} and "--gradient_accumulation_steps 2, but the launch says 3" in log
+        assert codes == {1} and "is 2, but accelerate launch sets 3" in log
 
 
 @pytest.mark.parametrize("name, config", [
@@ -234,14 +234,14 @@ def test_accumulation_of_the_launch_is_that_of_the_flag(tmp_path, flags):
     ("precompute", {"dynamo_use_dynamic": False}),
 ])  # fmt: skip
 def test_every_key_of_dynamo_reaches_the_compiler(tmp_path, flags, name, config):
-    """Compiled in place, so weights keep their names: only the trained model or the encoders."""
+    """Only the trained model or the encoders are compiled, in place, so weights keep names."""
     compiler = torch.nn.Module.compile
 
     def before():
         def spy(self, **options):
             with (tmp_path / "compiled").open("a") as file:
                 file.write(json.dumps([type(self).__name__, options]) + "\n")
-            if name == "unconditional":  # compiled by one: it takes a while
+            if name == "unconditional":  # with a single process, because it takes a while
                 compiler(self, backend="eager")
 
         torch.nn.Module.compile = spy
@@ -312,7 +312,7 @@ def test_really_launched_with_the_users_threads_or_all_cores(
     assert done.stdout.count(f"Processes: {processes} on cpu, {threads} thread") == 1
     assert len(re.findall("^Done[: ]", done.stdout, re.M)) == 1 and "Traceback" not in done.stderr
     if name in TRAINERS:
-        # Accumulation steps: the launcher takes this flag and sets no variable for it
+        # Accumulation steps: the launcher accepts this flag, but sets no variable
         steps = 2 if "--multi_gpu" in launcher else 1
         last = math.ceil(6 / processes / steps)
         state = json.loads((tmp_path / f"out/checkpoint-{last}/trainer_state.json").read_text())
@@ -348,12 +348,12 @@ notebook_launcher(run, (flags,), num_processes=2, use_port=port)
 
 
 def test_two_processes_start_from_a_fresh_kernel_and_a_locked_folder_is_refused(tmp_path, flags):
-    """A plain process stands for the kernel: both have imported the script, and no device."""
+    """A plain process replaces the kernel: both imported the script and used no device."""
     (tmp_path / "taken").mkdir()
     argv = [str(tmp_path / "taken"), str(tmp_path / "free"), str(free_port())]
     argv += [flag for flag in flags["unconditional"] if "output_dir" not in flag]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    with FileLock(tmp_path / "taken/.lock"):  # as a run of another process
+    with FileLock(tmp_path / "taken/.lock"):  # like another process's run
         done = subprocess.run(
             [sys.executable, "-c", KERNEL, *argv], env=env, capture_output=True, text=True
         )

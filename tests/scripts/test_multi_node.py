@@ -25,7 +25,7 @@ from conftest import (
     wait_until,
 )
 
-# Slurm's commands, of two nodes that are this machine: the first that fails ends the other one.
+# Slurm's commands for two nodes on this machine: if one node fails, the other one ends too.
 SRUN = """#!/bin/bash
 shift  # --kill-on-bad-exit=1
 for node in 0 1; do
@@ -40,7 +40,7 @@ exit $((status > other ? status : other))
 
 @pytest.fixture
 def nodes(tmp_path):
-    """The environment of a job on two nodes, and folders of theirs."""
+    """The environment of a job on two nodes, and the nodes' folders."""
     (tmp_path / "bin").mkdir()
     for node in "01":
         (tmp_path / "nodes" / node).mkdir(parents=True)
@@ -119,7 +119,7 @@ def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_or_falls_silent
         run = subprocess.Popen([*job, many], cwd=ROOT, env=nodes)
         try:
             wait_until(lambda: out.exists() and checkpoints(out) - before, 120)
-            time.sleep(5)  # so that they have heard each other
+            time.sleep(5)  # so that they have received each other's beats
             signal_node(nodes, 1, number)
             begin = time.time()
             wait_until(lambda: not signal_node(nodes, 0, 0), 60)

@@ -1,7 +1,7 @@
 """A family of models is one file: the one in this test is like Stable Diffusion 3.
 
 Two CLIP text encoders with projections, padding that is kept without a mask, a VAE that shifts, and
-flow matching. The scripts cache, train, resume and draw with it, whole and as a LoRA.
+flow matching. The scripts cache, train (fully and as a LoRA), resume and draw with it.
 """
 
 import json
@@ -50,8 +50,8 @@ from diffusion_training.order import step_seed
 
 # ------------------------------------------------------------------- the family: one file
 
-WIDTH = 64  # of embeddings; 4,096 in the published one, as wide as those of its third text encoder
-THIRD = 256  # tokens of the third text encoder, which is left out: zeros take their place
+WIDTH = 64  # of embeddings; 4,096 in the published one, the width of its third text encoder
+THIRD = 256  # tokens of the missing third text encoder, replaced by zeros
 
 
 class StableDiffusion3(Family):
@@ -163,7 +163,7 @@ def make_sd3(folder):
 
 
 def open_sd3(folder):
-    """The pipeline in a folder, by diffusers; it has to be told that there is no third encoder."""
+    """Open the pipeline with diffusers, which must know that there is no third encoder."""
     pipeline = DiffusionPipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -174,13 +174,13 @@ CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "one", "a digit 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """The family is on the list: this is all that the package is told."""
+    """Add the family to the list. The package needs nothing else."""
     monkeypatch.setitem(FAMILIES, "sd3", StableDiffusion3())
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder with the pipeline, six captioned images, and a cache of them of both kinds."""
+    """A folder with the pipeline, six captioned images, and a cache of each kind."""
     folder = tmp_path_factory.mktemp("sd3")
     make_sd3(folder / "sd3")
     make_captioned(folder / "images", 6, CAPTIONS)
@@ -210,7 +210,7 @@ def precompute(*argv):
 
 @pytest.fixture
 def flags(root, tmp_path):
-    """A run of 6 steps on 6 images; later flags win over these."""
+    """A run of 6 steps on 6 images; later flags override these."""
     return [
         f"--pretrained_model_name_or_path={root / 'sd3'}",
         "--model_family=sd3",
@@ -322,7 +322,7 @@ def test_a_cache_has_its_columns_and_older_readers_refuse_it(root, monkeypatch):
         assert row["prompt_embeds"] == embedding.half().flatten().tolist()
         assert row["pooled_prompt_embeds"] == vector.half().tolist()
     monkeypatch.delitem(FAMILIES, "sd3")
-    with pytest.raises(SystemExit, match="pooled embeddings, which this version does not know"):
+    with pytest.raises(SystemExit, match="pooled embeddings, which this version can't read"):
         load_cache(root / "embeddings")
 
 
@@ -397,7 +397,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, cached, num_processes=2):
 
 
 def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(tmp_path, cached):
-    """With everything that a run computes beside its steps: costs, curves, the held-out loss."""
+    """With all that a run computes besides its steps: costs, curves, the held-out loss."""
     prompts = ["a digit one", "a digit two"]
     train(*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2")
     record = metrics(tmp_path / "out")[-1]
@@ -440,7 +440,7 @@ def test_a_lora_is_trained_that_the_pipeline_loads(root, tmp_path, flags):
     for end in (*family.attention, *family.other_layers):
         assert any(name.endswith(f".{end}") for name in adapted), end
 
-    # It goes on from its checkpoint, and from the file.
+    # It resumes from its checkpoint, and from the file.
     train(*lora, "--num_train_epochs=3", "--resume_from_checkpoint=latest")
     assert metrics(tmp_path / "out")[-1]["step"] == 18
     resumed = load_file(path)

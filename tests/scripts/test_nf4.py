@@ -1,4 +1,4 @@
-"""A LoRA beside a base in 4 bits: the base that is read, exact resume, files that fit the base."""
+"""A LoRA with a base in 4 bits: loading the base, exact resume, files that fit the base."""
 
 import argparse
 import json
@@ -53,7 +53,7 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Two bases that are wide enough for 4 bits, of which one is in parts; a cache for each."""
+    """Two bases wide enough for 4 bits, one with split weights, and a cache for each."""
     folder = tmp_path_factory.mktemp("inputs")
     base = make_models(folder)
     config = UNet2DConditionModel.load_config(base / "unet") | {"block_out_channels": [64, 64]}
@@ -116,7 +116,7 @@ def load_unet(inputs, dtype=torch.float32):
 
 
 def adapt(unet, base_hash, dtype=torch.float32, **flags):
-    """A U-Net with an adapter whose B are as if it had been trained."""
+    """A U-Net with an adapter whose B are random, as after training."""
     torch.manual_seed(0)
     flags = argparse.Namespace(**FLAGS | flags)
     layers = FAMILIES["sd"].choose_layers(unet, flags.lora_layers)
@@ -152,7 +152,7 @@ def test_a_base_is_read_part_by_part_and_hashed_before_it_is_quantized(inputs, m
         ZImageTransformer2DModel, folder, CPU, torch.float32, subfolder="transformer"
     )
     assert base_hash == hash_weights(exact) and len(held) == len(names)
-    assert max(held) <= 4  # one in each thread
+    assert max(held) <= 4  # one per thread
     weights = dict(exact.named_parameters())
     for name, layer in model.named_modules():
         if name in names:
@@ -204,7 +204,7 @@ def test_only_the_adapter_is_trained_in_float32_and_copies_share_the_base(inputs
 
 
 def test_samples_leave_the_weights_as_they_are(inputs):
-    """A CPU's kernels for drawing would rearrange them, and give no gradient afterwards."""
+    """CPU kernels for sampling would rearrange them, and afterwards give no gradient."""
     unet = adapt(*load_unet(inputs)).train()
     before = [weight.clone() for weight in unet.parameters()]
     gradients = []
@@ -220,7 +220,7 @@ def test_samples_leave_the_weights_as_they_are(inputs):
 
 
 def test_operations_and_memory_are_counted(inputs):
-    """The same operations as of an exact base; half a byte a weight, and scales on top."""
+    """The same operations as with an exact base; half a byte per weight, plus scales."""
     exact = UNet2DConditionModel.from_pretrained(inputs / "sd", subfolder="unet")
     unets = [adapt(exact, "hash"), adapt(*load_unet(inputs))]
 
@@ -304,7 +304,7 @@ def test_a_run_keeps_its_precision_and_says_what_it_can_not_do(tmp_path, inputs,
         assert stop.value.code == 1 and said in capfd.readouterr().err
     whole = [flag for flag in flags if flag != "--rank=2"]
     for argv, said in (
-        ([*flags, "--use_dora"], "--use_dora computes with the exact weights of the base"),
+        ([*flags, "--use_dora"], "--use_dora needs the exact weights of the base"),
         (whole, "--base_precision does nothing without --rank"),
     ):
         with pytest.raises(SystemExit):

@@ -144,7 +144,7 @@ def resume(name, *flags):
 def test_an_old_checkpoint_resumes_to_the_same_bits(name):
     resume(name)
     before = metrics(f"runs/{name}")
-    assert before and metrics("out")[: len(before)] == before  # it did not start afresh
+    assert before and metrics("out")[: len(before)] == before  # it resumed
     for path in Path("runs", name).glob("checkpoint-2/**/*.*"):
         assert path.read_bytes() == Path("out", path.relative_to(f"runs/{name}")).read_bytes()
     expected = load_file(f"runs/{name}/expected.safetensors")
@@ -171,7 +171,7 @@ def test_an_old_checkpoint_resumes_to_the_same_bits(name):
 
 
 def assert_near(found, expected, name):
-    """To the bit on the same machine. Elsewhere nearly; pytorch_lora_weights is in float16."""
+    """Equal on the same machine, nearly equal elsewhere. pytorch_lora_weights is float16."""
     if SAME_MACHINE:
         assert torch.equal(found, expected), name
     else:
@@ -183,7 +183,7 @@ def assert_near(found, expected, name):
 
 def test_an_old_run_that_held_images_out_goes_on_with_no_others():
     with pytest.raises(SystemExit) as stop:
-        resume("holdout", "--seed=1")  # which would hold other images out
+        resume("holdout", "--seed=1")  # another seed would hold out other images
     assert stop.value.code == 1
     resume("holdout")
     assert Path("out/checkpoint-4").is_dir()

@@ -1,4 +1,4 @@
-"""A latent cache from end to end: its contents, the same bytes after any failure, its messages.
+"""A latent cache from end to end: contents, the same bytes after any failure, messages.
 
 Its files, its models and its reader are tested in tests/package.
 """
@@ -44,7 +44,7 @@ from diffusion_training.order import draw_choices
 
 @pytest.fixture
 def flags(tmp_path):
-    """A cache of 10 images in 4 shards that takes a second; later flags win over these."""
+    """A cache of 10 images in 4 shards that takes a second; later flags override these."""
     make_captioned(tmp_path / "images", 10)
     return [
         f"--train_data_dir={tmp_path / 'images'}",
@@ -90,7 +90,7 @@ def load_models():
 
 @torch.no_grad()
 def expected_moments(vae, images):
-    """Mean and std of PIL images, computed the plain way."""
+    """Mean and std of the latents of PIL images, computed directly."""
     pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
     posterior = vae.encode(pixels / 127.5 - 1).latent_dist
     return torch.cat([posterior.mean, posterior.std], dim=1)
@@ -356,7 +356,7 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(
     ).read_text()
     assert contents(tmp_path / "out") == whole
     redone = sum(path.stat().st_ino != inode for path, inode in before.items())
-    assert redone <= num_processes  # only what was between its rename and its record
+    assert redone <= num_processes  # only shards that were renamed but not recorded
 
 
 def test_a_signal_ends_the_run_and_leaves_whole_shards_only(tmp_path, flags):
@@ -374,7 +374,7 @@ def test_a_signal_ends_the_run_and_leaves_whole_shards_only(tmp_path, flags):
     wait_until(lambda: list((tmp_path / "out").glob("data-*")))
     os.kill(pids[0], signal.SIGTERM)
     assert finish(pids) == [143]
-    assert "goes on from here" in (tmp_path / "log").read_text()
+    assert "continues from here" in (tmp_path / "log").read_text()
     assert (
         not list((tmp_path / "out").glob(".tmp-*")) and not (tmp_path / "out/state.json").exists()
     )
@@ -419,7 +419,7 @@ def test_the_same_command_again_redoes_only_what_is_damaged_or_gone(
 
 
 def test_another_model_data_or_precision_is_refused_by_name(tmp_path, flags, capfd):
-    """That each setting is compared is tested in test_cache.py."""
+    """test_cache.py tests that each setting is compared."""
     precompute(*flags)
     whole = contents(tmp_path / "out")
     vae, text_encoder, _ = load_models()
@@ -450,7 +450,7 @@ def test_another_model_data_or_precision_is_refused_by_name(tmp_path, flags, cap
             error,
         )
         assert {k: v for k, v in contents(tmp_path / "out").items() if k != ".lock"} == whole
-    # The same models from elsewhere are the same, and so is what does not change the numbers.
+    # The folder of the models and flags that do not change the numbers may differ.
     precompute(
         *flags, f"--pretrained_model_name_or_path={tmp_path / 'models'}", "--max_skipped=0.5"
     )
@@ -487,7 +487,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
         digits.select([i % len(digits) for i in range(count)]).to_parquet(folder / "train.parquet")
 
         def run(folder=folder):
-            # Quick latents of 16 kB a row: whoever keeps those of 9,000 rows takes 150 MB more.
+            # Fast latents of 16 kB per row: keeping 9,000 rows would take 150 MB more.
             def shrink_images(encoders, images):
                 return images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1) / 255
 
@@ -610,7 +610,7 @@ def test_the_device_does_not_wait_while_a_shard_is_written(tmp_path, flags, monk
             yield item
 
     def write_slowly(file):
-        """The disk takes until the device has all that it can get."""
+        """Write only when the device has got all batches that it can get."""
         if taken:  # else it is cache.json
             wait_until(lambda: len(queued) >= min(64, len(taken) + 16))
         written.append(len(taken))
@@ -642,7 +642,7 @@ def test_rows_that_an_outage_took_are_tried_again(tmp_path, flags, capfd, monkey
         patch(broken, "decode_image", away)
         error = refused(capfd, *flags, "--max_skipped=0.1")
         assert "not read: [Errno 2]" in error
-        precompute(*flags, "--max_skipped=0.5")  # even when it was called finished
+        precompute(*flags, "--max_skipped=0.5")  # although the cache was complete
         assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 6
     capfd.readouterr()
     precompute(*flags, "--max_skipped=0.1")
@@ -655,7 +655,7 @@ def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, mon
     precompute(*flags, "--dry_run", "--random_flip")
     said = capsys.readouterr().out
     # moments of 8 x 8 x 8 twice, embeddings of 8 x 32, two bytes each
-    assert "10 rows of 2.56kB (512B of it the caption's)" in said and "25.6kB in 4 shards" in said
+    assert "10 rows of 2.56kB (512B for the caption)" in said and "25.6kB in 4 shards" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -688,9 +688,9 @@ def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
         (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
         (
             ["--train_data_dir=."],
-            "--pretrained_model_name_or_path is needed, or --vae_name_or_path as well",
+            "give --pretrained_model_name_or_path, or both --vae_name_or_path and",
         ),
-        (["--train_data_dir=.", "--vae_name_or_path=v"], "or --text_encoder_name_or_path as well"),
+        (["--train_data_dir=.", "--vae_name_or_path=v"], "or both --vae_name_or_path and"),
         (["--batch_size=0"], "--batch_size: 0 is not between 1 and"),
         (["--max_skipped=5"], "--max_skipped: 5 is not between 0 and 1"),
     ],

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("without_figures")
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
-    """6 steps, with a checkpoint at every second; a new one replaces the one before."""
+    """6 steps, with a checkpoint at every second one, which replaces the previous one."""
     make_images(tmp_path / "images", 12)
     return [
         f"--train_data_dir={tmp_path / 'images'}",
@@ -36,7 +36,7 @@ def flags(tmp_path, unet_config):
 
 
 def flip_bit(weight):
-    """Flip one bit of the middle of a weight's first number, as a faulty memory would."""
+    """Flip a middle bit of a weight's first number, as faulty memory would."""
     with torch.no_grad():
         weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
 
@@ -68,14 +68,14 @@ def test_a_weight_or_an_average_that_changes_in_one_process_ends_the_run(
         assert codes == {0} and checkpoints(tmp_path / "out") == {"checkpoint-6"}, text
         return
     assert codes == {1} and "Traceback" not in text, text
-    said = f"at step 4, {named} of process 0 is not that of 1. No checkpoint was written"
+    said = f"at step 4, {named} of process 0 differs from 1. No checkpoint was written"
     assert text.count(said) == 1
     assert checkpoints(tmp_path / "out") == {"checkpoint-2"}
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
 
 def test_every_bit_counts_and_frozen_weights_do_not(tmp_path):
-    """The first tensor that differs is named; one process alone compares nothing."""
+    """The error names the first tensor that differs. A single process compares nothing."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     model[0].bias.requires_grad_(False)
     averaged = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))

@@ -29,7 +29,7 @@ HOSTILE = "<img src=x onerror=document.title=1>&amp;"
 
 
 def curves(page):
-    """What is said below the figures."""
+    """The texts below the figures."""
     return [
         unescape(text)
         for text in re.findall(r"svg\+xml;base64,[^>]*><figcaption>(.*?)</figcaption>", page)
@@ -76,7 +76,7 @@ def test_it_shows_the_run_and_what_was_left_out_at_every_validation(
     text = unescape(re.sub(r"<style>.*?</style>|<[^>]*>", " ", page, flags=re.S))
     shown = [
         f"a sign {HOSTILE}",
-        "Left out: 1 image ",
+        "Skipped: 1 image ",
         f"images/{HOSTILE}.png",
         "cannot identify image file",
     ]
@@ -106,7 +106,7 @@ def test_it_shows_the_run_and_what_was_left_out_at_every_validation(
         base64.b64decode(data) for data in re.findall(r"data:image/png;base64,([^\"]+)", page)
     ]
     assert [Image.open(io.BytesIO(data)).format for data in pictures] == ["PNG"] * 2
-    # the last one is large; no model was there before training
+    # the last one is large; the model was new, so there is no step 0
     assert re.findall(r"step (\d+)</figcaption>", page) == ["8", "4"]
     assert page.index("step 8</figcaption>") < page.index('class="strip"')
 
@@ -188,7 +188,7 @@ def test_a_failure_ends_no_run_and_leaves_the_report_before(
 
 
 def test_who_has_the_folder_makes_it_again(tmp_path):
-    """On another machine, where neither the data nor the cache is."""
+    """On another machine, without the data and the cache."""
     save(write_run(tmp_path, 3))
     before = (tmp_path / "out/report.html").read_text()
     (tmp_path / "out").rename(tmp_path / "copy")
@@ -199,7 +199,7 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
         for line in (tmp_path / "copy/metrics.jsonl").read_text().splitlines()
         if '"loss"' in line
     ]
-    with (tmp_path / "copy/metrics.jsonl").open("a") as file:  # what was trained since is in it
+    with (tmp_path / "copy/metrics.jsonl").open("a") as file:  # later steps are in it
         file.write(json.dumps(json.loads(lines[-1]) | {"step": 100, "loss": 0.25}) + "\n")
     command = [sys.executable, "-m", "diffusion_training.report"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -211,7 +211,7 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
     assert curves(page)[1:] == curves(before)[1:]
     cut = lambda text: text[text.index("<h2>Samples") : text.index("<h2>Curves")]
     assert cut(page) == cut(before)
-    # what older versions have written is shown, too
+    # files of older versions are shown too
     about = json.loads((tmp_path / "copy/report.json").read_text())
     old = {name: about[name] for name in OLD} | {"script": "train.py"}
     (tmp_path / "copy/report.json").write_text(json.dumps(old))

@@ -31,7 +31,7 @@ LOSSES = [0.9, 0.4, 0.3, 0.6, 0.35, 0.7]  # of the steps 1 to 6
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
-    """6 steps, each of which is measured; every second has a checkpoint."""
+    """6 steps, all measured, with a checkpoint at every second one."""
     make_images(tmp_path / "images", 12)
     return [
         f"--train_data_dir={tmp_path / 'images'}",
@@ -57,7 +57,7 @@ def flags(tmp_path, unet_config):
 
 @pytest.fixture
 def losses(monkeypatch):
-    """What is measured is as the list says: losses that we choose, of the averaged weights."""
+    """The held-out losses of the EMA weights are those of the list."""
 
     def measure(accelerator, records, *rest):
         if records.held_out.get("step") != rest[-1]:
@@ -101,7 +101,7 @@ def test_a_folder_of_the_users_own_is_not_replaced(tmp_path, flags, capfd):
     (tmp_path / "out/run.args").touch()
     with pytest.raises(SystemExit):
         train(*flags)
-    assert "out/best, which no run has written: rename it" in capfd.readouterr().err
+    assert "out/best, which no run has written: rename that" in capfd.readouterr().err
 
 
 def test_a_damaged_record_of_the_best_is_none(tmp_path):
@@ -127,11 +127,11 @@ def test_it_is_the_average_of_the_lowest_step_and_named_in_card_and_report(tmp_p
         diffusers.DiffusionPipeline.from_pretrained(out / "best"), diffusers.DDPMPipeline
     )
     assert (
-        "`best/` holds step 2, whose held-out loss of 0.4 is the lowest."
+        "`best/` holds step 2, which has the lowest held-out loss: 0.4."
         in (out / "README.md").read_text()
     )
     assert (
-        "best/ holds step 2, whose held-out loss of 0.4 is the lowest."
+        "best/ holds step 2, which has the lowest held-out loss: 0.4."
         in (out / "report.html").read_text()
     )
 
@@ -140,8 +140,8 @@ def test_who_resumes_at_an_earlier_checkpoint_gets_its_best_back(
     tmp_path, flags, losses, monkeypatch
 ):
     killed(flags, monkeypatch, "log_validation", 3)
-    assert steps(tmp_path / "out") == [3, 2]  # which the checkpoint at step 2 does not know
-    losses[2:] = [0.5] * 4  # the same steps go another way, as with other flags
+    assert steps(tmp_path / "out") == [3, 2]  # newer than the checkpoint at step 2
+    losses[2:] = [0.5] * 4  # the same steps have other losses, as with other flags
     train(*flags)
     assert steps(tmp_path / "out") == [2, None]
     assert_same_weights(tmp_path / "out/best/unet", tmp_path / "out/checkpoint-2/unet_ema")
@@ -201,10 +201,7 @@ def test_of_a_lora_it_is_the_adapters_file(tmp_path, losses):
 def test_without_images_held_out_it_is_refused(flags, capsys):
     with pytest.raises(SystemExit):
         script.parse_args([*flags, "--holdout=0"])
-    assert (
-        "--save_best goes by the held-out loss: say with --holdout how many images"
-        in capsys.readouterr().err
-    )
+    assert "--save_best needs --holdout: the best weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("best", [2, 3])

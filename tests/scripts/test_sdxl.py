@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("without_figures")
 
 @pytest.fixture
 def sdxl(tmp_path):
-    """A tiny one, whose second tokenizer fills up with "!", as the published one's does."""
+    """A tiny one. Its second tokenizer pads with "!", like the published one."""
     folder = make_sdxl(tmp_path)
     change(folder / "tokenizer_2/tokenizer_config.json", pad_token="!")
     return folder
@@ -59,7 +59,7 @@ def sdxl(tmp_path):
 
 @pytest.fixture
 def flags(tmp_path, sdxl):
-    """Six steps on six images; later flags win over these."""
+    """Six steps on six images; later flags override these."""
     make_captioned(tmp_path / "images", 6)
     return [
         f"--pretrained_model_name_or_path={sdxl}",
@@ -118,7 +118,7 @@ def train(*argv):
 
 
 def refused(capfd, function, *argv):
-    """What a run that ends with status 1 says: one sentence."""
+    """The error of a run that ends with status 1: one sentence."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as stop:
         function(*argv)
@@ -129,7 +129,7 @@ def refused(capfd, function, *argv):
 
 @pytest.fixture
 def given(monkeypatch):
-    """[(latents, condition) of every micro-batch]: what the U-Net is trained on."""
+    """[(latents, condition)] that the U-Net gets in every micro-batch."""
     seen, compute_loss = [], script.compute_loss
 
     def watched(args, noise_scheduler, predict, frozen, models, prepared, weight):
@@ -164,7 +164,7 @@ SIZES = [(40, 16), (16, 40), (80, 32), (32, 80), (16, 16), (120, 48), (44, 16), 
 
 
 def make_ramps(folder):
-    """Images with red = 2 x and green = 2 y; one is stored lying and shown upright by its EXIF."""
+    """Images with red = 2 x and green = 2 y. One is stored rotated, with an EXIF rotation."""
     folder.mkdir()
     lines = []
     for i, (width, height) in enumerate(SIZES):
@@ -190,7 +190,7 @@ def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
     make_ramps(tmp_path / "images")
     change(tmp_path / "sdxl/vae/config.json", scaling_factor=1.0)
 
-    def look(encoders, pixel_values):  # every other pixel, for means, and no deviation
+    def look(encoders, pixel_values):  # means are every other pixel, deviations 0
         means = pixel_values[:, :, ::2, ::2].float()
         return torch.cat([means, torch.zeros(len(means), 5, *means.shape[2:])], dim=1)
 
@@ -214,7 +214,7 @@ def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
         # The colors are those of the first row
         scale, (red, green) = min(width, height) / 16, latents[0, :2, 0].tolist()
         mirrored = red[0] > red[1]
-        x = width / scale - 1 - left if mirrored else left  # `left` is that of the mirrored image
+        x = width / scale - 1 - left if mirrored else left  # `left` is in the mirrored image
         # Rounding the corner can move it by half a pixel
         for found, place in ((red[0], x), (green[0], top)):
             assert found == pytest.approx(
@@ -226,7 +226,7 @@ def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
 
 
 def test_sizes_are_told_in_the_pipelines_order_and_in_float32(tmp_path, sdxl, images, monkeypatch):
-    """1365 is no bfloat16 number: what is told of it would be the sinusoids of 1368."""
+    """bfloat16 would round 1365 to 1368."""
     pipeline = StableDiffusionXLPipeline.from_pretrained(sdxl)
     theirs = pipeline._get_add_time_ids((1365, 2049), (0, 341), (1024, 512), torch.float32, 24)
     ours = make_time_ids(
@@ -401,7 +401,7 @@ def test_a_run_leaves_a_pipeline_that_draws_what_it_drew_and_trains_on(tmp_path,
 
 
 def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
-    """And 512 of Stable Diffusion; `--dry_run` says what a row takes, and leaves nothing."""
+    """512 for Stable Diffusion. `--dry_run` prints the size of a row, and writes nothing."""
     make_models(tmp_path)
     flags = [f"--train_data_dir={tmp_path / 'images'}", f"--output_dir={tmp_path / 'cache'}"]
     for folder, side, caption in (("sdxl", 1024, 2 * (8 * 48 + 24)), ("sd", 512, 2 * 8 * 32)):
@@ -409,7 +409,7 @@ def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
         precompute(*flags, model, "--dry_run")
         latents = 2 * 8 * (side // 2) ** 2
         assert (
-            f"6 rows of {(latents + caption) / 1e6:.2f}MB ({caption}B of it the caption's)"
+            f"6 rows of {(latents + caption) / 1e6:.2f}MB ({caption}B for the caption)"
             in capfd.readouterr().out
         )
         reset()
@@ -421,15 +421,12 @@ def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
         "--dry_run",
         "--text_cache=ids",
     )
-    assert (
-        "(64.0B of it the caption's)" in capfd.readouterr().out
-        and not (tmp_path / "cache").exists()
-    )
+    assert "(64.0B for the caption)" in capfd.readouterr().out and not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("force_upcast", [False, None])
 def test_a_vae_that_overflows_stays_in_float32(tmp_path, flags, images, force_upcast, monkeypatch):
-    """None: it does not say, and diffusers' default is that it does."""
+    """None: not in its config, where diffusers' default is True."""
     config = tmp_path / "sdxl/vae/config.json"
     change(config, force_upcast=force_upcast)
     config.write_text(config.read_text().replace('"force_upcast": null, ', ""))
@@ -473,17 +470,21 @@ def test_models_that_can_not_be_trained_are_one_sentence(tmp_path, flags, images
         text_encoder=[None, None],
         tokenizer=[None, None],
     )
-    both("sdxl has one text encoder of two: a refiner can't be trained here")
+    both("sdxl has only one text encoder: SDXL's refiner can't be trained here")
     index.write_text(whole)
     both(
-        "SDXL's encoders go together: "
+        "SDXL's text encoders can't be replaced: "
         "leave --text_encoder_name_or_path and --tokenizer_name_or_path out",
         f"--text_encoder_name_or_path={tmp_path / 'sdxl/text_encoder'}",
     )
     nowhere = "--pretrained_model_name_or_path=no/pipeline"
-    both("no/pipeline can't be opened as a pipeline (neither a folder here nor", nowhere)
+    both("no/pipeline can't be opened as a pipeline (it is neither a folder here nor", nowhere)
     index.write_text("{")
     both("sdxl can't be opened as a pipeline")
+    index.write_text(whole)
+    for entry in ("ab", ["diffusers"]):
+        change(index, vae=entry)
+        both(f"model_index.json has {entry!r} for vae, not a library and a class")
     index.write_text(whole)
     config = tmp_path / "sdxl/vae/config.json"
     change(config, latents_mean=[0.0] * 4)
@@ -506,7 +507,7 @@ def test_a_unet_of_another_kind_is_one_sentence(tmp_path, flags, images, capfd):
         (
             "sd",
             "xl",
-            "xl.json has addition_embed_type 'text_time': SDXL's is text_time, and no other's",
+            "xl.json has addition_embed_type 'text_time': text_time is for SDXL, and only for SDXL",
         ),
         ("sdxl", "other", "other.json has addition_embed_type None"),
         ("sdxl", "narrow", "narrow.json can't be trained here"),
@@ -517,9 +518,8 @@ def test_a_unet_of_another_kind_is_one_sentence(tmp_path, flags, images, capfd):
         )
     shutil.rmtree(tmp_path / "sdxl/unet")
     shutil.copytree(sd / "unet", tmp_path / "sdxl/unet")
-    assert (
-        "takes 4 channels and embeddings of 32; the latents have 4, the embeddings 48"
-        in refused(capfd, train, *images)
+    assert "takes 4 channels and embeddings of 32, but the data has 4 and 48" in refused(
+        capfd, train, *images
     )
 
 
@@ -570,17 +570,15 @@ def test_formats_of_caches(tmp_path, flags, capfd):
         "empty_pooled_sha256",
     }
     assert not set(plain) - set(xl)
-    rewrite(tmp_path / "plain", keys=1)  # of an older version, whose rows are as good
+    rewrite(tmp_path / "plain", keys=1)  # an older version, whose rows are equally good
     train(*flags, f"--pretrained_model_name_or_path={tmp_path / 'sd'}", sd, "--max_train_steps=1")
     other = [*flags, f"--output_dir={tmp_path / 'other'}"]
     rewrite(tmp_path / "xl", features=["sdxl", "odour", "masks2"])
-    assert "xl holds masks2, odour, which this version does not know" in refused(
+    assert "xl holds masks2, odour, which this version can't read" in refused(
         capfd, train, *other, sdxl
     )
     rewrite(tmp_path / "xl", format_version=4)
-    assert "xl is a cache of format 4, this version reads 2 and 3" in refused(
-        capfd, train, *other, sdxl
-    )
+    assert "xl has format 4, but this version reads 2 and 3" in refused(capfd, train, *other, sdxl)
 
 
 # ------------------------------------------------------------------- coming from diffusers

@@ -86,7 +86,7 @@ def train(*argv):
 
 
 def read_prompts(family, *argv):
-    """What a trainer makes of the captions of KEYS: {name: tensor}, a key after the other."""
+    """The trainer's inputs for the captions of KEYS, in order: {name: tensor}."""
     reset()
     args = replace(script.parse_args([str(arg) for arg in argv]), model_family=family)
     data = open_data(make_launch(args), open_base(args), None, {}, args)
@@ -137,7 +137,7 @@ def test_a_cache_gives_the_captions_that_the_images_give(
         stored = read_prompts(family, pipeline, *stored, "--seed=3")
         assert all(torch.equal(stored[name], numbers) for name, numbers in cache.items())
 
-    # and these are the captions that are drawn
+    # these captions are drawn
     args = precompute_latents.parse_args([*flags, *flow])
     encoders = load_encoders(open_base(args), torch.float32)
     there = [[text is not None for text in pair] for pair in zip(SHORT, LONG, strict=True)]
@@ -157,7 +157,7 @@ def test_a_cache_gives_the_captions_that_the_images_give(
     assert described["captions_cut"] == 1
     lengths = np.array(rows["prompt_lengths"][:])
     assert ((lengths == -1) == ~np.array(there)).all()
-    if more:  # a trainer's own weights win over those that the cache was made with
+    if more:  # a trainer's own weights override the cache's
         other = ["--caption_weights", "5", "1e-6"]
         images, cache = (
             read_prompts(family, pipeline, *source, "--seed=3", *more[:1], *other)
@@ -323,15 +323,15 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
 
     for function in (precompute, train):
         both = [*flags, "--caption_column", "short", "long"]
-        said = "--caption_weights: 3 for 2 --caption_column"
+        said = "--caption_weights has 3 values for 2 columns of --caption_column"
         assert said in refused(function, *both, "--caption_weights", "1", "2", "3", status=2)
-        assert "short short names one twice" in refused(
+        assert "short short has a value twice" in refused(
             function, *flags, *both[2:3], "short", "short", status=2
         )
         assert "0 is not between" in refused(
             function, *both, "--caption_weights", "1", "0", status=2
         )
-        assert "is for one --caption_column" in refused(
+        assert "fills the gaps of one --caption_column" in refused(
             function, *both, "--instance_prompt=x", status=2
         )
         assert "has no column 'wide' but" in refused(
@@ -350,8 +350,8 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
     assert "transform.caption_weights [0.3, 0.7] -> [1.0, 1.0]" in refused(precompute, *again)
     out = f"--output_dir={tmp_path / 'out'}"
     for folder, weights, said in (
-        ("cache", ["1", "2", "3"], "--caption_weights: 3 of them, and {} was made with 2"),
-        ("plain", ["1", "2"], "--caption_weights: 2 of them, and {} was made with 0"),
+        ("cache", ["1", "2", "3"], "--caption_weights has 3 values, but {} was made with 2"),
+        ("plain", ["1", "2"], "--caption_weights has 2 values, but {} was made with 0"),
     ):
         argv = [pipeline, f"--latents_dir={tmp_path / folder}", out, "--caption_weights", *weights]
         assert said.format(tmp_path / folder) in refused(train, *argv)

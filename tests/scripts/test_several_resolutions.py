@@ -1,4 +1,4 @@
-"""Several resolutions in one pass: the bytes of a pass each, whatever happens in between."""
+"""Several resolutions in one pass have the bytes of one pass each, after any interruption."""
 
 import json
 import random
@@ -26,7 +26,7 @@ from diffusion_training.data.images import decode_image
 
 @pytest.fixture
 def flags(tmp_path):
-    """Two caches of 10 images in 4 shards each, one image broken; later flags win over these."""
+    """Two caches of 10 images in 4 shards each, one image broken; later flags override these."""
     make_captioned(tmp_path / "images", 10)
     (tmp_path / "images/5.png").write_bytes(b"no image")
     return [
@@ -46,7 +46,7 @@ def flags(tmp_path):
 
 
 def make_each(tmp_path, flags):
-    """{side: the files} of a pass each, in folders of other names."""
+    """{side: the files} of one pass each, in folders with other names."""
     for side in (8, 16):
         precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / f'alone-{side}'}")
     return {side: contents(tmp_path / f"alone-{side}") for side in (8, 16)}
@@ -177,7 +177,7 @@ def test_each_goes_on_alone_and_only_what_is_missing_is_encoded(tmp_path, flags,
 def test_what_can_not_be_is_refused_before_anything_is_written(tmp_path, flags, capfd):
     with pytest.raises(SystemExit):
         script.parse_args([*flags, "--resolution", "8", "16", "8"])
-    assert "--resolution 8 16 8 names one twice" in capfd.readouterr().err
+    assert "--resolution 8 16 8 has a value twice" in capfd.readouterr().err
     assert "--resolution 15 is not a multiple of 2" in refused(
         capfd, *flags, "--resolution", "8", "15"
     )
@@ -190,7 +190,7 @@ def test_what_can_not_be_is_refused_before_anything_is_written(tmp_path, flags, 
     assert not (tmp_path / "out").exists()
     precompute(*flags, "--resolution=8")
     before = contents(tmp_path / "out")
-    assert "out is a cache itself: of several --resolution each gets a folder there" in refused(
+    assert "out is a cache itself: several --resolution need another folder" in refused(
         capfd, *flags
     )
     assert contents(tmp_path / "out") == before
@@ -229,7 +229,7 @@ def test_the_largest_batch_that_fits_is_found_at_the_largest_size_and_kept(
     precompute(*flags, "--batch_size=5")
     assert found(tmp_path) == whole and b"--batch_size=5" in whole[8]["run.args"]
 
-    # A cache that was begun is finished with its own, whatever there is memory for now
+    # A half-made cache keeps its batch size, also with other memory
     tried.clear()
     for path in (tmp_path / "out/8/data-00001-of-00002.arrow", tmp_path / "out/16/state.json"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""--shard: weights, averages and moments in parts, and everything else as without it.
+"""--shard: weights, EMA weights and moments in parts, everything else as without it.
 
 Each test forks its processes once and trains several times in them.
 """
@@ -103,7 +103,7 @@ def make_flags(tmp_path, script):
 
 def train(script, *argv):
     reset()
-    if PORTS:  # several jobs of the same forks would take each other's messages
+    if PORTS:  # jobs of the same forks would receive each other's messages
         os.environ["MASTER_PORT"] = str(PORTS.pop())
     script.main(script.parse_args([str(arg) for arg in argv]))
 
@@ -116,7 +116,7 @@ def same_draws(monkeypatch):
 
 
 def assert_near(one, other, script):
-    """The same run but for rounding: weights, averages, moments, pipeline, best, losses."""
+    """The same run except for rounding: weights, EMA, moments, pipeline, best, losses."""
     part = PARTS[script]
     for path in (f"checkpoint-6/{part}", f"checkpoint-6/{part}_ema", part, f"best/{part}"):
         found, expected = weights(other / path), weights(one / path)
@@ -177,9 +177,9 @@ def forbid_reading(model_class):
 
 
 def send_signal(scheduler, number, script, *argv):
-    """Train; the second process gets a signal in a step of its samples, and all stop there."""
+    """Train. The second process gets a signal while it samples, and all processes stop."""
     denoise, calls = scheduler.step, []
-    script.try_sampler = lambda *args, **options: None  # its steps are no samples
+    script.try_sampler = lambda *args, **options: None  # its steps are not samples
 
     def interrupted(self, *args, **options):
         calls.append(0)
@@ -247,7 +247,7 @@ def test_a_sharded_run_is_an_unsharded_one_and_either_goes_on_from_the_other(tmp
 @pytest.mark.long
 def test_a_sharded_unet_is_an_unsharded_one_and_stops_on_a_signal(tmp_path, same_draws):
     script = train_text_to_image
-    # With less, Adam makes steps of the rounding where the gradient is next to none.
+    # With a smaller one, Adam amplifies rounding where the gradient is almost 0.
     flags = [*make_flags(tmp_path, script), "--adam_epsilon=1e-6"]
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
     train(script, *flags, f"--output_dir={plain}")
@@ -277,7 +277,7 @@ def test_parts_of_a_unet_give_its_gradients_and_make_it_whole_again(tmp_path):
             sharding.shard(model, torch.device("cpu"))
         inputs = torch.randn(2, 4, 8, 8), torch.tensor([3, 5]), torch.randn(2, 5, 32)
         for model in (expected, unet):
-            torch.manual_seed(0)  # of its dropout
+            torch.manual_seed(0)  # for dropout
             model(*inputs).sample.square().mean().backward()
         weights_of = dict(expected.named_parameters())
         for name, weight in unet.named_parameters():

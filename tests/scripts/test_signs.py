@@ -1,4 +1,4 @@
-"""Signs in the loss, in real short runs: each in one that has the fault, none in sound ones."""
+"""Signs in the loss of real short runs: each one with the fault, none without a fault."""
 
 import shlex
 
@@ -41,7 +41,7 @@ def train_digits(tmp_path, argv, name="out"):
     ("--learning_rate=0 --max_train_steps=32", "zero", "the learning rate is 0"),
     ("--learning_rate=1e-3 --max_train_steps=32 --lr_warmup_steps=500", "warmup",
      "the run ends within its warm-up of 500 steps"),
-    ("--learning_rate=1", "high", "the loss rests at "),
+    ("--learning_rate=1", "high", "the loss stays high, at "),
     ("--learning_rate=3e-3 --lr_scheduler=piecewise_constant --lr_step_rules=1:62,30:74,1",
      "unsteady", "the loss rose from 0."),
     ("--learning_rate=1e-4", "low", "the loss falls slowly, from 1."),

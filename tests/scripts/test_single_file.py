@@ -1,4 +1,4 @@
-"""A base in one file, as it was published: the same bits as its folder, or one sentence."""
+"""A base in one published file gives the same bits as its folder, or one sentence."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_a_file_trains_to_the_bits_of_its_folder_and_a_cache_fits_both(bases, tm
     # The cache made with the folder, used with the single file
     train(bases, tmp_path, path, "cached", config, f"--latents_dir={tmp_path / 'one'}")
     assert [*(tmp_path / "kept/single_files").glob("*/")] == [unpacked]  # it was unpacked once
-    if family == "sd":  # one that has changed takes the place of the one before
+    if family == "sd":  # a changed file replaces the previous one
         os.utime(path, (1, 1))
         train(bases, tmp_path, path, "touched", config)
         (other,) = (tmp_path / "kept/single_files").glob("*/")
@@ -175,24 +175,24 @@ def test_what_is_no_such_file_is_one_sentence(bases, tmp_path, capsys):
     folder, path = bases["sd"]
     config, broken = f"--single_file_config={folder}", tmp_path / "broken.safetensors"
     (tmp_path / "base.ckpt").write_bytes(b"a pickle")
-    assert "a .ckpt may run any program, so have it converted" in refused(
+    assert "because a .ckpt can run any program" in refused(
         bases, tmp_path, capsys, tmp_path / "base.ckpt"
     )
-    assert "--variant fp16 chooses among files" in refused(
+    assert "--variant fp16 does nothing for a single file" in refused(
         bases, tmp_path, capsys, path, config, "--variant=fp16"
     )
     assert "is for a base in one file, and" in refused(bases, tmp_path, capsys, folder, config)
     broken.write_bytes(b"no safetensors")
     assert "broken.safetensors can't be read (" in refused(bases, tmp_path, capsys, broken, config)
     save_file({"double_blocks.0.img_attn.norm": torch.from_numpy(np.ones(3))}, broken)
-    assert "holds no Stable Diffusion 1, 2 or XL with" in refused(
+    assert "is not Stable Diffusion 1, 2 or XL in its published layout" in refused(
         bases, tmp_path, capsys, broken, config
     )
     without(path, broken, lambda name: "cond_stage_model" not in name)
-    assert "holds no Stable Diffusion 1, 2 or XL with" in refused(
+    assert "is not Stable Diffusion 1, 2 or XL in its published layout" in refused(
         bases, tmp_path, capsys, broken, config
     )
-    assert "can't be unpacked; --single_file_config says" in refused(
+    assert "can't be unpacked; if its configs are missing, give" in refused(
         bases, tmp_path, capsys, path, f"--single_file_config={tmp_path}"
     )
 
@@ -214,7 +214,10 @@ def test_weights_that_are_missing_are_one_sentence(bases, tmp_path, capsys, part
     said = refused(
         bases, tmp_path, capsys, tmp_path / "part.safetensors", f"--single_file_config={folder}"
     )
-    assert "part.safetensors can't be unpacked; --single_file_config says" in said and why in said
+    assert (
+        "part.safetensors can't be unpacked; if its configs are missing, give" in said
+        and why in said
+    )
 
 
 # ------------------------------------------------------------------- a base that predicts v
@@ -268,7 +271,7 @@ def test_a_fine_tune_in_one_file_is_the_pipeline_beside_it(bases, tmp_path, fami
     assert one.keys() == other.keys() and len(one) > 100
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
-    # the names that ComfyUI and A1111 know, of this trained U-Net and of each other weight
+    # ComfyUI's and A1111's names for this trained U-Net and all other weights
     save_original(out, tmp_path / "expected.safetensors", sdxl=family == "xl")
     expected = load_file(tmp_path / "expected.safetensors")
     written = load_file(path)
@@ -278,7 +281,7 @@ def test_a_fine_tune_in_one_file_is_the_pipeline_beside_it(bases, tmp_path, fami
     assert not torch.equal(one["unet.conv_in.weight"], before["conv_in.weight"])
     with safe_open(path, "pt") as file:
         header = file.metadata()
-    with path.open("rb") as file:  # in an order, so that equal files have equal bytes
+    with path.open("rb") as file:  # sorted, so that equal files have equal bytes
         length = int.from_bytes(file.read(8), "little")
         assert [*json.loads(file.read(length))["__metadata__"]] == sorted(header)
     name = {"sd": "stable-diffusion-v1", "xl": "stable-diffusion-xl-v1-base"}[family]

@@ -1,4 +1,4 @@
-"""The stage of one's own of docs/cluster.md: its changes, applied to the scripts and run."""
+"""A further stage, as in docs/cluster.md: the changes are applied to the scripts and run."""
 
 import importlib
 import io
@@ -27,7 +27,7 @@ CHANGES = {name: change for change, name in CHANGES.items()}
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
-    """stage.py of the page; its filter is in a folder."""
+    """stage.py from the page, with its filter in a folder."""
     (code,) = re.findall(r"```python\n# stage.py\n(.*?)```", PAGE, re.S)
     (tmp_path / "stage.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -38,7 +38,7 @@ def stage(tmp_path, monkeypatch):
 
 
 def make_filter(folder, images):
-    """A filter of random weights that passes half of some images."""
+    """A filter with random weights that passes half of the images."""
     names = ["normal", "nsfw"]
     config = transformers.ViTConfig(
         hidden_size=16,
@@ -89,7 +89,7 @@ def test_a_filter_of_downloads(tmp_path, stage, monkeypatch):
 
 
 def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, request, capsys):
-    """On Ray, without Ray's processes: the cache of the other script, but for the captions."""
+    """Without Ray's processes: the cache equals the other script's except for the captions."""
     make_captioned(tmp_path / "images", 12)
     images = [Image.open(path).convert("RGB") for path in (tmp_path / "images").glob("*.png")]
     make_filter(tmp_path / "filter", images)

@@ -58,7 +58,7 @@ def stored(tmp_path, storage, monkeypatch):
 
 @pytest.fixture
 def in_ranges(monkeypatch):
-    """Caches of any size are read in ranges, 4 of each process or 2 of each of two."""
+    """Caches of any size are read in ranges: 4 for one process, 2 for each of two."""
     patch(monkeypatch, "MOST_PERMUTED", 0)
     patch(monkeypatch, "LEAST_RANGES", 4)
 
@@ -85,7 +85,7 @@ def assert_same_run(one, other):
 
 def folder_bytes(folder):
     found = 0
-    for place, _, names in os.walk(folder):  # which passes over what goes meanwhile
+    for place, _, names in os.walk(folder):  # ignores files that disappear meanwhile
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 found += os.path.getsize(f"{place}/{name}") * name.endswith(".arrow")
@@ -107,7 +107,7 @@ def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, sto
     assert_same_run(tmp_path / "disk", tmp_path / "bucket")
     assert "Held out: 3 of 23 images" in said
     (whole,) = (tmp_path / "shards").glob("whole-*")
-    assert len(list(whole.glob("*.arrow"))) == 12  # and stays for the next run
+    assert len(list(whole.glob("*.arrow"))) == 12  # it stays for the next run
     content = json.loads(
         next((tmp_path / "bucket").glob("checkpoint-*/trainer_state.json")).read_text()
     )
@@ -224,9 +224,9 @@ def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
     ]
     assert (
         f"{address}/data-00005-of-00012.arrow can't be read" in sentence
-        and "it is not what cache.json says" in sentence
+        and "its SHA-256 is not the one in cache.json" in sentence
     )
-    assert "what was saved is whole, and the same command goes on when it can be read" in sentence
+    assert "what was saved is complete, and the same command continues when it can" in sentence
     assert not list((tmp_path / "shards").glob("run-*"))
     run(flags, tmp_path / "whole")
     run(flags, tmp_path / "out")
@@ -240,11 +240,11 @@ def test_what_cannot_be_streamed_is_refused_in_a_sentence(tmp_path, stored, in_r
     flags, local = stored[0], f"--latents_dir={tmp_path / 'cache'}"
     flags = [*flags, f"--output_dir={tmp_path / 'out'}"]
     error = refused(capfd, *flags, local, "--latents_weights", "2")
-    assert "--latents_weights need all rows at hand: at most 0" in error
+    assert "--latents_weights can only be used with at most 0 rows" in error
     error = refused(capfd, *flags, f"--latents_dir={tmp_path / 'none'}")
     assert "none/cache.json is missing: make the cache with precompute_latents.py" in error
     with pytest.raises(SystemExit):
         script.parse_args(
             [*(flag for flag in flags if "shards_dir" not in flag), "--latents_dir=s3://a/b"]
         )
-    assert "--shards_dir says where its shards lie for a while" in capfd.readouterr().err
+    assert "give --shards_dir, a local folder for copies of its shards" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Data from a stream: the cache of a copy on the disk, exact resume, what is refused."""
+"""Data from a stream: the same cache as from a copy on disk, exact resume, errors."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def raw(storage, tmp_path, flags):
 
 @pytest.fixture
 def flags(tmp_path):
-    """A cache of 11 images in 6 shards that takes a second; later flags win over these."""
+    """A cache of 11 images in 6 shards that takes a second; later flags override these."""
     return [
         f"--train_data_dir={make_shards(tmp_path)}",
         f"--pretrained_model_name_or_path={MODELS}",
@@ -115,7 +115,7 @@ def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total
     tmp_path, flags, capsys
 ):
     precompute(*flags)
-    assert "A stream, of which each row is" in capsys.readouterr().out
+    assert "A stream; each row is" in capsys.readouterr().out
     whole = contents(tmp_path / "out")
     state = json.loads(whole["state.json"])
     assert [file["filename"] for file in state["_data_files"]] == [
@@ -130,7 +130,7 @@ def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total
     for i in range(6):
         plain = tmp_path / f"plain/data-{i:05d}-of-00006.arrow"
         assert plain.read_bytes() == whole[f"data-{i:05d}.arrow"]
-    # A finished one reads nothing of the stream, and mends what is damaged.
+    # A finished cache does not read the stream, and repairs damaged files.
     shutil.rmtree(tmp_path / "plain")
     for damaged in (0, 2, 5):
         if damaged:
@@ -301,7 +301,7 @@ def test_a_trainer_reads_the_cache_of_a_stream_as_any_other(tmp_path, flags):
     "argv, sentence",
     [
         ([], "--streaming needs --max_train_steps"),
-        (["--max_train_steps=1", "--holdout=2"], "of a stream none can be set aside"),
+        (["--max_train_steps=1", "--holdout=2"], "leave --holdout or --streaming out"),
         (["--max_train_steps=1", "--train_batch_size=auto"], "give a number"),
         (
             ["--max_train_steps=1", "--bucket_step=8"],
@@ -340,7 +340,7 @@ def test_a_cache_of_a_stream_has_sizes_but_not_what_lies_beside_images(tmp_path,
             f"--train_data_dir={folder}",
             f"--output_dir={tmp_path}/x",
         )
-        assert f"{folder} has {name}" in said and "leave --streaming out" in said
+        assert f"{folder} has {name}" in said and "which --streaming can't read" in said
     with pytest.raises(SystemExit):
         precompute_latents.parse_args([*flags, "--folder_repeats"])
     assert "--folder_repeats needs the images on a disk" in capfd.readouterr().err

@@ -162,7 +162,7 @@ def test_a_caption_that_has_changed_on_the_disk_is_seen(tmp_path, models, severa
     dataset = CachedLatents({tmp_path / "cache": cache}, 0, False, choice.weights, reads)
     for row in (0, 5, 6):
         dataset[[(0, row, 1.0)]]
-    with pytest.raises(OSError, match="data-00001-of-00002.arrow is damaged: run the command"):
+    with pytest.raises(OSError, match="data-00001-of-00002.arrow is damaged: to repair it, run"):
         dataset[[(0, 4, 1.0)]]
 
 
@@ -181,7 +181,7 @@ def test_where_it_can_not_be_done_it_is_refused(tmp_path, models, capfd):  # noq
             "--shuffle_caption",
         )
     said = (
-        f"--shuffle_caption: {tmp_path / 'cache'} has embeddings of captions as they are: "
+        f"--shuffle_caption needs captions, but {tmp_path / 'cache'} holds embeddings: "
         "make it with --text_cache"
     )
     assert said in capfd.readouterr().err

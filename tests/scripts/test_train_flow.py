@@ -32,6 +32,7 @@ from conftest import (
     make_z_image,
     metrics,
     patch,
+    replace,
     reset,
     start,
     wait_until,
@@ -58,6 +59,7 @@ from diffusion_training.latents.encoders import encode_images, load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.latents.text_encoders import encode_prompts
 from diffusion_training.order import step_seed
+from diffusion_training.report import name_run
 from diffusion_training.training.checkpoints import load_start
 from diffusion_training.training.costs import count_memory
 from diffusion_training.training.optimizers import make_optimizer
@@ -78,7 +80,7 @@ CAPTIONS = [
 
 @pytest.fixture
 def flags(tmp_path):
-    """A run of 6 steps on 6 images; later flags win over these."""
+    """A run of 6 steps on 6 images; later flags override these."""
     make_captioned(tmp_path / "images", 6, CAPTIONS)
     make_prx(tmp_path / "config")
     return [
@@ -145,7 +147,7 @@ def open_data(argv):
 
 
 def refused(capfd, *argv):
-    """What a run that ends with status 1 says."""
+    """The error of a run that ends with status 1."""
     with pytest.raises(SystemExit) as stop:
         train(*argv)
     error = capfd.readouterr().err
@@ -218,7 +220,7 @@ def test_captions_that_cleaning_empties_and_sizes_are_said(tmp_path, flags, capf
     make_captioned(tmp_path / "images", 6, ["一张照片", *CAPTIONS[1:]])
     make_cache(tmp_path, "--dry_run")
     said = capfd.readouterr().out
-    assert "1 of 6 captions are left without a word, such as '一张照片'" in said
+    assert "1 of 6 captions have no words after cleaning, such as '一张照片'" in said
     # Six captions have 2, 5, 3, 6, 3 and 5 tokens, or 8 each with padding. A token takes 4 bytes
     # as an id and 32 x 2 bytes as an embedding.
     assert (
@@ -368,7 +370,7 @@ def test_what_a_mask_leaves_out_changes_nothing(cached):
     """
     torch.manual_seed(0)
     model, latents, sigmas = PRXTransformer2DModel(**PRX), torch.randn(2, 4, 4, 4), torch.rand(2)
-    for weight in model.parameters():  # which begin where text changes nothing
+    for weight in model.parameters():  # new weights ignore the text
         torch.nn.init.normal_(weight, std=0.2)
     embeds, mask = torch.randn(2, 5, 32), torch.tensor([[1, 1, 1, 0, 0], [0] * 5]).bool()
     call = lambda embeds, mask: script.predict_velocity(
@@ -388,7 +390,7 @@ def test_what_a_mask_leaves_out_changes_nothing(cached):
 
 
 def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, cached, monkeypatch):
-    """Also in ranges, whose order is another."""
+    """Also in ranges, which have another order."""
     fsspec.filesystem("memory").put(f"{tmp_path / 'cache'}/", "/flow/", recursive=True)
     stored = [*cached, "--latents_dir=memory://flow", f"--shards_dir={tmp_path / 'shards'}"]
     for order in ("full", "ranges"):
@@ -428,7 +430,7 @@ def test_a_signal_finishes_the_step_and_breaks_samples_off(tmp_path, cached):
 
 
 class Straight(torch.nn.Module):
-    """Knows the way from one image to noise, whatever the noise."""
+    """Predicts the exact velocity from one image to any noise."""
 
     def __init__(self, latents):
         super().__init__()
@@ -478,11 +480,28 @@ def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
         ((noisy, sigmas),) = model.seen
         q = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
         assert torch.allclose(sigmas.quantile(q), quantiles(q), atol=0.03), argv
-        assert sigmas.dtype == torch.float32 and sigmas.unique().numel() > 3900  # of no table
+        assert sigmas.dtype == torch.float32 and sigmas.unique().numel() > 3900  # continuous
         spread = (
             noisy.square().mean(dim=(1, 2, 3)) - (1 - sigmas).square() - sigmas.square()
         ).mean()
-        assert abs(spread) < 0.05  # a share of one, and the rest of the other
+        assert abs(spread) < 0.05  # a share of noise, the rest image
+
+
+def test_the_held_out_loss_is_the_error_of_the_velocity_at_tenths_of_noise():
+    torch.manual_seed(0)
+    latents, noise, wrong = torch.randn(3, 9, 2, 2, 2).unbind()
+    tenths = torch.arange(1, 10)
+    condition = {"prompt_embeds": torch.zeros(9, 1, 1), "prompt_mask": torch.ones(9, 1).bool()}
+    model = Straight(latents)
+    measure = script.measure_velocity(partial(script.predict_velocity, FAMILIES["prx"]))
+    noisy = measure.add_noise(latents, noise, tenths)
+    share = (tenths / 10).view(-1, 1, 1, 1)
+    assert torch.allclose(noisy, share * noise + (1 - share) * latents)
+    error = measure.error({"transformer": model}, noisy, tenths, condition, latents, noise)
+    assert error.shape == (9,) and error.max() < 1e-4
+    model.latents = wrong  # one prediction is wrong by (latents - wrong) / share
+    error = measure.error({"transformer": model}, noisy, tenths, condition, latents, noise)
+    assert torch.allclose(error, (((latents - wrong) / share) ** 2).mean(dim=(1, 2, 3)))
 
 
 def test_weights_and_masks_count():
@@ -538,7 +557,7 @@ def make_t5(folder):
     transformers.T5ForConditionalGeneration(transformers.T5Config(**options)).save_pretrained(
         folder / "t5"
     )
-    tokenizer.model_max_length = 10**30  # as T5's own is
+    tokenizer.model_max_length = 10**30  # like T5's
     tokenizer.save_pretrained(folder / "t5")
     vae = AutoencoderKL(
         block_out_channels=(8, 8),
@@ -583,10 +602,10 @@ def test_from_scratch_with_t5_and_a_vae_that_shifts(tmp_path, flags):
     ).images[0]
     assert image.size == (16, 16)
 
-    # What is trained on is what the pipeline undoes: (latents - shift) * factor.
+    # Training uses (latents - shift) * factor, which the pipeline undoes.
     data = open_data([*flags, *parts, f"--latents_dir={tmp_path / 'cache'}"])
     batch = data.dataset[[(0, 0, 1.0)]]
-    batch["latents"][:, batch["latents"].shape[1] // 2 :] = 0  # no spread
+    batch["latents"][:, batch["latents"].shape[1] // 2 :] = 0  # no deviation
     latents, _, _ = script.prepare_batch(data, 0.0, batch)
     mean = batch["latents"].float().view(1, 32, 8, 8)[:, :16]
     assert torch.allclose(latents / 0.5 + 0.25, mean, atol=1e-6)
@@ -669,29 +688,29 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
         assert (begun[1]["global_step"], begun[1]["images_seen"]) == (4, 0)
         records = metrics(tmp_path / "second")
         assert [record["step"] for record in records if "loss" in record] == [5, 6]
-        # the first record is of the weights that it starts from
+        # the first record measures the initial weights
         first = records[0]
         assert first["step"] == 4 and first["held_out_loss"] != first["held_out_loss_ema"]
         samples = tmp_path / "second/samples"
         assert sorted(path.name[-5:] for path in samples.iterdir()) == ["4.png", "6.png"]
         page = (tmp_path / "second/report.html").read_text()
         assert page.index("<figcaption>step 4") < page.index("<figcaption>step 6")
-        train(*second, "--max_train_steps=8")  # from its own
+        train(*second, "--max_train_steps=8")  # from its own checkpoint
         assert len(begun) == 2 and max(checkpoints(tmp_path / "second")) == "checkpoint-8"
     said = capfd.readouterr().out
-    assert f"Going on from the weights of {tmp_path / 'out/checkpoint-4'}, at step 4" in said
-    assert "the run: 2 steps after step 4, " in said  # which is what is left of six
+    assert f"Starting from the weights of {tmp_path / 'out/checkpoint-4'}, at step 4" in said
+    assert "the run: 2 steps after step 4, " in said  # the rest of six
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "second")
     assert pipeline.config.default_sample_size == 32
 
     other = [*second, f"--output_dir={tmp_path / 'third'}"]
-    assert "held out other images than this run, so one would be measured on images" in refused(
+    assert "held out other images than this run, so one run would be measured on" in refused(
         capfd, *other, "--holdout=0"
     )
-    assert "holds no whole checkpoint, and is none" in refused(
+    assert "is neither a complete checkpoint nor a run with one" in refused(
         capfd, *other, f"--init_from={tmp_path / 'images'}"
     )
-    assert "is at step 4, from which this run counts" in refused(
+    assert "must be above 4: this run counts from the step of" in refused(
         capfd, *other, "--max_train_steps=4"
     )
 
@@ -705,7 +724,7 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
         assert id(weight) in (
             muon if name.startswith("blocks.") and weight.dim() == 2 else adamw
         ), name
-    # As torch's own two would step
+    # As torch's two optimizers would step
     twin = PRXTransformer2DModel(**PRX)
     twin.load_state_dict(model.state_dict())
     named = list(twin.named_parameters())
@@ -733,6 +752,22 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
         assert torch.allclose(one, other, atol=2e-5), name
 
 
+def test_the_card_says_what_was_trained_and_opens_the_base_as_the_run_did():
+    def describe(*flags):
+        base = ["--pretrained_model_name_or_path=x", "--model_family=z-image"]
+        args = script.parse_args([*base, "--latents_dir=y", "--output_dir=z", *flags])
+        about = name_run(1, args, local=True)
+        return script.describe_model(FAMILIES["z-image"], about, replace(args, resolution=16))
+
+    config = "--transformer_config_name_or_path=w"
+    for flags, how in (([], "fine-tuned"), ([config], "trained from scratch")):
+        assert f"whose transformer was {how} on `y`" in describe(*flags).what
+    lora = describe("--rank=2")
+    assert lora.what.startswith("A LoRA of rank 2 ") and "lora" in lora.tags
+    assert "variant" not in lora.usage
+    assert 'variant="fp16"' in describe("--rank=2", "--variant=fp16").usage
+
+
 # ------------------------------------------------------------------- refusals
 
 
@@ -752,13 +787,12 @@ def test_a_lora_needs_a_family_with_one_and_a_pretrained_transformer(capfd):
 def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
     make_prx(tmp_path / "wide", context_in_dim=48)
     config = f"--transformer_config_name_or_path={tmp_path / 'wide'}"
-    assert (
-        "takes 4 channels and embeddings of 48; the latents have 4, the embeddings 32"
-        in refused(capfd, *cached, config)
+    assert "takes 4 channels and embeddings of 48, but the data has 4 and 32" in refused(
+        capfd, *cached, config
     )
     make_prx(tmp_path / "coarse", patch_size=3)
     config = f"--transformer_config_name_or_path={tmp_path / 'coarse'}"
-    assert "wants sides of 6 pixels: 16 is no multiple of it" in refused(capfd, *cached, config)
+    assert "needs sides that are multiples of 6 pixels, not 16" in refused(capfd, *cached, config)
     config = f"--transformer_config_name_or_path={ROOT / 'configs/unet_32.json'}"
     assert "holds no PRXTransformer2DModel" in refused(capfd, *cached, config)
     make_cache(tmp_path, "--model_family=sd", name="clip")
@@ -771,7 +805,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
         in capfd.readouterr().err
     )
     error = refused(capfd, *cached, "--max_sequence_length=9")
-    assert "--max_sequence_length 9: the text encoder takes 8 tokens" in error
+    assert "--max_sequence_length 9 is too large: the text encoder takes 8 tokens" in error
     base = make_z_image(tmp_path / "z")
     error = refused(capfd, *cached, f"--pretrained_model_name_or_path={base}")
     assert f"--model_family prx: {base} is a ZImagePipeline, of the family z-image" in error
@@ -783,7 +817,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
     [
         (
             ["--latents_dir=x"],
-            "--pretrained_model_name_or_path is needed, or --vae_name_or_path as well",
+            "give --pretrained_model_name_or_path, or both --vae_name_or_path and",
         ),
         (
             ["--latents_dir=x", "--vae_name_or_path=v", "--text_encoder_name_or_path=t"],
@@ -791,7 +825,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
         ),
         (
             ["--latents_dir=x", "--pretrained_model_name_or_path=p", "--output_kohya_format"],
-            "knows U-Nets only",
+            "there is no flag --output_kohya_format",
         ),
         (["--latents_dir=x", "--pretrained_model_name_or_path=p", "--logit_std=0"], "--logit_std"),
         (
@@ -817,21 +851,22 @@ def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
 @pytest.mark.ci
 def test_launched_for_real_on_one_and_two_processes(tmp_path, cached):
     argv = [*cached, "--mixed_precision=bf16", "--max_train_steps=2"]
-    env = {"ACCELERATE_USE_CPU": "true"}
-    for options in ([], ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]):
+    two = ["--multi_gpu", "--num_processes=2", "--main_process_port=0"]
+    for count, options in ((1, []), (2, two)):
         run = launch(
             *options,
             "train_flow.py",
             *argv,
-            f"--output_dir={tmp_path / str(len(options))}",
-            env=env,
+            f"--output_dir={tmp_path / str(count)}",
+            env={"ACCELERATE_USE_CPU": "true"},
         )
         assert run.returncode == 0, run.stderr
-        assert math.isfinite(losses(tmp_path / str(len(options)))[-1])
+        assert run.stdout.count(f"Processes: {count} on cpu") == 1
+        assert math.isfinite(losses(tmp_path / str(count))[-1])
 
 
 def judge(pipeline, guidance_scale, count):
-    """Share of samples, `count` of each digit, in which a classifier sees what was asked for."""
+    """Share of samples, `count` of each digit, in which a classifier sees the prompt's digit."""
     torch.manual_seed(0)
     classifier = evaluate_samples.train_classifier(*evaluate_samples.load_digits())
     pipeline.set_progress_bar_config(disable=True)

@@ -59,7 +59,7 @@ os.umask(UMASK)
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A base in `sd`, and a cache of 7 images, which leave short steps."""
+    """A base in `sd`, and a cache of 7 images, so that some steps are short."""
     folder = tmp_path_factory.mktemp("inputs")
     make_models(folder)
     make_captioned(folder / "images", 7)
@@ -83,7 +83,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture
 def flags(tmp_path, inputs):
-    """A run of 4 steps; later flags win over these."""
+    """A run of 4 steps; later flags override these."""
     return [
         f"--pretrained_model_name_or_path={inputs / 'sd'}",
         f"--latents_dir={inputs / 'cache'}",
@@ -108,7 +108,7 @@ def train(*argv):
 
 
 def refused(capfd, *argv):
-    """What a run that ends with status 1 says."""
+    """The error of a run that ends with status 1."""
     with pytest.raises(SystemExit) as stop:
         train(*argv)
     error = capfd.readouterr().err
@@ -121,7 +121,7 @@ def refused(capfd, *argv):
 
 
 def contents(folder):
-    """What has to be the same in two runs: {file: bytes}."""
+    """The files that must be the same in two runs: {file: bytes}."""
     kinds = (".safetensors", ".bin", ".png", "config.json")
     paths = (
         path for path in folder.rglob("*") if path.name.endswith(kinds) and path.name != "loss.png"
@@ -147,7 +147,7 @@ def test_a_lora_that_is_resumed_is_that_of_an_uninterrupted_run(
         "--validation_epochs=1",
         "--holdout=2",
     ]
-    # of one name, which the files hold
+    # the same folder name, because the files contain it
     whole, rest = tmp_path / "whole/lora", tmp_path / "rest/lora"
     again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
     for argv in ([f"--output_dir={whole}"], [f"--output_dir={rest}", again]):
@@ -171,11 +171,7 @@ def test_a_lora_that_is_resumed_is_that_of_an_uninterrupted_run(
 
 def test_a_file_goes_on_being_trained(tmp_path, flags, capfd):
     train(*flags)
-    again = [
-        *flags,
-        f"--network_weights={tmp_path / 'out' / FILE}",
-        f"--output_dir={tmp_path / 'again'}",
-    ]
+    again = [*flags, f"--network_weights={tmp_path / 'out'}", f"--output_dir={tmp_path / 'again'}"]
     train(*again, "--learning_rate=0", "--lora_alpha=8")
     assert (tmp_path / "again" / FILE).read_bytes() == (tmp_path / "out" / FILE).read_bytes()
     again[-1] = f"--output_dir={tmp_path / 'more'}"
@@ -229,10 +225,10 @@ def test_the_base_of_a_checkpoint_is_the_same_in_any_precision_and_no_other(
         capfd, *again, "--rank=4"
     )
     whole = [arg for arg in again if arg != "--rank=2"]
-    assert "unet is a LoRA, and without --rank the whole model would be trained: keep" in refused(
+    assert "unet is a LoRA, but without --rank the whole model is trained: keep" in refused(
         capfd, *whole
     )
-    assert "was trained with --optimizer adamw, not adafactor: go on" in refused(
+    assert "was trained with --optimizer adamw, not adafactor: keep" in refused(
         capfd, *again, "--optimizer=adafactor"
     )
     shutil.copytree(inputs / "sd", tmp_path / "sd")
@@ -241,16 +237,14 @@ def test_the_base_of_a_checkpoint_is_the_same_in_any_precision_and_no_other(
     data[-1] ^= 1
     path.write_bytes(data)
     error = refused(capfd, *again, f"--pretrained_model_name_or_path={tmp_path / 'sd'}")
-    assert (
-        "is of another LoRA (other weights of the base): keep base and flags as they were" in error
-    )
+    assert "is of another LoRA (another base): keep base and flags as they were" in error
     train(*whole[:-1], "--max_train_steps=2", f"--output_dir={tmp_path / 'full'}")
     error = refused(capfd, *again, f"--output_dir={tmp_path / 'full'}")
-    assert "checkpoint-2/unet is a whole model, and --rank trains a LoRA: keep" in error
+    assert "checkpoint-2/unet is a whole model, but --rank trains a LoRA: keep" in error
 
 
 def test_clipping_acts(tmp_path, flags):
-    """In diffusers' script no gradient is ever clipped: its list of parameters is used up."""
+    """diffusers' script never clips, because its iterator of parameters is used up."""
     size = {}
     for norm in (1.0, 1e-12):  # so small that Adam's epsilon is not
         train(*flags, f"--max_grad_norm={norm}", f"--output_dir={tmp_path / str(norm)}")
@@ -261,7 +255,7 @@ def test_clipping_acts(tmp_path, flags):
 
 
 def test_samples_and_held_out_losses_change_no_bit(tmp_path, flags):
-    """Also without an average, where the trained weights themselves are sampled from."""
+    """Also without EMA, where the trained weights themselves draw the samples."""
     flags = [*flags, "--mixed_precision=bf16", "--no-use_ema", "--no-validate_first"]
     looking = ["--validation_prompts=a", "--validation_steps=1", "--holdout=1"]
     train(*flags, *looking, f"--output_dir={tmp_path / 'looked'}")
@@ -307,7 +301,7 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
         f"{out}. {readers}"
     )
     assert following.startswith(f"Next: open {out}/report.html in a browser")
-    # safetensors writes files for their owner only
+    # safetensors makes files readable only for their owner
     assert {path.stat().st_mode & 0o777 for path in out.glob("*.*")} == {0o666 & ~UMASK}
     for page in ("README.md", "report.html"):
         assert readers in (out / page).read_text().replace("`", "")
@@ -335,10 +329,10 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
 
 
 def run_what_is_copied(out, monkeypatch):
-    """The code and the commands of the report and of the card, in the folder that they name."""
+    """The code and commands of the report and the card work in the folder that they name."""
     page = (out / "report.html").read_text()
     usage, command, again = map(unescape, re.findall(r"<pre>(.*?)</pre>", page, re.S))
-    # every diffusers takes torch_dtype, and new ones warn of it
+    # every diffusers accepts torch_dtype, but new ones warn
     warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
     exec(usage, {})
     assert Image.open("image.png").size == (16, 16)
@@ -347,7 +341,7 @@ def run_what_is_copied(out, monkeypatch):
         (
             shlex.split(command.replace("\\\n", "")),
             {"mixed_precision": None},
-        ),  # what the launch said is in run.args
+        ),  # run.args contains the launch's settings
         (shlex.split(again), {"output_dir": f"{out}-again", "push_to_hub": False}),
     ):
         assert words[0] == "python" and os.path.samefile(words[1], script.__file__)
@@ -404,7 +398,7 @@ def test_another_objective_than_the_bases_is_told_in_the_card(tmp_path, flags):
 
 
 def test_checkpointed_gradients_are_the_same(tmp_path, flags):
-    """Also those of the first layers, whose input needs none."""
+    """Also in the first layers, whose input needs no gradient."""
     found = []
     for more in ([], ["--gradient_checkpointing"]):
         train(*flags, *more, f"--output_dir={tmp_path / str(len(found))}", "--max_train_steps=2")
@@ -458,12 +452,12 @@ def test_a_lora_that_learns_nothing_is_worth_a_look(flags, capfd):
     [
         (
             ["--rank=4", "--unet_config_name_or_path=x"],
-            "--rank trains a LoRA for a U-Net that is trained: leave --unet",
+            "--rank needs a pretrained U-Net: leave --unet",
         ),
         (["--rank=0"], "0 is not between 1 and 4096"),
         (["--use_dora"], "--use_dora does nothing without --rank"),
         (["--lora_alpha=8"], "--lora_alpha does nothing without --rank"),
-        (["--rank=4", "--output_single_file"], "--output_single_file is for a whole pipeline"),
+        (["--rank=4", "--output_single_file"], "--output_single_file writes a pipeline, not"),
     ],
 )
 def test_flags_that_make_no_lora_end_with_one_line(argv, sentence, capsys):

@@ -1,10 +1,12 @@
-"""A trainer on Ray Train: workers and machines come and go, and every image comes once an epoch."""
+"""A trainer on Ray Train: workers come and go, and every image comes once per epoch."""
 
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -16,7 +18,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, free_port, make_images, make_unet_config, replace, wait_until
+from conftest import (
+    ROOT,
+    free_port,
+    make_images,
+    make_unet_config,
+    replace,
+    start_ray_node,
+    wait_until,
+)
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
 # Without these Ray writes into the home folder, and sends statistics.
@@ -26,9 +36,9 @@ import train_on_ray  # noqa: E402
 from diffusion_training.supervisor import Ended  # noqa: E402
 
 NUM_IMAGES = 12
-# A trainer that notes which rows each step draws; an image's grey level tells its row.
+# A trainer that records the rows of each step. An image's grey level is its row.
 NOTING = """
-import json, os
+import json, os, time
 import train_unconditional
 from train_unconditional import main, parse_args
 
@@ -47,6 +57,7 @@ def note(*args):
     line = json.dumps({"step": data_step, "rows": rows, "pid": os.getpid(), **ranks})
     with open(os.environ["NOTES"], "a") as notes:
         notes.write(line + "\\n")
+    time.sleep(float(os.environ.get("PACE", "0")))
     return take_step(*before, iter(taken), micro_batches, data_step, look)
 
 train_unconditional.train_step = note
@@ -55,7 +66,7 @@ if __name__ == "__main__":
     main(parse_args())
 """
 
-# Stands for a trainer: in its first run it is killed, in its second one it ends with an error.
+# Replaces a trainer: its first run is killed, its second run ends with an error.
 FAILING = """
 import argparse, os, signal, sys
 
@@ -77,12 +88,12 @@ if __name__ == "__main__":
 
 
 class Run:
-    """Runs of train_on_ray.py, and machines of Ray's that come and go."""
+    """Runs of train_on_ray.py, on Ray machines that come and go."""
 
     def __init__(self, folder):
         self.folder = folder
         self.out = folder / "out"
-        self.temp = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short, for the names of sockets
+        self.temp = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short names of sockets
         self.port = free_port()
         (folder / "noting.py").write_text(NOTING)
         self.env = os.environ | RAY
@@ -103,15 +114,12 @@ class Run:
         return process
 
     def add_machine(self):
-        head = not self.started
-        place = ["--head", f"--port={self.port}", "--include-dashboard=false"]
-        place = place if head else [f"--address=127.0.0.1:{self.port}"]
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
-        memory = "--object-store-memory=80000000"
-        temp = [f"--temp-dir={self.temp}"] if head else []
-        process = self.start([*ray, *place, memory, *temp], f"machine-{len(self.started)}.log")
-        wait_until(lambda: "--block" in (self.folder / process_log(self)).read_text(), 120)
-        return process
+        place = [f"--address=127.0.0.1:{self.port}"]
+        if not self.started:
+            place = ["--head", f"--port={self.port}", f"--temp-dir={self.temp}"]
+        machine = start_ray_node(self.folder, *place, env=self.env)
+        self.started.append(machine)
+        return machine
 
     def train(self, *flags, trainer="noting.py", workers=("--min_workers=1", "--max_workers=2")):
         data = [
@@ -143,26 +151,39 @@ class Run:
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
+    def groups(self):
+        """The notes of each group of trainers: one begins when the previous one has ended."""
+        groups = itertools.groupby(self.notes(), lambda note: note["MASTER_PORT"] or note["pid"])
+        return [list(notes) for _, notes in groups]
+
     def sizes(self):
         """The number of workers of each group that has taken a step, in order."""
-        sizes = {}
-        for note in self.notes():
-            sizes.setdefault(note["MASTER_PORT"] or note["pid"], int(note["WORLD_SIZE"] or 1))
-        return list(sizes.values())
+        return [int(notes[0]["WORLD_SIZE"] or 1) for notes in self.groups()]
 
     def steps(self):
         """[{step: rows}] of each group."""
-        groups = collections.defaultdict(lambda: collections.defaultdict(list))
-        for note in self.notes():
-            groups[note["MASTER_PORT"] or note["pid"]][note["step"]] += note["rows"]
-        return list(groups.values())
+        found = []
+        for notes in self.groups():
+            found.append(collections.defaultdict(list))
+            for note in notes:
+                found[-1][note["step"]] += note["rows"]
+        return found
+
+    def check_rows(self, num_steps):
+        """Every row was drawn once an epoch by the groups that took each step last."""
+        groups, drawn = self.steps(), []
+        for step in range(num_steps):
+            drawn += [group[step] for group in groups if step in group][-1]
+        for first in range(0, len(drawn) - NUM_IMAGES + 1, NUM_IMAGES):
+            assert sorted(drawn[first : first + NUM_IMAGES]) == list(range(NUM_IMAGES)), first
+        return len(drawn) // NUM_IMAGES
 
     def checkpoints(self):
         states = self.out.glob("checkpoint-*/trainer_state.json")
         return {int(path.parent.name.split("-")[1]) for path in states}
 
     def find(self, word):
-        """The processes of this test whose command line has a word."""
+        """The processes of this test whose command line contains a word."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -171,7 +192,7 @@ class Run:
         return found
 
     def is_ours(self, process):
-        """Also of processes that have lost their parents."""
+        """Also true for processes that lost their parents."""
         with contextlib.suppress(psutil.Error):
             if any(parent.pid == each.pid for parent in process.parents() for each in self.started):
                 return True
@@ -179,8 +200,18 @@ class Run:
         return False
 
     def trainers(self):
-        """The trainers and their loader processes."""
+        """The trainers, with their supervisors and loader processes."""
         return self.find(str(self.folder / "noting.py"))
+
+    def find_kind(self, kind):
+        """The workers, or their supervisors, the trainers of these, or the loaders of these."""
+        if kind == "worker":
+            return self.find("ray::RayTrainWorker")
+        found = self.find("supervise()")
+        for _ in range(["supervisor", "trainer", "loader"].index(kind)):
+            pids = {process.pid for process in found}
+            found = [process for process in self.trainers() if find_parent(process) in pids]
+        return found
 
     def close(self):
         for process in self.started:
@@ -192,10 +223,6 @@ class Run:
         shutil.rmtree(self.temp, ignore_errors=True)
 
 
-def process_log(run):
-    return f"machine-{len(run.started) - 1}.log"
-
-
 @pytest.fixture
 def run(tmp_path):
     make_images(tmp_path / "images", NUM_IMAGES)
@@ -205,8 +232,13 @@ def run(tmp_path):
     run.close()
 
 
+def find_parent(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.ppid()
+
+
 def kill_machine(process):
-    """End a machine of Ray's, as if it had lost its power; its trainers live on for a moment."""
+    """End a Ray machine, as if its power failed. Its trainers live a moment longer."""
     for child in [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -225,23 +257,27 @@ def test_bad_arguments_end_with_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "failing.py").write_text(FAILING)
     (tmp_path / "plain.py").write_text("")
     (tmp_path / "letter.txt").write_text("")
+    # another module of that name is not the script
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/failing.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "other")
     two = "--max_workers=2"
     for script in ("nothing.py", "letter.txt", tmp_path):
-        assert f"{script} is no trainer: give the path of a file" in refuse(capsys, two, script)
-    assert "plain.py is no trainer: it has no parse_args" in refuse(capsys, two, "plain.py")
+        assert f"{script} is not a trainer: give the path of a file" in refuse(capsys, two, script)
+    assert "plain.py is not a trainer: it has no parse_args" in refuse(capsys, two, "plain.py")
     said = refuse(capsys, two, "--min_workers=3", "failing.py", "--output_dir=out")
     assert "--min_workers 3 exceeds --max_workers 2" in said
-    # the trainer's own errors, before Ray is started
+    # errors of the trainer's flags, before Ray starts
     assert "unrecognized arguments: --typo" in refuse(capsys, two, "failing.py", "--typo")
     resume = "--resume_from_checkpoint=checkpoint-3"
     said = refuse(capsys, two, "failing.py", "--output_dir=out", resume)
-    assert "--resume_from_checkpoint checkpoint-3 would be resumed after each change" in said
+    assert "leave --resume_from_checkpoint checkpoint-3 out" in said
     gone = "--output_dir=/tmp/ray/session/working_dir_files/x/out"
-    assert "give --output_dir from the root" in refuse(capsys, two, "failing.py", gone)
+    assert "give an absolute --output_dir" in refuse(capsys, two, "failing.py", gone)
     assert list(tmp_path.glob("out*")) == []
     args = train_on_ray.parse_args([two, "failing.py", "--output_dir", "out"])
     assert (args.script, args.output_dir) == (str(tmp_path / "failing.py"), str(tmp_path / "out"))
-    # beside the script, wherever it is started
+    # found beside the script, from any folder
     monkeypatch.chdir(ROOT)
     args = train_on_ray.parse_args([two, "train_unconditional.py"])
     assert args.script == str(ROOT / "train_unconditional.py")
@@ -291,11 +327,11 @@ def test_what_a_machine_does_not_share_is_named(tmp_path):
 
 @pytest.mark.parametrize("status, kind, words", [
     (0, None, ""), (-9, "lost", "was ended by SIGKILL"), (143, "lost", "was ended by SIGTERM"),
-    (75, "lost", "because another worker had"), (2, "failed", "train_x.py: one sentence"),
+    (75, "lost", "because another worker ended"), (2, "failed", "train_x.py: one sentence"),
     (1, "failed", "train_x.py: one sentence"), (None, "lost", "was killed, with its supervisor"),
 ])  # fmt: skip
 def test_what_the_end_of_a_trainer_means(status, kind, words):
-    errors = "a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rSteps: 2%\n"
+    errors = "train_x.py: a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rSteps: 2%\n"
     ended = None if status is None else Ended(status, errors)
     event = train_on_ray.judge(ended, "train_x.py", "it")
     assert (event and event.kind) == kind and words in (event.text if event else "")
@@ -305,7 +341,7 @@ def test_what_the_end_of_a_trainer_means(status, kind, words):
 
 
 class Events:
-    """Stands for the queue between workers and driver."""
+    """Replaces the queue between workers and driver."""
 
     def __init__(self, *events):
         self.events = [train_on_ray.Event(*event) for event in events]
@@ -319,7 +355,7 @@ class Events:
 def test_it_ends_after_starts_without_a_new_checkpoint_or_with_the_sentence(tmp_path, capsys):
     job = make_job(tmp_path)
     train_on_ray.make_shared(job).release()
-    over = threading.Thread()  # that does not run
+    over = threading.Thread()  # it does not run
     start, lost = ("started", "2 workers"), ("lost", "it was ended by SIGKILL")
     train_on_ray.watch(over, job, Events(start, lost, start, lost, start), 2)
     with pytest.raises(SystemExit, match="started 3 times without a new checkpoint, at last bec"):
@@ -389,7 +425,7 @@ def test_machines_and_workers_come_and_go_and_every_image_comes_once_an_epoch(ru
     assert not any(process.is_running() for process in before)
     run.add_machine()
     wait_for("a machine came: 2 workers", lambda: run.sizes()[2:] == [2])
-    # they were told, and saved: no step was lost
+    # they were told and saved, so no step was lost
     one, two = run.steps()[1:]
     assert min(two) == max(one) + 1
 
@@ -399,7 +435,7 @@ def test_machines_and_workers_come_and_go_and_every_image_comes_once_an_epoch(ru
     assert not any(process.is_running() for process in before)
     before = run.trainers()
     wait_for("they have saved", lambda: max(run.checkpoints()) > max(run.steps()[2]) + 1)
-    before[0].kill()
+    run.find_kind("trainer")[0].kill()
     wait_for("a trainer was killed", lambda: run.sizes()[4:] == [2])
     assert not any(process.is_running() for process in before)
 
@@ -408,9 +444,84 @@ def test_machines_and_workers_come_and_go_and_every_image_comes_once_an_epoch(ru
     assert not run.trainers() and not (run.out / ".ray").exists()
     groups = run.steps()
     assert max(run.checkpoints()) == max(groups[-1]) + 1
-    drawn = []
-    for step in range(max(run.checkpoints())):
-        drawn += [group[step] for group in groups if step in group][-1]
-    print(f"{len(drawn) // NUM_IMAGES} epochs, {len(groups)} groups")
-    for first in range(0, len(drawn) - NUM_IMAGES + 1, NUM_IMAGES):
-        assert sorted(drawn[first : first + NUM_IMAGES]) == list(range(NUM_IMAGES)), first
+    print(f"{run.check_rows(max(run.checkpoints()))} epochs, {len(groups)} groups")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("min_workers", [2, 1])
+def test_killed_at_random_it_ends_with_the_same_rows_and_bits(run, min_workers):
+    """Kill processes, a machine and the driver KILLS times (default: 10).
+
+    A run ends by itself after some kills, and then another one begins. With two workers at each
+    step it has the bits of an undisturbed run.
+    """
+    num_kills, num_steps, rng = int(os.environ.get("KILLS", 10)), 60, random.Random(min_workers)
+    kinds = ["worker", "supervisor", "trainer", "loader", "machine", "driver"]
+    counts = collections.Counter(dict.fromkeys(kinds, 0))
+    run.env["PACE"] = "0.1"
+    run.add_machine()
+    machine = run.add_machine()
+
+    def begin():
+        (run.folder / "driver.log").unlink(missing_ok=True)
+        steps = ["--checkpointing_steps=10", f"--max_train_steps={num_steps}"]
+        workers = [f"--min_workers={min_workers}", "--max_workers=2", "--max_failures=99"]
+        return run.train(*steps, workers=workers)
+
+    def read_weights():
+        found = [*run.out.rglob("*.safetensors"), *run.out.rglob("optimizer.bin")]
+        return {path.relative_to(run.out): path.read_bytes() for path in found}
+
+    def judge():
+        """A driver that ended by itself: all is well, or it has named a killed loader process."""
+        assert "Traceback" not in run.log(), run.log()
+        counts[f"ended with status {driver.returncode}"] += 1
+        if driver.returncode:
+            sentence = ".py: a process that loads data was killed"
+            assert driver.returncode == 1 and sentence in run.log(), run.log()
+            return
+        wait_until(lambda: not run.trainers() and not run.find("ray::RayTrain"), 60)
+        counts["epochs"] += run.check_rows(num_steps)
+        assert min_workers == 1 or read_weights() == whole
+        (run.folder / "notes").unlink()
+        shutil.rmtree(run.out)
+
+    driver = begin()
+    assert driver.wait(300) == 0, run.log()
+    whole = read_weights()
+    assert len(whole) > 4
+    judge()
+    driver, num_groups = begin(), 0
+    while sum(counts[kind] for kind in kinds) < num_kills:
+        if rng.random() < 0.5:  # at a step; else at any moment
+            wait_until(lambda: driver.poll() is not None or len(run.groups()) > num_groups, 300)
+        time.sleep(rng.uniform(0, 6))
+        if driver.poll() is not None:
+            judge()
+            driver, num_groups = begin(), 0
+            continue
+        num_groups = len(run.groups())
+        kind = rng.choice(kinds)
+        if kind == "driver":
+            driver.kill()
+            driver.wait()
+            # Ray Train would keep the CPUs of a killed driver for three minutes
+            for process in run.find("ray::_AutoscalingCoordinatorActor"):
+                process.kill()
+            driver = begin()
+        elif kind == "machine":
+            kill_machine(machine)
+            machine = run.add_machine()
+        else:
+            victims = run.find_kind(kind)
+            if not victims:
+                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rng.choice(victims).kill()
+        counts[kind] += 1
+        print(dict(counts), flush=True)
+    while driver.wait(300):
+        judge()
+        driver = begin()
+    judge()
+    print(dict(counts))

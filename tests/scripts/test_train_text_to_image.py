@@ -71,7 +71,7 @@ def models(tmp_path):
 
 @pytest.fixture
 def flags(tmp_path, models):
-    """A run of 6 steps on 6 images that takes a second; later flags win over these."""
+    """A run of 6 steps on 6 images that takes a second; later flags override these."""
     make_captioned(tmp_path / "images", 6)
     return [
         f"--pretrained_model_name_or_path={models}",
@@ -128,7 +128,7 @@ def train(*argv):
 
 
 def refused(capfd, *argv):
-    """What a run that ends with status 1 says."""
+    """The error of a run that ends with status 1."""
     with pytest.raises(SystemExit) as stop:
         train(*argv)
     error = capfd.readouterr().err
@@ -196,7 +196,7 @@ def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, models):
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
 def test_weights_with_nan_are_named(models, images, capfd, part):
-    """Else a run would only say that the loss is not finite."""
+    """Otherwise a run would only report that the loss is not finite."""
     (path,) = (models / part).glob("*.safetensors")
     values = load_file(path)
     name = sorted(values)[0]
@@ -217,7 +217,7 @@ def test_odd_parts_of_a_base_end_in_a_sentence(tmp_path, models, images, capfd, 
             "tokenizer",
             "tokenizer_config",
             {"model_max_length": 1},
-            "captions get 1 token, and need",
+            "captions get 1 token, but need",
         ),
     ):
         path = models / part / f"{name}.json"
@@ -229,14 +229,14 @@ def test_odd_parts_of_a_base_end_in_a_sentence(tmp_path, models, images, capfd, 
     for entry in (None, 5, ["transformers"]):
         content = {"_class_name": "StableDiffusionPipeline", "text_encoder": entry}
         index.write_text(json.dumps(content))
-        assert f"model_index.json says {entry!r} of text_encoder" in refused(capfd, *images)
+        assert f"model_index.json has {entry!r} for text_encoder" in refused(capfd, *images)
     index.unlink()
     monkeypatch.setenv("RANK", "x")
     assert "the processes can't be set up as they were launched" in refused(capfd, *images)
 
 
 def test_no_samples_are_drawn_if_none_are_wanted(tmp_path, images, capfd):
-    """diffusers' own tests give this flag."""
+    """diffusers' own tests use this flag."""
     train(*images, "--max_train_steps=1", "--validation_prompts=a", "--num_validation_images=0")
     assert not (tmp_path / "out/samples").exists()
     assert "pipeline, no samples (--num_validation_images 0) and" in capfd.readouterr().out
@@ -370,7 +370,7 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(
     out = tmp_path / "out"
     # The learning rate is stored before --scale_lr
     assert vars(script.parse_args([f"@{out / 'run.args'}"])) == vars(script.parse_args(argv))
-    # The averaged weights are saved
+    # The EMA weights are saved
     assert_same_weights(out / "unet", out / "checkpoint-12/unet_ema")
     pipeline = StableDiffusionPipeline.from_pretrained(out)
     assert pipeline("a digit one", num_inference_steps=2).images[0].size == (16, 16)
@@ -396,8 +396,8 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(
     assert not list(out.glob(".tmp-*"))
     files = [path for path in out.rglob("*") if path.is_file()]
     assert all(b"secret-3141592653" not in path.read_bytes() for path in files)
-    for path in files:  # nobody needs to know where things lay on this machine
-        is_of_the_report = path.name == "report.json"  # which stays here, with run.args
+    for path in files:  # paths of this machine are not published
+        is_of_the_report = path.name == "report.json"  # not uploaded, like run.args
         is_text = path.suffix in (".json", ".md") and not is_of_the_report
         if is_text and "checkpoint" not in str(path):
             assert str(tmp_path) not in path.read_text(), path
@@ -588,14 +588,14 @@ def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached,
         [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
         for r in range(2)
     ]
-    assert len(ranks[0]) == len(ranks[1]) == 4  # two steps an epoch
+    assert len(ranks[0]) == len(ranks[1]) == 4  # two steps per epoch
     for epoch in (0, 2):
         seen = [row for rank in ranks for found, _, _ in rank[epoch : epoch + 2] for row in found]
         assert len(seen) == len(set(seen)) == 6
     seeds = [seed for rank in ranks for _, _, seed in rank]
     assert len(set(seeds)) == len(seeds) == 8
     given = [weight for rank in ranks for _, found, _ in rank for weight in found]
-    assert sorted(set(given)) == [0.5, 1.0]  # of 4 rows, and of 2; averaged over two processes
+    assert sorted(set(given)) == [0.5, 1.0]  # steps of 4 rows and of 2, averaged over two processes
     # Scaled by 2 processes and 2 rows
     assert metrics(tmp_path / "out")[-1]["lr"] == pytest.approx(4e-4)
 
@@ -629,7 +629,7 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images,
 
 
 def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
-    """It is smaller by what the embeddings take."""
+    """It is smaller by the size of the embeddings."""
     make_cache(tmp_path, "--text_cache=ids", name="ids")
     sizes = [
         sum(path.stat().st_size for path in (tmp_path / name).glob("data-*"))
@@ -644,7 +644,7 @@ def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
 
 
 def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, capfd):
-    """Weights, averaged weights and the step count continue, and a checkpoint of its own wins."""
+    """Weights, EMA weights and step count continue. Its own checkpoint takes precedence."""
     train(*images, "--max_train_steps=2")
     begun = []
 
@@ -665,17 +665,17 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, c
     assert len(begun) == 1 and checkpoints(tmp_path / "second") == {"checkpoint-3", "checkpoint-4"}
     unet = UNet2DConditionModel.from_pretrained(tmp_path / "second", subfolder="unet")
     assert unet.config.sample_size == 16
-    # the first phase may have been trained on what would be held out now
+    # the first phase may have trained on the images held out now
     third = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3", "--holdout=2"]
-    assert "checkpoint-2 held no images out" in refused(capfd, *third)
+    assert "checkpoint-2 held out no images" in refused(capfd, *third)
     other = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3"]
-    assert "was trained with prediction_type None, not v_prediction: keep the objective" in refused(
+    assert "was trained with prediction_type None, not v_prediction: keep the flag" in refused(
         capfd, *other, "--prediction_type=v_prediction"
     )
 
 
 def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags, capfd):
-    """An epoch of 7 rows or so of six and five, in steps of 2; resumed within it and at its end."""
+    """An epoch of about 7 of 11 rows, in steps of 2, resumed within it and at its end."""
     make_captioned(tmp_path / "more", 5)
     make_cache(tmp_path, "--random_flip")
     make_cache(tmp_path, "--random_flip", name="other", images="more")
@@ -699,7 +699,7 @@ def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags,
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached, num_processes):
-    """However many processes share the samples."""
+    """With any number of processes that share the samples."""
     prompts = ["a digit one", "a digit two"]
     argv = [
         *cached,
@@ -752,7 +752,7 @@ def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models
 
 
 def make_data(latents, embeds_shape=(8, 32)):
-    """What `open_data` finds out, of `Latents`, with an empty prompt of zeros."""
+    """The `Data` of some `Latents`, with an empty prompt of zeros."""
     return script.Data(
         dataset=None,
         family=FAMILIES["sd"],
@@ -861,7 +861,7 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
     )
     (tmp_path / "images/5.png").write_bytes(b"no image")
     limit = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer").model_max_length
-    sentence = f"2 of 6 captions have more than {limit} tokens, and lose what is beyond"
+    sentence = f"2 of 6 captions have more than {limit} tokens, and the rest is cut off"
     train(*images, "--num_train_epochs=2")
     said = capfd.readouterr()
     assert (
@@ -872,9 +872,9 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
     make_captioned(tmp_path / "images", 6, ["a photo"] * 6)
     make_cache(tmp_path)
     train(*images, "--max_train_steps=1", f"--output_dir={tmp_path / 'b'}")
-    same = "All captions that were looked at say 'a photo': is it the right --caption_column?"
+    same = "All captions that were checked are 'a photo': is --caption_column right?"
     said = capfd.readouterr().out
-    assert said.count(same) == 2 and "lose what is beyond" not in said
+    assert said.count(same) == 2 and "the rest is cut off" not in said
     error = refused(capfd, *images, "--caption_column=caption", f"--output_dir={tmp_path / 'c'}")
     assert "has no column 'caption' but image, text" in error
 
@@ -891,7 +891,7 @@ def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
 
 @pytest.mark.parametrize("new", [True, False])
 def test_the_pipeline_draws_the_size_that_was_trained(tmp_path, flags, models, new):
-    """Also if the U-Net's config is of an old version, as SD 1.5's is.
+    """Also if the U-Net's config is of an old version, like SD 1.5's.
 
     For such versions, diffusers ignores a sample size below 64.
     """
@@ -925,7 +925,7 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
     base = open_base(args)
     assert unet_for(args).config.in_channels == 4
     with pytest.raises(
-        SystemExit, match="takes 4 channels and embeddings of 32; the latents have 8, the"
+        SystemExit, match="takes 4 channels and embeddings of 32, but the data has 8 and 48"
     ):
         unet_for(args, (16, 8, 8), 48)
     config = json.loads((models / "unet/config.json").read_text())
@@ -979,7 +979,7 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
         (
             ["--train_data_dir=.", "--dataset_name=a"],
-            "--dataset_name and --train_data_dir exclude each other",
+            "--dataset_name and --train_data_dir can't be combined",
         ),
         (
             ["--latents_dir=a", "--max_train_samples=3"],
@@ -987,14 +987,17 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         ),
         (["--latents_dir=a", "--center_crop"], "--center_crop does nothing with"),
         (["--latents_dir=a", "--min_size=19"], "--min_size does nothing with --latents_dir"),
-        (["--latents_dir=s3://b/c"], "--shards_dir says where its shards lie for a while"),
-        (["--latents_dir=a", "--train_data_dir=."], "--latents_dir excludes"),
-        (["--latents_dir=a", "--latents_weights", "1", "2"], "2 for 1 --latents"),
+        (["--latents_dir=s3://b/c"], "give --shards_dir, a local folder for copies of its shards"),
+        (["--latents_dir=a", "--train_data_dir=."], "--latents_dir can't be combined"),
+        (["--latents_dir=a", "--latents_weights", "1", "2"], "for each --latents_dir: 1, not 2"),
         (
             ["--latents_dir", "a", "b", "./a", "--latents_weights", "1", "2", "3"],
             "--latents_dir names a cache twice",
         ),
-        (["--train_data_dir=.", "--latents_weights=1"], "1 for 0 --latents_dir"),
+        (
+            ["--train_data_dir=.", "--latents_weights=1"],
+            "needs a value for each --latents_dir: 0, not 1",
+        ),
         (["--latents_dir=a", "--latents_weights=0"], "0 is not between 0.001 and"),
         (["--latents_dir=a", "--latents_weights=nan"], "nan is not between 0.001"),
         (["--caption_dropout=2", "--train_data_dir=."], "2 is not between 0 and 1"),
@@ -1039,7 +1042,7 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
 
         return wrapper
 
-    def marked(*args, **options):  # from the start of one loss to that of the next lies one step
+    def marked(*args, **options):  # a step lasts from one loss to the next
         marks.append((time.thread_time(), sum(inside)))
         return timed(compute_loss)(*args, **options)
 
@@ -1066,7 +1069,7 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
         (b - a, b - a - (inside_b - inside_a))
         for (a, inside_a), (b, inside_b) in itertools.pairwise(marks[2:])
     ]
-    # The quickest is the one that other programs disturbed least.
+    # Other programs disturbed the fastest one least.
     duration, outside = min(steps, key=lambda step: step[1])
     assert duration > 0.1 and outside < 0.04 * duration, steps
 

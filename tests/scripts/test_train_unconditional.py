@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("without_figures")
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
-    """A run of 6 steps on 6 images that takes a second; later flags win over these."""
+    """A run of 6 steps on 6 images that takes a second; later flags override these."""
     make_images(tmp_path / "images", 6)
     return [
         f"--train_data_dir={tmp_path / 'images'}",
@@ -73,7 +73,7 @@ def train(*argv):
 
 
 def refused(capfd, *argv):
-    """What a run that ends with status 1 says."""
+    """The error of a run that ends with status 1."""
     with pytest.raises(SystemExit) as stop:
         train(*argv)
     error = capfd.readouterr().err
@@ -203,7 +203,7 @@ def test_output_opens_as_a_pipeline_and_has_card_samples_and_curve(tmp_path, fla
     out = tmp_path / "out"
     pipeline = DiffusionPipeline.from_pretrained(out)
     assert pipeline(num_inference_steps=2).images[0].size == (16, 16)
-    # The averaged weights are saved
+    # The EMA weights are saved
     assert_same_weights(out / "unet", out / "checkpoint-12/unet_ema")
     assert UNet2DModel.from_pretrained(out / "checkpoint-12/unet").config.sample_size == 16
     assert sorted(path.name for path in (out / "samples").iterdir()) == [
@@ -224,12 +224,12 @@ def test_output_opens_as_a_pipeline_and_has_card_samples_and_curve(tmp_path, fla
         "step epoch loss lr grad_norm clipped images_per_second data_wait skipped_images memory_gb "
         "tflops"
     )
-    for record in records:  # that after an epoch's end has its mean besides
+    for record in records:  # the record after an epoch's end also has its mean
         assert [name for name in record if name != "epoch_loss"] == names.split()
         assert ("epoch_loss" in record) == (record["step"] in (7, 12))
         assert math.isfinite(sum(record.values()))
     assert not list(out.glob(".tmp-*"))
-    again = vars(script.parse_args([f"@{out / 'run.args'}"]))  # the command again, as it was given
+    again = vars(script.parse_args([f"@{out / 'run.args'}"]))  # the same command again
     given = script.parse_args(
         [*argv, "--no-random_flip", "--scale_lr=sqrt", "--tracker_project_name=it's a # test"]
     )
@@ -253,7 +253,7 @@ def test_ddim_and_v_prediction_and_zero_snr_are_saved_as_trained(tmp_path, flags
     )
     scheduler.set_timesteps(2)
     assert scheduler.timesteps[0] == 999
-    # Going on from that pipeline keeps its objective; a flag that is given wins.
+    # Training from that pipeline keeps its objective; flags override it.
     again = [flag for flag in flags if "model_config" not in flag] + [
         f"--output_dir={tmp_path / 'again'}"
     ]
@@ -262,7 +262,7 @@ def test_ddim_and_v_prediction_and_zero_snr_are_saved_as_trained(tmp_path, flags
     config = DiffusionPipeline.from_pretrained(tmp_path / "again").scheduler.config
     assert config.prediction_type == "v_prediction" and config.rescale_betas_zero_snr
     assert_same_weights(tmp_path / "out/unet", tmp_path / "again/unet")
-    (tmp_path / "out/scheduler/scheduler_config.json").write_text(  # as google/ddpm-cat-256 has it
+    (tmp_path / "out/scheduler/scheduler_config.json").write_text(  # like google/ddpm-cat-256
         json.dumps(
             {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000, "beta_schedule": "linear"}
         )
@@ -303,7 +303,7 @@ def test_trackers_and_hub_get_the_pipeline_and_no_secret(tmp_path, flags, monkey
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
     train(*flags, "--report_to=tensorboard", "--checkpointing_steps=3", "--push_to_hub")
-    # again from step 3, so the steps after it come again
+    # resumed at step 3, so later steps are repeated
     shutil.rmtree(tmp_path / "out/checkpoint-6")
     again = ["--report_to=tensorboard", "--resume_from_checkpoint=latest", "--push_to_hub"]
     train(*flags, *again)
@@ -488,7 +488,7 @@ def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_process
 def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags, capfd):
     train(*flags, "--num_epochs=2", "--resume_from_checkpoint=latest")
     assert "starting afresh" in capfd.readouterr().out
-    assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # at the end there always is one
+    assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # there is always one at the end
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.safetensors")}
     train(*flags, "--num_epochs=1", "--resume_from_checkpoint=latest")
     assert (
@@ -535,7 +535,7 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
         [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
         for r in range(2)
     ]
-    assert len(ranks[0]) == len(ranks[1]) == 4  # two steps an epoch
+    assert len(ranks[0]) == len(ranks[1]) == 4  # two steps per epoch
     for epoch in (0, 2):
         seen = [
             level for rank in ranks for levels, _, _ in rank[epoch : epoch + 2] for level in levels
@@ -545,7 +545,7 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
     assert [batch[0] for batch in ranks[0][:2]] != [batch[0] for batch in ranks[0][2:]]
     seeds = [seed for rank in ranks for _, _, seed in rank]
     assert len(set(seeds)) == len(seeds) == 8
-    assert (tmp_path / "log").read_text().count("images/7.png") == 1  # told once
+    assert (tmp_path / "log").read_text().count("images/7.png") == 1  # reported once
     assert metrics(tmp_path / "out")[-1]["skipped_images"] == 1
 
 
@@ -729,7 +729,7 @@ def test_cached_images_train_the_same(tmp_path, flags, capfd):
 
 @pytest.fixture
 def images_of(tmp_path):
-    """The data set of a folder, as the trainer has it."""
+    """The trainer's data set of a folder."""
 
     def images_of(*argv, folder="images", channels=3):
         args = script.parse_args(
@@ -797,7 +797,7 @@ def test_what_can_not_be_decoded_is_black_without_weight_and_named(
     for (name, reason), (expected, why) in zip(batch["skipped"], named, strict=True):
         assert name == expected and reason.startswith(why)
     data = images_of()
-    (tmp_path / "images/0.png").unlink()  # gone, and the folder is still there
+    (tmp_path / "images/0.png").unlink()  # deleted from the folder
     assert data[[(0, 0, 1.0)]]["weight"] == 0
     monkeypatch.setattr(
         script,
@@ -858,10 +858,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(
         (["--streaming", "--max_train_steps=1", "--cache_images"], "--cache_images"),
         (
             ["--streaming", "--max_train_steps=1", "--holdout=2"],
-            "of a stream none can be set aside",
+            "leave --holdout or --streaming out",
         ),
         (["--streaming", "--max_train_steps=1", "--train_batch_size=auto"], "give a number"),
-        (["--cache_images", "--preserve_input_precision"], "--cache_images stores 8 bits"),
+        (["--cache_images", "--preserve_input_precision"], "--cache_images can't be combined"),
         (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
         (
             ["--dataloader_num_workers=2147483648"],
@@ -869,11 +869,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(
         ),
         (
             ["--model_config_name_or_path=a", "--pretrained_model_name_or_path=b"],
-            "exclude each other",
+            "can't be combined",
         ),
         (
             ["--dataset_name=a", "--train_data_dir=."],
-            "--dataset_name and --train_data_dir exclude each other",
+            "--dataset_name and --train_data_dir can't be combined",
         ),
     ],
 )
@@ -901,7 +901,7 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
         ({"freq_shift": []}, r"the U-Net of .*odd.json can't be trained here \("),
         ({"norm_num_groups": -1}, "odd.json can't be trained here|holds no UNet2DModel"),
         ({"mid_block_scale_factor": "x"}, r"the U-Net of .*odd.json can't be trained here \("),
-        ({"in_channels": 4}, "odd.json takes 4 and gives 3 channels; images have 1 or 3"),
+        ({"in_channels": 4}, "odd.json has 4 input and 3 output channels; images have 1 or 3"),
         ({"num_class_embeds": 3}, r"can't be trained here \(class_labels should be provided"),
     ):
         (tmp_path / "odd.json").write_text(json.dumps({**config, **change}))
@@ -916,7 +916,7 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
     flags = [flag for flag in flags if "model_config" not in flag]
     with pytest.raises(SystemExit, match="pipeline holds no scheduler"):
         make(f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}", of=scheduler)
-    # it would be trained with betas that it never had
+    # else it would train with betas that it never had
     config = {"_class_name": "ScoreSdeVeScheduler", "_diffusers_version": "0.42.1"}
     (tmp_path / "pipeline/scheduler/scheduler_config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit, match="has a ScoreSdeVeScheduler, which has no betas"):
@@ -1074,4 +1074,4 @@ def test_a_stream_that_can_not_be_read_on_is_one_sentence(tmp_path, flags, capfd
         "--max_train_steps=9",
         f"--resume_from_checkpoint={tmp_path / 'counted/checkpoint-1'}",
     )
-    assert "checkpoint-1 counts images, and a stream can't" in said
+    assert "checkpoint-1 was made without --streaming: resume it without --streaming" in said

@@ -1,4 +1,4 @@
-"""What helps to choose a learning rate and a batch size, in runs of the trainers."""
+"""Searches for a learning rate and a batch size, in runs of the trainers."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_the_scaled_rate_is_printed_and_trained_with(tmp_path, flags, capsys):
     train(*flags, *argv)
     assert "Learning rate (linear, 8 images per step): 1e-4 x 8 = 8e-4\n" in capsys.readouterr().out
     assert {record["lr"] for record in metrics(tmp_path / "out")} == {8e-4}
-    # The file of this command says what was given, so that it is not multiplied twice.
+    # The command's file contains the given rate, so that it is not multiplied twice.
     again = script.parse_args([f"@{tmp_path / 'out/run.args'}"])
     assert (again.learning_rate, again.scale_lr, again.base_batch_size) == (1e-4, "linear", 1)
 
@@ -64,7 +64,7 @@ def tree(folder):
 
 
 def test_a_range_test_leaves_all_as_it_was(tmp_path, flags):
-    """Before a run, on two processes, and in the middle of it: what is trained then is the same."""
+    """Before a run and in the middle of it, on two processes: the later training is the same."""
     test = [
         "--find_lr",
         "--find_lr_steps=12",

@@ -1,4 +1,4 @@
-"""Step 0: a pretrained model is measured and drawn before training, and that changes nothing."""
+"""Step 0: measuring and sampling a pretrained model before training changes nothing."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture
 def flags(tmp_path, inputs):
-    """4 steps on 3 images, and 3 that are held out."""
+    """4 steps on 3 images; 3 more are held out."""
     return [
         f"--pretrained_model_name_or_path={inputs / 'sd'}",
         f"--latents_dir={inputs / 'cache'}",
@@ -75,7 +75,7 @@ def train(*argv, script=script):
 
 
 def outcome(folder):
-    """What must be equal in two runs: bytes of files, and records without times."""
+    """The parts that must be equal in two runs: bytes of files, and records without times."""
     kinds = (".safetensors", ".bin", ".png")
     files = {
         str(path.relative_to(folder)): path.read_bytes()
@@ -91,7 +91,7 @@ def outcome(folder):
 
 
 def test_it_adds_a_record_and_a_picture_and_changes_nothing_else(tmp_path, flags, monkeypatch):
-    """It is no result of the run, so it never is the best, however low its held-out loss."""
+    """Step 0 is not a result of the run, so it is never the best, even with the lowest loss."""
 
     def measure(accelerator, records, *rest):
         step = rest[-1]
@@ -99,7 +99,7 @@ def test_it_adds_a_record_and_a_picture_and_changes_nothing_else(tmp_path, flags
             records.add_held_out(step, {"held_out_loss": 0.5, "held_out_loss_ema": 0.1 + step / 10})
 
     patch(monkeypatch, "log_held_out_loss", measure)
-    # equally named, because the header of a LoRA for sd-scripts has the name
+    # the same name, because the header of a LoRA for sd-scripts contains it
     with_it, without = tmp_path / "with/out", tmp_path / "without/out"
     flags = [*flags, "--save_best"]
     train(*flags, f"--output_dir={with_it}")
@@ -127,7 +127,7 @@ def test_a_run_that_is_stopped_in_it_saves_nothing_and_begins_again(tmp_path, fl
     """In the first noise of the held-out loss, in the first sample, and right before step 1."""
     sent = []
     log = tmp_path / "log"
-    whole, out = tmp_path / "whole/out", tmp_path / "out"  # equally named, as above
+    whole, out = tmp_path / "whole/out", tmp_path / "out"  # the same name, as above
     train(*flags, f"--output_dir={whole}")
     again = [*flags, "--resume_from_checkpoint=latest"]
     for moment, number, num_processes, code in (
