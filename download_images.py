@@ -140,8 +140,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--url_column", default="url", help="column of URLs")
     add("--caption_column", default="text", help="column of captions, or lists of captions")
     add("--keep_columns", nargs="+", default=[], help="columns to copy into the shards")
-    add("--where", help="rows to use, such as 'similarity > 0.3 and width >= 512' (default: all)")
-    add("--limit", type=COUNT, help="number of rows to use, the first ones (default: all)")
+    add(
+        "--where",
+        help="use only matching rows, such as 'similarity > 0.3 and width >= 512' (default: all)",
+    )
+    add("--limit", type=COUNT, help="use only this many rows, the first ones (default: all)")
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", type=PATH, help="folder or address for all output")
     add(
@@ -156,11 +159,17 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="retry rows with a temporary failure, such as a time-out",
     )
     add = parser.add_argument_group("images").add_argument
-    add("--min_size", type=COUNT, default=1, help="skip images with a shorter side, pixels")
+    add(
+        "--min_size",
+        type=COUNT,
+        default=1,
+        help="skip images with a side shorter than this many pixels",
+    )
     add(
         "--max_aspect_ratio",
         type=number(1, 10**9),
-        help="largest ratio of the long side to the short side (default: any)",
+        help="skip images whose long side is more than this many times the short side (default: "
+        "any)",
     )
     add(
         "--skip_repeated",
@@ -171,7 +180,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--resize_to",
         type=COUNT,
-        help="shrink to this short side, pixels (default: keep the files)",
+        help="shrink images so that the short side has this many pixels (default: keep the files)",
     )
     add(
         "--jpeg_quality",
@@ -196,13 +205,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--timeout",
         type=number(0.001, 10**6),
         default=30,
-        help="seconds for a whole request with its redirects",
+        help="maximum seconds for a request with its redirects",
     )
     add(
         "--idle_timeout",
         type=number(0.001, 10**6),
         default=10,
-        help="seconds to connect, or to wait for the next bytes",
+        help="maximum seconds to connect, or to wait for the next bytes",
     )
     add(
         "--retries",
@@ -214,7 +223,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--max_bytes",
         type=number(1, 10**15, int),
         default=10_000_000,
-        help="bytes of the largest file to download",
+        help="skip files larger than this many bytes",
     )
     add(
         "--user_agent",
@@ -230,7 +239,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--allow_private_addresses",
         nargs="*",
-        help="connect to private addresses too: to all, or only to the networks given",
+        help="connect to private addresses too: to all, or only to networks such as 10.1.0.0/16",
     )
     add = parser.add_argument_group("Ray").add_argument
     add(

@@ -147,14 +147,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action=OneOrMore,
         help="side of the square images in pixels; with --bucket_step, no image has more pixels "
-        "than this square; several values make several caches (default: 512 or 1024, as the "
-        "model has it)",
+        "than this square; several values make several caches (default: the model's, 512 or 1024)",
     )
     add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
     add(
         "--random_flip",
         **SWITCH,
-        help="use mirrored images too: a trainer mirrors at random, a cache holds both",
+        help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
     )
     add_transform_flags(add)
     add_bucket_flags(add)
@@ -179,7 +178,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=["embeddings", "ids"],
         default="embeddings",
         help="what to store for a caption: its embeddings, or its token ids, which take less "
-        "space and are encoded in each step of the training",
+        "space but are encoded in each training step",
     )
     add(
         "--rows_per_shard",

@@ -146,8 +146,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--num_encoders",
         type=number(1, 10**5, int),
-        help="at most this many encoders; those without a place wait until the cluster has one "
-        "(default: one per GPU, or 1 on CPUs)",
+        help="maximum number of processes that encode; those that have no room on the cluster "
+        "wait (default: one per GPU, or 1 on CPUs)",
     )
     add(
         "--gpus_per_encoder",
@@ -156,8 +156,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--accelerator_type",
-        help="Ray's name of a GPU type, such as T4; with one type, the bytes of a cache are always "
-        "equal (default: any type)",
+        help="use only this GPU type, by Ray's name, such as T4; then the bytes of a cache are "
+        "always equal (default: any type)",
     )
     add(
         "--num_transform_cpus",

@@ -89,7 +89,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     add(
         "flags",
         nargs=argparse.REMAINDER,
-        help="flags of the trainer; --resume_from_checkpoint latest is added",
+        help="flags of the trainer; this script adds --resume_from_checkpoint latest",
     )
     add = parser.add_argument_group("workers").add_argument
     add("--min_workers", type=COUNT, default=1, help="smallest number of workers to train with")
@@ -105,7 +105,8 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         "--resize_seconds",
         type=number(1, 10**6),
         default=60,
-        help="seconds between looks for more workers; if there are, the trainers save and restart",
+        help="look for more workers every so many seconds; if there are any, the trainers save "
+        "and restart",
     )
     add(
         "--save_seconds",
@@ -117,7 +118,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         "--max_failures",
         type=number(0, 10**6, int),
         default=8,
-        help="restarts in a row without a new checkpoint; one more ends the job",
+        help="allowed restarts in a row without a new checkpoint; one more ends the job",
     )
     add = parser.add_argument_group("ray").add_argument
     add(

@@ -148,7 +148,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--random_flip",
         **SWITCH,
-        help="use mirrored images too: a trainer mirrors at random, a cache holds both",
+        help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
     )
     add(
         "--min_size",
@@ -166,7 +166,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--preserve_input_precision",
         **SWITCH,
-        help="read floats, and grey images of 16 and 32 bits, in float32: do not round them to 8 "
+        help="read floats, and grey images of 16 and 32 bits, in float32, without rounding to 8 "
         "bits",
     )
     add(
@@ -221,8 +221,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--validation_steps",
         type=COUNT,
-        help="draw samples and measure the held-out loss every so many optimizer steps (default: "
-        "every so many epochs)",
+        help="draw samples and measure the held-out loss every so many optimizer steps, instead "
+        "of epochs",
     )
     add(
         "--save_images_epochs",

@@ -99,8 +99,8 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
     add(
         "--cache_dir",
         type=PATH,
-        help="folder for downloads and prepared data sets (default: those of the Hugging Face "
-        "libraries)",
+        help="folder for downloads and prepared data sets (default: the Hugging Face libraries' "
+        "own)",
     )
 
 
@@ -169,11 +169,7 @@ def add_bucket_flags(add: Add) -> None:
         help="with --bucket_step, crop images so that the longer side is at most this many times "
         "the shorter",
     )
-    add(
-        "--bucket_no_upscale",
-        **SWITCH,
-        help="with --bucket_step, never enlarge images: small ones stay small",
-    )
+    add("--bucket_no_upscale", **SWITCH, help="with --bucket_step, never enlarge images")
     add(
         "--mask_column",
         help="name of the column of masks; the loss counts where a mask is white (default: the "
@@ -202,7 +198,7 @@ def add_storage_flags(add: Add) -> None:
         "--shuffle_shards",
         type=number(1, 10**4, int),
         default=2,
-        help="if a cache is too large to shuffle all its rows: number of shards whose rows are "
+        help="if a cache has too many rows to shuffle them all: number of shards whose rows are "
         "shuffled together",
     )
 
@@ -296,8 +292,8 @@ def add_encoder_flags(add: Add) -> None:
         "--vae_name_or_path",
         "--pretrained_vae_model_name_or_path",  # the name in diffusers' scripts
         type=PATH,
-        help=f"VAE to use instead of the pipeline's: hub id or folder, of a class that the model "
-        f"family takes: {classes}",
+        help="VAE to use instead of the pipeline's: hub id or folder, of one of these classes: "
+        f"{classes}",
     )
     add(
         "--text_encoder_name_or_path",
@@ -341,8 +337,8 @@ def add_noise_flags(add: Add) -> None:
         "--noise_offset",
         type=number(0, 10),
         default=0.0,
-        help="strength of a random shift of the noise of each channel, for darker and lighter "
-        "images; 0.1 is usual",
+        help="strength of a random shift of each channel's noise, for darker and lighter samples; "
+        "0.1 is usual",
     )
     add(
         "--input_perturbation",
@@ -401,9 +397,9 @@ def add_optimization_flags(
         const="linear",
         choices=["linear", "sqrt", "auto"],
         default=False,
-        help="multiply --learning_rate by images per step / --base_batch_size (linear, also if no "
-        "rule is named) or by the square root of that (sqrt); auto: linear up to 512 images, sqrt "
-        "beyond (default: off)",
+        help="multiply --learning_rate by r = images per step / --base_batch_size (linear; also "
+        "if you name no rule) or by its square root (sqrt); auto grows linearly up to 512 images, "
+        "with the square root beyond (default: off)",
     )
     add(
         "--no-scale_lr",
@@ -466,8 +462,9 @@ def add_optimization_flags(
         "--lr_warmup_steps",
         type=steps_or_share,
         default=500,
-        help="optimizer steps in which the learning rate rises to its peak, or below 1 a share of "
-        "the run, such as 0.05; --lr_scheduler constant and piecewise_constant have no warm-up",
+        help="optimizer steps in which the learning rate rises to its peak; a number below 1 is a "
+        "share of the run, such as 0.05; --lr_scheduler constant and piecewise_constant have no "
+        "warm-up",
     )
     add(
         "--lr_num_cycles",
@@ -483,8 +480,8 @@ def add_optimization_flags(
     )
     add(
         "--lr_step_rules",
-        help="factors of --lr_scheduler piecewise_constant, such as 1:1000,0.1:2000,0.01: 1 until "
-        "step 1000, 0.1 until step 2000, then 0.01",
+        help="factors of --lr_scheduler piecewise_constant; for example 1:1000,0.1:2000,0.01 "
+        "means 1 until step 1000, 0.1 until step 2000, then 0.01",
     )
     add(
         "--adam_beta1",
@@ -555,7 +552,7 @@ def add_lora_flags(add: Add) -> None:
     add(
         "--lora_layers",
         default="attention",
-        help="layers that get a LoRA: attention, all, or a list of module names' ends, such as "
+        help="layers that get a LoRA: attention, all, or ends of module names, such as "
         "to_q,to_v,ff.net.2",
     )
     add(
@@ -609,7 +606,8 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         "--validate_first",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="before step 1, draw samples with a pretrained model and measure its held-out loss",
+        help="if the model is pretrained, draw samples and measure the held-out loss before step "
+        "1 too",
     )
 
 
@@ -633,8 +631,7 @@ def add_saving_flags(add: Add) -> None:
         "--checkpoints_to_timeout",
         type=number(0, 86400),
         default=120.0,
-        help="seconds to wait for the copies to --checkpoints_to when the run ends, or is stopped "
-        "by Ctrl-C or a signal",
+        help="seconds to wait for the copies to --checkpoints_to when the run ends or is stopped",
     )
     add(
         "--save_best",
@@ -833,7 +830,7 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--random_flip",
         **SWITCH,
-        help="use mirrored images too: a trainer mirrors at random, a cache holds both",
+        help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
     )
     add(
         "--holdout",
@@ -848,8 +845,7 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         "--proportion_empty_prompts",  # the name in diffusers' scripts
         type=number(0, 1),
         default=0.1,
-        help="share of captions that are replaced by the empty prompt; guidance in samples needs "
-        "this",
+        help="share of captions that are replaced by the empty prompt, which guidance needs",
     )
 
 
@@ -864,8 +860,8 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
     add(
         "--validation_steps",
         type=COUNT,
-        help="draw samples and measure the held-out loss every so many optimizer steps (default: "
-        "every so many epochs)",
+        help="draw samples and measure the held-out loss every so many optimizer steps, instead "
+        "of epochs",
     )
     add(
         "--validation_epochs",

@@ -22,7 +22,7 @@ def add_array_flags(add: Callable[..., Any]) -> None:
         type=number(-1, 1),
         nargs=2,
         metavar=("BLACK", "WHITE"),
-        help="for an .npy file of floats: its values of black and white, 0 1 or -1 1",
+        help="for an .npy file of floats: its values for black and white, 0 1 or -1 1",
     )
     add(
         "--array_layout",

@@ -42,7 +42,8 @@ def add_caption_flags(add: Callable[..., Any]) -> None:
         "--caption_weights",
         nargs="+",
         type=number(1e-6, 1e6),
-        help="how often each caption of an image is drawn, if it has several, such as 0.3 0.7",
+        help="relative weights with which one of several captions of an image is drawn, such as "
+        "0.3 0.7",
     )
 
 
