@@ -385,8 +385,7 @@ def check_cache(
     num_captions = len(cache["transform"].get("caption_weights") or [])
     if num_weights != num_captions:
         fail(
-            f"--caption_weights has {num_weights} values, but {folder} was made with "
-            f"{num_captions}: give as many"
+            f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"
         )
     if args.random_flip and not cache["transform"]["random_flip"]:
         fail(f"--random_flip needs a cache made with --random_flip, unlike {folder}")

@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
         assert "fills gaps in a single column: give only one" in refused(
             function, *both, "--instance_prompt=x", status=2
         )
-        assert "has no column 'wide' but" in refused(
+        assert "has no column 'wide', only" in refused(
             function,
             *flags,
             "--caption_column",
