@@ -92,10 +92,10 @@ from diffusion_training.web.tables import (
     copy_table,
     copy_tables,
     digest_table,
-    foresee_copies,
     list_items,
     list_tables,
     make_schema,
+    plan_copies,
     read_rows,
 )
 
@@ -557,7 +557,7 @@ def main(args: Namespace) -> None:
         copies = copy_tables(sources, args.limit, **options, where=args.where)
         tables = list(tqdm(copies, total=len(paths), desc="Tables", leave=False))
     elif args.where is None and all(path.lower().endswith(".parquet") for path in paths):
-        tables = foresee_copies(sources, **options)
+        tables = plan_copies(sources, **options)
     else:
         tables = copy_on_cluster(sources, args, folder)
     num_rows = sum(table["rows"] for table in tables)

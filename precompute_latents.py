@@ -70,10 +70,10 @@ from diffusion_training.data.captions import (
     are_cut,
     count_tokens,
     decode_ahead,
-    look_at_captions,
     report_cut,
     report_emptied,
     report_equal,
+    sample_captions,
     tokenize,
     transform_row,
 )
@@ -639,7 +639,7 @@ def main(args: Namespace) -> None:
     empty_prompt, described, kind = describe_encoders(base, exact, args, launch.mixed_precision)
     encoders = place_encoders(exact, base, launch.dtype, device, launch.compile)
     images = load_rows(args, args.streaming, [args.caption_column])
-    texts = look_at_captions(images.rows, args.caption_column) if launch.is_main else []
+    texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
     report_equal(texts, args)
     report_emptied(exact.tokenizers, texts)
 
@@ -708,7 +708,7 @@ def main(args: Namespace) -> None:
     skipped = [list_skipped(names, open_one.records) for open_one in opened]
 
     def count_rows(shard: int) -> int:
-        return stream.keep_place(shard, rank) if stream else num_rows
+        return stream.save_position(shard, rank) if stream else num_rows
 
     write_shards(encoded, missing, caches, skipped, count_rows, args.max_skipped)
     batches.close()

@@ -67,10 +67,10 @@ from diffusion_training.arguments import Flags, make_parser, number, parse_demo
 from diffusion_training.cluster import connect, find_modules, work_off
 from diffusion_training.data.captions import (
     count_tokens,
-    look_at_captions,
     report_cut,
     report_emptied,
     report_equal,
+    sample_captions,
 )
 from diffusion_training.data.rows import ImageRows, load_rows
 from diffusion_training.errors import (
@@ -957,7 +957,7 @@ def main(args: argparse.Namespace) -> None:
         images = ImageRows(remote_rows, remote_rows.columns[0], args.mask_column)
     else:
         images = load_rows(args, others=[args.caption_column])
-        texts = look_at_captions(images.rows, args.caption_column)
+        texts = sample_captions(images.rows, args.caption_column)
     launch_flags = {"mixed_precision": mixed_precision}
     caches = plan_caches(recorded, images, encoders, kind, described, launch_flags)
     tokenizers = encoders.tokenizers

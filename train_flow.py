@@ -526,7 +526,7 @@ def log_validation(
         images: Sequence[np.ndarray] = []
         with contextlib.suppress(Interrupted):
             images = pipeline(
-                **data.family.ask(prompts, empty, settings.guidance_scale),
+                **data.family.call_args(prompts, empty, settings.guidance_scale),
                 height=settings.resolution,
                 width=settings.resolution,
                 output_type="np",
@@ -562,7 +562,7 @@ def describe_model(family: Family, about: About, settings: Namespace) -> Descrip
         source = str(about.base)
         more = f', variant="{settings.variant}"' if settings.variant else ""
         setup.append(f"pipeline.load_lora_weights({json.dumps(about.name)})")
-    call = call_pipeline(about, settings, family.guide(settings.guidance_scale))
+    call = call_pipeline(about, settings, family.guidance_args(settings.guidance_scale))
     call += family.usage(settings.resolution, settings.clip_skip, settings.max_sequence_length)
     usage = write_usage(source, call, setup, precision=family.precision, more=more)
     tags = ["text-to-image", family.name, "diffusers-training"]

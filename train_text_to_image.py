@@ -489,7 +489,7 @@ def log_validation(
         assert data.validation  # samples are drawn only if there are prompts
         prompts, empty = data.validation.choose(numbers, launch.device)
         images = pipeline(
-            **data.family.ask(prompts, empty, settings.guidance_scale),
+            **data.family.call_args(prompts, empty, settings.guidance_scale),
             height=settings.resolution,
             width=settings.resolution,
             output_type="np",
@@ -533,7 +533,7 @@ def describe_model(family: Family, about: About, settings: Namespace) -> Descrip
     opener = "DiffusionPipeline.from_pretrained"
     if source.endswith(".safetensors"):
         opener = f"{family.pipeline}.from_single_file"
-    call = call_pipeline(about, settings, family.guide(settings.guidance_scale))
+    call = call_pipeline(about, settings, family.guidance_args(settings.guidance_scale))
     call += family.usage(settings.resolution, settings.clip_skip, None)
     usage = write_usage(source, call, setup, opener, family.precision, more)
     tags = ["text-to-image", family.title.lower().replace(" ", "-"), "diffusers-training"]

@@ -171,7 +171,7 @@ def stream_batches(
         for epoch in itertools.count():
             share.set_epoch(epoch)  # a new order in each epoch
             row = None
-            with explained("the stream can't be read on", alone=True):
+            with explained("reading the stream failed", alone=True):
                 for row, item in enumerate(share):
                     yield epoch, row, weight, item
             if row is None:

@@ -69,16 +69,16 @@ def read_sizes(batch: dict[str, list], column: str) -> dict[str, list]:
         try:
             with fsspec.open(source["path"]) if data is None else io.BytesIO(data) as file:
                 image = open_image(file)
-                # above 4: turned by 90 degrees
+                # orientations above 4 are turned by 90 degrees
                 sizes.append(image.size if read_orientation(image) > 4 else image.size[::-1])
         except Exception as error:
             if is_machines_fault(error):
                 raise
-            sizes.append((1, 1))  # decoding it reports why
+            sizes.append((1, 1))  # the reason is reported when it is decoded
     return {"size": sizes}
 
 
-def size_rows(
+def choose_sizes(
     accelerator: Accelerator, rows: Any, transform: Transform, num_workers: int
 ) -> np.ndarray | None:
     """The size to which each row is cropped and resized, int [rows, 2].

@@ -30,10 +30,10 @@ def transform_row(
     transform: Transform,
     target: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Stage 1, on CPU cores: a row of the source -> its caption, and its pixels at their size.
+    """Stage 1, on CPU cores: turn a row of the source into its caption and its resized image.
 
-    The image is cropped and resized to `target` (height, width); for None see `choose_size`. Faults
-    of the machine are raised. Returns a dict:
+    The image is cropped and resized to `target` (height, width); for None see `choose_size`. An
+    error of the machine, such as a full disk, is raised. Returns a dict:
 
     - "row" and "key": the number and the name of the row
     - "text": the caption, or with --caption_weights the list from `list_captions`
@@ -94,7 +94,7 @@ def decode_ahead(item: dict, transform: Transform) -> dict:
         images.append((transform.mask_column, 1, 0))
     decoded = {}
     for name, channels, min_size in images:
-        # `transform_row` meets the error again, and handles it
+        # `transform_row` will get the same error, and handles it
         with contextlib.suppress(Exception):
             pixels = decode_image(item[name], channels, min_size=min_size)
             decoded[name] = {**item[name], "pixels": pixels}
@@ -114,7 +114,7 @@ def decode_mask(source: dict | None, size: Sequence[int]) -> torch.Tensor:
     except Exception as error:
         if is_machines_fault(error):
             raise
-        raise ValueError(f"its mask: {explain(error)}") from error
+        raise ValueError(f"its mask can't be used: {explain(error)}") from error
     if tuple(mask.shape[-2:]) != tuple(size):
         raise ValueError(
             f"its mask has {mask.shape[-1]} x {mask.shape[-2]} pixels, "
@@ -178,12 +178,12 @@ def tokenize_batch(
     return tokens
 
 
-def look_at_captions(
+def sample_captions(
     rows: datasets.Dataset | datasets.IterableDataset, column: str | list[str]
 ) -> list[str]:
-    """Captions of one or several columns, from up to 10,000 rows that are evenly spread.
+    """The captions of up to 10,000 evenly spaced rows, from one or several columns.
 
-    A stream gives those of its first 100 rows.
+    From a stream, they are those of the first 100 rows.
     """
     selected = rows.select_columns(column)
     captions: list[Any] = []
@@ -252,7 +252,7 @@ def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
 
 
 def are_cut(tokenizers: Tokenizers, texts: Sequence[Text]) -> list[bool]:
-    """Whether each caption, or one of each list, has more tokens than the text encoders take."""
+    """Whether each caption, or any in each list, has more tokens than the text encoders take."""
     if texts and isinstance(texts[0], list):
         cut = iter(are_cut(tokenizers, [text or "" for row in texts for text in row]))
         return [any([next(cut) for _ in row]) for row in texts]

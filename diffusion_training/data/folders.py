@@ -49,7 +49,7 @@ def has_caption_files(folder: str, extension: str) -> bool:
 def add_captions(rows: datasets.Dataset, column: str, extension: str) -> datasets.Dataset:
     """Add the captions from files beside a folder's images, None where there is no file.
 
-    The fingerprint of the rows depends on them.
+    The fingerprint of the rows covers these captions.
     """
 
     def read(path: Path) -> str | None:
@@ -101,7 +101,7 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
         repeats = [int(match[1]) if match else 1 for match in matches]
         if 0 in repeats:
             never = folders[repeats.index(0)]
-            print(printable(f"{repeats.count(0)} images are not used: their folder is {never}"))
+            print(printable(f"{repeats.count(0)} images are unused: folder {never} sets 0 repeats"))
         captions = [match[2] if match else prompt for match in matches]
     elif prompt is None:
         return rows

@@ -66,7 +66,7 @@ def decode_image(
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])
     if data is None:
         if os.path.exists(source["path"]) and not os.path.isfile(source["path"]):
-            raise ValueError("it is no file")  # a pipe or a device might never end
+            raise ValueError("it is not a file")  # a pipe or a device might never end
         with fsspec.open(source["path"]) as file:
             data = file.read(2**30 + 1)
     if len(data) > 2**30:
@@ -74,7 +74,7 @@ def decode_image(
     image = open_image(io.BytesIO(data))
     if min(image.size) < min_size:
         raise ValueError(
-            f"{image.width} x {image.height} pixels are less than --min_size {min_size}"
+            f"{image.width} x {image.height} pixels: a side is below --min_size {min_size}"
         )
     check_scans(image, data)
     orientation = read_orientation(image)  # only Pillow decides what is rotated
@@ -106,7 +106,7 @@ def plan_crop(
 ) -> tuple[int, int, int, int]:
     """The largest part of an image with the aspect ratio of a `target` (height, width).
 
-    `position` is that of the crop, (y, x) in [0, 1], (0.5, 0.5) for the centre. Returns (top, left,
+    `position`: where the crop lies, (y, x) in [0, 1]; (0.5, 0.5) is the centre. Returns (top, left,
     height, width).
     """
     rows = min(height, max(1, round(width * target[0] / target[1])))

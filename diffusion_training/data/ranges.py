@@ -103,13 +103,13 @@ class Ranges:
         return np.concatenate(parts)
 
     def plan(self, epoch: int, position: int, rank: int, num_processes: int) -> Iterator[Window]:
-        """Yield the windows that a process needs, from a position of an epoch on, without end.
+        """Yield, without end, the windows that a process needs from a position in an epoch.
 
         They are (begin, end, shards), in order of `begin`. `begin` and `end` count the images of
         all epochs; the last image of a window is the one before `end`.
         """
         step = np.gcd(num_processes, self.num_ranges)
-        # false if there are fewer rows than ranges, and none for this process
+        # with fewer rows than ranges, this process may have none
         while position or rank % step < self.length:
             numbers = range((position + rank) % step, self.num_ranges, step)
             windows = [self.plan_range(epoch, number, position) for number in numbers]

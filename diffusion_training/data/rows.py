@@ -52,7 +52,7 @@ class ImageRows(NamedTuple):
     """The rows of a data set, with images left undecoded as {"bytes", "path"}."""
 
     rows: Rows
-    column: str  # of the images
+    column: str  # the column of images
     mask_column: str | None = None
 
 
@@ -64,12 +64,12 @@ def load_rows(
 ) -> ImageRows:
     """Open the data set. `others` are further columns to read, or lists of them.
 
-    No other column is read, because it may hold images. `channels` is the number of channels that
-    the model takes, which determines the layout of an array.
+    Columns that are not named are not read: they may hold images. `channels` is the number of
+    channels that the model takes, which determines the layout of an array.
     """
     source = find_source(args)
     if channels and is_array(source):
-        return ImageRows(take_samples(open_array(source, channels, args), args), "image")
+        return ImageRows(limit_rows(open_array(source, channels, args), args), "image")
     if getattr(args, "bucket_no_upscale", False) and not args.bucket_step:
         fail("--bucket_no_upscale does nothing without --bucket_step: give both")
     extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
@@ -108,7 +108,7 @@ def load_rows(
             rows = rows.cast_column(name, datasets.Image(decode=False), **options)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
         report_unused(source, builder, rows, args.dataset_split, extension)
-    rows = take_samples(rows, args)
+    rows = limit_rows(rows, args)
     rows = rows.select_columns([column, *wanted])
     if streaming:
         # otherwise the device waits 5 s after each pass
@@ -121,7 +121,7 @@ def load_rows(
     return ImageRows(rows, column, mask_column)
 
 
-def take_samples(rows: Rows, args: Namespace) -> Rows:
+def limit_rows(rows: Rows, args: Namespace) -> Rows:
     """Take --max_train_samples rows, drawn at random; from a stream the first ones."""
     if args.max_train_samples is None:
         return rows
@@ -133,7 +133,7 @@ def take_samples(rows: Rows, args: Namespace) -> Rows:
 def open_builder(
     source: str, has_captions: bool, streaming: bool, args: Namespace
 ) -> tuple[datasets.DatasetBuilder, Rows]:
-    """Returns (the builder of a data set, its rows)."""
+    """Open a data set; returns (its builder, its rows)."""
 
     def open_as(kind: str, files: list[str] | None = None) -> datasets.DatasetBuilder:
         folder = source if kind == "imagefolder" else None
@@ -178,7 +178,7 @@ def open_builder(
 
 
 def find_files(address: str) -> tuple[str, list[str]]:
-    """Returns (the builder of `datasets` for an address, the files there). Raises ValueError."""
+    """Return (the `datasets` builder for the files at an address, the files), or ValueError."""
     folder, found = list_data(address, (".parquet", ".tar"))
     kinds = {Path(name).suffix.lower() for name in found}
     if len(kinds) != 1:
@@ -210,7 +210,7 @@ def choose_image_column(
         column = columns[0] if len(columns) == 1 and "image" not in features else "image"
     known = ", ".join(features)
     if column not in features:
-        fail(f"{source} has no column {column!r} but {known}: choose with --image_column")
+        fail(f"{source} has no column {column!r}, only {known}: choose with --image_column")
     for name in list_values(getattr(args, "caption_column", None)):
         if name in wanted and name in columns:
             fail(f"column {name!r} of {source} holds images: choose another --caption_column")
@@ -222,7 +222,7 @@ def choose_image_column(
             )
             if name == mask_column:
                 advice = "choose with --mask_column"
-            fail(f"{source} has no column {name!r} but {known}: {advice}")
+            fail(f"{source} has no column {name!r}, only {known}: {advice}")
     return column
 
 
@@ -266,7 +266,7 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
         return rows.cast_column("image", datasets.Image()), mask_column
     paths = pc.struct_field(rows.data["image"], "path").to_pylist()
     images = [row for row, path in enumerate(paths) if not find_masked(path)]
-    if len(images) < len(paths):  # else a metadata file has named only the images
+    if len(images) < len(paths):  # they are equal if a metadata file names only images
         rows = rows.select(images)
     if not may_add or "mask" in rows.features:
         return rows, mask_column
@@ -383,7 +383,7 @@ class RowDataset(torch.utils.data.Dataset):
     """The rows of `load_rows` and their names; a script's subclass defines the batches."""
 
     sizes: Any = None  # of each row, int [rows, 2], if they differ
-    holds = "images"  # the content of the second hash of `digest`
+    holds = "images"  # what the second hash of `digest` covers
 
     def __init__(self, images: ImageRows, source: str, shuffle_buffer: int = 0) -> None:
         self.rows, self.column, _ = images

@@ -184,7 +184,7 @@ class StreamedRows:
                     break
         except Exception as error:
             fail(
-                f"the stream can't be read on ({explain(error)}); run the same command to resume",
+                f"reading the stream failed ({explain(error)}); run the same command to resume",
                 alone=True,
             )
         if batch:
@@ -217,7 +217,7 @@ class StreamedRows:
             self.rows.load_state_dict(state)
         return row
 
-    def keep_place(self, shard: int, rank: int) -> int:
+    def save_position(self, shard: int, rank: int) -> int:
         """Save where a finished shard ends, so that a resumed run skips earlier files.
 
         Returns the number of rows to which skipped rows are compared: all rows, or if their number

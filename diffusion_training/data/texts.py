@@ -69,7 +69,7 @@ def check_captions(parser: ArgumentParser, args: Namespace) -> None:
     if vars(args).get("text_cache") == "ids" and args.clip_skip:
         parser.error(
             "--clip_skip does nothing with --text_cache ids: give it to the trainer, which encodes "
-            "them"
+            "the captions"
         )
     if not isinstance(args.caption_column, list):
         return
@@ -81,7 +81,7 @@ def check_captions(parser: ArgumentParser, args: Namespace) -> None:
         )
     for name in ("instance_prompt", "folder_repeats"):
         if getattr(args, name):
-            parser.error(f"--{name} fills the gaps of one --caption_column: give only one")
+            parser.error(f"--{name} fills gaps in a single column: give only one --caption_column")
 
 
 def weigh_captions(args: Namespace) -> list[float] | None:
@@ -102,7 +102,7 @@ def draw_text(item: dict, choice: float, transform: Transform) -> str:
     if text is None or text == []:
         raise ValueError("it has no caption")
     if not isinstance(text, str):
-        raise ValueError(f"its caption is no text but {text!r:.60}")
+        raise ValueError(f"its caption is not text but {text!r:.60}")
     if transform.skip_empty_captions and not text.strip():
         raise ValueError("its caption is empty")
     return text
@@ -118,9 +118,9 @@ def list_captions(item: dict, transform: Transform) -> list[str | None]:
     if len(texts) == 1 and isinstance(texts[0], list):
         texts = texts[0] + [None] * (count - len(texts[0]))
     if len(texts) != count:
-        raise ValueError(f"it has captions for {len(texts)} of {count} --caption_weights")
+        raise ValueError(f"it has {len(texts)} captions for {count} --caption_weights")
     if wrong := [text for text in texts if not isinstance(text, str | None)]:
-        raise ValueError(f"its caption is no text but {wrong[0]!r:.60}")
+        raise ValueError(f"its caption is not text but {wrong[0]!r:.60}")
     if transform.skip_empty_captions:
         texts = [text if text and text.strip() else None for text in texts]
     if not any(text is not None for text in texts):

@@ -56,7 +56,7 @@ class Base:
     # the hub id or folder of the pipeline; a single file is unpacked into a folder
     source: str | None
     index: dict[str, Any]  # its model_index.json; {} without a pipeline
-    vae: str | None = None  # these three: from their own flags
+    vae: str | None = None  # this and the next two: from their own flags
     text_encoder: str | None = None
     tokenizer: str | None = None
     revision: str | None = None
@@ -103,24 +103,24 @@ class Family:
     title: ClassVar[str]  # in messages and model cards
     pipeline: ClassVar[str]  # its class in diffusers
     model: ClassVar[str]  # the class of the model that is trained
-    folder = "transformer"  # of that model in the pipeline
+    folder = "transformer"  # the folder of that model in the pipeline
     script = "train_flow.py"  # the script that trains it
     resolution = 512  # pixels, if neither a flag nor a cache sets it
     vae_classes: tuple[str, ...] = ("AutoencoderKL", "AutoencoderTiny")
     ignored_vae_settings: tuple[str, ...] = ("latents_mean", "latents_std")  # by the pipeline
     suffixes: tuple[str, ...] = ("",)  # of the folders text_encoder and tokenizer
     embeds_width = "cross_attention_dim"  # the width of embeddings in the model's config
-    max_tokens = 0  # per caption, without --max_sequence_length; 0: the text encoder's limit
+    max_tokens = 0  # per caption, by default; 0: the limit of the text encoder
     dropped_tokens = 0  # tokens of a template at the front, whose embeddings the pipeline drops
     masked = True  # does the text encoder take a mask of the padding?
     ragged = True  # does a cache leave out the embeddings of padding?
     needs_lengths = False  # does `predict` read prompt_lengths?
     needs_sizes = False  # does the denoiser take the image's original size and crop?
     has_clip_skip = False
-    named_in_cache = True  # does cache.json name the family? False for the first two
-    features: tuple[str, ...] = ("ragged embeddings",)  # that readers of its caches must support
+    named_in_cache = True  # does cache.json name the family? False for sd and sdxl
+    features: tuple[str, ...] = ("ragged embeddings",)  # those that a reader of its caches needs
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
-    precision = "bfloat16"  # of the model card's pipeline on a GPU
+    precision = "bfloat16"  # that the model card uses on a GPU
     samples_one_by_one = True  # one call of the pipeline per sample
     attention: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")  # for --lora_layers attention
     other_layers: tuple[str, ...] = ()  # added by --lora_layers all; both empty: no LoRA
@@ -262,20 +262,20 @@ class Family:
 
     # ---- pipelines, samples
 
-    def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
-        """The pipeline's arguments that replace a prompt.
+    def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
+        """The arguments of a call of the pipeline that replace a prompt.
 
-        `prompts` has N captions, and `empty` one, for guidance.
+        prompts: N encoded captions. empty: the empty prompt, for guidance.
         """
         asked: dict[str, Any] = {"prompt_embeds": prompts["prompt_embeds"]}
         if guidance_scale > 1:
             asked["negative_prompt_embeds"] = empty["prompt_embeds"].expand_as(
                 prompts["prompt_embeds"]
             )
-        return asked | self.guide(guidance_scale)
+        return asked | self.guidance_args(guidance_scale)
 
-    def guide(self, guidance_scale: float) -> dict[str, float]:
-        """The pipeline's argument for a guidance scale, where 1 means no guidance."""
+    def guidance_args(self, guidance_scale: float) -> dict[str, float]:
+        """The argument of that call for a guidance scale, where 1 means no guidance."""
         return {"guidance_scale": guidance_scale}
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
@@ -298,7 +298,7 @@ class Family:
     # ---- LoRA
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
-        """The layers of --lora_layers, as ends of names; attention and all: those in the model."""
+        """--lora_layers as ends of names; attention and all omit those not in the model."""
         if which not in ("attention", "all"):
             return [end.strip() for end in which.split(",")]
         ends = [*self.attention, *(self.other_layers if which == "all" else ())]
@@ -356,7 +356,7 @@ def name_as_kohya(name: str) -> str:
 
 
 def format_chat(tokenizer: Any, caption: str, enable_thinking: bool) -> str:
-    """A user's turn with the caption, and the beginning of the answer."""
+    """A chat: the caption as the user's message, and the beginning of the answer."""
     turns = [{"role": "user", "content": caption}]
     return tokenizer.apply_chat_template(
         turns, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
@@ -375,7 +375,7 @@ def move_to_front(embeds: torch.Tensor, mask: torch.Tensor) -> Prompts:
 
 
 def attend_to(mask: torch.Tensor) -> torch.Tensor:
-    """The attention mask of a text encoder. It is all 1 without tokens, which would give 0 / 0."""
+    """The attention mask of a text encoder: all 1 for no tokens, since all 0 would give 0 / 0."""
     return (mask | ~mask.any(dim=1, keepdim=True)).long()
 
 

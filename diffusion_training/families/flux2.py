@@ -53,7 +53,7 @@ class Flux2Klein(Family):
         (text_encoder,) = encoders.text_encoders
         (tokenizer,) = encoders.tokenizers
         mask = tokens["prompt_mask"]
-        # A cache of tokens holds no padding, but the transformer gets its embeddings.
+        # A cache of tokens holds no padding, but the transformer takes its embeddings.
         ids = torch.where(mask, tokens["input_ids"], tokenizer.pad_token_id)
         # without the head, whose logits would take 0.3 GB per caption
         output = text_encoder.base_model(
@@ -99,7 +99,7 @@ class Flux2Klein(Family):
 
     def check_model(self, config: Any) -> str | None:
         if config.guidance_embeds:
-            return "has an embedding of guidance, so it is not FLUX.2 klein"
+            return "has a guidance embedding, so it is not FLUX.2 klein"
         return None
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:

@@ -23,16 +23,16 @@ from diffusion_training.files import clean, delete, saving
 def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     """Read model_index.json, and find the family. A base in a single file is unpacked first.
 
-    Stops with an error if another script than `trained_by` trains the family.
+    Stops with an error if `trained_by` is not the script that trains the family.
     """
     name = args.pretrained_model_name_or_path
     source = open_source(args)
     index = read_index(source, args)
     class_name = str(index.get("_class_name", ""))
-    own = find_family(class_name)  # the pipeline's
+    own = find_family(class_name)  # of the pipeline
     wanted = FAMILIES.get(getattr(args, "model_family", None) or "")
     if wanted and own and own.name not in (wanted.name, *wanted.borrows_from):
-        fail(f"--model_family {wanted.name}: {name} is a {class_name}, of the family {own.name}")
+        fail(f"--model_family {wanted.name} does not fit {name}, a {class_name}: leave it out")
     if class_name and own is None:
         names = ", ".join(FAMILIES)
         fail(f"{name} is a {class_name}, which these scripts can't train; families: {names}")

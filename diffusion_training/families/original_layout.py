@@ -57,7 +57,7 @@ OPEN_CLIP = {
 def rename_unet(names: Iterable[str], layers_per_block: int) -> dict[str, str]:
     """{diffusers' name: published name} of modules or weights of a complete U-Net.
 
-    The published names number the layers of all down blocks in one sequence, and of all up blocks.
+    The published names number the layers of all down blocks in a row, and those of all up blocks.
     """
     names = list(names)
     attentive = {name.split(".attentions.")[0] for name in names if ".attentions." in name}

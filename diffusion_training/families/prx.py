@@ -83,8 +83,8 @@ class PRX(Family):
     def patch_size(self, model: torch.nn.Module) -> int:
         return model.config.patch_size
 
-    def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
-        asked = super().ask(prompts, empty, guidance_scale)
+    def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
+        asked = super().call_args(prompts, empty, guidance_scale)
         mask = prompts["prompt_mask"]
         asked |= {"prompt_attention_mask": mask, "use_resolution_binning": False}
         if guidance_scale > 1:

@@ -96,8 +96,8 @@ class QwenImage(Family):
             return "is for editing, layers or distilled guidance, which can't be trained here"
         return None
 
-    def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
-        asked: dict[str, Any] = {**self.guide(guidance_scale)}
+    def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
+        asked: dict[str, Any] = {**self.guidance_args(guidance_scale)}
         parts = {"": prompts}
         if guidance_scale > 1:
             parts["negative_"] = empty
@@ -107,7 +107,7 @@ class QwenImage(Family):
             asked[f"{prefix}prompt_embeds_mask"] = part["prompt_mask"][:, :longest]
         return asked
 
-    def guide(self, guidance_scale: float) -> dict[str, float]:
+    def guidance_args(self, guidance_scale: float) -> dict[str, float]:
         return {"true_cfg_scale": guidance_scale}
 
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:

@@ -103,7 +103,10 @@ class StableDiffusion(Family):
         embed_type = config.addition_embed_type
         if (embed_type == "text_time") == self.needs_sizes:
             return None
-        return f"has addition_embed_type {embed_type!r}: text_time is for SDXL, and only for SDXL"
+        return (
+            f"has addition_embed_type {embed_type!r} (SDXL: 'text_time', Stable Diffusion: None), "
+            "so it does not fit the text encoders"
+        )
 
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         return f", clip_skip={clip_skip}" if clip_skip else ""
@@ -146,17 +149,17 @@ class StableDiffusion(Family):
                 weights[f"unet.{layer}.{KOHYA_PARTS[part]}"] = value
         return weights, alphas, {}
 
-    def is_second(self, model: torch.nn.Module) -> bool:
+    def is_version_2(self, model: torch.nn.Module) -> bool:
         """Whether a U-Net is of Stable Diffusion 2, whose text encoder is OpenCLIP's."""
         return model.config.cross_attention_dim == 1024
 
     def describe_for_sd_scripts(self, model: torch.nn.Module) -> dict[str, str]:
-        is_second = self.is_second(model)
-        version = "sd_v2" if is_second else "sd_v1"
-        return {"ss_base_model_version": version, "ss_v2": str(is_second)}  # A1111 reads the second
+        is_version_2 = self.is_version_2(model)
+        version = "sd_v2" if is_version_2 else "sd_v1"
+        return {"ss_base_model_version": version, "ss_v2": str(is_version_2)}  # A1111 reads ss_v2
 
     def name_architecture(self, model: torch.nn.Module, predicts_velocity: bool) -> str:
-        if not self.is_second(model):
+        if not self.is_version_2(model):
             return "stable-diffusion-v1"
         return f"stable-diffusion-v2-{'768-v' if predicts_velocity else '512'}"
 
@@ -196,7 +199,7 @@ class StableDiffusion(Family):
     def merge_text_encoders(self, pipeline: Any) -> dict[str, dict[str, torch.Tensor]]:
         """{prefix: weights} of the text encoders in a single file."""
         weights = pipeline.text_encoder.state_dict()
-        if self.is_second(pipeline.unet):
+        if self.is_version_2(pipeline.unet):
             return {"cond_stage_model.model.": merge_open_clip(weights)}
         return {"cond_stage_model.transformer.": merge_clip(weights)}
 
@@ -265,8 +268,8 @@ class StableDiffusionXL(StableDiffusion):
         }
         return call_unet(model, noisy, times, condition)
 
-    def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
-        asked = super().ask(prompts, empty, guidance_scale)
+    def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
+        asked = super().call_args(prompts, empty, guidance_scale)
         pooled = prompts["pooled_prompt_embeds"]
         asked["pooled_prompt_embeds"] = pooled
         if guidance_scale > 1:

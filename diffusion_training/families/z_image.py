@@ -55,7 +55,7 @@ class ZImage(Family):
     def patch_size(self, model: torch.nn.Module) -> int:
         return 2
 
-    def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
+    def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
         """The pipeline takes lists."""
         lengths = prompts["prompt_mask"].sum(dim=1).tolist()
         pairs = zip(prompts["prompt_embeds"], lengths, strict=True)
@@ -63,9 +63,9 @@ class ZImage(Family):
         if guidance_scale > 1:
             negative = empty["prompt_embeds"][0][: int(empty["prompt_mask"].sum())]
             asked["negative_prompt_embeds"] = [negative] * len(lengths)
-        return asked | self.guide(guidance_scale)
+        return asked | self.guidance_args(guidance_scale)
 
-    def guide(self, guidance_scale: float) -> dict[str, float]:
+    def guidance_args(self, guidance_scale: float) -> dict[str, float]:
         """The pipeline's scale is 0 without guidance."""
         return {"guidance_scale": guidance_scale - 1}
 

@@ -35,14 +35,14 @@ from diffusion_training.latents.passes import EncodedRows
 from diffusion_training.latents.plan import PlannedCache, name_shard
 from diffusion_training.latents.shards import list_by_columns, list_by_names
 
-# Size of a record batch. A trainer opens all batches of a cache; this script holds one in memory.
+# Size of a record batch. A trainer opens all batches; the script that writes them holds one.
 BATCH_BYTES = 2**26
 RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
           "skipped": [{"row": int, "key": str, "reason": str}]}  # fmt: skip
 # With more shards, cache.json stores the records by columns, which are read four times as fast.
-MANY = 10_000
+MANY_SHARDS = 10_000
 # Flags that change nothing in a cache, so cache.json and run.args do not contain them.
-UNLIKE = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
+UNRECORDED_FLAGS = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
 
 
 def fingerprint_cache(cache: dict) -> str:
@@ -54,7 +54,7 @@ def fingerprint_cache(cache: dict) -> str:
 
 
 def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
-    """Read cache.json and the records of all complete shards, including newer ones.
+    """Read cache.json, and the records of all complete shards, which it may not list yet.
 
     Returns (dict, {file name: {"rows", "sha256", "checksums": checksum of the rows' checksums,
     "encoded_again", "captions_cut", "skipped": [{"row", "key", "reason"}]}}). Raises ValueError if
@@ -185,7 +185,7 @@ def open_cache(
                 flags = {
                     flag: value
                     for flag, value in planned.flags.items()
-                    if value is not None and flag not in UNLIKE
+                    if value is not None and flag not in UNRECORDED_FLAGS
                 }
                 about = {"decoder": decoder, "made_with": flags, "version": __version__}
                 write_file(output_dir / "cache.json", json.dumps({**settings, **about}, indent=1))
@@ -204,7 +204,7 @@ def open_cache(
     if differences:
         fail(f"{name} holds another cache ({', '.join(differences)}): choose another --output_dir")
     path = output_dir / "run.args"
-    content = os.fsencode(format_args(planned.flags, "precompute_latents.py", UNLIKE))
+    content = os.fsencode(format_args(planned.flags, "precompute_latents.py", UNRECORDED_FLAGS))
     if accelerator.is_main_process and not (path.is_file() and path.read_bytes() == content):
         write_file(path, content)
     # not an error: JPEG decoders differ only by a grey level or two
@@ -240,7 +240,7 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
     # keys that `datasets` requires
     state: dict[str, Any] = dict.fromkeys(["_format_columns", "_format_type", "_split"])
     files = [{"filename": name} for name in cache["shards"]]
-    if len(files) > MANY:
+    if len(files) > MANY_SHARDS:
         cache = list_by_columns(cache)
     state |= {
         "_format_kwargs": {},

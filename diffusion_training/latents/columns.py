@@ -52,7 +52,7 @@ class Column:
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
 
     def count_bytes(self, tokens: float | None) -> int:
-        """Most bytes of a row; tokens: of an average caption, used if padding is not stored."""
+        """The most bytes in a row. tokens: in an average caption, used if padding is not stored."""
         shape: Sequence[float] = self.shape
         if self.is_padded and tokens is not None:
             shape = [tokens, *self.shape[1:]]
@@ -61,7 +61,7 @@ class Column:
     def choose_caption_part(
         self, numbers: np.ndarray, lengths: np.ndarray, number: int
     ) -> np.ndarray:
-        """One caption's numbers in a row's; lengths: tokens of each caption, -1 if missing."""
+        """Cut one caption's numbers out of a row's. lengths: tokens of each caption, or -1."""
         if not self.is_ragged:
             return numbers.reshape(len(lengths), -1)[number]
         ends = np.maximum(lengths, 0).cumsum()
@@ -79,7 +79,7 @@ class Column:
 
     @property
     def checksum(self) -> str:
-        """The column that holds its checksum: one of its own, if not every trainer reads it."""
+        """The column with its checksum. An optional column has its own, as few trainers read it."""
         return f"{self.name}_checksum" if self.is_optional else "checksum"
 
 
@@ -157,9 +157,9 @@ def group_by_checksum(columns: Collection[Column]) -> dict[str, list[str]]:
 
 
 def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
-    """(bytes of the numbers in a row, bytes of its captions among them).
+    """(bytes of the numbers in a row, how many of these are for captions).
 
-    tokens: of an average caption, used if padding is not stored. Images count as the largest size.
+    tokens: in an average caption, used if padding is not stored. Images count as the largest size.
     """
     sizes = {column: column.count_bytes(tokens) for column in list_columns(cache)}
     of_captions = [
@@ -171,7 +171,7 @@ def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
 
 
 def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
-    """{a choice of --text_cache: bytes of a caption}, not only for the choice of this cache."""
+    """{each choice of --text_cache: bytes that a caption takes with it}."""
     ids = {**cache, "text_cache": "ids"}
     embeddings = {**cache, "text_cache": "embeddings"}
     sizes = {"ids": count_bytes(ids, tokens)[1], "embeddings": count_bytes(embeddings, tokens)[1]}

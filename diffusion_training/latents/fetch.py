@@ -22,7 +22,7 @@ from diffusion_training.remote import persist
 # shard -> (address, SHA-256, approximate bytes)
 Describe = Callable[[int], tuple[str, str, int]]
 # a disk that is full, over its quota or read-only: trying again does not help
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 THREADS = 8  # per process, each with its own connection
 
 
@@ -33,8 +33,8 @@ class Fetcher:
 
     `describe(shard)` returns (address, SHA-256, approximate bytes); the address is "" for a shard
     on a disk. A shard that is requested but in no window is fetched too. If a shard can't be
-    fetched, or its bytes are wrong, it is tried again for about a minute.
-    After that, the program ends with an error when the shard is requested.
+    fetched, or its bytes are wrong, it is tried again for about a minute. After that, the program
+    ends with an error when the shard is requested.
     """
 
     def __init__(self, describe: Describe, folder: Path | None, max_bytes: float) -> None:
@@ -88,7 +88,7 @@ class Fetcher:
                     raise ValueError("its SHA-256 is not the one in cache.json")
                 unfinished.replace(path)
             except OSError as error:
-                if error.errno in OF_THE_DISK or error.filename == str(unfinished):
+                if error.errno in DISK_ERRORS or error.filename == str(unfinished):
                     fail(f"--shards_dir {self.folder} can't be written to ({error})", alone=True)
                 raise
             finally:
@@ -100,7 +100,7 @@ class Fetcher:
                     persist(address, copy)
         return path
 
-    def want(self, shard: int, now: bool = False) -> Future:
+    def request(self, shard: int, now: bool = False) -> Future:
         """Request a shard. Returns a Future of its path.
 
         `now`: fetch it before all shards that are fetched ahead.
@@ -121,7 +121,7 @@ class Fetcher:
 
     def path(self, shard: int) -> Path:
         """Wait for a shard's copy, and return its path."""
-        return self.want(shard, now=True).result()
+        return self.request(shard, now=True).result()
 
     def follow(self, plan: Iterator[Window]) -> None:
         """Replace the windows with those of a `Ranges.plan`."""
@@ -132,7 +132,7 @@ class Fetcher:
         self.next = None
 
     def reach(self, position: int) -> set[int]:
-        """Fetch ahead. To make room, delete copies that no window needs from `position` on.
+        """Fetch ahead. To make room, delete copies that no window after `position` needs.
 
         Returns the shards that are no longer needed. Copies of some may be kept.
         """
@@ -162,13 +162,13 @@ class Fetcher:
                 for shard in shards:
                     self.passed.pop(shard, None)
                 for shard in sizes:
-                    self.want(shard)
+                    self.request(shard)
         return gone
 
     def make_room(self, needed: int) -> None:
         """Delete copies that no window needs, the oldest first, until `needed` bytes fit.
 
-        Requests of such shards that are not here yet are always cancelled.
+        Requests for such shards that have not arrived yet are always cancelled.
         """
         for shard in [*self.passed]:
             is_here = self.files[shard].done() and not self.files[shard].exception()
@@ -176,7 +176,7 @@ class Fetcher:
                 self.forget(shard)
 
     def measure(self, shard: int) -> int:
-        """About how many bytes a shard has to fetch: 0 if it is requested or on a disk."""
+        """About how many bytes are to be fetched for a shard: 0 if it is requested or on a disk."""
         address, _, size = self.describe(shard)
         return size if address and shard not in self.files else 0
 

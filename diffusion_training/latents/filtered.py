@@ -28,7 +28,7 @@ from diffusion_training.latents.plan import name_shard
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.remote import read_bytes
 
-# what `finish_cache` counts again, and what is only true of the other cache
+# entries that `finish_cache` makes anew, or that are true only of the other cache
 COUNTED = ("rows", "encoded_again", "captions_cut", "skipped", "shards", "batch_size")
 
 
@@ -45,7 +45,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     features = [name for name in cache.get("features", []) if name != BY_COLUMNS]
     if "features" in cache:
         cache["features"] = features
-    fingerprint = f"filtered {rows._fingerprint}"  # no source of precompute_latents.py has it
+    fingerprint = f"filtered {rows._fingerprint}"  # unlike any of precompute_latents.py
     cache["source"] = {"fingerprint": fingerprint, "rows": len(rows)}
     if missing := set(schema.names) - set(rows.column_names):
         fail(f"the rows have no column {min(missing)!r}, which {like} has")
@@ -93,10 +93,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 @in_one_sentence
 def main(args: argparse.Namespace) -> None:
-    with explained(f"{args.rows} holds no rows of save_to_disk"):
+    with explained(f"{args.rows} is not a folder of save_to_disk"):
         rows = datasets.load_from_disk(args.rows)
         if not isinstance(rows, datasets.Dataset):
-            raise ValueError(f"it holds several splits: {', '.join(rows)}. Give one of the folders")
+            raise ValueError(f"it holds several splits: {', '.join(rows)}. Give one split's folder")
     make_filtered(rows, args.like, Path(args.output_dir))
     print(f"{args.output_dir} is a latent cache of {len(rows):,} rows")
 

@@ -108,14 +108,14 @@ def plan_caches(
 ) -> list[PlannedCache]:
     """A cache for each --resolution, in subfolders named after the side if there are several.
 
-    Each is as if it were made alone. kind: of latents. described: the settings that the models
+    Each is as if it were made alone. kind: see `Latents`. described: the settings that the models
     decide. launch_flags: {flag: value} of the flags that the launch decides.
     """
     family = encoders.family
     sides = list_values(args.resolution or family.resolution)
     folders = [args.output_dir]
     if len(sides) > 1:
-        refuse_cache_in(args.output_dir)
+        check_not_cache(args.output_dir)
         folders = [f"{args.output_dir.rstrip('/')}/{side}" for side in sides]
     channels, _ = family.count_channels(encoders.vae)
     caches = []
@@ -147,7 +147,7 @@ def plan_caches(
     return caches
 
 
-def refuse_cache_in(output_dir: str) -> None:
+def check_not_cache(output_dir: str) -> None:
     """Stop with an error if the folder for several caches is a cache itself."""
     folder = output_dir.rstrip("/")
     flag = f"--output_dir {output_dir}"
@@ -172,7 +172,7 @@ def describe_settings(
         "resolution center_crop image_interpolation_mode random_flip seed min_size "
         "skip_empty_captions"
     ).split()
-    # stored only if they are used, so that other caches have the bytes of older versions
+    # stored only if used, so that other caches have the same bytes as in older versions
     if transform.bucket_step:
         names += ["bucket_step", "bucket_max_ratio"]
     names += [name for name in ("bucket_no_upscale", "caption_weights") if getattr(transform, name)]

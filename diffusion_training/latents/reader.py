@@ -26,7 +26,7 @@ from diffusion_training.latents.shards import OpenShard, Shards
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
 from diffusion_training.remote import is_address, read_bytes
 
-FEW = 1000  # shards: a local cache with at most these has all opened, and so checked, at the start
+FEW_SHARDS = 1000  # a local cache with at most these is checked whole at the start
 MOST_OPEN = 50_000  # shards at a time: Linux lets a process map 65,530 files
 
 
@@ -82,7 +82,7 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
         fail(f"{error.filename or error} is missing: make the cache with {maker}")
     except Exception as error:
         fail(f"{folder} is damaged ({error}): to repair it, run the command that made the cache")
-    if len(shards) <= FEW and not is_address(folder):
+    if len(shards) <= FEW_SHARDS and not is_address(folder):
         for number in range(len(shards)):
             shards.open(number)
     return Cache(cache, empty_prompt, shards)
@@ -98,7 +98,7 @@ class CachedLatents(torch.utils.data.Dataset):
     """
 
     fetcher: Fetcher  # set by a subclass, for caches at an address
-    holds = "latents"  # the second hash of `digest` is of these
+    holds = "latents"  # what the second hash of `digest` covers
 
     def __init__(
         self,
@@ -111,9 +111,9 @@ class CachedLatents(torch.utils.data.Dataset):
     ) -> None:
         """caches: {folder: what `load_cache` returns}, with the same columns (see `check_caches`).
 
-        caption_weights: if rows have several captions. reads_captions: choose and tokenize captions
-        here, and ignore the cached tokens. optional_columns: to be read in addition to the default
-        ones.
+        caption_weights: how often each caption of a row is drawn, if it has several.
+        reads_captions: tokenizes captions here, if the cached tokens are not used.
+        optional_columns: names of columns to read besides the default ones.
         """
         self.seed = seed
         self.random_flip = random_flip

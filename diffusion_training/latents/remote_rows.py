@@ -67,7 +67,7 @@ class RemoteRows:
         for name in self.columns:
             if name not in features:
                 fail(
-                    f"{url} has no column {name!r} but {', '.join(features)}: "
+                    f"{url} has no column {name!r}, only {', '.join(features)}: "
                     "choose with --image_column, --caption_column and --mask_column"
                 )
         if not len(self):

@@ -124,7 +124,7 @@ class Shards:
 
         Rows are checked when they are first read. alone: see `fail`.
         """
-        mend = (
+        remedy = (
             "delete it to fetch it again"
             if path
             else "to repair it, run the command that made the cache"
@@ -144,11 +144,11 @@ class Shards:
                     array = batch[column.name]
                     if array.type != kind or array.flatten().null_count:
                         size = getattr(kind, "list_size", "some")
-                        raise ValueError(f"{column.name} is not {size} numbers in each row")
+                        raise ValueError(f"{column.name} does not have {size} numbers in each row")
                 digest.update(batch["checksum"].to_numpy())
             if digest.hexdigest() != self.checksums[number].decode():
                 raise ValueError("it has changed since it was written")
-            return OpenShard(path, batches, self.columns, mend)
+            return OpenShard(path, batches, self.columns, remedy)
         except FileNotFoundError:
             fail(f"{path} is missing: make the cache with precompute_latents.py", alone)
         except Exception as error:
@@ -158,18 +158,18 @@ class Shards:
                     "--rows_per_shard"
                 )
                 fail(f"{path} can't be mapped into memory: {advice}", alone)
-            fail(f"{path} is damaged ({error}): {mend}", alone)
+            fail(f"{path} is damaged ({error}): {remedy}", alone)
 
 
 class OpenShard:
     """A shard, with columns as views of the memory-mapped file, and a note of unchecked rows."""
 
     def __init__(
-        self, path: Path, batches: list[pa.RecordBatch], columns: list[Column], mend: str
+        self, path: Path, batches: list[pa.RecordBatch], columns: list[Column], remedy: str
     ) -> None:
         self.path = path
         self.batches = batches
-        self.mend = mend
+        self.remedy = remedy
         self.groups = group_by_checksum(columns)
         self.ends = np.cumsum([len(batch) for batch in batches]).tolist()
         self.views = [
@@ -206,7 +206,7 @@ class OpenShard:
             tokens = tokenize(tokenizers, [text])
             ids = tokens["input_ids"][tokens.get("prompt_mask", ...)].flatten()
             if not np.array_equal(ids, self.views[chunk]["input_ids"][index]):
-                raise OSError(f"{self.path} is damaged: {self.mend}")
+                raise OSError(f"{self.path} is damaged: {self.remedy}")
         return text
 
     def check(self, row: int, chunk: int, index: int) -> None:
@@ -215,5 +215,5 @@ class OpenShard:
         for checksum, names in self.groups.items():
             numbers = {name: views[name][index] for name in names}
             if self.checksums[checksum][chunk][index] != checksum_row(numbers):
-                raise OSError(f"{self.path} is damaged: {self.mend}")
+                raise OSError(f"{self.path} is damaged: {self.remedy}")
         self.unchecked[row] = False

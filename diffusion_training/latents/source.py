@@ -11,13 +11,13 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from diffusion_training.batches import Batch, Models, Predict, Prepared
-from diffusion_training.data.buckets import size_rows
+from diffusion_training.data.buckets import choose_sizes
 from diffusion_training.data.captions import (
     are_cut,
-    look_at_captions,
     report_cut,
     report_emptied,
     report_equal,
+    sample_captions,
     tokenize_batch,
     transform_row,
 )
@@ -81,7 +81,7 @@ class Data:
     latents: Latents
     empty_prompt: dict[str, torch.Tensor]  # for one image, float32, on the device
     empty_length: int  # in tokens
-    # on the device; without a VAE, or None, if a cache has their output
+    # on the device; a cache of tokens needs no VAE, and one of embeddings none of them
     encoders: Encoders | None
     validation: ValidationPrompts | None
     resolution: int
@@ -114,7 +114,7 @@ class Data:
 class CaptionedImages(RowDataset):
     """Turns keys of `step_batches` into a `Batch` of images and tokens: `dataset[keys]`.
 
-    A row that can't be used has weight 0. sizes: see `size_rows`.
+    A row that can't be used has weight 0. sizes: see `choose_sizes`.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ def open_data(
 ) -> Data:
     """The data of --latents_dir, or else images, with the encoders that each step needs.
 
-    before: the settings of the checkpoint, whose order of the rows is kept. optional_columns: those
-    to be read from a cache in addition to the default ones.
+    before: the settings of the checkpoint, whose order of the rows is kept. optional_columns: names
+    of columns to read from a cache besides the default ones.
     """
     if args.latents_dir:
         return open_caches(launch, base, checkpoint, before, args, optional_columns)
@@ -190,7 +190,7 @@ def open_caches(
 ) -> Data:
     """The data of latent caches. Text encoders are loaded if a cache holds only tokens."""
     maker = "precompute_latents.py"
-    if base.family.named_in_cache:  # other families need no flag
+    if base.family.named_in_cache:  # sd and sdxl need no flag
         maker += f" --model_family {base.family.name}"
     caches = {folder: load_cache(folder, maker) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
@@ -254,7 +254,7 @@ def open_caches(
         caption_weights=caption_weights,
         mask_column=args.mask_column,
         num_workers=0,  # a thread is faster than processes, which would have to send their batches
-        captions=look_at_cached(first.shards) if launch.is_main and wants_tags else [],
+        captions=sample_cached_captions(first.shards) if launch.is_main and wants_tags else [],
     )
 
 
@@ -272,7 +272,7 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     encoders.text_encoders.requires_grad_(False).to(launch.device)
     try_encoders(encoders)
     if launch.is_main:
-        texts = look_at_captions(images.rows, args.caption_column)
+        texts = sample_captions(images.rows, args.caption_column)
         report_equal(texts, args)
         report_emptied(encoders.tokenizers, texts)
         cut = are_cut(encoders.tokenizers, texts or [""])
@@ -281,7 +281,7 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     transform = make_transform(
         args, images.column, images.mask_column, caption_weights, channels, resolution
     )
-    sizes = size_rows(launch.accelerator, images.rows, transform, num_workers)
+    sizes = choose_sizes(launch.accelerator, images.rows, transform, num_workers)
     kind = "moments" if base.family.has_moments(encoders.vae) else "sample"
     dataset = CaptionedImages(
         images,
@@ -311,8 +311,8 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     )
 
 
-def look_at_cached(shards: Shards) -> list[str]:
-    """The captions of the first rows of a cache, the first one of each row."""
+def sample_cached_captions(shards: Shards) -> list[str]:
+    """The first caption of each of the first 10,000 rows of a cache."""
     captions: list[str] = []
     if is_address(shards.folder):  # its shards are not fetched yet
         return captions
@@ -372,7 +372,7 @@ def check_cache(
     if differences := find_differences(known, described):
         fail(
             f"{folder} does not fit these models or the first cache ({', '.join(differences)}): "
-            "give the models that made it"
+            "give the models that it was made with"
         )
     if args.shuffle_caption and cache["text_cache"] != "ids":
         fail(
@@ -388,10 +388,10 @@ def check_cache(
             f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"
         )
     if args.random_flip and not cache["transform"]["random_flip"]:
-        fail(f"--random_flip needs mirrored latents, but {folder} was made without it")
+        fail(f"--random_flip needs a cache made with --random_flip, unlike {folder}")
     if args.resolution not in (None, cache["transform"]["resolution"]):
         held = cache["transform"]["resolution"]
-        fail(f"--resolution {args.resolution} differs from the {held} px of {folder}")
+        fail(f"--resolution {args.resolution} differs from the {held} px of {folder}: leave it out")
 
 
 def encode_validation(

@@ -47,8 +47,9 @@ def open_latents(
     """Choose the order of the rows, and fetch shards that are at an address.
 
     The order is `full`, a permutation, if there are at most 16 M rows on a disk or within
-    --shards_size. Otherwise it is that of `Ranges`. A checkpoint's order is always kept:
-    kept_order, None for `full`.
+    --shards_size. Otherwise it is that of `Ranges`.
+
+    kept_order: the order of the checkpoint, which is always kept; None for `full`.
     """
     for cache in caches.values():
         del cache.settings["shards"]  # 0.5 GB for a million; `Shards` keeps the rest
@@ -57,7 +58,7 @@ def open_latents(
     if not kept_order and (checkpoint or fits):
         if total > storage.size:
             fail(
-                f"to resume {checkpoint}, --shards_size must be at least {show(total)}, "
+                f"to resume {checkpoint}, --shards_size must be at least {format_size(total)}, "
                 "so that all shards fit"
             )
         if total:
@@ -68,7 +69,7 @@ def open_latents(
         if is_given:
             fail(
                 f"{reason} can only be used with at most {MOST_PERMUTED:,} rows, and with "
-                f"--shards_size {show(total)}"
+                f"--shards_size {format_size(total)} or more"
             )
     order = choose_ranges(dataset, kept_order, checkpoint, storage.shuffle_shards)
     dataset.fetch_by_ranges(storage, order)
@@ -100,12 +101,12 @@ def count_local() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def show(size: float) -> str:
+def format_size(size: float) -> str:
     """Format a number of bytes, rounded up, as a value of --shards_size."""
     return tqdm.format_sizeof(size * 1.01, divisor=1000) + "B"
 
 
-def weigh_rows(shards: Shards) -> float:
+def estimate_row_bytes(shards: Shards) -> float:
     """Estimate how many bytes of a shard each row takes; 0 for a cache on a disk."""
     if not is_address(shards.folder):
         return 0.0
@@ -140,7 +141,7 @@ class StoredLatents(CachedLatents):
         super().__init__(caches, *options)
         self.rank = rank
         self.num_processes = num_processes
-        bytes_of_a_row = [weigh_rows(shards) for shards in self.parts]
+        bytes_of_a_row = [estimate_row_bytes(shards) for shards in self.parts]
         # about how many bytes each fetched shard takes here; 0 if it is on a disk
         self.bytes_of = self.lengths * np.repeat(bytes_of_a_row, np.diff(self.firsts))
 
@@ -162,7 +163,7 @@ class StoredLatents(CachedLatents):
             if path.name not in names:  # from an older cache at this address
                 path.unlink(missing_ok=True)
         for shard in np.roll(remote, -len(remote) * local_rank // count_local()).tolist():
-            self.fetcher.want(shard)
+            self.fetcher.request(shard)
 
     def fetch_by_ranges(self, storage: Storage, order: dict[str, Any]) -> None:
         """Read in the order `ranges`, with as many shards on this disk as --shards_size allows."""
@@ -187,8 +188,8 @@ class StoredLatents(CachedLatents):
         need = min(need, self.bytes_of.sum()) * count_local()
         if need > self.most_bytes:
             windows = f"{own_ranges * count_local()} ranges with windows of {shuffle_shards} shards"
-            windows += f" and {len(kept_shards)} of --holdout" if kept_shards else ""
-            advice = f"give --shards_size {show(need)}, or fewer --shuffle_shards"
+            windows += f" and {len(kept_shards)} shards of --holdout" if kept_shards else ""
+            advice = f"give --shards_size {format_size(need)}, or fewer --shuffle_shards"
             fail(f"--shards_size {self.most_bytes:,} is too small for {windows}: {advice}")
 
     def hold_out(

@@ -16,7 +16,7 @@ from diffusion_training.models import load_weights
 
 @contextlib.contextmanager
 def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple[Any, dict]]:
-    """`Base.locate`; an error inside ends the program with a sentence that names the place."""
+    """Yield `Base.locate`'s result; an error in the block ends the program and names the part."""
     source, options = base.locate(own_path, subfolder)
     try:
         yield source, options
@@ -40,14 +40,14 @@ def load_text_encoders(base: Base, dtype: torch.dtype) -> tuple[torch.nn.ModuleL
             options.pop("variant", None)
             tokenizer = family.choose_tokenizer().from_pretrained(source, **options)
             if len(tokenizer) < 256:  # without files, transformers makes one with two tokens
-                raise ValueError("no vocabulary")
+                raise ValueError("it has no vocabulary")
             known = text_encoder.get_input_embeddings().num_embeddings
             if len(tokenizer) > known or tokenizer.pad_token is None:
                 raise ValueError("it has more tokens than the text encoder, or no padding token")
         tokenizers.append(tokenizer)
     check_clip_skip(base, text_encoders)
     max_tokens = count_max_tokens(base, text_encoders, tokenizers)
-    for tokenizer in tokenizers:  # old ones do not store how many tokens the text encoder takes
+    for tokenizer in tokenizers:  # old files do not store how many tokens the text encoder takes
         tokenizer.model_max_length = max_tokens
     return text_encoders.eval(), tokenizers
 

@@ -28,7 +28,7 @@ from diffusion_training.training.sharding import (
     load_weights_of,
 )
 
-# Settings that decide what a model learns and draws: --init_from prints which have changed
+# Settings that decide what a model learns: --init_from prints which have changed
 OBJECTIVE = (
     "shift",
     "weighting_scheme",
@@ -207,7 +207,7 @@ def load_models_from(path: Path, models: Models, state: dict) -> None:
 
 
 def list_added(models: Models, state: dict) -> list[str]:
-    """The models that a checkpoint has no weights of, because the script added them later."""
+    """The models that a checkpoint lacks, because the script added them later."""
     written = {Path(name).parts[0] for name in state["checksums"]}
     return [name for name in models if not {name, name.removesuffix("_ema")} & written]
 
@@ -237,7 +237,7 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
     """
     state = read_state(start, None)
     before = state.pop("settings")
-    for name in ("prediction_type", "rescale_betas_zero_snr"):  # they set what is learned
+    for name in ("prediction_type", "rescale_betas_zero_snr"):  # they decide what the model learns
         if name in before and before[name] != getattr(args, name, None):
             fail(
                 f"{start} was trained with {name} {before[name]}, not {getattr(args, name, None)}: "
@@ -298,7 +298,7 @@ def load_start(
     with explained(f"{start} is damaged or from another model"):
         load_models_from(start, known, state)
     if added:
-        accelerator.print(f"Not in {start}, so they start anew: {', '.join(added)}")
+        accelerator.print(f"Not in {start}, so these start anew: {', '.join(added)}")
     changes = list_changes(before, settings, OBJECTIVE)
     accelerator.print(
         f"Starting from the weights of {start}, at step {state['global_step']}{changes}"

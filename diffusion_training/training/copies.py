@@ -140,7 +140,7 @@ class Copies:
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread look for new files."""
+        """Make the thread look for new files."""
         with self.changed:
             self.asked += 1
             self.changed.notify_all()
@@ -184,7 +184,7 @@ class Copies:
             self.changed.notify_all()
 
     def work(self, reached: int) -> None:
-        """Copy until the run is over. This is the thread."""
+        """Copy until the run is over, in the thread."""
         is_begun = False
         while True:
             with self.changed:
@@ -309,7 +309,7 @@ class Copies:
     def copy_folder(
         self, store: Store, folder: Path, name: str, marker: str, content: bytes
     ) -> None:
-        """Copy a folder, completely or not at all: not if it is replaced meanwhile.
+        """Copy a folder, but not if it is replaced meanwhile: completely or not at all.
 
         content: the marker's bytes before the copy, which differ for each version of the folder.
         """

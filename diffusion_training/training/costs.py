@@ -90,7 +90,7 @@ class Costs:
             name = torch.cuda.get_device_name(self.device)
             self.peak = find_peak(name, launch.mixed_precision, allow_tf32)
 
-    def look(self, prepared: Prepared) -> None:
+    def count_operations(self, prepared: Prepared) -> None:
         """Count the operations per image, once, with the shapes of the first batch."""
         if self.copies is None:
             return
@@ -124,7 +124,7 @@ class Costs:
 
 
 def describe_trained(models: Models) -> str:
-    """Such as "LoRA of rank 16: 86,016 of 1.14 M weights"."""
+    """Describe what is trained, such as "LoRA of rank 16: 86,016 of 1.14 M weights"."""
     weights = [weight for model in models.values() for weight in model.parameters()]
     # one stored number holds two weights in 4 bits
     packed = {id(x.weight) for model in models.values() for x in list_quantized(model)}
@@ -137,7 +137,7 @@ def describe_trained(models: Models) -> str:
 
 
 def format_count(number: int) -> str:
-    """Such as 86,016, 1.14 M, 2.57 B."""
+    """Format a number, such as 86,016, 1.14 M, 2.57 B."""
     if number < 10**6:
         return f"{number:,}"
     return f"{number / 1e9:.3g} B" if number >= 10**9 else f"{number / 1e6:.3g} M"
@@ -228,7 +228,7 @@ def find_peak(name: str, mixed_precision: str, allow_tf32: bool) -> float | None
 
 
 def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module] = ()) -> Copied:
-    """Copy an object that holds models, without their numbers and gradient checkpointing.
+    """Copy an object that holds models, without their values and gradient checkpointing.
 
     models, others: those whose weights become empty tensors on the meta device.
     """
@@ -241,7 +241,7 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
             empty[id(buffer)] = torch.empty_like(buffer, device="meta")
         if is_sharded(module):
             empty[id(module)] = copy_empty(module)
-        for layer in list_quantized(module):  # their product would not count
+        for layer in list_quantized(module):  # their products would not be counted
             bias = layer.bias is not None
             whole = torch.nn.Linear(layer.in_features, layer.out_features, bias, "meta")
             empty[id(layer)] = whole.requires_grad_(False)

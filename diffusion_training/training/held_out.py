@@ -51,14 +51,14 @@ def hold_out(
 
 
 def has_ranges(dataset: Any) -> bool:
-    """Whether whole shards are held out."""
+    """Whether a data set has the order `ranges`, which holds out whole shards."""
     return bool(getattr(dataset, "order", None))
 
 
 def describe_held_out(
     accelerator: Accelerator, dataset: Any, held_out: dict[int, int], holdout: float
 ) -> dict[str, Any]:
-    """What a checkpoint records of the held-out rows, the same on all processes.
+    """Describe the held-out rows for a checkpoint, in the same way on all processes.
 
     held_out: a hash of their whole content. Checkpoints of old versions have only this one.
     held_out_images: a hash of their images ("of": "images") or latents, without captions. With it,
@@ -139,7 +139,7 @@ def log_held_out_loss(
             measure.error(group, noisy_images, tenths, condition, images, noise)
             for group in models.values()
         ]
-        if number >= len(rows):  # a placeholder
+        if number >= len(rows):  # repeated, so that all processes measure as many
             continue
         weight = batch["weight"]  # 0 if it can't be decoded
         sums += torch.cat([weight * torch.cat(losses), weight, torch.ones_like(weight)])
@@ -155,6 +155,6 @@ def log_held_out_loss(
     for index, name in enumerate(models):
         of_levels = [loss / weight for loss in losses[9 * index : 9 * index + 9]]
         record[name] = sum(of_levels) / 9
-    # the levels of the weights that are saved
+    # by level of noise, for the weights that are saved
     record |= {f"held_out_loss_t0.{i}": loss for i, loss in enumerate(of_levels, 1)}
     records.add_held_out(step, record)

@@ -94,11 +94,11 @@ class Loop:
         self.recorded = recorded
         self.has_folder = False
         self.lora_metadata = lora_metadata
-        self.begun_at = time.monotonic()  # s
+        self.begun_at = time.monotonic()  # in seconds
         self.first_step = progress.global_step
 
     def list_facts(self) -> dict[str, str]:
-        """What the report shows of the run besides its settings."""
+        """Facts about the run for the report, besides its settings."""
         since = f" since step {self.first_step}" if self.first_step else ""
         images = f"{self.progress.images_per_step} per step"
         if self.progress.num_images < sys.maxsize:  # a stream has no epochs
@@ -136,10 +136,10 @@ class Loop:
         if self.launch.is_main:
             self.results.save(best, Path(self.settings.output_dir))
 
-    def look(self, stop_signal: StopSignal, is_result: bool = True) -> int:
-        """Make held-out loss, best/, samples and report. Returns a signal that stopped it, or 0.
+    def evaluate(self, stop_signal: StopSignal, is_result: bool = True) -> int:
+        """Measure the held-out loss; write best/, samples and report. Returns a signal, or 0.
 
-        is_result: whether the weights are a result of this run, to be judged and kept.
+        is_result: whether this run has trained the weights; otherwise they are never the best.
         """
         step = self.progress.global_step
         settings = self.settings
@@ -151,7 +151,7 @@ class Loop:
         if draws_samples(settings):
             roughness = self.results.log_validation()
             if is_result:
-                self.records.judge(roughness, step)
+                self.records.check_samples(roughness, step)
         if self.launch.is_main:
             launcher = "accelerate launch" if is_launched() else "python"
             describe = self.results.describe
@@ -160,13 +160,13 @@ class Loop:
             self.run.copies.wake()
         return stop_signal.agree()
 
-    def look_first(
+    def evaluate_first(
         self,
         stop_signal: StopSignal,
         samples_every: tuple[int | None, int | None],
         is_pretrained: bool,
     ) -> int:
-        """Look before the first step, if needed. Returns a signal, or 0.
+        """Call `evaluate` before the first step, if needed. Returns a signal, or 0.
 
         A pretrained model is shown as it was before training, for comparison. It is not a result of
         this run, so it is never the best. A resumed run draws the samples that a kill prevented.
@@ -176,16 +176,16 @@ class Loop:
         if resumed:
             # ask the first process: other machines may have an --output_dir of their own
             has_samples = samples_path(self.settings.output_dir, step).exists()
-            looks = self.progress.is_due(*samples_every) and not gather_object([has_samples])[0]
+            is_needed = self.progress.is_due(*samples_every) and not gather_object([has_samples])[0]
         else:
-            looks = is_pretrained and self.settings.validate_first
-        if not looks:
+            is_needed = is_pretrained and self.settings.validate_first
+        if not is_needed:
             return 0
-        self.take_folder()
+        self.claim_folder()
         with self.records.paused():
-            return self.look(stop_signal, is_result=resumed)
+            return self.evaluate(stop_signal, is_result=resumed)
 
-    def take_folder(self) -> None:
+    def claim_folder(self) -> None:
         """Replace the files of an earlier run, as soon as there are new ones."""
         if self.has_folder:
             return
@@ -204,13 +204,13 @@ class Loop:
         images, micro_batches = progress.next_step()
         sums = step(
             trained.called, trained.optimizer, batches, micro_batches, progress.data_step,
-            self.records.look,
+            self.records.measure_inputs,
         )  # fmt: skip
         progress.advance(images, not self.launch.accelerator.optimizer_step_was_skipped)
         if progress.stepped:  # else fp16 overflowed: the scaler lowers its scale
             self.records.add(sums, images, epoch, trained.lr_scheduler.get_last_lr()[0])
             trained.advance(progress.global_step)
-        self.take_folder()
+        self.claim_folder()
 
     def train(
         self,
@@ -231,7 +231,7 @@ class Loop:
         settings = self.settings
         stop = stop_signal.agree()  # a signal may have come before
         if not stop:
-            stop = self.look_first(stop_signal, samples_every, is_pretrained)
+            stop = self.evaluate_first(stop_signal, samples_every, is_pretrained)
         for model in self.trained.models.values():
             model.train()
         while progress.global_step < settings.max_train_steps and not stop:
@@ -246,7 +246,7 @@ class Loop:
                 if due.result:
                     self.save_result()
                 if due.samples:
-                    stop = self.look(stop_signal)
+                    stop = self.evaluate(stop_signal)
             if stop and not due.checkpoint:  # it stopped the samples; a resumed run draws them
                 records.update(progress.global_step, False, due.last)
                 self.save_checkpoint()
@@ -254,14 +254,14 @@ class Loop:
         return stop
 
     def finish(self, stop: int, stop_signal: StopSignal) -> None:
-        """Write the results, look at them, and end the run; after a signal, end it at once."""
+        """Write and evaluate the results, and end the run; after a signal, end it at once."""
         settings = self.settings
         step = self.progress.global_step
         output_dir = Path(settings.output_dir)
-        self.take_folder()  # in case no step was left
+        self.claim_folder()  # in case no step was left
         if not stop:
             self.save_result()  # before the samples, which may take too long
-            stop = self.look(stop_signal)
+            stop = self.evaluate(stop_signal)
         if settings.checkpoints_to:
             if self.run.copies:
                 self.run.copies.finish()

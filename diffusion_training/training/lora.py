@@ -30,7 +30,7 @@ from diffusion_training.training.lora_files import (
 def add_lora(
     model: torch.nn.Module, layers: list[str], base: str, dtype: torch.dtype, args: Namespace
 ) -> None:
-    """Freeze a model and put an adapter of --rank beside each of some layers.
+    """Freeze a model and put an adapter of --rank beside some of its layers.
 
     Only the adapters are trained, in float32. A is drawn from torch's generator, B starts at 0
     (arXiv:2106.09685). Then the frozen weights are cast to `dtype`, except for those in 4 bits.
@@ -235,7 +235,7 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     if not is_adapted(model):
         fail(f"{folder} is a LoRA, but without --rank the whole model is trained: {advice}")
     before = json.loads((folder / "adapter_config.json").read_text())
-    before["lora_dropout"] = model.adapter["lora_dropout"]  # it may change
+    before["lora_dropout"] = model.adapter["lora_dropout"]  # a resumed run may change it
     differences = [
         "another base" if "sha256" in difference else difference
         for difference in find_differences(before, model.adapter)

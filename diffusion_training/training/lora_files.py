@@ -44,8 +44,8 @@ class LoraFile:
 
     layers: dict[str, dict[str, torch.Tensor]]
     scales: dict[str, float]  # {layer: factor of B @ A}
-    is_relative: bool  # whether dora_scale is that of `convert_to_kohya`
-    num_left_out: int  # weights for text encoders
+    is_relative: bool  # whether dora_scale is relative to the base, see `convert_to_kohya`
+    num_left_out: int  # weights for text encoders, which are skipped
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def read_lora_file(path: Path, model: torch.nn.Module, name: str, read_lora: Rea
     check_settings(settings)
     layers = group_by_layer(own)
     if not layers:
-        raise ValueError(f"it holds no LoRA of {name}")
+        raise ValueError(f"it holds no LoRA for {name}")
     scales = {}
     for layer, parts in layers.items():
         rank = len(parts[LORA_A])

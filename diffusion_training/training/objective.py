@@ -64,7 +64,7 @@ def load_sampler(source: str | None, options: dict[str, Any], objective: dict[st
 
 @torch.no_grad()
 def try_sampler(sampler: Any, num_steps: int, **options: Any) -> None:
-    """Draw as a pipeline does, in `num_steps` but at most ten steps; raises an error if it can't.
+    """Call a sampler as a pipeline does, for at most ten of `num_steps` steps; raises its errors.
 
     options: for `set_timesteps`.
     """
@@ -147,13 +147,13 @@ def measure_constant(
 ) -> float:
     """The loss of the best constant prediction, for any objective; nan if it can't be measured.
 
-    A model that has learned nothing is not better. The loss of a constant is a parabola, of which
-    three points are measured, with the same noise and timesteps.
+    A model that has learned nothing is not better. As a function of the constant, the loss is a
+    parabola, so three points are measured, with the same noise and timesteps.
 
     loss_of(predict, loss_models, models, prepared, weight): the script's `compute_loss`.
     """
 
-    def give(constant: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def predict_constant(constant: torch.Tensor, *inputs: Any) -> torch.Tensor:
         return constant
 
     images = prepared.images
@@ -163,7 +163,7 @@ def measure_constant(
         for seed in range(32):
             for i, value in enumerate((-1.0, 0.0, 1.0)):
                 torch.manual_seed(seed)  # training steps set their own
-                predict = partial(give, torch.full_like(images, value))
+                predict = partial(predict_constant, torch.full_like(images, value))
                 losses[i] += loss_of(predict, loss_models, models, prepared, weight)
     except Exception:  # only signs need it, and a user's loss may need another prediction
         return math.nan

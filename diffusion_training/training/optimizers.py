@@ -50,7 +50,7 @@ def make_optimizer(
         # imported here, because it is optional
         from bitsandbytes.optim import AdamW8bit
 
-        # otherwise its first step would do it, and a resumed run would have another layout
+        # otherwise the first step makes them so, and a resumed run would have another layout
         for parameter in parameters:
             parameter.data = parameter.data.contiguous()
         return AdamW8bit(parameters, **shared)
@@ -59,7 +59,7 @@ def make_optimizer(
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for matrices (arXiv:2502.16982) and AdamW for the rest, as a single optimizer.
 
-    So one optimizer is scheduled, scaled and saved. Muon's updates are scaled to the size of
+    So a run schedules, scales and saves one optimizer. Muon's updates are scaled to the size of
     AdamW's, so that one learning rate fits both.
     """
 
@@ -122,7 +122,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
         for name, value in state.items():
             state[name] = take_part(value, parameters[number])
     optimizer.load_state_dict(saved)
-    # it was saved as channels_last on CUDA, which other devices do not use
+    # a state saved on CUDA is channels_last, which other devices do not use
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if torch.is_tensor(value) and value.shape == parameter.shape:

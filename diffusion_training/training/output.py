@@ -60,7 +60,7 @@ class Run:
     checkpoint: Path | None  # to resume from
     before: dict[str, Any]  # the settings of that checkpoint
     hub_model_id: str | None
-    start: Path | None = None  # of --init_from, if there is none to resume from
+    start: Path | None = None  # of --init_from, unless the run resumes another
     configs: Path | None = None  # checkpoint with the models' configs; None without --init_from
     command: str = ""  # the content of run.args
     reached: int = -1  # the step of the checkpoint, if there is one
@@ -114,7 +114,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
         )
         best = output_dir / "best"
         if args.save_best and best.exists() and not (best / "held_out.json").exists():
-            fail(f"--save_best would replace {best}, which no run has written: rename that folder")
+            fail(f"--save_best would replace {best}, which is not from a run: rename that folder")
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
         if copies_to:

@@ -8,7 +8,7 @@ from diffusion_training.order import Order
 
 
 def format_duration(seconds: float) -> str:
-    """Such as "58 s", "4 min 10 s", "2 h 5 min"."""
+    """Format a duration, such as "58 s", "4 min 10 s", "2 h 5 min"."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes == 0:
         return f"{rest} s"
@@ -62,8 +62,8 @@ class Progress:
         self.order = order
         # (epoch, its rows in the order of their batches)
         self.arranged: tuple[Any, Any] = None, None
-        # The batch sizes at the run's start arrange the order of several image sizes. Later ones
-        # must not change it.
+        # With several image sizes, the order depends on the batch sizes. A resumed run keeps those
+        # of its start.
         self.cuts = state.get("cuts") or (self.images_per_step, images_per_micro_batch)
 
     @property

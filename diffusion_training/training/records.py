@@ -31,10 +31,10 @@ from diffusion_training.training.signs import find_signs, read_metrics
 class Records:
     """Collects and reports how a run is doing.
 
-    `watch`, `look` and `add` only take notes; only `update` waits for the device.
+    `watch`, `measure_inputs` and `add` only take notes; only `update` waits for the device.
 
     models: those that are trained. costs: `Costs`, or None to record none.
-    constant(models, prepared): the loss of a constant prediction, with which the loss is judged;
+    constant(models, prepared): the loss of a constant prediction, to compare the loss with;
     see `measure_constant`.
     """
 
@@ -71,7 +71,7 @@ class Records:
         names = ("loss", "weight", "grad_norm", "clipped", "steps")
         self.sums = {name: torch.zeros((), device=accelerator.device) for name in names}
         self.first_images = ImageSums(*torch.zeros(7, device=accelerator.device))
-        self.num_looked_at = 0
+        self.num_measured = 0
         self.waits: list[Any] = []
         self.num_images = 0
         self.start = time.perf_counter()
@@ -82,9 +82,9 @@ class Records:
         self.new_skipped: dict[str, str] = {}
         self.num_left_out = num_left_out
         self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
-        self.sampled: tuple[int, float] | None = None  # see `judge`
+        self.sampled: tuple[int, float] | None = None  # see `check_samples`
         self.gathered: dict[str, float] = {}  # for the last record
-        self.looked_at: Prepared | None = None  # some of the first images
+        self.first_inputs: Prepared | None = None  # some of the first images
         self.constant = constant
         self.constant_loss: float | None = None
         self.any_decoded = checkpoint is not None
@@ -107,22 +107,24 @@ class Records:
             self.waits.append(batch["waited"])
             yield batch
 
-    def look(self, prepared: Prepared, weight: torch.Tensor) -> None:
-        """Look at the first images that the models get, and count the operations on one."""
-        if self.num_looked_at >= 100:  # per process: enough to judge them
+    def measure_inputs(self, prepared: Prepared, weight: torch.Tensor) -> None:
+        """Measure the first images that the models get, and count the operations for one."""
+        if self.num_measured >= 100:  # a hundred per process are enough
             return
-        self.num_looked_at += len(prepared.images)
-        judges = self.constant is not None and self.accelerator.is_main_process
-        if judges and self.looked_at is None and weight.any():  # waits, but only in the first step
-            self.looked_at = take_first(prepared, 16)
+        self.num_measured += len(prepared.images)
+        keeps_inputs = self.constant is not None and self.accelerator.is_main_process
+        if (
+            keeps_inputs and self.first_inputs is None and weight.any()
+        ):  # waits for the device, once
+            self.first_inputs = take_first(prepared, 16)
         measured = measure_images(prepared, weight)
         self.first_images = ImageSums(*map(sum, zip(self.first_images, measured, strict=True)))
         if self.costs and self.accelerator.is_main_process:
             with self.paused():
-                self.costs.look(prepared)
+                self.costs.count_operations(prepared)
 
-    def judge(self, roughness: float | None, step: int) -> None:
-        """Report signs in the samples of a step. roughness: their mean; None without samples."""
+    def check_samples(self, roughness: float | None, step: int) -> None:
+        """Report signs of trouble in a step's samples. roughness: their mean; None without any."""
         if roughness is None or not self.gathered:  # no data to compare with yet
             return
         self.sampled = step, roughness
@@ -271,10 +273,10 @@ class Records:
         """The loss of a constant prediction, measured at the first call; nan if unknown."""
         if self.constant_loss is None:
             self.constant_loss = math.nan
-            # one process alone can't call a second, sharded module
+            # all processes must call a sharded module; the constant replaces only the first one
             is_callable = len(self.models) == 1 or not any(map(is_sharded, self.models.values()))
-            if self.constant and self.looked_at and is_callable:
-                self.constant_loss = self.constant(self.models, self.looked_at)
+            if self.constant and self.first_inputs and is_callable:
+                self.constant_loss = self.constant(self.models, self.first_inputs)
         return self.constant_loss
 
     def write(self, record: dict[str, Any]) -> None:
@@ -292,7 +294,7 @@ class Records:
 def init_trackers(accelerator: Accelerator, settings: Namespace, reached: int) -> None:
     """Start the trackers of --report_to, with the settings in a form that they accept.
 
-    A resumed run continues the tracker's run, and has no step twice.
+    A resumed run continues the tracker's run, and logs no step twice.
 
     reached: the step of the checkpoint, or -1.
     """
@@ -315,7 +317,7 @@ def init_trackers(accelerator: Accelerator, settings: Namespace, reached: int) -
 
 def give_example(skipped: dict[str, str]) -> str:
     """An example for a sentence about images that can't be used."""
-    return next((f", such as {name} ({why})" for name, why in skipped.items()), "")
+    return next((f", for example {name} ({why})" for name, why in skipped.items()), "")
 
 
 class ImageSums(NamedTuple):

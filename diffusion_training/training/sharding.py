@@ -20,7 +20,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def list_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The parts of a model that are whole one at a time, inner ones before outer ones.
+    """The parts of a model that are gathered one at a time, inner ones before outer ones.
 
     diffusers names their classes, or the model has `blocks`.
     """
@@ -40,13 +40,13 @@ def shard(model: torch.nn.Module, device: torch.device) -> None:
     weights = model.state_dict()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for module in (*list_blocks(model), model):
-        # Also the outermost one: else its weights would stay whole after samples, also if averaged.
+        # Also the model itself: otherwise its own weights would stay whole after sampling.
         part = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         part.set_force_sum_reduction_for_comms(True)  # older versions of gloo have no mean
-    hand_out(model, weights, assign=True)
+    scatter_weights(model, weights, assign=True)
 
 
-def hand_out(model: torch.nn.Module, weights: dict[str, Any], assign: bool = False) -> None:
+def scatter_weights(model: torch.nn.Module, weights: dict[str, Any], assign: bool = False) -> None:
     """Load weights into a sharded model. Call it on every process.
 
     weights: {name: whole tensor}; only those of the first process are read.
@@ -84,7 +84,7 @@ def load_weights_of(model: torch.nn.Module, folder: Path) -> None:
     whole = copy_empty(model)
     if torch.distributed.get_rank() == 0:  # fails if the weights are of another model
         whole.load_state_dict(type(whole).from_pretrained(folder).state_dict(), assign=True)
-    hand_out(model, whole.state_dict())
+    scatter_weights(model, whole.state_dict())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,12 +138,12 @@ def take_part(value: Any, parameter: torch.Tensor) -> Any:
 def share_memory(
     sizes: dict[str, int], models: Models, num_processes: int, keeps_copies: bool
 ) -> dict[str, int]:
-    """{kind: bytes} of one process, if `sizes` are those of a model that is not sharded.
+    """{kind: bytes} that one process holds of sharded models.
 
     "whole blocks" are the weights outside the blocks and their gradients, and for the largest block
     its weights, those of the next block, its gradients, and the buffer in which they are sent.
 
-    sizes: see `count_memory`.
+    sizes: those without sharding, see `count_memory`.
     keeps_copies: whether all weights have 16-bit copies from the forward to the backward pass.
     """
     shared = ("weights", "averaged", "gradients", "moments")

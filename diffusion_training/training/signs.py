@@ -25,7 +25,7 @@ NUMBERS = (
 )
 TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # fields of a training record
 HELD_OUT = {"step": int, "held_out_loss": float}
-JUDGED = {"step": int, "signs": dict}  # of samples
+SAMPLE_SIGNS = {"step": int, "signs": dict}  # fields of a record of signs in samples
 
 
 def is_valid_field(name: str, value: Any) -> bool:
@@ -45,7 +45,7 @@ def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[di
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):
             record = json.loads(line)
-            is_record = any(fits(record, fields) for fields in (TRAINED, HELD_OUT, JUDGED))
+            is_record = any(fits(record, fields) for fields in (TRAINED, HELD_OUT, SAMPLE_SIGNS))
             is_valid = is_record and all(map(is_valid_field, record.keys(), record.values()))
             if is_valid and record["step"] <= last_step:
                 records.append(record)
@@ -61,7 +61,7 @@ def read_best(folder: str | Path) -> dict[str, Any]:
 
 
 class Course(NamedTuple):
-    """How the loss went after the warm-up, by quarters of the records since."""
+    """How the loss went after the warm-up, by quarters of the later records."""
 
     first: float = 0.0  # mean of the first quarter
     last: float = 0.0  # mean of the last one
@@ -73,21 +73,21 @@ class Course(NamedTuple):
     rises: bool = False  # whether the worst is above the best by more than the noise of both
 
 
-def follow_loss(records: list[dict], judged: list[dict]) -> Course | None:
-    """Return how the loss went, None if there are too few records to tell, or losses below 0.
+def follow_loss(records: list[dict], after: list[dict]) -> Course | None:
+    """Return how the loss went; None if there are too few records, or a loss is not above 0.
 
     The loss has noise, because timesteps are random. The noise is measured between neighbouring
     records, because the loss without it changes little from one to the next.
 
-    judged: the records after the warm-up.
+    after: the records after the warm-up.
     """
-    losses = np.array([record["loss"] for record in judged])
+    losses = np.array([record["loss"] for record in after])
     if len(losses) < 8 or losses.min() <= 0:
         return None
     first, *_, last = np.array_split(losses, 4)
     logs = np.log(losses)
     noise = np.median(np.abs(np.diff(logs))) / 0.954  # if it is Gaussian
-    now = np.mean([record["grad_norm"] for record in judged[-len(last) :]])
+    now = np.mean([record["grad_norm"] for record in after[-len(last) :]])
     eighths = np.array_split(logs, 8)
     means = np.array([part.mean() for part in eighths])
     errors = [part.std() / math.sqrt(max(1, len(part) - 1)) for part in eighths]
@@ -135,14 +135,14 @@ def find_signs(
     latents = "latents_dir" in args
     has_warmup = args.lr_scheduler not in ("constant", "piecewise_constant")
     warmup = args.lr_warmup_steps * has_warmup
-    # without the first one, which is slow from a cold start
+    # except the first one: a cold start is slow
     after = [record for record in records[1:] if record["step"] > warmup]
-    judged = after or records
+    counted = after or records
     enough = last["step"] >= warmup + 100
     ended = last["step"] >= args.max_train_steps
     soon = len(records) > 1 and last["step"] >= 30  # enough for obvious signs
     clipped = sum(record.get("clipped", 0) for record in after) / max(1, len(after))
-    waiting = sum(record["data_wait"] for record in judged) / len(judged)
+    waiting = sum(record["data_wait"] for record in counted) / len(counted)
     final_decay = 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power
     rest = 1 - min(args.ema_max_decay, final_decay)
     of_peak = last["lr"] / max([record["lr"] for record in records if record["lr"]], default=1)
@@ -175,7 +175,7 @@ def find_signs(
         "idle": (
             soon and 0 < used < 2 / 3 * total and would_fit > args.train_batch_size,
             f"at most {used:.3g} of {total:.3g} GB are in use: "
-            f"--train_batch_size {would_fit} would fit, or no --gradient_checkpointing",
+            f"try --train_batch_size {would_fit}, or no --gradient_checkpointing",
         ),
         "full": (
             total and soon and used > 0.92 * total,

@@ -30,7 +30,7 @@ class Trained:
 
     models: {name: model}; each is trained, averaged, and saved in a folder of its name.
     averaged: {name: model}, empty without --use_ema.
-    called: the wrapped models, to be called, after `prepare`.
+    called: the wrapped models that a step calls, after `prepare`.
     """
 
     def __init__(self, launch: Launch, models: Models, settings: Namespace) -> None:

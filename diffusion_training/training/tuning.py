@@ -107,7 +107,7 @@ def choose_batch_size(
 ) -> tuple[int, int]:
     """Return (--train_batch_size, --gradient_accumulation_steps).
 
-    auto is the result of `largest_batch`, or the one in `before`, the settings of the checkpoint.
+    auto becomes the result of `largest_batch`, or the size in `before`, a checkpoint's settings.
     """
     total = args.total_batch_size
     num_processes = launch.num_processes
@@ -253,7 +253,7 @@ def report_plan(
     if warmup <= 0 < min(first_step, plan.lr_warmup_steps) and not has_no_warmup:
         accelerator.print(
             f"The warm-up of the learning rate ended at step {plan.lr_warmup_steps}, and this run "
-            f"begins at step {first_step}: its new optimizer starts without one"
+            f"begins at step {first_step}: its new optimizer starts without a warm-up"
         )
     if warmup > steps / 10 and not has_no_warmup:
         what = f"takes {warmup} of {steps} steps"
@@ -302,7 +302,7 @@ def find_learning_rate(
         if weight == 0:  # no image of the step could be decoded
             continue
         average = 0.9 * average + 0.1 * loss / weight
-        smoothed = average / (1 - 0.9 ** (len(tested) + 1))  # corrects for its start at 0
+        smoothed = average / (1 - 0.9 ** (len(tested) + 1))  # corrects the average's start at 0
         if not smoothed < math.inf:
             break
         tested.append(RangeTest(smoothed, rate, loss / weight))

@@ -60,7 +60,7 @@ def parse(where: str) -> ast.expr:
     return NameColumns().visit(ast.parse(where.strip(), mode="eval")).body
 
 
-def find_no_number(where: str, table: pa.Table) -> str | None:
+def find_non_number(where: str, table: pa.Table) -> str | None:
     """A sentence on the first text that is compared with a number but is not one, or None."""
     for node in ast.walk(parse(where)):
         if not isinstance(node, ast.Compare):

@@ -28,7 +28,7 @@ THREADS = min(4, os.cpu_count() or 1)  # decoding threads of a task
 # Pixels. Only one larger image is decoded at a time, to limit the memory.
 LARGE = 2**24
 Lock = contextlib.AbstractContextManager[Any]
-ANY: Lock = contextlib.nullcontext()
+NO_LOCK: Lock = contextlib.nullcontext()
 
 
 class Failure(Exception):
@@ -46,8 +46,8 @@ def store_image(
     data: bytes | bytearray,
     spool: IO[bytes],
     args: Namespace,
-    alone: Lock = ANY,
-    writes: Lock = ANY,
+    alone: Lock = NO_LOCK,
+    writes: Lock = NO_LOCK,
 ) -> dict[str, Any]:
     """Check an image, shrink it if asked, and append it to the file `spool`.
 
@@ -71,7 +71,7 @@ def store_image(
 
 
 def check_image(
-    data: bytes | bytearray, args: Namespace, alone: Lock = ANY
+    data: bytes | bytearray, args: Namespace, alone: Lock = NO_LOCK
 ) -> tuple[bytes | bytearray, int, int]:
     """Decode an image file to check it; returns (bytes to store, width, height). Raises Failure.
 
@@ -94,7 +94,7 @@ def check_image(
             raise Failure(f"too small: {width} x {height}")
         if long_side > (args.max_aspect_ratio or float("inf")) * short_side:
             raise Failure(f"aspect ratio: {width} x {height}")
-        with alone if width * height > LARGE else ANY:
+        with alone if width * height > LARGE else NO_LOCK:
             if args.resize_to is not None and short_side > args.resize_to:
                 return shrink_file(image, width, height, args)
             image.draft(image.mode, (max(1, width // 8), max(1, height // 8)))

@@ -24,7 +24,7 @@ from diffusion_training.remote import remove, writing
 from diffusion_training.web.tables import find_invalid
 
 # Temporary failures, by the start of their reason: --retry_failed tries them again.
-PASSING = ("timed out", "connection", "broken off", "host not found", "HTTP 429", "HTTP 5")
+TEMPORARY = ("timed out", "connection", "broken off", "host not found", "HTTP 429", "HTTP 5")
 RECORD = {"images": int, "bytes": int, "sha256": str, "table": str,
           "failures": [{"row": int, "reason": str, "tries": int}]}  # fmt: skip
 
@@ -69,7 +69,7 @@ def choose_urls(
     invalid = find_invalid(table, first)
     for row, url, text in zip(itertools.count(first), table["url"], table["text"], strict=False):
         failure = failures.get(row)
-        retried = failure and args.retry_failed and failure["reason"].startswith(PASSING)
+        retried = failure and args.retry_failed and failure["reason"].startswith(TEMPORARY)
         if row in images or (failure and not retried):
             continue
         url = None if row in invalid else url.as_py()
@@ -185,7 +185,7 @@ def read_records(
 
 
 def find_repeated(fs: AbstractFileSystem, folder: str, items: list[Item]) -> list[Item]:
-    """Find the shards with files that an earlier row has too, byte for byte.
+    """Find the shards that repeat files of earlier rows, byte for byte.
 
     Returns their work items, with "repeated": positions of these files in the shard. The first row
     in the order of the tables keeps the file, so the order in which shards were made does not
@@ -230,7 +230,7 @@ def choose_items(
     if retry_failed:
         for item, record in read_records(fs, folder, complete):
             reasons = [failure["reason"] for failure in record.get("failures", ())]
-            if not record or any(reason.startswith(PASSING) for reason in reasons):
+            if not record or any(reason.startswith(TEMPORARY) for reason in reasons):
                 names.remove(item["name"])
     return [item for item in items if item["name"] not in names]
 

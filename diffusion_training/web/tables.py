@@ -20,7 +20,7 @@ from fsspec import AbstractFileSystem
 from diffusion_training.csv_files import check_csv
 from diffusion_training.errors import explained, fail, printable
 from diffusion_training.remote import open_folder, writing
-from diffusion_training.web.filters import find_columns, find_no_number, make_filter
+from diffusion_training.web.filters import find_columns, find_non_number, make_filter
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 
@@ -123,14 +123,14 @@ def name_copy(
     return open_folder(f"{folder}/__download__/tables/{name}.parquet")[2]
 
 
-def foresee_copies(tables: Iterable[tuple[str, str]], **options: Any) -> list[dict]:
-    """What `copy_table` will return for each parquet table (source, digest), by its footer.
+def plan_copies(tables: Iterable[tuple[str, str]], **options: Any) -> list[dict]:
+    """Find what `copy_table` will return for each parquet table (source, digest), by its footer.
 
-    Each gets a "digest" too, which means that the copy is not made yet. Needs tables that are
-    copied completely, without `where` and `max_rows`.
+    Each result also has the "digest", because its copy is not made yet. The tables must be copied
+    completely, without `where` and `max_rows`.
     """
 
-    def foresee(table: tuple[str, str]) -> dict[str, Any]:
+    def plan_copy(table: tuple[str, str]) -> dict[str, Any]:
         source, digest = table
         with explained(f"{source} can't be used"), fsspec.open(source) as file:
             parquet = pq.ParquetFile(file)
@@ -140,7 +140,7 @@ def foresee_copies(tables: Iterable[tuple[str, str]], **options: Any) -> list[di
         return {"source": source, "digest": digest, "copy": copy, "rows": rows, "schema": schema}
 
     with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(foresee, tables))
+        return list(pool.map(plan_copy, tables))
 
 
 def copy_table(source: str, digest: str, **options: Any) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def filter_rows(
             try:
                 table = table.filter(expression)
             except pa.ArrowInvalid as error:
-                raise ValueError(f"--where: {find_no_number(where, table) or error}") from None
+                raise ValueError(f"--where: {find_non_number(where, table) or error}") from None
         table = table.select(columns)
         if max_rows is not None:
             table = table[:max_rows]

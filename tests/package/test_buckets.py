@@ -90,7 +90,7 @@ def test_sizes_are_read_from_headers_as_images_are_shown(tmp_path):
     rows = datasets.Dataset.from_dict({"photo": sources}).cast_column(
         "photo", datasets.Image(decode=False)
     )
-    found = module.size_rows(Accelerator(cpu=True), rows, settings(48, 16), 0)
+    found = module.choose_sizes(Accelerator(cpu=True), rows, settings(48, 16), 0)
     assert module.list_buckets(48, 16, 2.0) == [(32, 64), (48, 48), (64, 32)]
     assert found.tolist() == [[32, 64], [64, 32], [64, 32], [64, 32], [48, 48], [48, 48]]
     assert module.read_sizes({"photo": sources}, "photo")["size"][:4] == [
@@ -99,7 +99,7 @@ def test_sizes_are_read_from_headers_as_images_are_shown(tmp_path):
         (30, 20),
         (40, 20),
     ]
-    assert module.size_rows(None, rows, settings(48, None), 0) is None
+    assert module.choose_sizes(None, rows, settings(48, None), 0) is None
 
 
 def test_a_fault_of_the_machine_is_no_size(monkeypatch):

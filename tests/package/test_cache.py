@@ -394,7 +394,7 @@ def test_flags_decide_the_transform_and_the_shards(tmp_path):
 def test_records_of_many_shards_are_written_by_columns_and_say_the_same(tmp_path, monkeypatch):
     """A resumed cache has the same bytes. A reader that does not know the layout names it."""
     few = make_cache(tmp_path / "few")
-    monkeypatch.setattr(module, "MANY", 2)
+    monkeypatch.setattr(module, "MANY_SHARDS", 2)
     many = make_cache(tmp_path / "many")
     whole = contents(tmp_path / "many")
     assert (many["format_version"], many["features"]) == (3, ["records by columns"])

@@ -100,7 +100,7 @@ def test_a_mask_that_does_not_fit_is_the_rows_fault_and_memory_is_not(row, monke
     Image.new("L", (7, 9)).save(file, "PNG")
     for data, said in (
         (file.getvalue(), "its mask has 7 x 9 pixels, the image 24 x 20"),
-        (b"x", "its mask: cannot"),
+        (b"x", "its mask can't be used: cannot"),
     ):
         assert row("--mask_column=where", where={"bytes": data, "path": None})[
             "skipped"
@@ -130,7 +130,7 @@ def test_of_a_list_of_captions_one_is_drawn_by_key(row):
 @pytest.mark.parametrize("changes, flags, reason", [
     ({"text": None}, [], "it has no caption"),
     ({"text": []}, [], "it has no caption"),
-    ({"text": 7}, [], "its caption is no text but 7"),
+    ({"text": 7}, [], "its caption is not text but 7"),
     ({"text": [None, None]}, [], "it has no caption"),
     ({"text": " \n"}, ["--skip_empty_captions"], "its caption is empty"),
     ({"text": ""}, [], None),
@@ -139,7 +139,7 @@ def test_of_a_list_of_captions_one_is_drawn_by_key(row):
     ({"image": {"bytes": b"no image", "path": "a.png"}}, [], "cannot identify image file"),
     ({"image": {"bytes": make_pixel_bomb(), "path": "a.png"}}, [],
      "Image size (3600000000 pixels) exceeds limit"),
-    ({}, ["--min_size=21"], "24 x 20 pixels are less than --min_size 21"),
+    ({}, ["--min_size=21"], "24 x 20 pixels: a side is below --min_size 21"),
     ({}, ["--min_size=20"], None),
 ])  # fmt: skip
 def test_why_a_row_is_skipped(row, changes, flags, reason):
@@ -204,7 +204,7 @@ def test_what_is_said_of_captions(capsys):
     def look(captions, prompt=None, repeats=False):
         args = argparse.Namespace(instance_prompt=prompt, folder_repeats=repeats)
         module.report_equal(
-            module.look_at_captions(datasets.Dataset.from_dict({"c": captions}), "c"), args
+            module.sample_captions(datasets.Dataset.from_dict({"c": captions}), "c"), args
         )
         return capsys.readouterr().out
 
@@ -221,7 +221,7 @@ def test_what_is_said_of_captions(capsys):
     assert "are 'x'" in look([["x", "y"], ["x", "z"], []])  # the first caption of each row
     assert f"are '{'x' * 60}'" in look(["x" * 99] * 2)
     rows = datasets.Dataset.from_dict({"c": [str(i) for i in range(25_000)]})
-    assert module.look_at_captions(rows, "c") == [str(i) for i in range(0, 25_000, 2)]
+    assert module.sample_captions(rows, "c") == [str(i) for i in range(0, 25_000, 2)]
     module.report_cut(0, 10, 8)
     module.report_cut(3, 1200, 8, "there: ")
     said = "there: 3 of 1,200 captions have more than 8 tokens, and the rest is cut off\n"

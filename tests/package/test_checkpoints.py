@@ -467,7 +467,7 @@ def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(
     fresh = added["added"].weight.clone()
     load_start(accelerator, start, found | added, state, SETTINGS)
     assert torch.equal(added["added"].weight, fresh)
-    assert f"Not in {start}, so they start anew: added, added_ema" in capsys.readouterr().out
+    assert f"Not in {start}, so these start anew: added, added_ema" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="checkpoint-3 has no weights of added, added_ema: a mod"):
         resumed = read_state(start, 4)
         load_checkpoint(accelerator, start, found | added, None, resumed, SETTINGS)

@@ -207,7 +207,7 @@ def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, ca
     assert (
         made.measure(10.0).keys() == {"memory_gb"} and 0.1 < made.measure(10.0)["memory_gb"] < 100
     )
-    made.look(PREPARED)
+    made.count_operations(PREPARED)
     made.num_processes, made.peak = 2, 1e-3
     found = made.measure(10.0)
     assert found["tflops"] == pytest.approx(5 * made.flops / 1e12) and found[
@@ -222,7 +222,7 @@ def test_a_model_that_can_not_be_counted_ends_nothing(base, capsys):
     loss = lambda models, prepared, weight: F.relu(prepared.images.sum().item())
     made = make_costs({"unet": unet_of(base)}, loss)
     for _ in range(2):
-        made.look(PREPARED)
+        made.count_operations(PREPARED)
     assert made.measure(10.0).keys() == {"memory_gb"}
     said = "tflops are not recorded: the model's operations can't be counted ("
     assert capsys.readouterr().err.count(said) == 1

@@ -389,7 +389,7 @@ def test_embeddings_are_the_pipelines(opened):
 
 
 def guide(opened, scale):
-    """The pipeline's arguments for a guidance scale, as in `Family.ask`."""
+    """The pipeline's arguments for a guidance scale, as in `Family.call_args`."""
     if opened.family.name == "qwen-image":
         return {"true_cfg_scale": scale, "negative_prompt": ""}
     return {"guidance_scale": scale - 1 if opened.family.name == "z-image" else scale}
@@ -488,7 +488,7 @@ def test_images_from_embeddings_are_those_from_prompts(opened, scale):
     for first in range(0, len(prompts), size):
         captions = prompts[first : first + size]  # encoded together, as the pipeline does
         encoded = encode_prompts(encoders, tokenize(encoders.tokenizers, captions))
-        images += [*draw(alone, size, first, family.ask(encoded, empty, scale))]
+        images += [*draw(alone, size, first, family.call_args(encoded, empty, scale))]
         named = {"prompt": captions, **opened.options, **guide(opened, scale)}
         expected += [*draw(opened.pipeline, size, first, named | skip_layers(opened))]
     assert np.array_equal(images, expected)

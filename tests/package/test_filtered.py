@@ -46,7 +46,7 @@ def test_rows_of_another_kind_are_refused(tmp_path, capfd):
     rows = datasets.load_from_disk(str(tmp_path / "cache"))
     for chosen, said in [
         (rows.remove_columns("latents"), "no column 'latents'"),
-        (rows.select([]), "chosen holds no rows of save_to_disk"),
+        (rows.select([]), "chosen is not a folder of save_to_disk"),
         (datasets.DatasetDict(train=rows), "several splits: train"),
     ]:
         chosen.save_to_disk(tmp_path / "chosen")

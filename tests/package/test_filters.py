@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from diffusion_training.web.filters import find_columns, find_no_number, make_filter
+from diffusion_training.web.filters import find_columns, find_non_number, make_filter
 
 COLUMNS = {"id": range(4), "width": [512, 100, None, 2048], "similarity": [0.31, 0.9, 0.5, -0.1]}
 COLUMNS |= {"text": ["a cat", "a dog", None, "a cat"], "nsfw": [False, False, True, None]}
@@ -59,7 +59,7 @@ def test_a_text_that_is_compared_with_a_number_and_is_none_is_named_with_its_col
         assert table[:1].filter(make_filter("width > 5", table.schema)).num_rows == 1
         with pytest.raises(pa.ArrowInvalid):
             table.filter(make_filter(where, table.schema))
-        assert find_no_number(where, table) == "column 'width' holds 'wide', which is not a number"
+        assert find_non_number(where, table) == "column 'width' holds 'wide', which is not a number"
         with pytest.raises(ValueError, match="column 'id' holds int64, but '1' is text"):
             make_filter("id == '1'", table.schema)
     table = table.set_column(1, "width", pa.array(["7", "1024"]).dictionary_encode())

@@ -188,9 +188,9 @@ def test_what_is_no_image_says_why(tmp_path):
     for nothing in (None, {"bytes": None, "path": None}):
         with pytest.raises(ValueError, match="there is no image"):
             decode_image(nothing, 3)
-    with pytest.raises(ValueError, match="it is no file"):
+    with pytest.raises(ValueError, match="it is not a file"):
         decode_image({"bytes": None, "path": str(tmp_path)}, 3)
-    with pytest.raises(ValueError, match="12 x 8 pixels are less than --min_size 9"):
+    with pytest.raises(ValueError, match="12 x 8 pixels: a side is below --min_size 9"):
         decode_image({"bytes": whole, "path": None}, 3, min_size=9)
     assert decode_image({"bytes": whole, "path": None}, 3, min_size=8).shape == (3, 8, 12)
 

@@ -37,7 +37,7 @@ def test_a_caption_extension_that_no_file_has_is_named(tmp_path, load):
     folder = Path(make_images(tmp_path / "images", 3))
     for i in range(3):
         (folder / f"{i}.txt").write_text("a dog")
-    with pytest.raises(SystemExit, match=r"no column 'text' but image: .*photo\.caption for"):
+    with pytest.raises(SystemExit, match=r"no column 'text', only image: .*photo\.caption for"):
         load(folder, captions=True, caption_extension="caption")
 
 
@@ -106,4 +106,4 @@ def test_images_that_a_folders_name_leaves_out_are_counted(tmp_path, load, capsy
     for name in ("0_later", "2_cat"):
         make_images(tmp_path / "images" / name, 2)
     assert len(load(tmp_path / "images", captions=True, folder_repeats=True).rows) == 4
-    assert "2 images are not used: their folder is 0_later" in capsys.readouterr().out
+    assert "2 images are unused: folder 0_later sets 0 repeats" in capsys.readouterr().out

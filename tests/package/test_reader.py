@@ -362,7 +362,7 @@ def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_p
     holes = table["latents"].combine_chunks().flatten().to_pylist()
     holes = pa.FixedSizeListArray.from_arrays(pa.array([None, *holes[1:]], pa.float16()), 128)
     write_rows(two, table.set_column(0, "latents", holes).to_batches(), table.schema)
-    refused(cache, f"{two} is damaged (latents is not 128 numbers in each row)")
+    refused(cache, f"{two} is damaged (latents does not have 128 numbers in each row)")
     two.write_bytes(second)
     # A name that leads out of the folder
     shutil.copytree(cache, tmp_path / "equal")
@@ -373,8 +373,8 @@ def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_p
 
 def test_a_cache_that_says_what_it_does_not_hold_is_refused(cache):
     for change, said in {
-        "latents_shape": ([2, 3, 5], "latents is not 30 numbers in each row"),
-        "prompt_embeds_shape": ([5, 7], "prompt_embeds is not 35 numbers in each row"),
+        "latents_shape": ([2, 3, 5], "latents does not have 30 numbers in each row"),
+        "prompt_embeds_shape": ([5, 7], "prompt_embeds does not have 35 numbers in each row"),
         "text_cache": ("ids", "input_ids"),
         "shards": ({}, "it holds no rows"),
         "empty_prompt_sha256": ("0" * 64, "empty_prompt.npy has changed since it was written"),
@@ -477,9 +477,11 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
             f"b does not fit these models or the first cache ({said[1]})"
         )
     with pytest.raises(
-        SystemExit, match="--random_flip needs mirrored latents, but a was made without it"
+        SystemExit, match="--random_flip needs a cache made with --random_flip, unlike a"
     ):
         check(good, argv=["--random_flip", "--resolution=16"])
-    with pytest.raises(SystemExit, match="--resolution 32 differs from the 16 px of a"):
+    with pytest.raises(
+        SystemExit, match="--resolution 32 differs from the 16 px of a: leave it out"
+    ):
         check(good, argv=["--resolution=32"])
     check(good, argv=["--resolution=16"])

@@ -66,7 +66,7 @@ NOISE = np.random.default_rng(0).uniform(-1, 1, (2, 3, 4, 4))
 def step(records, number, batch=None, loss=0.5, norm=0.1, log=True, last=False, epoch=0):
     batch = batch_of(NOISE) if batch is None else batch
     for watched in records.watch([batch]):
-        records.look(prepare(watched), watched["weight"])
+        records.measure_inputs(prepare(watched), watched["weight"])
     weight = batch["weight"].sum()
     sums = {"loss": loss * weight, "weight": weight, "grad_norm": torch.tensor(norm)}
     records.add(sums, len(batch["weight"]), epoch, 1e-3)
@@ -230,10 +230,11 @@ def test_only_the_first_hundred_images_are_looked_at_and_each_is_prepared_once(r
 
     batches = records.watch([batch_of(np.ones((30, 3, 1, 1)))] * 9)
     optimizer = torch.optim.SGD(models["unet"].parameters())
+    measure = records.measure_inputs
     script.train_step(
-        records.accelerator, counting, loss, 0, 1.0, models, optimizer, batches, 9, 0, records.look
+        records.accelerator, counting, loss, 0, 1.0, models, optimizer, batches, 9, 0, measure
     )
-    assert prepared == [30] * 9 and records.num_looked_at == 120
+    assert prepared == [30] * 9 and records.num_measured == 120
     assert records.first_images.count.item() == pytest.approx(4)
     assert len(given) == 9 and all(
         images.shape == (30, 3, 1, 1) and (condition, more) == ({}, {})
@@ -268,13 +269,13 @@ def test_samples_that_are_still_noise_late_in_a_run_are_told(tmp_path, run, capf
     smooth = torch.linspace(-1, 1, 16).expand(2, 3, 16, 16)
     for at, roughness, told in ((4, 0.9, 4), (3, 0.9, None), (8, 0.9, 8), (8, 0.1, None)):
         records = run()
-        records.judge(roughness, 4)  # before there is a record
+        records.check_samples(roughness, 4)  # before there is a record
         for number in range(1, 9):
             step(records, number, batch_of(smooth), last=number == 8)
             if number == at:
-                records.judge(None, number)  # as other processes do
-                records.judge(roughness, number)
-                records.judge(roughness, number)
+                records.check_samples(None, number)  # as other processes do
+                records.check_samples(roughness, number)
+                records.check_samples(roughness, number)
         signs = {
             record["step"]: record["signs"]["noise"]
             for record in read_metrics(tmp_path / "out")
@@ -415,7 +416,7 @@ def test_a_lora_that_has_learned_nothing_after_100_steps_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("most, batch, total, kind, said", [
-    (40.0, 16, 80.0, "idle", "at most 40 of 80 GB are in use: --train_batch_size 32 would fit, or"),
+    (40.0, 16, 80.0, "idle", "at most 40 of 80 GB are in use: try --train_batch_size 32, or"),
     (75.0, 16, 80.0, "full", "up to 75 of 80 GB are in use: try a lower"),
     (60.0, 16, 80.0, None, None),
     (47.0, 1, 80.0, None, None),  # a second image would not fit

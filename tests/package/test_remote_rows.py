@@ -139,11 +139,11 @@ def test_what_can_not_be_read_is_refused_in_a_sentence(folder, tmp_path):
         assert said in str(stop.value) and "\n" not in str(stop.value), stop.value
 
     refused(
-        f"file://{folder} has no column 'caption' but image, text, other: choose",
+        f"file://{folder} has no column 'caption', only image, text, other: choose",
         "--caption_column=caption",
     )
     refused(
-        "has no column 'x' but image, text, other: choose with --image_column", "--image_column=x"
+        "has no column 'x', only image, text, other: choose with --image_column", "--image_column=x"
     )
     (tmp_path / "empty").mkdir()
     refused("can't be read (it holds no parquet files)", of=tmp_path / "empty")

@@ -107,11 +107,11 @@ def test_what_can_not_be_read_is_one_sentence(tmp_path, load):
     with pytest.raises(SystemExit, match="can't be loaded as a data set"):
         load(tmp_path / "images", dataset_split="test")
     with pytest.raises(
-        SystemExit, match="no column 'photo' but image, text: choose with --image_column"
+        SystemExit, match="no column 'photo', only image, text: choose with --image_column"
     ):
         load(tmp_path / "images", image_column="photo")
     with pytest.raises(
-        SystemExit, match=r"no column 'caption' but image, text: .*\(photo.txt for photo.jpg\)"
+        SystemExit, match=r"no column 'caption', only image, text: .*\(photo.txt for photo.jpg\)"
     ):
         load(tmp_path / "images", others=["caption"])
     with pytest.raises(SystemExit, match="column 'text' of .* can't be read as images"):

@@ -193,9 +193,9 @@ def test_what_is_missing_is_what_has_no_record_or_no_shard(folder):
     "timed out", "connection: OSError x", "broken off", "host not found", "HTTP 429", "HTTP 503",
 ])  # fmt: skip
 def test_what_may_pass_is_tried_again(reason):
-    assert reason.startswith(module.PASSING)
+    assert reason.startswith(module.TEMPORARY)
     assert not any(
-        reason.startswith(module.PASSING)
+        reason.startswith(module.TEMPORARY)
         for reason in ("HTTP 404", "private address", "opted out: noai")
     )
 

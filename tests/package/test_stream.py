@@ -155,7 +155,7 @@ def test_a_folder_that_is_too_small_is_refused_with_what_it_takes(tmp_path, addr
 
 
 def test_shards_are_opened_when_they_are_needed_and_a_damaged_one_is_found_then(cache, monkeypatch):
-    monkeypatch.setattr(reader, "FEW", 2)
+    monkeypatch.setattr(reader, "FEW_SHARDS", 2)
     (cache / "data-00002-of-00003.arrow").write_bytes(b"0" * 1000)
     dataset = CachedLatents({cache: load_cache(cache)}, 0, False)
     assert not dataset.opened
@@ -230,7 +230,7 @@ def test_held_out_rows_are_of_the_shards_of_lowest_hash_and_no_other_is_opened(
     assert found[cache] == found[address]
     monkeypatch.setattr(dataset, "most_bytes", 10)
     with pytest.raises(
-        SystemExit, match=r"2 ranges with windows of 1 shards and \d of --holdout: give"
+        SystemExit, match=r"2 ranges with windows of 1 shards and \d shards of --holdout: give"
     ):
         dataset.hold_out(accelerator(), 1, 7)
     for count in (6, 1e-9):
@@ -287,7 +287,7 @@ def test_what_is_needed_now_comes_first_and_what_has_passed_not_at_all(tmp_path,
     bucket.fetcher.follow(iter([(i, i + 1, (i,)) for i in range(6)]))
     bucket.fetcher.reach(0)
     wait_until(lambda: len(order) == 2)  # two threads; the others wait
-    needed = bucket.fetcher.want(7, now=True)
+    needed = bucket.fetcher.request(7, now=True)
     assert bucket.fetcher.reach(4) == {0, 1, 2, 3, 7}
     gate.set()
     assert bucket.fetcher.path(5).read_bytes() == bucket.data[5]
@@ -346,7 +346,7 @@ def test_a_copy_that_fails_after_it_has_passed_ends_no_thread(tmp_path, monkeypa
         raise SystemExit("it stays away")
 
     monkeypatch.setattr(fetch, "persist", fail)
-    failed = [bucket.fetcher.want(shard) for shard in (0, 1)]  # one per thread
+    failed = [bucket.fetcher.request(shard) for shard in (0, 1)]  # one per thread
     wait_until(lambda: len(begun) == 2)
     assert bucket.fetcher.reach(0) == {0, 1}
     gate.set()
@@ -354,7 +354,7 @@ def test_a_copy_that_fails_after_it_has_passed_ends_no_thread(tmp_path, monkeypa
         with pytest.raises(SystemExit, match="it stays away"):
             future.result(10)
     monkeypatch.setattr(fetch, "persist", whole)
-    assert bucket.fetcher.want(2).result(10).read_bytes() == bucket.data[2]
+    assert bucket.fetcher.request(2).result(10).read_bytes() == bucket.data[2]
 
 
 def test_processes_of_a_machine_share_its_folder(tmp_path, address, monkeypatch):
@@ -377,7 +377,7 @@ def test_a_cache_that_fits_comes_whole_before_it_is_asked_for(tmp_path, address)
     wait_until(lambda: len(list(tmp_path.glob("whole-*/*.arrow"))) == 3)
     assert not dataset.opened
     largest = MemoryFileSystem().size("/bucket/cache/data-00000-of-00003.arrow")
-    assert stream.weigh_rows(dataset.parts[0]) == pytest.approx(1.05 * largest / 3)
+    assert stream.estimate_row_bytes(dataset.parts[0]) == pytest.approx(1.05 * largest / 3)
 
 
 def test_a_cache_that_was_made_anew_takes_the_place_of_the_one_before(tmp_path, address, cache):
@@ -432,7 +432,7 @@ def test_a_server_that_says_no_sizes_is_asked_for_a_shard(address, monkeypatch, 
     monkeypatch.setattr(
         MemoryFileSystem, "info", lambda *args, **options: {**info(*args, **options), "size": None}
     )
-    assert stream.weigh_rows(known.parts[0]) > 0
+    assert stream.estimate_row_bytes(known.parts[0]) > 0
     assert len(open_caches(address, shards_dir=tmp_path / "b")) == NUM_ROWS
 
 

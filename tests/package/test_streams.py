@@ -47,11 +47,11 @@ def work(opened, missing, many, rank, num_processes, folder, records, stop_after
         # as with groupby, a shard is finished when the next one begins
         for other in [other for other in shards if other != shard]:
             records[name(other)] = shards.pop(other)
-            opened.keep_place(other, rank)
+            opened.save_position(other, rank)
         shards.setdefault(shard, []).extend(row for _, row, _, _ in keys)
     for shard, rows in shards.items():
         records[name(shard)] = rows
-        opened.keep_place(shard, rank)
+        opened.save_position(shard, rank)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -157,7 +157,7 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path):
     (tmp_path / "data/1.parquet").write_bytes(b"x")
     opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, {})
     with pytest.raises(
-        SystemExit, match="the stream can't be read on .*; run the same command to resume"
+        SystemExit, match="reading the stream failed .*; run the same command to resume"
     ) as stop:
         list(opened.keys({}, 2, 0, 1))
     assert stop.value.alone
@@ -166,11 +166,11 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path):
 def test_skipped_rows_are_a_share_of_what_is_known(tmp_path):
     stream = make_stream(tmp_path / "data", 9)
     opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, {})
-    assert opened.keep_place(0, 0) == 10_000 and opened.keep_place(9999, 0) == 20_000
+    assert opened.save_position(0, 0) == 10_000 and opened.save_position(9999, 0) == 20_000
     opened = StreamedRows(
         stream(), tmp_path / "data", {"rows_per_shard": 2, "rows": 8, "skipped": 1}, {}
     )
-    assert opened.keep_place(0, 0) == 9
+    assert opened.save_position(0, 0) == 9
 
 
 def test_a_stream_that_ends_where_a_run_goes_on_is_counted(tmp_path):
@@ -180,7 +180,7 @@ def test_a_stream_that_ends_where_a_run_goes_on_is_counted(tmp_path):
     # killed after the last shard
     for shard, keys in zip(range(4), opened.keys({}, 2, 0, 1), strict=False):
         records[name(shard)] = [row for _, row, _, _ in keys]
-        opened.keep_place(shard, 0)
+        opened.save_position(shard, 0)
     assert not (tmp_path / "data/unfinished/rows.json").exists() and len(records) == 4
     assert list(describe().keys({}, 2, 0, 1)) == [] and describe().count == 8 and describe().ended
 

@@ -287,7 +287,7 @@ def test_masks_are_no_rows_and_those_that_do_not_fit_are_named(tmp_path, data, c
     skipped = [json.loads(line) for line in (cache / "skipped.jsonl").read_text().splitlines()]
     assert [row["key"] for row in skipped] == ["00.png", "03.png"] and len(rows) == 10
     assert skipped[0]["reason"] == "its mask has 7 x 7 pixels, the image 24 x 20"
-    assert skipped[1]["reason"] == "its mask: cannot identify image file"
+    assert skipped[1]["reason"] == "its mask can't be used: cannot identify image file"
     assert "files are not used" not in capfd.readouterr().out  # captions and masks are used
     # The same command again finds it whole; another mask is another cache
     before = (cache / "state.json").stat().st_mtime_ns
@@ -338,7 +338,7 @@ def test_masks_of_a_column(tmp_path):
      "--bucket_step 3 must divide --resolution 16 and be a multiple of 2"),
     (["--bucket_step=6"], "--bucket_step 6 must divide"),
     (["--mask_column=nothing"],
-     "has no column 'nothing' but image, text: choose with --mask_column"),
+     "has no column 'nothing', only image, text: choose with --mask_column"),
 ])  # fmt: skip
 def test_what_does_not_suit_is_refused(tmp_path, data, capfd, flags, said):
     assert said in refused(capfd, make_cache, tmp_path, make_models(tmp_path), *flags)

@@ -381,13 +381,13 @@ def test_tables_at_an_address_are_copied_by_tasks_while_others_are_downloaded_fr
     assert run_there("lines") == 7 * [copy] + 7 * [shard]
 
     # A file that disappears before it is read is named.
-    def lose(*args, count=script.foresee_copies, **options):
+    def lose(*args, count=script.plan_copies, **options):
         tables = count(*args, **options)
         fs.rm("/tables/0.parquet")
         return tables
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(script, "foresee_copies", lose)
+        m.setattr(script, "plan_copies", lose)
         said = refused(capsys, "memory://tables", tmp_path / "gone", "--rows_per_shard", 2)
     assert "memory:///tables/0.parquet can't be used" in said
     assert len(whole(tmp_path / "gone")) == 6

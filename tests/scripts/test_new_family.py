@@ -96,8 +96,8 @@ class StableDiffusion3(Family):
     def patch_size(self, model: torch.nn.Module) -> int:
         return model.config.patch_size
 
-    def ask(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
-        asked = super().ask(prompts, empty, guidance_scale)
+    def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
+        asked = super().call_args(prompts, empty, guidance_scale)
         pooled = prompts["pooled_prompt_embeds"]
         asked["pooled_prompt_embeds"] = pooled
         if guidance_scale > 1:
@@ -290,7 +290,7 @@ def test_it_encodes_predicts_and_draws_as_its_pipeline(root):
     alone = family.build(parts, base, 16)
     alone.set_progress_bar_config(disable=True)
     for scale in (1.0, 3.0):
-        drawn = alone(**family.ask(prompts, empty, scale), **options).images
+        drawn = alone(**family.call_args(prompts, empty, scale), **options).images
         assert np.array_equal(drawn, pipeline(captions, guidance_scale=scale, **options).images)
 
 

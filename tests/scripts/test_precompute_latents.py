@@ -662,7 +662,7 @@ def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, mon
 def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
     for argv, said in {
         "--caption_column=caption": (
-            "no column 'caption' but image, text: choose with --caption_column"
+            "no column 'caption', only image, text: choose with --caption_column"
         ),
         "--resolution=15": "--resolution 15 is not a multiple of 2, which this VAE needs",
         f"--pretrained_model_name_or_path={tmp_path / 'images'}": (

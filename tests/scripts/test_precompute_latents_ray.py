@@ -1143,7 +1143,7 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(
             "s3://bucket holds images/__download__/urls.parquet and no latent cache"
         ),
         "--output_dir=s3://nowhere/x": "--output_dir s3://nowhere/x can't be",
-        "--caption_column=caption": "s3://bucket/images has no column 'caption' but",
+        "--caption_column=caption": "s3://bucket/images has no column 'caption', only",
         "--train_data_dir=s3://bucket/latents2": "it holds no parquet files",
     }.items():
         code, said = here(*there, "--output_dir=s3://bucket/latents", argv)

@@ -101,7 +101,7 @@ def test_a_folder_of_the_users_own_is_not_replaced(tmp_path, flags, capfd):
     (tmp_path / "out/run.args").touch()
     with pytest.raises(SystemExit):
         train(*flags)
-    assert "out/best, which no run has written: rename that" in capfd.readouterr().err
+    assert "out/best, which is not from a run: rename that" in capfd.readouterr().err
 
 
 def test_a_damaged_record_of_the_best_is_none(tmp_path):

@@ -504,11 +504,7 @@ def test_a_unet_of_another_kind_is_one_sentence(tmp_path, flags, images, capfd):
         json.dumps({**config, "projection_class_embeddings_input_dim": 70})
     )
     for model, unet, sentence in (
-        (
-            "sd",
-            "xl",
-            "xl.json has addition_embed_type 'text_time': text_time is for SDXL, and only for SDXL",
-        ),
+        ("sd", "xl", "xl.json has addition_embed_type 'text_time' (SDXL: 'text_time', Stable"),
         ("sdxl", "other", "other.json has addition_embed_type None"),
         ("sdxl", "narrow", "narrow.json can't be trained here"),
     ):

@@ -297,11 +297,11 @@ def test_a_list_in_one_column_has_weights_too(tmp_path):
         ["a", "b"],
         ["a", None],
         [None, "b"],
-        "it has captions for 1 of 2 --caption_weights",
+        "it has 1 captions for 2 --caption_weights",
         "it has no caption",
-        "it has captions for 1 of 2 --caption_weights",
-        "it has captions for 3 of 2 --caption_weights",
-        "its caption is no text but 7",
+        "it has 1 captions for 2 --caption_weights",
+        "it has 3 captions for 2 --caption_weights",
+        "its caption is not text but 7",
         ["", "b"],
     ]
     transform = dataclasses.replace(transform, skip_empty_captions=True)
@@ -331,10 +331,10 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
         assert "0 is not between" in refused(
             function, *both, "--caption_weights", "1", "0", status=2
         )
-        assert "fills the gaps of one --caption_column" in refused(
+        assert "fills gaps in a single column: give only one" in refused(
             function, *both, "--instance_prompt=x", status=2
         )
-        assert "has no column 'wide' but" in refused(
+        assert "has no column 'wide', only" in refused(
             function,
             *flags,
             "--caption_column",

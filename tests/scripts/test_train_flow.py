@@ -808,7 +808,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
     assert "--max_sequence_length 9 is too large: the text encoder takes 8 tokens" in error
     base = make_z_image(tmp_path / "z")
     error = refused(capfd, *cached, f"--pretrained_model_name_or_path={base}")
-    assert f"--model_family prx: {base} is a ZImagePipeline, of the family z-image" in error
+    assert f"--model_family prx does not fit {base}, a ZImagePipeline: leave it out" in error
     assert not (tmp_path / "out").exists()
 
 

@@ -876,7 +876,7 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
     said = capfd.readouterr().out
     assert said.count(same) == 2 and "the rest is cut off" not in said
     error = refused(capfd, *images, "--caption_column=caption", f"--output_dir={tmp_path / 'c'}")
-    assert "has no column 'caption' but image, text" in error
+    assert "has no column 'caption', only image, text" in error
 
 
 # ------------------------------------------------------------------- models
