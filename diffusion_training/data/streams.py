@@ -184,7 +184,7 @@ class StreamedRows:
                     break
         except Exception as error:
             fail(
-                f"the stream can't be read on ({explain(error)}); run the same command to resume",
+                f"reading the stream failed ({explain(error)}); run the same command to resume",
                 alone=True,
             )
         if batch:

@@ -227,7 +227,7 @@ def test_a_script_of_another_version_says_so(version, fits, monkeypatch):
         diffusion_training.check_version(version, "mine.py")
     else:
         with pytest.raises(
-            SystemExit, match=f"mine.py is of version {version}, and the installed .* is 0.1.3"
+            SystemExit, match=f"mine.py needs version {version} of diffusion_training, but 0.1.3"
         ):
             diffusion_training.check_version(version, "mine.py")
 
@@ -265,7 +265,7 @@ def test_a_package_that_lacks_what_a_script_imports_is_one_sentence(tmp_path):
     )
     assert (
         run.returncode == 1
-        and run.stderr.startswith("mine.py is of version")
+        and run.stderr.startswith("mine.py needs version")
         and run.stderr.count("\n") == 1
     )
 

@@ -157,7 +157,7 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path):
     (tmp_path / "data/1.parquet").write_bytes(b"x")
     opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, {})
     with pytest.raises(
-        SystemExit, match="the stream can't be read on .*; run the same command to resume"
+        SystemExit, match="reading the stream failed .*; run the same command to resume"
     ) as stop:
         list(opened.keys({}, 2, 0, 1))
     assert stop.value.alone

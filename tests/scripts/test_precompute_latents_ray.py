@@ -242,7 +242,7 @@ def here(monkeypatch):
     monkeypatch.setattr(script, "Gauge", Gauge)
     monkeypatch.setattr(script, "check_shards", Remote(script.check_shards._function))
     once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)
-    monkeypatch.setattr(script, "work_off", once)
+    monkeypatch.setattr(script, "run_tasks", once)
     monkeypatch.setattr(script, "connect", lambda address, modules: lambda: None)
     yield lambda *argv, setup=None: run([str(arg) for arg in argv], setup)
     script.open_rows.cache_clear()
@@ -682,7 +682,7 @@ def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(
     assert process.wait(30) == code, log.read_text()
     assert (
         time.time() - begin < 15
-        and f"Stopped by {number.name}; what is saved is complete" in log.read_text()
+        and f"Stopped by {number.name}; saved files are complete" in log.read_text()
     )
     assert not list(out.rglob(".tmp-*")) and 1 <= len(list(out.glob("data-*"))) < 4
     assert driver(*flags)[0] == 0 and contents(out) == whole
@@ -820,10 +820,8 @@ def other_models():
 
 def test_an_encoder_whose_node_has_other_models_is_refused(tmp_path, flags, here):
     code, said = here(*flags, setup=other_models)
-    assert (
-        code == 1
-        and "the models on this node differ (vae.class AutoencoderKL -> None, vae.sha256" in said
-    ), said
+    differences = "(vae.class AutoencoderKL -> None, vae.sha256"
+    assert code == 1 and f"node differ from the driver's {differences}" in said, said
     assert not list((tmp_path / "out").glob("data-*"))
 
 
@@ -839,7 +837,7 @@ def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp
     shutil.rmtree(tmp_path / "datasets-cache")
     assert len(script.open_rows(pickled(rows._fingerprint)).rows) == NUM_ROWS
     shutil.rmtree(tmp_path / "datasets-cache")
-    with pytest.raises(ValueError, match="this node reads other data"):
+    with pytest.raises(ValueError, match="this node finds different data"):
         script.open_rows(pickled("another"))
 
 
@@ -967,7 +965,7 @@ def test_what_no_node_has_is_refused_or_asked_for(plan):
         for nodes in (((4, 0),), ((0, 0),)):
             engine, places, said = plan("--num_encoders=64", *argv, nodes=nodes)
             assert (places.allowed, places.fit, engine.encoder["num_gpus"]) == (64, 0, 1)
-            assert "\nWaiting for nodes that Ray was asked for: " in said
+            assert "\nWaiting for more nodes: " in said
             assert ("a task that decodes needs 1 CPU" in said) == (nodes == ((0, 0),))
 
 
@@ -1381,7 +1379,7 @@ def test_nodes_that_come_late_or_are_lost(tmp_path, flags, driver):
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = driver(*flags, "--num_encoders=2", setup=come_and_go)
     assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
-    assert "Waiting for nodes that Ray was asked for: an encoder needs 0 GPUs and 9.7 GB" in said
+    assert "Waiting for more nodes: an encoder needs 0 GPUs and 9.7 GB" in said
     phases = [
         "0 encoders, 2 starting or waiting for a place",
         "waiting for images, 2 encoders]",

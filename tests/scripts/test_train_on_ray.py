@@ -284,8 +284,8 @@ def test_bad_arguments_end_with_one_line(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--cpu", "--min_workers=5"], "4 CPUs and 1 GPUs: 4 workers of 1 CPU, but --min_workers is 5"),
-    (["--cpus_per_worker=2", "--min_workers=2"], "1 worker of 2 CPU and a GPU, but --min_workers"),
+    (["--cpu", "--min_workers=5"], "1 GPUs, enough for 4 workers (1 CPU each), but --min"),
+    (["--cpus_per_worker=2", "--min_workers=2"], "for 1 worker (2 CPU and a GPU each), but --min"),
     (["--cpu", "--min_workers=4"], ""),
     (["--cpus_per_worker=3", "--min_workers=1"], ""),
 ])  # fmt: skip
@@ -333,10 +333,12 @@ def test_what_a_machine_does_not_share_is_named(tmp_path):
 def test_what_the_end_of_a_trainer_means(status, kind, words):
     errors = "train_x.py: a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rSteps: 2%\n"
     ended = None if status is None else Ended(status, errors)
-    event = train_on_ray.judge(ended, "train_x.py", "it")
+    event = train_on_ray.interpret_end(ended, "train_x.py", "it")
     assert (event and event.kind) == kind and words in (event.text if event else "")
     if status == 1:
-        event = train_on_ray.judge(Ended(1, "Traceback\nKeyError: 3\n\n"), "train_x.py", "it")
+        event = train_on_ray.interpret_end(
+            Ended(1, "Traceback\nKeyError: 3\n\n"), "train_x.py", "it"
+        )
         assert event.text == "it ended with status 1: KeyError: 3"
 
 
