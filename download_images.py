@@ -457,7 +457,7 @@ def describe_download(tables_fs: Any, paths: list[str], args: Namespace) -> tupl
 def download(
     missing: list[dict], num_rows: int, args: Namespace, folder: str, schema: Any
 ) -> list[str]:
-    """Have tasks make the missing shards, and show the progress. Returns the errors of tasks."""
+    """Make the missing shards in Ray tasks, and show the progress. Returns the tasks' errors."""
     rows_done = num_rows - sum(item["last"] - item["first"] for item in missing)
     bar = tqdm(total=num_rows, initial=rows_done, unit="row", desc="Rows")
     start = time.perf_counter()

@@ -547,7 +547,7 @@ def show_progress(
 def find_missing(
     shards: Iterable[int], caches: list[PlannedCache], opened: list[OpenCache], show_bar: bool
 ) -> dict[int, dict[int, Path]]:
-    """Missing or damaged shards: {shard: {index of a cache that lacks it: its file}}."""
+    """Find missing or damaged shards: {shard: {index of a cache that lacks it: its file}}."""
     missing: dict[int, dict[int, Path]] = {}
     for shard in tqdm(list(shards), "Checking", disable=not show_bar, leave=False):
         for index, (cache, open_one) in enumerate(zip(caches, opened, strict=True)):
@@ -564,7 +564,7 @@ def find_missing(
 
 
 def list_skipped(names: list[str], records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that were skipped in some shards."""
+    """List the rows that were skipped in the shards `names`."""
     return [row for name in names if name in records for row in records[name]["skipped"]]
 
 

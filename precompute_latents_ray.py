@@ -314,16 +314,16 @@ class Encoder:
         self.decode = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **job.task)(
             decode_part
         )
-        # For each shard, in order, the parts that no task has yet.
+        # for each shard, in order, its parts for which no task has started
         self.queue: list[list[Part]] = []
-        # {part that a task has, and that is not yet encoded: Ray's reference}
+        # {part that a task decodes or has decoded: Ray's reference}
         self.decoding: dict[Part, Any] = {}
         self.ahead = 1  # parts that are decoded ahead
         self.turn = threading.Condition()
         _, self.reason = attempt(self.load_models)
 
     def load_models(self) -> None:
-        """Load the models; raises ValueError if they differ from the driver's."""
+        """Load the models; raise ValueError if they differ from the driver's."""
         args = self.job.args
         base = open_base(args)
         self.exact = load_encoders(base, torch.float32)
@@ -407,7 +407,7 @@ class Encoder:
             ray.wait(list(self.decoding.values()), num_returns=len(self.decoding), timeout=0)
 
     def find_batch_size(self) -> tuple[int | None, str, str | None]:
-        """--batch_size auto: returns (size or None, printed table, reason of a failure or None)."""
+        """For --batch_size auto: return (size or None, printed table, error message or None)."""
 
         def find() -> int:
             if self.reason:
@@ -501,7 +501,7 @@ def find_places(engine: Engine) -> Places:
     kind = engine.encoder.get("accelerator_type")
     cpus = gpus = 0.0
     fit = 0
-    for_tasks = beside = instead = False  # room for a task: at all, beside, instead of an encoder
+    for_tasks = beside = instead = False  # room for a task: at all, with or instead of encoders
     for node in nodes:
         count = count_fitting(node, engine.encoder)
         fit += count
@@ -760,7 +760,7 @@ def make_shards(
     """Have encoders make the missing shards, {number: {index of a cache: file}}.
 
     Yields (number, result of `Encoder.make`) in any order. A shard whose process died TRIES times
-    yields {"failed": reason}. `show` gets the numbers of encoders that work and that do not yet.
+    yields {"failed": reason}. show(number of encoders at work, number of those to come).
     """
     crew = Crew(missing, job, engine)
     try:
@@ -779,7 +779,7 @@ def make_shards(
 
 
 def try_batch_sizes(job: Job, resources: dict) -> int:
-    """--batch_size auto: have an encoder find the size on its device."""
+    """For --batch_size auto: let an encoder find the size on its device."""
     encoder = ray.remote(scheduling_strategy="SPREAD", **resources)(Encoder).remote(job)
     size, printed, reason = ray.get(encoder.find_batch_size.remote())
     ray.kill(encoder)

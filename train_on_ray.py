@@ -328,7 +328,7 @@ def save_on_preemption(supervisor: Supervisor) -> None:
 
 
 def interpret_end(ended: Ended | None, script: str, what: str) -> Event | None:
-    """Decide what the end of a trainer means for the job; None if all went well.
+    """Return the event that a trainer's end means for the job; None if all went well.
 
     An error of the trainer ends the job, because a restart would repeat it. After a signal, or the
     end of another rank, the workers start again.

@@ -9,10 +9,10 @@ and its record. All else is real: Ray, the driver's loop, the files, the restart
 before the last shard. A second run finds the missing shard, makes it and finishes. Prints
 
 - shards per second of the first run after its first shard, and the driver's CPU time per shard in
-  milliseconds. The stubs need the same cores, so only the CPU time shows what a driver with a core
-  of its own can do
-- seconds of the restart until it knows what is missing, and of the end, when it merges the records,
-  with the driver's CPU time of both
+  milliseconds. The stubs need the same cores, so only the CPU time shows the limit of a driver with
+  its own core
+- seconds of the restart until the missing shards are known, and of the end, when the records are
+  merged, with the driver's CPU time of both
 - the peak memory of the driver
 
 --encoders: number of encoders that the driver serves, which share two processes.

@@ -282,7 +282,7 @@ def count_held(name: str, way: Way) -> dict[str, int]:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of all living tensors. `peak` is the most at one time."""
+    """Counts the bytes of all tensors that exist. peak: the most at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class Checkpointing:
         before = self.memory.held
         result = block(*args, **options)
         self.largest = max(self.largest, self.memory.held - before)
-        # without its graph, so that what the block keeps is freed
+        # without its graph, so that the block's activations are freed
         return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(), result)
 
 
@@ -638,7 +638,7 @@ def list_disk(names: list[str]) -> Iterator[list[str]]:
 
 
 def list_host(names: list[str]) -> Iterator[list[str]]:
-    """Memory of what the first process loads: first the encoders, then the model."""
+    """Memory of the first process: with the encoders, then with the model."""
     for name in names:
         model = MODELS[name]
         with torch.device("meta"):

@@ -251,7 +251,7 @@ def test_a_bare_copy_says_what_to_do(script, tmp_path):
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     *imports, sentence = run.stderr.strip().splitlines()
     assert run.returncode == 1 and all(line.startswith("import time:") for line in imports)
-    assert "needs the package diffusion_training: in the folder" in sentence
+    assert "needs the package diffusion_training: run `pip install" in sentence
     assert not any(line.split()[-1] in ("torch", "numpy", "pyarrow") for line in imports)
 
 
@@ -378,7 +378,7 @@ def test_one_file_is_refused_where_a_name_would_be_two_things(tmp_path):
         " Trained(", " Kept("
     )
     (tmp_path / "renamed.py").write_text(renamed)
-    with pytest.raises(SystemExit, match="imports Trained of .* as a module or under another name"):
+    with pytest.raises(SystemExit, match="imports Trained from .* as a module or under another"):
         make_standalone(tmp_path / "renamed.py")
 
 

@@ -1266,18 +1266,18 @@ def test_an_encoder_gets_shards_once_it_has_answered_and_is_let_go_when_none_are
     crew, cluster = crew(3, 8, 2.5, 9)
     assert turn(crew) == [(0, None), (1, None), (2, None)]
     cluster.answers = {(0, None): True, (1, None): True}
-    assert crew.take((0, None)) is crew.take((1, None)) is None
+    assert crew.read_answer((0, None)) is crew.read_answer((1, None)) is None
     # One shard is kept for each encoder that may still answer.
     of_two = [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5), (2, None)]
     assert turn(crew) == of_two and crew.left == [6, 7]
     cluster.answers |= {(0, shard): {} for shard in (0, 2, 4)}
-    assert [crew.take((0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
+    assert [crew.read_answer((0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
     assert turn(crew) == [(0, 6), (1, 1), (1, 3), (1, 5), (2, None)] and crew.left == [7]
     assert (len(crew.ready), crew.count_wanted()) == (2, 3)
     cluster.answers |= {(0, 6): {}, (0, 7): {}}
-    crew.take((0, 6))
+    crew.read_answer((0, 6))
     assert turn(crew) == [(0, 7), (1, 1), (1, 3), (1, 5)] and cluster.ended == [2]
-    crew.take((0, 7))
+    crew.read_answer((0, 7))
     assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [2, 0]
 
 
@@ -1289,32 +1289,32 @@ def test_the_shards_of_a_lost_node_go_to_those_at_work(crew):
     crew, cluster = crew(2, 5, 9)
     turn(crew)
     cluster.answers = {(0, None): True, (1, None): True}
-    crew.take((0, None)), crew.take((1, None))
+    crew.read_answer((0, None)), crew.read_answer((1, None))
     assert turn(crew) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
-    assert crew.take((1, 1)) is crew.take((1, 3)) is None
+    assert crew.read_answer((1, 1)) is crew.read_answer((1, 3)) is None
     assert turn(crew) == [(0, 0), (0, 2), (0, 4), (2, None)] and crew.left == [1, 3]
     cluster.answers |= {(0, shard): {} for shard in (0, 2, 4, 1, 3)}
-    [crew.take((0, shard)) for shard in (0, 2, 4)]
+    [crew.read_answer((0, shard)) for shard in (0, 2, 4)]
     assert turn(crew) == [(0, 1), (2, None)]
     for number in (2, 3, 4):
-        assert crew.take((number, None)) is None
+        assert crew.read_answer((number, None)) is None
         assert turn(crew) == [(0, 1), (number + 1, None)]
     with pytest.raises(SystemExit, match="not be started: its process died 4 times, .* is lost"):
-        crew.take((5, None))
-    assert crew.take((0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and not crew.is_done()
-    assert crew.take((0, 3)) == (3, {}) and crew.is_done()
+        crew.read_answer((5, None))
+    assert crew.read_answer((0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and not crew.is_done()
+    assert crew.read_answer((0, 3)) == (3, {}) and crew.is_done()
 
 
 def test_if_the_last_room_for_tasks_is_lost_an_encoder_makes_room(crew):
     crew, cluster = crew(2, 6, 2, 1)
     turn(crew)
     cluster.answers = {(0, None): True, (1, None): True}
-    crew.take((0, None)), crew.take((1, None))
+    crew.read_answer((0, None)), crew.read_answer((1, None))
     assert len(turn(crew)) == 6
-    cluster.memory, crew.looked = (2,), 0
+    cluster.memory, crew.checked = (2,), 0
     assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [0]
     assert crew.left == [0, 2, 4] and not crew.tries
-    cluster.memory, crew.looked = (2, 2), 0
+    cluster.memory, crew.checked = (2, 2), 0
     assert turn(crew) == [(1, 1), (1, 3), (1, 5), (2, None)]
 
 

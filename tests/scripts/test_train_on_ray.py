@@ -360,7 +360,7 @@ def test_it_ends_after_starts_without_a_new_checkpoint_or_with_the_sentence(tmp_
     over = threading.Thread()  # it does not run
     start, lost = ("started", "2 workers"), ("lost", "it was ended by SIGKILL")
     train_on_ray.watch(over, job, Events(start, lost, start, lost, start), 2)
-    with pytest.raises(SystemExit, match="started 3 times without a new checkpoint, at last bec"):
+    with pytest.raises(SystemExit, match="started 3 times without a new checkpoint; the last re"):
         train_on_ray.watch(over, job, Events(start, lost, start, lost, start), 1)
     failed = [("failed", "it ended with status 1: x"), ("failed", "train_x.py: a sentence")]
     capsys.readouterr()
