@@ -510,7 +510,7 @@ def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
 def main(args: Namespace) -> None:
     """Make the shards.
 
-    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, with the reason in one line.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     # Open the output folder, or make it.
     tables_fs, paths = list_tables(args)

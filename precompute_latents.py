@@ -625,7 +625,7 @@ def finish(
 def main(args: Namespace) -> None:
     """Make the cache.
 
-    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, with the reason in one line.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
     # Processes synchronize only at the start and at the end, which may be days apart.
@@ -690,7 +690,6 @@ def main(args: Namespace) -> None:
     num_workers = launch.choose_workers(args.dataloader_num_workers)
     batches = load_batches(dataset, keys, num_workers, device)
 
-    # Encode.
     counts = {number: ends[number] - number * per_shard for number in shards}
     total = len(caches) * sum(counts.values())
     done = total - sum(len(paths) * counts[number] for number, paths in missing.items())

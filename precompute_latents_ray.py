@@ -403,7 +403,7 @@ class Encoder:
                 part = left.pop(0)
                 self.decoding[part] = self.decode.remote(part, self.job.rows)
         if self.decoding:
-            # With timeout 0 this does not wait, but makes Ray start to send results to this node.
+            # does not wait, but makes Ray start to send results to this node
             ray.wait(list(self.decoding.values()), num_returns=len(self.decoding), timeout=0)
 
     def find_batch_size(self) -> tuple[int | None, str, str | None]:
@@ -937,7 +937,7 @@ def make_missing(
 def main(args: argparse.Namespace) -> None:
     """Make the cache.
 
-    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, with the reason in one line.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
     mixed_precision = args.mixed_precision or "no"

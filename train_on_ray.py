@@ -473,7 +473,7 @@ def end_trainers(job: RayJob, fitting: threading.Thread) -> None:
 def main(args: argparse.Namespace) -> None:
     """Train.
 
-    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, with the reason in one line.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     trainer = sys.modules[Path(args.script).stem]
     check_output_dir(vars(args.trainer))

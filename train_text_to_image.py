@@ -549,7 +549,7 @@ def describe_model(family: Family, about: About, settings: Namespace) -> Descrip
 def main(args: Namespace) -> None:
     """Train.
 
-    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, with the reason in one line.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
     # The launch comes first: it decides devices, processes and precision.

@@ -586,7 +586,7 @@ def log_validation(
     shown = images if images.shape[1] in (1, 3) else images.flatten(0, 1)[:, None]
     grid = make_grid(shown, nrow=math.ceil(math.sqrt(len(shown))), padding=1, pad_value=0.5)
     picture = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
-    scale = max(1, 512 // picture.width)  # so that digits of 8 px can be seen
+    scale = max(1, 512 // picture.width)  # to show digits of 8 px
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.NEAREST)
     save_samples(launch.accelerator, picture, settings.output_dir, step)
     return measure_roughness(images).mean().item()
@@ -611,7 +611,7 @@ def describe_model(about: About, settings: Namespace) -> Description:
 def main(args: Namespace) -> None:
     """Train.
 
-    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, with the reason in one line.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     # The launch comes first: it decides devices, processes and precision.
     launch = make_launch(args)

@@ -333,11 +333,9 @@ def main(argv=None):
             if not numbers:  # none could be decoded
                 continue
             images = images.expand(-1, 3, -1, -1).to(device)
-            has_prompts = score and load is draw
+            scored = score and load is draw
             scores = (
-                score(images, [prompts[i] for i in numbers])
-                if has_prompts
-                else torch.zeros(len(images))
+                score(images, [prompts[i] for i in numbers]) if scored else torch.zeros(len(images))
             )
             found += zip(numbers, extract(images).cpu(), scores.cpu(), strict=True)
         _, *found = zip(*sorted(gather_object(found), key=lambda item: item[0]), strict=True)

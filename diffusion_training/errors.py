@@ -40,7 +40,7 @@ PEER_ENDED = 75
 UNDO: list[Callable[[], None]] = []  # called if `main` fails before there is anything to keep
 # signals since `main` began, kept here because a library can swallow their exceptions
 SIGNALS: list[int] = []
-# settings of the process that a run has changed; they are restored when `main` ends or fails
+# restores the settings of the process that a run changed, when `main` ends or fails
 CHANGED = contextlib.ExitStack()
 
 

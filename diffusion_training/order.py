@@ -148,7 +148,7 @@ def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> 
                     share = micro_batch[rank::num_processes]  # about equally many for each process
                     batch = [(epoch, row, weight) for row in share]
                     yield batch or [(epoch, micro_batch[0], 0.0)]
-            image = 0  # the next epoch begins with its first image
+            image = 0
 
     return keys(image)
 

@@ -153,7 +153,7 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
     A line has at most 300 points, each the mean of several values. Returns (a matplotlib figure,
     the last value of each line as text), or None if there is nothing to plot.
     """
-    import matplotlib.figure  # imported here because it takes half a second
+    import matplotlib.figure  # takes half a second
 
     lines = {}
     for name in names:
