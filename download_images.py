@@ -41,8 +41,8 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
-        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
+        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
@@ -68,7 +68,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import COUNT, PATH, Flags, make_parser, number
-from diffusion_training.cluster import connect, find_modules, work_off
+from diffusion_training.cluster import connect, find_modules, run_tasks
 from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, lock_folder
 from diffusion_training.remote import is_address, open_folder, reading, remove, writing
@@ -100,8 +100,8 @@ from diffusion_training.web.tables import (
 )
 
 MAX_URL = 500  # characters; a record cuts longer URLs
-# Shards that may fail before the run stops. After more, the cause is hardly temporary: a full disk,
-# for example.
+# Shards that may fail before the run stops. After more, the cause is probably permanent, such as a
+# full disk.
 MAX_ERRORS = 3
 AHEAD = 4  # tables that are copied while the images of an earlier one are downloaded
 # Flags that determine the content of the shards. A folder holds only one download.
@@ -294,7 +294,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def copy_share(source: str, digest: str, args: Namespace, folder: str) -> dict[str, Any]:
-    """The first task that Ray schedules: `copy_table`. Returns {"error": reason} if it fails."""
+    """Call `copy_table`, as a Ray task. Returns {"error": reason} if it fails."""
     try:
         return copy_table(
             source,
@@ -311,7 +311,7 @@ def copy_share(source: str, digest: str, args: Namespace, folder: str) -> dict[s
 def download_shard(
     item: dict, args: Namespace, folder: str, schema: pa.Schema, copied: dict | None = None
 ) -> dict[str, Any]:
-    """The second task that Ray schedules: a work item of `list_items` -> a shard and its record.
+    """Make the shard and the record of a work item of `list_items`, as a Ray task.
 
     Images of an existing shard are kept. With --retry_failed, its temporary failures are tried
     again. `copied` is the result of the table's `copy_share`. Returns {"rows", "images",
@@ -374,18 +374,18 @@ def download_shard(
 
 
 def connect_to_ray(args: Namespace) -> Callable[[], float]:
-    """Connect to Ray until `main` ends. Returns a function: how many tasks to submit at once."""
+    """Connect to Ray until `main` ends. Returns a function that counts the tasks to submit."""
     import ray
 
     options = {} if args.num_cpus is None else {"num_cpus": args.num_cpus}
     modules = find_modules(download_shard, fetch_rows)
     CHANGED.callback(connect(args.address, modules, **options))
-    # asked each time, because nodes may join the cluster
+    # read each time, because nodes may join the cluster
     return lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1
 
 
 def start_copying(args: Namespace, folder: str) -> Callable[[str, str], Any]:
-    """Returns a function that starts `copy_share` on Ray, again if its machine is lost."""
+    """Return a function that starts `copy_share` on Ray, which retries it if a machine is lost."""
     import ray
 
     task = ray.remote(num_cpus=1, memory=2**30, scheduling_strategy="SPREAD")(copy_share)
@@ -393,10 +393,10 @@ def start_copying(args: Namespace, folder: str) -> Callable[[str, str], Any]:
 
 
 def copy_on_cluster(tables: list[tuple[str, str]], args: Namespace, folder: str) -> list[dict]:
-    """Have Ray copy tables (source, digest) whose rows can be counted only in this way."""
+    """Copy tables (source, digest) with Ray, where rows can be counted only in the copies."""
     count_tasks, copy = connect_to_ray(args), start_copying(args, folder)
     copies = {}
-    with contextlib.closing(work_off(tables, lambda table: copy(*table), count_tasks)) as works:
+    with contextlib.closing(run_tasks(tables, lambda table: copy(*table), count_tasks)) as works:
         for table, copied, error in tqdm(works, total=len(tables), desc="Tables", leave=False):
             if error or "error" in copied:
                 fail(f"{table[0]} can't be copied: {error}" if error else copied["error"])
@@ -407,7 +407,7 @@ def copy_on_cluster(tables: list[tuple[str, str]], args: Namespace, folder: str)
 def run_items(
     items: list[dict], args: Namespace, folder: str, schema: pa.Schema
 ) -> Generator[dict]:
-    """Have Ray work on the items; yields the results of `download_shard` in any order."""
+    """Run `download_shard` on Ray for each item; yield the results in any order."""
     count_tasks = connect_to_ray(args)
     import ray
 
@@ -438,7 +438,7 @@ def run_items(
         # Ray starts the task once the table is copied.
         return task.remote(item, *shared, copies.get(item["table"]))
 
-    for item, result, error in work_off(items, submit, count_tasks):
+    for item, result, error in run_tasks(items, submit, count_tasks):
         rows = f"rows {item['first']} to {item['last'] - 1} of {item['table']}"
         yield {"error": f"{rows} could not be downloaded: {error}"} if error else result
 
@@ -454,7 +454,7 @@ def describe_failures(reasons: collections.Counter, rows: int) -> str:
 
 
 def describe_download(tables_fs: Any, paths: list[str], args: Namespace) -> tuple[dict, list[str]]:
-    """Returns (the settings that determine the shards' content, the digests of the tables)."""
+    """Return (the settings that determine the shards' content, the digests of the tables)."""
     with ThreadPoolExecutor(16) as pool:
         digests = list(pool.map(functools.partial(digest_table, tables_fs), paths))
     digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
@@ -466,7 +466,7 @@ def describe_download(tables_fs: Any, paths: list[str], args: Namespace) -> tupl
 def download(
     missing: list[dict], num_rows: int, args: Namespace, folder: str, schema: Any
 ) -> list[str]:
-    """Have tasks make the missing shards, and show the progress. Returns the errors of tasks."""
+    """Make the missing shards in Ray tasks, and show the progress. Returns the tasks' errors."""
     rows_done = num_rows - sum(item["last"] - item["first"] for item in missing)
     bar = tqdm(total=num_rows, initial=rows_done, unit="row", desc="Rows")
     start = time.perf_counter()
@@ -501,7 +501,7 @@ def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
         "--retry_failed tries temporary failures again"
     )
     if not summary["images"]:
-        fail(f"none of {num_rows:,} rows gave an image: {failed}. {why}")
+        fail(f"no image could be downloaded from {num_rows:,} rows: {failed}. {why}")
     print(
         f"Done: {summary['images']:,} images ({summary['bytes'] / 1e9:.3f} GB) "
         f"are in {args.output_dir}; {failed}"
@@ -519,8 +519,7 @@ def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
 def main(args: Namespace) -> None:
     """Make the shards.
 
-    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
-    that tells the reason.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     # Open the output folder, or make it.
     tables_fs, paths = list_tables(args)

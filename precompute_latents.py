@@ -34,8 +34,8 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
-        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
+        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
@@ -240,7 +240,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 class RowBatch(TypedDict, total=False):
     """Some rows for one cache.
 
-    The first entries are in the order of the rows, those after the blank line in that of `groups`.
+    Entries before the blank line are in the order of the rows, those after it in that of `groups`.
     """
 
     cache: int  # its index among the caches
@@ -248,7 +248,7 @@ class RowBatch(TypedDict, total=False):
     key: list[str]
     skipped: list[str | None]  # why a row can't be used
     text: list[Any]  # a caption; with --caption_weights a list of captions
-    cut: list[bool]  # does a caption have more tokens than model_max_length?
+    cut: list[bool]  # whether a caption has more tokens than model_max_length
     groups: list[list[int]]  # positions in the batch, of equally sized images
 
     pixel_values: list[torch.Tensor]  # of each group, uint8 [n, C, H, W]
@@ -481,7 +481,7 @@ def encode_all(
 def write_rows(
     batch: RowBatch, encoded: Encoded, encoders: Encoders, exact: Encoders, cache: PlannedCache
 ) -> EncodedRows:
-    """Make Arrow columns of the results of `encode`, after encoding rows again if not finite."""
+    """Turn the results of `encode` into Arrow columns; encode again if some are not finite."""
     by_name = {column.name: column for column in cache.columns}
     padded = [name for name, column in by_name.items() if column.is_padded]
     rows, finite = collect(batch["groups"], encoded, padded)
@@ -531,7 +531,7 @@ def list_batches(loaded: Iterable[dict], waits: list) -> Iterator[RowBatch]:
 def show_progress(
     encoded: Iterable[EncodedRows], waits: list, progress_bar: tqdm
 ) -> Iterator[EncodedRows]:
-    """Yield what `encode_all` yields, and show the speed and the time spent waiting for images."""
+    """Yield the items of `encoded`; show the speed and the share of time waiting for images."""
     start = time.perf_counter()
     waited = 0.0
     for item in encoded:
@@ -546,7 +546,7 @@ def show_progress(
 def find_missing(
     shards: Iterable[int], caches: list[PlannedCache], opened: list[OpenCache], show_bar: bool
 ) -> dict[int, dict[int, Path]]:
-    """Missing or damaged shards: {shard: {index of a cache that lacks it: its file}}."""
+    """Find missing or damaged shards: {shard: {index of a cache that lacks it: its file}}."""
     missing: dict[int, dict[int, Path]] = {}
     for shard in tqdm(list(shards), "Checking", disable=not show_bar, leave=False):
         for index, (cache, open_one) in enumerate(zip(caches, opened, strict=True)):
@@ -563,7 +563,7 @@ def find_missing(
 
 
 def list_skipped(names: list[str], records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that were skipped in some shards."""
+    """List the rows that were skipped in the shards `names`."""
     return [row for name in names if name in records for row in records[name]["skipped"]]
 
 
@@ -624,8 +624,7 @@ def finish(
 def main(args: Namespace) -> None:
     """Make the cache.
 
-    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
-    that gives the reason.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
     # Processes synchronize only at the start and at the end, which may be days apart.
@@ -645,7 +644,7 @@ def main(args: Namespace) -> None:
 
     # The plan decides the content of the caches. A run can resume only those with an equal plan.
     launch_flags = {"mixed_precision": launch.mixed_precision, "compile": launch.compile}
-    # None is not written: cache.json must be as on Ray, where there is no --streaming.
+    # None is not recorded: cache.json must be the same on Ray, where there is no --streaming.
     launch_flags["streaming"] = args.streaming or None
     caches = plan_caches(args, images, exact, kind, described, launch_flags)
     tokens = count_tokens(exact.tokenizers, texts)
@@ -690,7 +689,6 @@ def main(args: Namespace) -> None:
     num_workers = launch.choose_workers(args.dataloader_num_workers)
     batches = load_batches(dataset, keys, num_workers, device)
 
-    # Encode.
     counts = {number: ends[number] - number * per_shard for number in shards}
     total = len(caches) * sum(counts.values())
     done = total - sum(len(paths) * counts[number] for number, paths in missing.items())

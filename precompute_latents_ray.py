@@ -31,8 +31,8 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
-        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
+        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
@@ -64,7 +64,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import Flags, make_parser, number, parse_demo
-from diffusion_training.cluster import connect, find_modules, work_off
+from diffusion_training.cluster import connect, find_modules, run_tasks
 from diffusion_training.data.captions import (
     count_tokens,
     report_cut,
@@ -126,7 +126,7 @@ Part = tuple[int, int, tuple[int, ...]]  # first row, row after the last, indice
 PART_BYTES = 2**26
 TRIES = 4  # attempts to make a shard whose process dies or raises an exception
 DEPTH = 3  # shards per encoder at a time: one is written, one encoded, one decoded
-LOOK = 5  # seconds between two checks of the nodes of the cluster
+NODE_CHECK = 5  # seconds between two checks of the nodes of the cluster
 # Flags that are not recorded in the cache
 ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
 
@@ -240,13 +240,13 @@ def open_rows(pickled: bytes) -> TransformedRows:
         rows = load_rows(given.args, others=[given.args.caption_column]).rows
         if rows._fingerprint != given.fingerprint:
             raise ValueError(
-                "this node reads other data: share the folder --cache_dir among all nodes"
+                "this node finds different data: share the folder --cache_dir among all nodes"
             ) from None
     return TransformedRows(rows, given.tokenizers, given.caches)
 
 
 def decode_part(part: Part, pickled: bytes) -> list[dict]:
-    """Stage 1 as a task: the rows of a part -> batches of `TransformedRows`, as NumPy arrays."""
+    """Stage 1, as a Ray task: the rows of a part -> batches of `TransformedRows`, in NumPy."""
     dataset = open_rows(pickled)
     first, end, caches = part
     per_batch = dataset.caches[0].rows_per_batch
@@ -314,23 +314,25 @@ class Encoder:
         self.decode = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **job.task)(
             decode_part
         )
-        # For each shard, in order, the parts that no task has yet.
+        # for each shard, in order, its parts for which no task has started
         self.queue: list[list[Part]] = []
-        # {part that a task has, and that is not yet encoded: Ray's reference}
+        # {part that a task decodes or has decoded: Ray's reference}
         self.decoding: dict[Part, Any] = {}
         self.ahead = 1  # parts that are decoded ahead
         self.turn = threading.Condition()
         _, self.reason = attempt(self.load_models)
 
     def load_models(self) -> None:
-        """Load the models; raises ValueError if they differ from the driver's."""
+        """Load the models; raise ValueError if they differ from the driver's."""
         args = self.job.args
         base = open_base(args)
         self.exact = load_encoders(base, torch.float32)
         described = describe_models(self.exact)
         settings = self.job.caches[0].settings
         if differences := find_differences({name: settings[name] for name in described}, described):
-            raise ValueError(f"the models on this node differ ({', '.join(differences)})")
+            raise ValueError(
+                f"the models on this node differ from the driver's ({', '.join(differences)})"
+            )
         dtype = getattr(torch, settings["dtype"])
         self.encoders = place_encoders(self.exact, base, dtype, self.device, args.compile)
 
@@ -401,11 +403,11 @@ class Encoder:
                 part = left.pop(0)
                 self.decoding[part] = self.decode.remote(part, self.job.rows)
         if self.decoding:
-            # With timeout 0 this does not wait, but makes Ray start to send results to this node.
+            # does not wait, but makes Ray start to send results to this node
             ray.wait(list(self.decoding.values()), num_returns=len(self.decoding), timeout=0)
 
     def find_batch_size(self) -> tuple[int | None, str, str | None]:
-        """--batch_size auto: returns (size or None, printed table, reason of a failure or None)."""
+        """For --batch_size auto: return (size or None, printed table, error message or None)."""
 
         def find() -> int:
             if self.reason:
@@ -499,7 +501,7 @@ def find_places(engine: Engine) -> Places:
     kind = engine.encoder.get("accelerator_type")
     cpus = gpus = 0.0
     fit = 0
-    for_tasks = beside = instead = False  # room for a task: at all, beside, instead of an encoder
+    for_tasks = beside = instead = False  # room for a task: at all, with or instead of encoders
     for node in nodes:
         count = count_fitting(node, engine.encoder)
         fit += count
@@ -557,7 +559,7 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
 
 
 def describe_engine(engine: Engine, places: Places, may_wait: bool) -> str:
-    """Sentences on the nodes, encoders and tasks.
+    """Describe the nodes, encoders and tasks in sentences.
 
     Stops the script if nothing can run, unless it may wait for more nodes.
     """
@@ -583,7 +585,7 @@ def describe_engine(engine: Engine, places: Places, may_wait: bool) -> str:
         f"{places.allowed} encoders of {place}, {places.tasks} tasks that decode"
     ]
     if needs:
-        sentences.append(f"Waiting for nodes that Ray was asked for: {lacking} yet")
+        sentences.append(f"Waiting for more nodes: {lacking} yet")
     elif places.allowed < count:
         sentences.append(
             f"Only {places.allowed} of {count} encoders start: with more ({encoder_gb:.1f} GB each)"
@@ -607,7 +609,7 @@ def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> di
         return check_shards.remote(paths, {name: records[name] for name in group})
 
     damages = {}
-    checked = work_off(groups, check, lambda: 1000)
+    checked = run_tasks(groups, check, lambda: 1000)
     bar = tqdm(checked, total=len(groups), desc="Checking", disable=not names, leave=False)
     for group, of_group, reason in bar:
         if reason:
@@ -629,8 +631,8 @@ class Call(NamedTuple):
 class Crew:
     """The encoders of a run and their shards.
 
-    An encoder gets shards once it has answered. So one without a place delays nothing: it waits for
-    a node with its resources, which Ray requests from an autoscaler, while others work.
+    An encoder gets shards after its first answer. So an encoder without a place delays nothing: it
+    waits for a node, which Ray requests from an autoscaler, while others work.
     """
 
     def __init__(self, missing: dict[int, dict[int, str]], job: Job, engine: Engine) -> None:
@@ -647,7 +649,7 @@ class Crew:
         self.tries: collections.Counter = collections.Counter()  # deaths per shard
         self.starts: collections.Counter = collections.Counter()  # deaths at the start per slot
         self.places = find_places(engine)
-        self.looked = time.monotonic()
+        self.checked = time.monotonic()
 
     def is_done(self) -> bool:
         return not self.left and all(call.shard is None for call in self.calls.values())
@@ -688,21 +690,21 @@ class Crew:
 
     def resize(self) -> None:
         """End encoders that have no work or are too many, and start those that are missing."""
-        if time.monotonic() > self.looked + LOOK:
+        if time.monotonic() > self.checked + NODE_CHECK:
             self.places = find_places(self.engine)
-            self.looked = time.monotonic()
+            self.checked = time.monotonic()
         wanted = min(self.places.allowed, self.count_wanted())
         load = self.count_load()
         least_first = sorted(self.encoders, key=lambda slot: (slot in self.ready, load[slot]))
         for slot in least_first[: max(0, len(self.encoders) - wanted)]:
-            self.let_go(slot)
+            self.stop_encoder(slot)
         free = (slot for slot in range(self.engine.num_encoders) if slot not in self.encoders)
         for slot in list(itertools.islice(free, wanted - len(self.encoders))):
             encoder = self.actor.remote(self.job)
             self.encoders[slot] = encoder
             self.calls[encoder.__ray_ready__.remote()] = Call(slot, encoder, None)
 
-    def let_go(self, slot: int) -> None:
+    def stop_encoder(self, slot: int) -> None:
         """End an encoder to free its place; its shards go to others."""
         ray.kill(self.encoders.pop(slot))
         self.ready.discard(slot)
@@ -723,20 +725,20 @@ class Crew:
             done, _ = ray.wait(list(self.calls), **at_once, fetch_local=False)
         return done
 
-    def take(self, ref: Any) -> tuple[int, dict] | None:
-        """Take an answer; returns (number of a shard, result) if the shard is done or failed."""
+    def read_answer(self, ref: Any) -> tuple[int, dict] | None:
+        """Read an answer; return (number of a shard, result) if the shard is done or failed."""
         call = self.calls.pop(ref)
         try:
             result = ray.get(ref)
         except ray.exceptions.RayError as error:  # the process or the node died
-            return self.bury(call, str(error).strip().splitlines()[-1][:200])
+            return self.count_death(call, str(error).strip().splitlines()[-1][:200])
         if call.shard is not None:
             return call.shard, result
         self.ready.add(call.slot)
         self.starts[call.slot] = 0
         return None
 
-    def bury(self, call: Call, reason: str) -> tuple[int, dict] | None:
+    def count_death(self, call: Call, reason: str) -> tuple[int, dict] | None:
         """Count the death of an encoder, and put its shard back."""
         if self.encoders.get(call.slot) is call.encoder:
             del self.encoders[call.slot]
@@ -758,7 +760,7 @@ def make_shards(
     """Have encoders make the missing shards, {number: {index of a cache: file}}.
 
     Yields (number, result of `Encoder.make`) in any order. A shard whose process died TRIES times
-    yields {"failed": reason}. `show` gets the numbers of encoders that work and that do not yet.
+    yields {"failed": reason}. show(number of encoders at work, number of those to come).
     """
     crew = Crew(missing, job, engine)
     try:
@@ -769,15 +771,15 @@ def make_shards(
             done = crew.wait()
             end_if_stopped()
             for ref in done:
-                if made := crew.take(ref):
+                if made := crew.read_answer(ref):
                     yield made
     finally:
         for slot in list(crew.encoders):
-            crew.let_go(slot)
+            crew.stop_encoder(slot)
 
 
 def try_batch_sizes(job: Job, resources: dict) -> int:
-    """--batch_size auto: have an encoder find the size on its device."""
+    """For --batch_size auto: let an encoder find the size on its device."""
     encoder = ray.remote(scheduling_strategy="SPREAD", **resources)(Encoder).remote(job)
     size, printed, reason = ray.get(encoder.find_batch_size.remote())
     ray.kill(encoder)
@@ -821,7 +823,7 @@ class Destination:
         return missing
 
     def add(self, shard: str, record: dict[str, Any], num_rows: int, max_skipped: float) -> None:
-        """Note the record of a new shard, and stop if too many rows are skipped."""
+        """Add the record of a new shard, and stop if too many rows are skipped."""
         if self.is_remote:
             (self.local / "unfinished" / f"{shard}.json").write_text(json.dumps(record))
         self.skipped += record["skipped"]
@@ -844,7 +846,7 @@ class Destination:
 
     def close(self) -> None:
         if self.opened and self.opened.lock:
-            for leftover in self.local.rglob(".tmp-*"):  # by workers that were stopped
+            for leftover in self.local.rglob(".tmp-*"):  # of workers that were stopped
                 leftover.unlink(missing_ok=True)
             self.opened.lock.release(force=True)
 
@@ -935,13 +937,12 @@ def make_missing(
 def main(args: argparse.Namespace) -> None:
     """Make the cache.
 
-    The exit status is 130 after Ctrl-C, 143 after SIGTERM, and 1 after an error, with one line
-    that gives the reason.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
     mixed_precision = args.mixed_precision or "no"
     recorded = Flags(**{name: value for name, value in vars(args).items() if name not in ENGINE})
-    accelerator = Accelerator(cpu=True)  # tells `open_cache` that there is one process
+    accelerator = Accelerator(cpu=True)  # for `open_cache`: there is one process
 
     # The driver loads and hashes the models on its CPU. The encoders compare their models with
     # these hashes.

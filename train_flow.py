@@ -35,8 +35,8 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
-        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
+        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
@@ -262,10 +262,9 @@ def make_transformer(
 ) -> torch.nn.Module:
     """Make the transformer to train.
 
-    It is the pretrained pipeline's, or new from a config: that of the flags, or that of the
-    checkpoint, in the folder `configs`. With --rank it is frozen, in the precision of the launch or
-    in 4 bits, and only its LoRA is trained. Stops with an error if it does not fit the latents and
-    embeddings.
+    It is the pretrained pipeline's, or a new one, whose config a flag names or a checkpoint has in
+    `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and only its
+    LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
     """
     model_class = getattr(diffusers, base.family.model)
     # Only the config of a checkpoint is read here. `Trained` loads its weights and EMA weights.
@@ -310,7 +309,7 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
             sampler = FlowMatchEulerDiscreteScheduler.from_pretrained(
                 source, subfolder="scheduler", **options
             )
-        else:  # the base is a pipeline without flow matching, or single models
+        else:  # the base has no flow matching, or is not a pipeline but single models
             if base.family.recognizes(base.index.get("_class_name", "")) and args.shift is None:
                 raise ValueError(f"it has a {class_name}: set the shift of the noise with --shift")
             sampler = FlowMatchEulerDiscreteScheduler(shift=3.0 if resolution >= 512 else 1.0)
@@ -437,11 +436,12 @@ def train_step(
     batches: Iterator[Batch],
     micro_batches: int,
     data_step: int,
-    look: Callable[[Prepared, torch.Tensor], None] | None = None,
+    on_batch: Callable[[Prepared, torch.Tensor], None] | None = None,
 ) -> StepSums:
     """Do one optimizer step on the next `micro_batches` of `batches`.
 
-    prepare, loss: `prepare_batch` and `compute_loss`. look: called with each prepared batch.
+    prepare, loss: `prepare_batch` and `compute_loss`. on_batch(prepared, weight): called for each
+    batch.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device.
@@ -454,8 +454,8 @@ def train_step(
         rank = accelerator.process_index
         torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
         prepared = prepare(batch)
-        if look:
-            look(prepared, batch["weight"])
+        if on_batch:
+            on_batch(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
             # The processes average their gradients only in the step's last micro-batch.
             if micro_batch < micro_batches - 1:
@@ -480,7 +480,7 @@ PARTS = ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")  # a 
 
 
 class Interrupted(Exception):
-    """Raised when a signal to stop comes while samples are drawn."""
+    """Raised if a stop signal arrives while samples are drawn."""
 
 
 def make_pipeline(
@@ -508,7 +508,7 @@ def log_validation(
 ) -> float | None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
-    Returns on the first process the roughness of the samples; see `draw_samples`.
+    Returns the roughness of the samples on the first process; see `draw_samples`.
     """
     seen: dict[str, torch.Tensor] = {}
 
@@ -541,7 +541,7 @@ def log_validation(
 
 
 def describe_model(family: Family, about: About, settings: Namespace) -> Description:
-    """Write the texts of the model card and the report, with example code."""
+    """Return the texts of the model card and the report, with example code."""
     is_new = bool(settings.transformer_config_name_or_path or settings.init_from)
     how = "trained from scratch" if is_new else "fine-tuned"
     what = (
@@ -578,7 +578,7 @@ def describe_model(family: Family, about: About, settings: Namespace) -> Descrip
 def main(args: Namespace) -> None:
     """Train.
 
-    Exits with 130 after Ctrl-C, 143 after SIGTERM, and 1 and a sentence after an error.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
     # The launch comes first: it decides devices, processes and precision.
@@ -636,7 +636,7 @@ def main(args: Namespace) -> None:
     )
     stop_signal = StopSignal(launch.num_processes, launch.shard)
 
-    # What the loop does with the weights: held-out loss and samples, in the end pipeline or LoRA.
+    # The loop calls these: held-out loss and samples, and at the end the pipeline or LoRA.
     def save_result(best: Models, folder: Path) -> None:
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:

@@ -13,7 +13,7 @@ an epoch. All machines must share --output_dir.
 Layout of this file:
     parse_args  the flags of this script, then the trainer and its flags
     run_worker  in each worker of Ray Train: starts the trainer in another process
-    watch       in the driver: prints what happens to the workers, and decides when to give up
+    watch       in the driver: prints the workers' events, and decides when to give up
     main        the run in phases
 Ray Train only decides how many workers there are, and starts them. The trainer saves, resumes and
 splits the data among its processes, as it does under any launcher.
@@ -25,8 +25,8 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
-        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
+        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
@@ -60,7 +60,7 @@ from diffusion_training.errors import (
     fail,
     in_one_sentence,
 )
-from diffusion_training.files import check_output_dir, delete, leave_nothing
+from diffusion_training.files import check_output_dir, delete, delete_if_empty
 from diffusion_training.supervisor import TAIL, Ended, Supervisor, Task, wait_until_free
 
 try:
@@ -132,7 +132,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("start this script once, with python: Ray starts the processes")
     trainer = import_trainer(parser, args.script)
-    with contextlib.redirect_stdout(io.StringIO()):  # the trainer itself will print it
+    with contextlib.redirect_stdout(io.StringIO()):  # the trainer prints it again
         given = trainer.parse_args(args.flags).resume_from_checkpoint
         flags = trainer.parse_args([*args.flags, *RESUME])
     if given not in (None, "latest"):
@@ -192,7 +192,7 @@ class RayJob:
 
     @property
     def busy(self) -> str:
-        """The error message if another process writes to the folder."""
+        """The error message if another process writes to --output_dir."""
         advice = "end it, or choose another --output_dir"
         return f"another process is writing to {self.output_dir}: {advice}"
 
@@ -239,7 +239,7 @@ def run_worker(config: dict[str, Any]) -> None:
     """
     job = config["job"]
     events = config["events"]
-    environment = meet(job, events)
+    environment = join_group(job, events)
     event = run_trainer(job, environment) if environment else None
     if event:
         events.put(event)
@@ -252,7 +252,7 @@ def run_worker(config: dict[str, Any]) -> None:
         raise RuntimeError(event.text)
 
 
-def meet(job: RayJob, events: Queue) -> dict[str, str] | None:
+def join_group(job: RayJob, events: Queue) -> dict[str, str] | None:
     """Wait for the other workers, and until the trainers of the previous group have ended.
 
     Returns the environment of this rank's trainer, or None if no trainer has to start.
@@ -296,9 +296,9 @@ def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
     host = socket.gethostname()
     if missing := find_unshared(job):
         advice = "it must be on a disk that all machines share"
-        return Event("failed", f"{host} does not see {missing} of {job.host}: {advice}")
+        return Event("failed", f"{missing} of {job.host} is missing on {host}: {advice}")
     script = job.script
-    if not os.path.exists(script):  # Ray has sent it
+    if not os.path.exists(script):  # Ray has copied it to this machine
         spec = importlib.util.find_spec(Path(script).stem)
         script = str(spec and spec.origin)
     command = [sys.executable, script, *job.flags, *RESUME]
@@ -306,9 +306,9 @@ def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
     log = None if rank else job.log
     task = Task(command, job.folder, job.lock, log, str(job.over), job.save_seconds)
     supervisor = Supervisor(task, environment)
-    threading.Thread(target=heed_warning, args=(supervisor,), daemon=True).start()
+    threading.Thread(target=save_on_preemption, args=(supervisor,), daemon=True).start()
     name = Path(job.script).name
-    return judge(supervisor.wait(), name, f"{name} of worker {rank} on {host}")
+    return interpret_end(supervisor.wait(), name, f"{name} of worker {rank} on {host}")
 
 
 def find_unshared(job: RayJob) -> str | None:
@@ -318,8 +318,8 @@ def find_unshared(job: RayJob) -> str | None:
     return None if os.path.isdir(job.folder) else f"the folder {job.folder}"
 
 
-def heed_warning(supervisor: Supervisor) -> None:
-    """Tell the trainer to save when Ray announces that it will take a machine away."""
+def save_on_preemption(supervisor: Supervisor) -> None:
+    """Let the trainer save and end when Ray announces that it will take the machine away."""
     if not hasattr(ray.train, "get_preemption_info"):  # an older Ray
         return
     with contextlib.suppress(Exception):  # the other workers have ended
@@ -328,8 +328,8 @@ def heed_warning(supervisor: Supervisor) -> None:
         supervisor.stop()
 
 
-def judge(ended: Ended | None, script: str, what: str) -> Event | None:
-    """Decide what the end of a trainer means for the job; None if all went well.
+def interpret_end(ended: Ended | None, script: str, what: str) -> Event | None:
+    """Return the event that a trainer's end means for the job; None if all went well.
 
     An error of the trainer ends the job, because a restart would repeat it. After a signal, or the
     end of another rank, the workers start again.
@@ -361,7 +361,7 @@ def make_shared(job: RayJob) -> BaseFileLock:
         lock.acquire(timeout=0)
     except Timeout:
         fail(job.busy)
-    job.over.unlink(missing_ok=True)  # of a driver that was killed
+    job.over.unlink(missing_ok=True)  # left by a driver that was killed
     (job.shared / job.token).touch()
     Path(job.log).write_bytes(b"")
     return lock
@@ -379,7 +379,7 @@ def check_resources(args: argparse.Namespace) -> None:
     totals = [f"{sum(node.get(kind, 0) for node in nodes):g} {kind}s" for kind in ("CPU", "GPU")]
     each = f"{args.cpus_per_worker} CPU{' and a GPU' * (not args.cpu)}"
     sentence = (
-        f"Ray has {' and '.join(totals)}: {amount(possible, 'worker')} of {each}, "
+        f"Ray has {' and '.join(totals)}, enough for {amount(possible, 'worker')} ({each} each), "
         f"but --min_workers is {args.min_workers}"
     )
     if not (args.address or os.environ.get("RAY_ADDRESS")):
@@ -388,7 +388,7 @@ def check_resources(args: argparse.Namespace) -> None:
 
 
 def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: int) -> None:
-    """Print what happens until `fitting` ends.
+    """Print events and the trainer's output until `fitting` ends.
 
     Stops with an error if a trainer failed, or if workers start again and again without saving.
     """
@@ -416,7 +416,7 @@ def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: i
                 continue
             print(f"Ray: {event.text}", flush=True)
             if event.kind == "lost":
-                reason = f", at last because {event.text}"
+                reason = f"; the last reason: {event.text}"
                 continue
             before = saved
             saved = set(Path(job.output_dir).glob("checkpoint-*/trainer_state.json"))
@@ -461,9 +461,9 @@ def fit(args: argparse.Namespace, job: RayJob, events: Queue, errors: list[Excep
 
 
 def end_trainers(job: RayJob, fitting: threading.Thread) -> None:
-    """Let the trainers save and end, and then Ray Train.
+    """End the trainers, which save first, and then Ray Train.
 
-    Ray ends this process at once if a thread still uses it when it is shut down.
+    Ray kills this process if a thread still uses Ray when it is shut down.
     """
     job.over.touch()
     wait_until_free(job.lock, job.save_seconds + 10)
@@ -474,7 +474,7 @@ def end_trainers(job: RayJob, fitting: threading.Thread) -> None:
 def main(args: argparse.Namespace) -> None:
     """Train.
 
-    Exits with 130 after Ctrl-C, 143 after SIGTERM, and 1 and a sentence after an error.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     trainer = sys.modules[Path(args.script).stem]
     check_output_dir(vars(args.trainer))
@@ -517,7 +517,7 @@ def main(args: argparse.Namespace) -> None:
         delete(job.shared)
         lock.release(force=True)
         if is_new:
-            leave_nothing(Path(args.output_dir))
+            delete_if_empty(Path(args.output_dir))
 
 
 if __name__ == "__main__":

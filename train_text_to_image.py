@@ -36,8 +36,8 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
-        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
+        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
@@ -255,10 +255,9 @@ def make_unet(
 ) -> torch.nn.Module:
     """Make the U-Net to train.
 
-    It is the pretrained pipeline's, or new from a config: that of the flags, or that of the
-    checkpoint, in the folder `configs`. With --rank it is frozen, in the precision of the launch or
-    in 4 bits, and only its LoRA is trained. Stops with an error if it does not fit the latents and
-    embeddings.
+    It is the pretrained pipeline's, or a new one, whose config a flag names or a checkpoint has in
+    `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and only its
+    LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
     """
     # Only the config of a checkpoint is read here. `Trained` loads its weights and EMA weights.
     config_source = args.unet_config_name_or_path
@@ -398,11 +397,12 @@ def train_step(
     batches: Iterator[Batch],
     micro_batches: int,
     data_step: int,
-    look: Callable[[Prepared, torch.Tensor], None] | None = None,
+    on_batch: Callable[[Prepared, torch.Tensor], None] | None = None,
 ) -> StepSums:
     """Do one optimizer step on the next `micro_batches` of `batches`.
 
-    prepare, loss: `prepare_batch` and `compute_loss`. look: called with each prepared batch.
+    prepare, loss: `prepare_batch` and `compute_loss`. on_batch(prepared, weight): called for each
+    batch.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device.
@@ -415,8 +415,8 @@ def train_step(
         rank = accelerator.process_index
         torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
         prepared = prepare(batch)
-        if look:
-            look(prepared, batch["weight"])
+        if on_batch:
+            on_batch(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
             # The processes average their gradients only in the step's last micro-batch.
             if micro_batch < micro_batches - 1:
@@ -455,7 +455,7 @@ def make_pipeline(
 def save_whole(
     pipeline: DiffusionPipeline, family: Family, folder: Path, metadata: dict[str, str] | None
 ) -> None:
-    """Write the pipeline. If `metadata` is given, also write one file with it as header."""
+    """Write the pipeline, and with `metadata` also one file that has it as its header."""
     save_pipeline(pipeline, folder)
     if metadata is not None:
         with explained("--output_single_file can't be written; the pipeline was saved"):
@@ -473,7 +473,7 @@ def log_validation(
 ) -> float | None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
-    Returns on the first process the roughness of the samples; see `draw_samples`.
+    Returns the roughness of the samples on the first process; see `draw_samples`.
     """
     seen: dict[str, torch.Tensor] = {}
 
@@ -504,7 +504,7 @@ def log_validation(
 
 
 def describe_model(family: Family, about: About, settings: Namespace) -> Description:
-    """Write the texts of the model card and the report, with example code."""
+    """Return the texts of the model card and the report, with example code."""
     is_new = bool(settings.unet_config_name_or_path or settings.init_from)
     how = "trained from scratch" if is_new else "fine-tuned"
     what = (
@@ -522,7 +522,7 @@ def describe_model(family: Family, about: About, settings: Namespace) -> Descrip
         source = str(about.base)
         more = f', variant="{settings.variant}"' if settings.variant else ""
         setup.append(f"pipeline.load_lora_weights({json.dumps(about.name)})")
-        if objective := objective_flags(settings):  # the base's scheduler does not have it
+        if objective := objective_flags(settings):  # the base's scheduler has another one
             setup.append(
                 "pipeline.scheduler = DDIMScheduler.from_config("
                 f"{{**pipeline.scheduler.config, **{objective}}})"
@@ -549,7 +549,7 @@ def describe_model(family: Family, about: About, settings: Namespace) -> Descrip
 def main(args: Namespace) -> None:
     """Train.
 
-    Exits with 130 after Ctrl-C, 143 after SIGTERM, and 1 and a sentence after an error.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
     # The launch comes first: it decides devices, processes and precision.
@@ -606,7 +606,7 @@ def main(args: Namespace) -> None:
     )
     stop_signal = StopSignal(launch.num_processes, launch.shard)
 
-    # What the loop does with the weights: held-out loss and samples, in the end pipeline or LoRA.
+    # The loop calls these: held-out loss and samples, and at the end the pipeline or LoRA.
     metadata = describe_file(
         base.family, unet, noise_scheduler, data.captions, progress.num_images, settings
     )

@@ -30,8 +30,8 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: in the folder that the script comes "
-        "from, `pip install .`, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
+        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
@@ -262,7 +262,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     check_source(parser, args)
     if not is_array(args.train_data_dir):
         if args.array_range or args.array_layout:
-            parser.error("--array_range and --array_layout need --train_data_dir images.npy")
+            parser.error(
+                "--array_range and --array_layout need an array: --train_data_dir FILE.npy"
+            )
     elif args.cache_images or args.streaming:
         parser.error("leave --cache_images and --streaming out: an array is memory-mapped")
     if args.model_config_name_or_path and is_pretrained:
@@ -491,11 +493,12 @@ def train_step(
     batches: Iterator[Batch],
     micro_batches: int,
     data_step: int,
-    look: Callable[[Prepared, torch.Tensor], None] | None = None,
+    on_batch: Callable[[Prepared, torch.Tensor], None] | None = None,
 ) -> StepSums:
     """Do one optimizer step on the next `micro_batches` of `batches`.
 
-    prepare, loss: `prepare_batch` and `compute_loss`. look: called with each prepared batch.
+    prepare, loss: `prepare_batch` and `compute_loss`. on_batch(prepared, weight): called for each
+    batch.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device.
@@ -508,8 +511,8 @@ def train_step(
         rank = accelerator.process_index
         torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
         prepared = prepare(batch)
-        if look:
-            look(prepared, batch["weight"])
+        if on_batch:
+            on_batch(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
             # The processes average their gradients only in the step's last micro-batch.
             if micro_batch < micro_batches - 1:
@@ -540,8 +543,8 @@ def log_validation(
 ) -> float | None:
     """Draw --eval_batch_size images into samples/step-N.png and the trackers.
 
-    Each process draws a share. Returns on the first process their mean roughness, which shows
-    whether a model draws noise; see `measure_roughness`.
+    Each process draws a share. Returns their mean roughness on the first process; it shows whether
+    a model draws noise, see `measure_roughness`.
 
     The samples equal the pipeline's. Its loop is written out here, so that you can pass further
     inputs to the U-Net, such as class labels. Image i has its own seed, so the number of processes
@@ -583,14 +586,14 @@ def log_validation(
     shown = images if images.shape[1] in (1, 3) else images.flatten(0, 1)[:, None]
     grid = make_grid(shown, nrow=math.ceil(math.sqrt(len(shown))), padding=1, pad_value=0.5)
     picture = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
-    scale = max(1, 512 // picture.width)  # so that digits of 8 px can be seen
+    scale = max(1, 512 // picture.width)  # to show digits of 8 px
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.NEAREST)
     save_samples(launch.accelerator, picture, settings.output_dir, step)
     return measure_roughness(images).mean().item()
 
 
 def describe_model(about: About, settings: Namespace) -> Description:
-    """Write the texts of the model card and the report, with example code."""
+    """Return the texts of the model card and the report, with example code."""
     what = f"An unconditional diffusion model, trained on `{about.data}` for {about.step} steps."
     call = f"num_inference_steps={settings.ddpm_num_inference_steps}"
     if is_array(settings.train_data_dir):
@@ -608,7 +611,7 @@ def describe_model(about: About, settings: Namespace) -> Description:
 def main(args: Namespace) -> None:
     """Train.
 
-    Exits with 130 after Ctrl-C, 143 after SIGTERM, and 1 and a sentence after an error.
+    Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     # The launch comes first: it decides devices, processes and precision.
     launch = make_launch(args)
@@ -674,7 +677,7 @@ def main(args: Namespace) -> None:
     )  # fmt: skip
     stop_signal = StopSignal(launch.num_processes)
 
-    # What the loop does with the weights: held-out loss and samples, in the end the pipeline.
+    # The loop calls these: held-out loss and samples, and at the end the pipeline.
     def measure() -> None:
         log_held_out_loss(
             launch, records, dataset, held_out, trained.held_out,

@@ -104,7 +104,7 @@ def measure(opened, folder, batches):
     """Return the rows per second of three passes.
 
     The first opens files that are not in the page cache, the second opens them again, and the third
-    reuses what the second opened.
+    reuses the open files.
     """
     forget(folder)
     speeds = []

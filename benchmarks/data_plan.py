@@ -9,7 +9,7 @@ measured: `MEASURED` names the benchmark of each figure. Operations are counted,
 used share of a GPU's peak is an assumption.
 
 Prints the plan of each number of rows with its bottleneck, then the images per second at which each
-part is saturated, then the plan beside the guide that the scripts follow ("Processing 2 Billion
+part is saturated, then the plan and the guide that the scripts follow ("Processing 2 Billion
 Images for Stable Diffusion Model Training").
 """
 

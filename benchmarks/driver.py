@@ -5,14 +5,14 @@
     python benchmarks/driver.py --whats cache --shards 12000 --encoders 1000
 
 The stub of an encoder (cache) or of a download (downloads) writes a few bytes in place of a shard,
-and its record. All else is as in a run: Ray, the driver's loop, the files, the restart. A first run
-stops before the last shard. A second run finds the missing shard, makes it and finishes. Prints
+and its record. All else is real: Ray, the driver's loop, the files, the restart. A first run stops
+before the last shard. A second run finds the missing shard, makes it and finishes. Prints
 
 - shards per second of the first run after its first shard, and the driver's CPU time per shard in
-  milliseconds. The stubs need the same cores, so only the CPU time shows what a driver with a core
-  of its own can do
-- seconds of the restart until it knows what is missing, and of the end, when it merges the records,
-  with the driver's CPU time of both
+  milliseconds. The stubs need the same cores, so only the CPU time shows the limit of a driver with
+  its own core
+- seconds of the restart until the missing shards are known, and of the end, when the records are
+  merged, with the driver's CPU time of both
 - the peak memory of the driver
 
 --encoders: number of encoders that the driver serves, which share two processes.
@@ -49,7 +49,7 @@ def write_stub(path, record_path, record):
 
 
 class Encoder:
-    """Replaces `Encoder` of precompute_latents_ray.py. `stops`: fail at the last shard."""
+    """Replaces `Encoder` of precompute_latents_ray.py. stops: whether the last shard fails."""
 
     def __init__(self, job, stops):
         self.last = -(-job.num_rows // ROWS) - 1 if stops else None
@@ -80,7 +80,7 @@ class Rows:
 
 
 def timed(seconds, name, function):
-    """Wrap `function` so that it notes in `seconds` how long it took."""
+    """Wrap `function` so that it stores its time in `seconds`."""
 
     @functools.wraps(function)
     def noted(*args, **options):
@@ -94,7 +94,7 @@ def timed(seconds, name, function):
 
 
 def watched(seconds, function):
-    """Wrap a generator function so that it notes the time from its first result to its last."""
+    """Wrap a generator function so that it stores the time from its first result to its last."""
 
     @functools.wraps(function)
     def noted(*args, **options):
@@ -175,15 +175,15 @@ def run_once(what, folder, shards, encoders, stops):
     seconds = {}
     prepare = {"cache": prepare_cache, "downloads": prepare_downloads}[what]
     script, flags = prepare(folder, shards, encoders, stops, seconds)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             script.main(script.parse_args(flags))
             ended = True
         except SystemExit:
             ended = False
-    if ended == stops or (stops and "a stub" not in said.getvalue()):
-        sys.exit(said.getvalue()[-3000:])
+    if ended == stops or (stops and "a stub" not in printed.getvalue()):
+        sys.exit(printed.getvalue()[-3000:])
     return seconds | {"MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 

@@ -320,7 +320,7 @@ def main(argv=None):
         images = torch.from_numpy(pipeline(generator=generators, **options).images)
         return numbers, (images * 255).round().byte().permute(0, 3, 1, 2)
 
-    def look_at(what, load, count):
+    def compute_features(what, load, count):
         """Load `count` images, shared among the processes, and compute their features.
 
         Returns features [N, D] and CLIP scores [N]; the scores are 0 except for samples.
@@ -333,17 +333,17 @@ def main(argv=None):
             if not numbers:  # none could be decoded
                 continue
             images = images.expand(-1, 3, -1, -1).to(device)
-            judged = score and load is draw
+            scored = score and load is draw
             scores = (
-                score(images, [prompts[i] for i in numbers]) if judged else torch.zeros(len(images))
+                score(images, [prompts[i] for i in numbers]) if scored else torch.zeros(len(images))
             )
             found += zip(numbers, extract(images).cpu(), scores.cpu(), strict=True)
         _, *found = zip(*sorted(gather_object(found), key=lambda item: item[0]), strict=True)
         return [torch.stack(part) for part in found]
 
     with torch.no_grad():
-        real, _ = look_at("Real images", read, len(real_rows))
-        fake, scores = look_at("Samples", draw, args.num_samples)
+        real, _ = compute_features("Real images", read, len(real_rows))
+        fake, scores = compute_features("Samples", draw, args.num_samples)
     if accelerator.is_main_process:
         report = {
             "pipeline": args.pipeline,

@@ -8,10 +8,10 @@
     # a long run; compare its tenths
     python benchmarks/growth.py --rows 1000 --num_caches 1 --steps 20000
 
-Rows are small (the demo's models, 8 px), so that their size does not hide costs that depend on
-their number. Each run is a process of its own, so the time of a start includes the imports.
---images starts the unconditional trainer twice on a folder with this number of image files; with
---diffusers also diffusers' script.
+Rows are small (the demo's models, 8 px), so that costs that depend on their number are
+visible. Each run is a process of its own, so the time of a start includes the imports. --images
+starts the unconditional trainer twice on a folder with this number of image files; with --diffusers
+also diffusers' script.
 """
 
 import itertools

@@ -6,7 +6,7 @@
 Prints tables, for one process unless a table names several GPUs. GB is 1e9 bytes. No weights are
 loaded:
 
-1. Cards: the first of the ways to train, in the order of the tables, that fits into a card.
+1. Cards: the first way to train, in the order of the tables, that fits into a card.
 2. A training step with one image: memory of the device, in each way to train, and with `--shard` on
    several GPUs.
 3. Memory that each further image adds to a step.
@@ -19,10 +19,10 @@ loaded:
 9. Activations that the forward pass keeps, per image, in float32.
 
 Weights, gradients, moments and EMA weights are counted by the code that prints them before step 1.
-For activations the forward pass runs under autocast, on tensors without numbers on an imagined GPU.
-Attention is one fused kernel. With `--gradient_checkpointing` the inputs of blocks are kept, and
-one block is computed again. A GPU needs some memory for itself and for gaps between tensors, so a
-tenth of a card stays free.
+Activations are counted in a forward pass under autocast, on a simulated GPU, with tensors that have
+shapes only. Attention is one fused kernel. With `--gradient_checkpointing` the inputs of blocks are
+kept, and one block is computed again. A GPU needs some memory for itself and for gaps between
+tensors, so a tenth of a card stays free.
 """
 
 import argparse
@@ -225,7 +225,7 @@ KEPT |= {"Stable Diffusion 2": (256, 512), "SDXL": (512, 1024)}
 
 
 # -------------------------------------------------------------------------------------------------
-# models without numbers, and their memory
+# models without weights, and their memory
 
 
 def make_denoiser(model: Published) -> Any:
@@ -282,7 +282,7 @@ def count_held(name: str, way: Way) -> dict[str, int]:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of all living tensors. `peak` is the most at one time."""
+    """Counts the bytes of all tensors that exist. peak: the most at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,8 +331,8 @@ def attend(
 
 
 @contextlib.contextmanager
-def imagined_gpu() -> Iterator[PeakMemory]:
-    """Imagine a GPU, on which tensors have no numbers. autocast must not notice its absence."""
+def fake_gpu() -> Iterator[PeakMemory]:
+    """Simulate a GPU with tensors that have shapes only. autocast must not notice its absence."""
     with (
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         patch("torch.cuda.is_bf16_supported", lambda *args, **options: True),
@@ -345,7 +345,7 @@ def imagined_gpu() -> Iterator[PeakMemory]:
 
 
 def make_on_gpu(model: Published, rank: int | None, mixed_precision: str) -> Any:
-    """Make the trained model on the GPU of `imagined_gpu`, where `add_lora` would not work."""
+    """Make the trained model on the GPU of `fake_gpu`, where `add_lora` would not work."""
     with unset_fake_temporarily(), torch.device("cpu"), init_empty_weights(include_buffers=False):
         denoiser = make_denoiser(model)
         if rank:
@@ -373,7 +373,7 @@ class Checkpointing:
         before = self.memory.held
         result = block(*args, **options)
         self.largest = max(self.largest, self.memory.held - before)
-        # without its graph, so that what the block keeps is freed
+        # without its graph, so that the block's activations are freed
         return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(), result)
 
 
@@ -390,7 +390,7 @@ def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[
     if family.masked:
         prompts["prompt_mask"] = torch.ones(images, model.tokens, dtype=torch.bool)
     if family.needs_lengths:
-        prompts["prompt_lengths"] = torch.zeros(images, device="meta")  # no numbers: all tokens
+        prompts["prompt_lengths"] = torch.zeros(images, device="meta")  # no values: all tokens
     if family.needs_sizes:
         prompts["pooled_prompt_embeds"] = torch.zeros(images, VIT_G["projection_dim"])
         prompts["time_ids"] = torch.zeros(images, 6)
@@ -414,7 +414,7 @@ def count_activations(
     """
     model = MODELS[name]
     family = FAMILIES[model.family]
-    with imagined_gpu() as memory:
+    with fake_gpu() as memory:
         denoiser = make_on_gpu(model, rank, mixed_precision).train()
         checkpointing = Checkpointing(memory)
         if gradient_checkpointing:
@@ -439,7 +439,7 @@ def count_samples(
     """
     model = MODELS[name]
     family = FAMILIES[model.family]
-    with imagined_gpu() as memory, torch.no_grad():
+    with fake_gpu() as memory, torch.no_grad():
         denoiser = make_on_gpu(model, rank, "bf16").eval()
         memory.peak = before = memory.held
         latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
@@ -638,7 +638,7 @@ def list_disk(names: list[str]) -> Iterator[list[str]]:
 
 
 def list_host(names: list[str]) -> Iterator[list[str]]:
-    """Memory of what the first process loads: first the encoders, then the model."""
+    """Memory of the first process: with the encoders, then with the model."""
     for name in names:
         model = MODELS[name]
         with torch.device("meta"):

@@ -10,7 +10,7 @@ weights, with the same images, batch size and precision, and with EMA. The LoRA 
 without EMA, because diffusers' script has none. The scripts run as `python script flags`, in turns.
 
 "By operations alone" is the relative speed of text to image if a step cost no more than its
-operations, which are counted first. It shows what the cache saves.
+operations, which are counted first. It shows how much work the cache saves.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""How fast are images decoded and resized, and how near is precompute_latents.py to its encoder?
+"""How fast is image decoding, and how close is precompute_latents.py to its encoder's speed?
 
     python benchmarks/precompute_speed.py transform     # needs scikit-learn
     python benchmarks/precompute_speed.py script        # 2 cores: one decodes, one encodes

@@ -1,17 +1,17 @@
-"""What does a choice cost in quality? Trains and judges the demos with and without it.
+"""What does a choice cost in quality? Trains and evaluates the demos with and without it.
 
     python benchmarks/quality.py precision      # bf16 against float32
     python benchmarks/quality.py processes      # two processes against one, on the same cores
     python benchmarks/quality.py sampling       # the number of sampling steps, DDPM and DDIM
     python benchmarks/quality.py checkpointing  # time and memory of --gradient_checkpointing
 
-The demos draw digits of 8 px. A classifier of the demo's digits judges them by two figures: FID
-against all 1,797 digits, and for digits by name the share of samples in which it sees the digit in
-the prompt. Compared runs take turns, so that a slow machine affects both alike. Trained pipelines
-stay in --output_dir: the same command again only judges them.
+The demos draw digits of 8 px. A classifier of the demo's digits gives two figures: FID against all
+1,797 digits, and for digits by name the share of samples that show the digit in the prompt.
+Compared runs take turns, so that a slow machine affects both alike. Trained pipelines stay in
+--output_dir: the same command again only evaluates them.
 
-Prints Markdown tables. With several seeds the interval is Student's for the mean, with samples of a
-single pipeline a bootstrap (see evaluate_samples.py).
+Prints Markdown tables. The interval is Student's for the mean of several seeds, and a bootstrap
+for the samples of one pipeline (see evaluate_samples.py).
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Judge:
             self.real = self.classifier[:-1](images)
 
     @torch.no_grad()
-    def look(self, demo, folder, cli, scheduler=None, steps=20):
+    def draw(self, demo, folder, cli, scheduler=None, steps=20):
         """Draw --num_samples. Returns features [N, D], hits [N] or None, and seconds per sample."""
         pipeline = DiffusionPipeline.from_pretrained(cli.output_dir / folder)
         pipeline.set_progress_bar_config(disable=True)
@@ -130,7 +130,7 @@ def mean_with_interval(values, form="{:.3g}"):
 
 
 def compare(cli, title, ways):
-    """Train the demos in several ways with each seed, and judge them.
+    """Train the demos in several ways with each seed, and evaluate them.
 
     ways: {what: function of (demo, seed) that trains and returns (folder, images per second)}.
     """
@@ -141,7 +141,7 @@ def compare(cli, title, ways):
         for seed in range(cli.seeds):
             for name, way in ways.items():
                 folder, speed = way(demo, seed)
-                features, hits, _ = judge.look(demo, folder, cli)
+                features, hits, _ = judge.draw(demo, folder, cli)
                 right = 0.0 if hits is None else hits.mean().item()
                 found[name].append((judge.fid(features), right, speed))
         first = next(iter(found))
@@ -201,7 +201,7 @@ def compare_sampling(cli):
         train(demo, folder, cli, 0, "--mixed_precision=no")
         for name, scheduler in (("DDPM", DDPMScheduler), ("DDIM", DDIMScheduler)):
             for steps in cli.sampling_steps:
-                features, hits, seconds = judge.look(demo, folder, cli, scheduler, steps)
+                features, hits, seconds = judge.draw(demo, folder, cli, scheduler, steps)
                 value = judge.fid(features)
                 sets = (judge.real, features)
                 low, high = find_interval(value, measure_fid_fast, sets, 200)

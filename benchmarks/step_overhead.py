@@ -82,7 +82,7 @@ def bare(name, *argv):
         torch.cuda.synchronize()
 
 
-def take_apart(name, argv):
+def time_parts(name, argv):
     """Measure where a trainer's time goes, as {part: share of a step}.
 
     Waits for the GPU after each part.
@@ -200,7 +200,7 @@ def main(argv=None):
                 bench.spread([1000 * step for step in steps[kind]], "{:.0f}") for kind in runs
             ]
             rows.append([f"`{name}.py`", *milliseconds, f"{ratio:.3f}"])
-            parts[name] = take_apart(name, [*argv, f"--output_dir={folder}/apart-{name}"])
+            parts[name] = time_parts(name, [*argv, f"--output_dir={folder}/apart-{name}"])
     title = (
         f"{cli.size}, batch {cli.batch_size} (unconditional {4 * cli.batch_size}), "
         f"{cli.mixed_precision}, with EMA"

@@ -4,17 +4,17 @@ __version__ = "0.1.0"
 
 
 def check_version(version: str, script: str) -> None:
-    """End the program if a copied script is of another version than the installed package.
+    """End the program if a script was written for another version than the installed package.
 
-    Without this check the script would fail later, with a less clear error. `version` is the
-    version that the script was written for. The last part of the number may differ.
+    Without this check the script would fail later, with a less clear error. version: that of the
+    script. The last part of the number may differ.
     """
     if version.split(".")[:2] != __version__.split(".")[:2]:
         advice = (
-            "install the version of the script, or use that version to make the script one file "
+            "install that version, or make the script one file with it "
             "(python -m diffusion_training.standalone)"
         )
         raise SystemExit(
-            f"{script} is of version {version}, and the installed diffusion_training is "
-            f"{__version__}: {advice}"
+            f"{script} needs version {version} of diffusion_training, but {__version__} is "
+            f"installed: {advice}"
         )

@@ -22,7 +22,7 @@ def clean_path(text: str) -> str:
     would be another name. s3:/bucket, which pathlib makes of s3://bucket, would be a local folder.
     """
     if re.match(r"[a-z0-9]{2,}:/[^/]", text):
-        raise argparse.ArgumentTypeError(f"{text} has one slash after the colon, not two")
+        raise argparse.ArgumentTypeError(f"{text} has one slash after the colon: write two")
     if "://" not in text:
         return os.path.expanduser(text)
     return re.sub(r"(?<![:/])/+(?=/|$)", "", text)
@@ -92,14 +92,16 @@ class OneOrMore(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         if len({*values}) < len(values):
-            parser.error(f"{option_string} {' '.join(map(str, values))} has a value twice")
+            parser.error(
+                f"{option_string} {' '.join(map(str, values))} gives a value twice: leave one out"
+            )
         setattr(namespace, self.dest, values if len(values) > 1 else values[0])
 
 
 class Flags(argparse.Namespace):
-    """The user's flags, read-only. Values that a run finds out have types of their own.
+    """The user's flags, read-only. Values that a run determines are elsewhere, as in `Plan`.
 
-    given: the names of those that differ from their defaults. It is a slot, so that `vars` holds
+    given: names of the flags that differ from their defaults. It is a slot, so that `vars` holds
     only flags.
     """
 
@@ -124,8 +126,8 @@ def list_values(value: Any) -> list:
 def make_parser(script: str, doc: str | None, page: str | None = None) -> Parser:
     """Make the parser of a script from its file name and docstring. It reads @FILE too.
 
-    page: in docs/, such as "docs/training.md". --help ends with the commands of the docstring and
-    this page.
+    page: its documentation, such as "docs/training.md". --help ends with the docstring's commands
+    and this page.
     """
     lines = (doc or "").split("\n")  # None under `python -OO`
     indented = [i for i, line in enumerate(lines) if i > 1 and not line.startswith("    ")]
@@ -184,7 +186,7 @@ COUNT = number(1, 10**9, int)  # an argparse type
 
 
 def steps_or_share(text: str) -> int | float:
-    """An argparse type: a number of steps, or a share of the run below 1. 1 and 1.0 are a step."""
+    """An argparse type: a number of steps, or a share of the run below 1. 1.0 is one step."""
     value = number(0, 10**9)(text)
     if 0 < value < 1:
         return value
@@ -199,10 +201,7 @@ steps_or_share.__dict__["bounds"] = 0, 10**9, int
 def parse_demo(
     parser: Parser, demo: str, argv: list[str] | None, launcher: str = "accelerate launch"
 ) -> argparse.Namespace:
-    """Parse the demo's command line, whose flags those in `argv` override.
-
-    Prints the full command.
-    """
+    """Parse the demo's command line, overridden by the flags in `argv`, and print it in full."""
     command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") == "0":
         full = f"{launcher} {parser.prog} {shlex.join(command)}"

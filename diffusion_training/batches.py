@@ -15,12 +15,12 @@ class Batch(TypedDict, total=False):
     """
 
     pixel_values: torch.Tensor  # [N, C, H, W], uint8 from 0 to 255, or float32 from 0 to 1
-    latents: torch.Tensor  # float16 [N, numbers of a row]
-    latents_shape: list[int]  # channels, height and width of a row of latents
+    latents: torch.Tensor  # float16 [N, numbers per row]
+    latents_shape: list[int]  # channels, height and width of a row's latents
     mask: torch.Tensor  # uint8, 255 where the loss counts; mirrored with the image
     input_ids: torch.Tensor  # [N, tokens]
     input_ids_2: torch.Tensor
-    prompt_embeds: torch.Tensor  # float16 [N, numbers of a row]
+    prompt_embeds: torch.Tensor  # float16 [N, numbers per row]
     pooled_prompt_embeds: torch.Tensor
     prompt_mask: torch.Tensor  # bool [N, tokens]
     prompt_lengths: list[int]
@@ -41,7 +41,7 @@ Predict: TypeAlias = Callable[
 class Prepared(NamedTuple):
     """A batch of N images as inputs for the model and the loss."""
 
-    images: torch.Tensor  # or latents: float32 [N, C, H, W] with values of about 1
+    images: torch.Tensor  # or latents: float32 [N, C, H, W] of about unit variance
     condition: dict[str, torch.Tensor]  # {name: [N, ...]}, the model's other inputs
     loss_inputs: dict[str, torch.Tensor]  # {name: [N, ...]}, inputs of the loss only
 

@@ -17,7 +17,7 @@ Task = TypeVar("Task")
 
 
 def find_modules(*objects: Any) -> list[str]:
-    """Return the files and folders of the modules that define some functions or classes.
+    """Return the files and folders of the modules that define `objects` (functions, classes).
 
     Workers on other machines need them to import these objects.
     """
@@ -29,9 +29,9 @@ def find_modules(*objects: Any) -> list[str]:
 def connect(address: str | None, modules: list[str], **options: Any) -> Callable[[], None]:
     """Connect to Ray at `address` or RAY_ADDRESS, or start it on this machine.
 
-    A connection that this process already has is used again. `modules`: see `find_modules`. Returns
-    a function that ends what it started. Ends the program with a sentence if Ray can't be started
-    or found.
+    If this process is already connected, it does nothing. modules: see `find_modules`. Returns a
+    function that ends the new connection. Ends the program with an error if Ray can't be started or
+    found.
     """
     # silences Ray's warning about a future change for GPUs
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -59,14 +59,14 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
     return ray.shutdown
 
 
-def work_off(
+def run_tasks(
     items: Iterable[Task], submit: Callable[[Task], Any], limit: Callable[[], float], tries: int = 4
 ) -> Generator[tuple[Task, Any, str | None]]:
     """Run a task for each item, at most `limit()` at a time, and yield each when it ends.
 
     Yields (item, the task's result, None), or (item, None, reason) for an item whose worker died
-    `tries` times. `submit(item)` starts a task. Ray must not retry tasks, because the deaths of
-    their processes and nodes are counted here.
+    `tries` times. submit(item) starts a task, with max_retries=0, because the deaths of workers are
+    counted here.
     """
     import ray
 
@@ -93,7 +93,7 @@ def work_off(
                 except fatal:
                     deaths[id(item)] += 1
                     if deaths[id(item)] == tries:
-                        reason = f"the process that worked on it died {tries} times; out of memory?"
+                        reason = f"its worker process died {tries} times; out of memory?"
                         yield item, None, reason
                     else:
                         pending[submit(item)] = item

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 import fsspec
 
-MOST = 2**20  # characters of a value, because pyarrow does not read longer rows
+MAX_VALUE = 2**20  # characters; pyarrow does not read longer rows
 
 
 def check_csv(url: str) -> str | None:
@@ -17,7 +17,7 @@ def check_csv(url: str) -> str | None:
     """
     name = PurePosixPath(url.lower().removesuffix(".gz"))
     delimiter = "\t" if name.suffix == ".tsv" else ","
-    csv.field_size_limit(MOST)
+    csv.field_size_limit(MAX_VALUE)
     spanning = []
     begin = 1  # the line in which a row begins
     # latin-1 reads any bytes, and quotes and delimiters are the same in UTF-8

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 # System errors that concern one file or one name. All others are faults of the machine.
-OF_A_FILE = {
+FILE_ERRORS = {
     errno.ENOENT,
     errno.EACCES,
     errno.EPERM,
@@ -40,7 +40,7 @@ PEER_ENDED = 75
 UNDO: list[Callable[[], None]] = []  # called if `main` fails before there is anything to keep
 # signals since `main` began, kept here because a library can swallow their exceptions
 SIGNALS: list[int] = []
-# settings of the process that a run has changed; they are restored when `main` ends or fails
+# restores the settings of the process that a run changed, when `main` ends or fails
 CHANGED = contextlib.ExitStack()
 
 
@@ -99,9 +99,9 @@ def explain(error: BaseException) -> str:
 
 
 def is_a(error: BaseException, *names: str) -> bool:
-    """isinstance by the names of classes.
+    """Whether an error's class, or one that it inherits from, has one of these names.
 
-    Importing torch or datasets for their classes would cost each download process 0.8 GB.
+    isinstance would need torch and datasets, 0.8 GB in each download process.
     """
     return any(kind.__name__ in names for kind in type(error).__mro__)
 
@@ -121,11 +121,11 @@ def is_machines_fault(error: BaseException) -> bool:
     """
     if lacks_memory(error) or is_a(error, "TimeoutError", "ConnectionError"):
         return True
-    return isinstance(error, OSError) and error.errno is not None and error.errno not in OF_A_FILE
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in FILE_ERRORS
 
 
 @contextlib.contextmanager
-def passing_rows_faults() -> Iterator[None]:
+def suppressing_row_errors() -> Iterator[None]:
     """Suppress an error in the block if a row's data or file caused it; raise all others."""
     try:
         yield
@@ -134,8 +134,8 @@ def passing_rows_faults() -> Iterator[None]:
             raise
 
 
-def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
-    """Return a sentence for an error that any run can meet; None for an unexpected error."""
+def describe_expected(error: BaseException, args: argparse.Namespace) -> str | None:
+    """Return a sentence for an error that can happen in any run; None for an unexpected error."""
     text = explain(error)
     if lacks_memory(error):
         if "train_batch_size" in args:
@@ -152,7 +152,7 @@ def foresee(error: BaseException, args: argparse.Namespace) -> str | None:
         return f"there is not enough memory ({text[:200]}): try a smaller {setting}"
     # a full disk, a file that was deleted, a stream that was cut off
     if is_a(error, "OSError", "EOFError", "TarError"):
-        return f"{text}; what was saved before is complete"
+        return f"{text}; files saved before are complete"
     if "DataLoader worker (pid" in text:  # an exception inside a worker has another text
         return (
             "a process that loads data was killed: out of memory or /dev/shm? "
@@ -203,8 +203,8 @@ def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
 def holding_signals() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the end of the block.
 
-    Processes are forked in it. An exception during a fork would be printed and lost, and one in the
-    new process, which inherits the handlers, would print another traceback.
+    Use it to fork processes. An exception during a fork would be printed and lost, and the new
+    process, which inherits the handlers, would print another traceback.
     """
     held: list[int] = []
     try:
@@ -236,9 +236,9 @@ def end_if_stopped() -> None:
 def in_one_sentence(
     main: Callable[[argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
-    """Decorate `main` so that errors that any run can meet end it with one sentence.
+    """Decorate `main` so that expected errors end it with one sentence, on every process.
 
-    It works so on every process. Unexpected errors keep their traceback.
+    Unexpected errors keep their traceback.
     """
     script = Path(main.__code__.co_filename).name
 
@@ -262,7 +262,7 @@ def in_one_sentence(
             if not SIGNALS:  # its message is printed already
                 raise
         except Exception as error:
-            sentence = foresee(error, args)
+            sentence = describe_expected(error, args)
             alone = True
             status = status_of(error)
             if sentence is None and not SIGNALS:
@@ -275,7 +275,7 @@ def in_one_sentence(
             if is_local_main():
                 name = signal.Signals(SIGNALS[-1]).name
                 print(
-                    f"\nStopped by {name}; what is saved is complete, "
+                    f"\nStopped by {name}; saved files are complete, "
                     "and the same command continues from here",
                     flush=True,
                 )

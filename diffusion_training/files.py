@@ -19,10 +19,10 @@ from diffusion_training.errors import Refused, explain, explained, fail, status_
 
 @contextlib.contextmanager
 def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
-    """Give an empty folder, and move the files that the block writes there into `folder`.
+    """Yield an empty folder, and move the files that the block writes there into `folder`.
 
-    Each item appears complete or not at all. If anything fails, the program ends with a sentence
-    and the previous items stay.
+    Each item appears complete or not at all. If anything fails, the program ends with an error
+    about `what`, and the previous items stay.
     """
     folder = Path(folder)
     unfinished = folder / ".tmp-saving"
@@ -48,7 +48,7 @@ def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
         full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
         reason = "the disk is full" if full else explain(error)
         shutil.rmtree(unfinished, ignore_errors=True)
-        sentence = f"{what} could not be saved ({reason}); what was saved before is untouched"
+        sentence = f"{what} could not be saved ({reason}); files saved before are untouched"
         raise Refused(sentence, True, status_of(error)) from None
 
 
@@ -91,8 +91,8 @@ def lock_folder(
     return lock
 
 
-def leave_nothing(folder: Path) -> None:
-    """Delete the folder of a failed run if it holds nothing but locks and the flags."""
+def delete_if_empty(folder: Path) -> None:
+    """Delete the folder of a failed run if it holds only locks and the flags."""
     with contextlib.suppress(OSError):
         if {path.name for path in folder.iterdir()} <= {".lock", ".lock-ray", "run.args"}:
             delete(folder)
@@ -193,9 +193,9 @@ def digest_file(path: Path) -> str | None:
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Whether a value from a JSON file has a form.
+    """Whether a value from a JSON file has the types that `form` describes.
 
-    A form is a type, [the form of each item], or {key: the form of its value}.
+    form: a type, [the form of each item], or {key: the form of its value}.
     """
     if isinstance(form, dict):
         return isinstance(value, dict) and all(

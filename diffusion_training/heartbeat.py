@@ -14,7 +14,7 @@ import torch
 from diffusion_training.errors import PEER_ENDED, is_local_main
 
 BEAT = 2.0  # seconds
-# beats; the launcher then ends its other processes, and the job is over within a minute
+# beats until a machine counts as lost; then the job ends within a minute
 MAX_SILENT = 17
 LEFT = b"left"
 
@@ -77,7 +77,7 @@ def listen_to_machines(timeout: timedelta) -> None:
                     host = previous[machine].decode().partition(" ")[2]
                     print(
                         f"\n{Path(sys.argv[0]).name}: machine {machine} ({host}) has been silent "
-                        f"for {MAX_SILENT * BEAT:.0f} seconds; what is saved is complete, "
+                        f"for {MAX_SILENT * BEAT:.0f} seconds; saved files are complete, "
                         "and the same command continues from there",
                         file=sys.stderr,
                         flush=True,

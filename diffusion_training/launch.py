@@ -59,7 +59,7 @@ class Launch:
 
     @property
     def has_weights(self) -> bool:
-        """Whether this process loads weights: with --shard, the first one sends them out."""
+        """Whether this process loads weights. With --shard, the others get them from the first."""
         return self.is_main or not self.shard
 
     @property
@@ -120,7 +120,7 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
     if precision not in DTYPES:
         fail(f"mixed precision {precision} is not supported: choose no, fp16 or bf16")
     shard = getattr(args, "shard", False)
-    with explained("the processes can't be set up as they were launched"):
+    with explained("the launched processes can't be set up"):
         cores = count_cores()
         # the launcher's options; `compile_model` applies them, and keeps the names of weights
         dynamo = TorchDynamoPlugin()
@@ -167,8 +167,8 @@ def advise_precision(device: torch.device, precision: str, args: Namespace) -> s
         return None
     flags = "--mixed_precision bf16" + " or --allow_tf32" * ("allow_tf32" in args)
     return (
-        f"Float32 leaves the tensor cores of this GPU unused: {flags} makes it several times as "
-        "fast (--mixed_precision no keeps float32 and hides this line)"
+        f"Float32 leaves the tensor cores of this GPU unused: {flags} is several times faster "
+        "(--mixed_precision no keeps float32 and hides this line)"
     )
 
 
@@ -314,7 +314,7 @@ class StopSignal:
 
     @property
     def received(self) -> int:
-        # SIGNALS has an earlier one whose exception was swallowed
+        # SIGNALS also has a signal from before, whose exception was swallowed
         return self.agreed or (SIGNALS[-1] if SIGNALS else 0)
 
     def note(self, number: int, frame: FrameType | None) -> None:

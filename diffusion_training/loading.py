@@ -29,9 +29,9 @@ def load_batches(
     """Yield `dataset[key]` for each key, two batches ahead, with the tensors sent to the device.
 
     A thread reads these two batches, so that data is read while the device computes, also without
-    loader processes. Each of `num_workers` processes reads `prefetch_factor` more (None: two). The
-    entry "waited" of a batch has two marks, from before and after the wait for it, which
-    `seconds_between` converts to seconds.
+    loader processes. Each of `num_workers` processes reads `prefetch_factor` more (None: two). A
+    batch's entry "waited" has two marks, from before and after the wait for it; see
+    `seconds_between`.
     """
     loader = torch.utils.data.DataLoader(
         WithRefusals(dataset),

@@ -27,7 +27,7 @@ DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_
 
 
 def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Module:
-    """`kind.from_pretrained`, but raise ValueError if weights are missing or have other shapes.
+    """Call `kind.from_pretrained`; raise ValueError if weights are missing or have other shapes.
 
     Such weights would be random, or not loaded at all. It also raises ValueError for weights with
     NaN or infinity, which can't be trained.
@@ -93,7 +93,7 @@ def find_weight_files(
 
 def hash_weights(model: torch.nn.Module) -> str:
     """SHA-256 of the values and shapes of a model's weights, without their names."""
-    with ThreadPoolExecutor() as pool:  # gigabytes, and hashing lets other threads run
+    with ThreadPoolExecutor() as pool:  # gigabytes, and hashing releases the GIL
         return combine_hashes(pool.map(hash_weight, model.parameters()))
 
 
@@ -132,21 +132,23 @@ def check_shapes(
     shape: Sequence[int],
     condition: dict[str, torch.Tensor],
 ) -> list[str]:
-    """Call models, built from their configs without numbers, on an image of a shape [C, H, W].
+    """Check that models predict an image of `shape` [C, H, W] from one of the same shape.
 
-    name: the model's name in messages. condition: that of one image; only shapes are used. Stops
-    with an error if the call fails, or if the prediction has another shape. Returns the names of
-    the weights that the prediction does not depend on.
+    It calls them on the meta device, without weights. name: the model's name in messages.
+    condition: that of one image; only shapes are used. Stops with an error if the call fails, or
+    the shapes differ. Returns the names of the weights that the prediction does not depend on.
     """
     with torch.device("meta"), torch.enable_grad(), explained(f"{name} can't be trained here"):
         empty = {key: type(model).from_config(model.config) for key, model in models.items()}
         shapes = {key: torch.zeros_like(value, device="meta") for key, value in condition.items()}
         prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), shapes)
         if list(prediction.shape[1:]) != list(shape):
-            raise ValueError(f"it predicts {list(prediction.shape[1:])} for {list(shape)}")
+            raise ValueError(
+                f"its prediction has the shape {list(prediction.shape[1:])}, not {list(shape)}"
+            )
         try:
             prediction.sum().backward()
-        except NotImplementedError:  # an operation has no gradient without numbers
+        except NotImplementedError:  # an operation has no gradient on the meta device
             return []
     return [
         name
@@ -245,7 +247,7 @@ def copy_trained(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def start_average(models: Models) -> Models:
-    """Return copies of the models for `update_ema`, with nothing trainable."""
+    """Return copies of the models for `update_ema`, with all weights frozen."""
     return {
         name: copy_trained(model).eval().requires_grad_(False) for name, model in models.items()
     }

@@ -43,13 +43,13 @@ def draw_caption(
     epoch: int | None,
     row: int,
     weights: Sequence[float],
-    there: Sequence[bool] | np.ndarray,
+    exists: Sequence[bool] | np.ndarray,
 ) -> int:
-    """Draw the number of a row's caption for an epoch, by weight, from those that are `there`.
+    """Draw the number of a row's caption for an epoch, by weight, from those that exist.
 
     With epoch None it is the first of these.
     """
-    ends = np.where(there, weights, 0.0).cumsum()
+    ends = np.where(exists, weights, 0.0).cumsum()
     choice = draw_choices(seed, epoch, row)[3] if epoch is not None else 0.0
     return int(np.searchsorted(ends / ends[-1], choice, side="right"))
 
@@ -62,7 +62,7 @@ class Stream:
         self.window = window
 
     def __len__(self) -> int:
-        return sys.maxsize  # it never ends its first epoch
+        return sys.maxsize  # so that the first epoch never ends
 
 
 class Order:
@@ -90,8 +90,8 @@ class Order:
 
         If there are several sizes, blocks of `block` rows of one size come first. `block` is the
         number of images per step at the start of the run, which checkpoints store. The remaining
-        rows of each size come last, in shuffled groups of `unit` rows: mixed, a step would need a
-        micro-batch for each size.
+        rows of each size come last, in shuffled groups of `unit` rows: if they were mixed, a step
+        would need a micro-batch for each size.
         """
         rows = self.rows(epoch)
         if hasattr(rows, "arrange"):
@@ -148,7 +148,7 @@ def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> 
                     share = micro_batch[rank::num_processes]  # about equally many for each process
                     batch = [(epoch, row, weight) for row in share]
                     yield batch or [(epoch, micro_batch[0], 0.0)]
-            image = 0  # the next epoch begins with its first image
+            image = 0
 
     return keys(image)
 
@@ -156,7 +156,7 @@ def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> 
 def stream_batches(
     order: Order, progress: Any, rank: int, num_processes: int
 ) -> Iterator[list[tuple]]:
-    """Like `step_batches` for a `Stream`, with the item itself as the fourth part of a key.
+    """Yield batches like `step_batches` from a `Stream`. A key's fourth part is the item itself.
 
     Each process reads its own share of the stream, shuffled, again and again. A resumed run reads
     the stream from its start, because it can't be opened in the middle.
@@ -176,8 +176,8 @@ def stream_batches(
                     yield epoch, row, weight, item
             if row is None:
                 fail(
-                    f"process {rank} finds no image in the stream: launch at most as many "
-                    "processes as it has images",
+                    f"process {rank} finds no image in the stream: launch no more processes than "
+                    "it has images",
                     alone=True,
                 )
 

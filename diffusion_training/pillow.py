@@ -10,7 +10,7 @@ MAX_SCANS = 100
 def check_scans(image: Image.Image, data: bytes | bytearray) -> None:
     """Raise ValueError for a JPEG with so many scans that decoding it takes minutes."""
     if image.format in ("JPEG", "MPO") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
-        raise ValueError(f"it has {scans} scans")
+        raise ValueError(f"it has {scans} scans, too many to decode")
 
 
 def read_orientation(image: Image.Image) -> int:

@@ -1,4 +1,4 @@
-"""Read a frozen base into 4 bits (NF4, arXiv:2305.14314).
+"""Load a frozen base model in 4 bits (NF4, arXiv:2305.14314).
 
 bitsandbytes is imported only where it is needed, because most runs do not use it.
 """
@@ -64,7 +64,7 @@ def load_quantized(
     variant: str | None = None,
     **options: Any,
 ) -> tuple[torch.nn.Module, str]:
-    """`model_class.from_pretrained`, with the layers of `list_quantizable` in NF4 on `device`.
+    """Load a pretrained model with the layers of `list_quantizable` in NF4, on `device`.
 
     Weights are read, hashed and quantized a few at a time, so memory never holds the complete model
     in the precision of its files. The hash is that of the exact weights. Raises ValueError as
@@ -104,7 +104,7 @@ def load_quantized(
     for path in find_weight_files(source, subfolder, variant, **options):
         with safe_open(path, "pt") as file, ThreadPoolExecutor(4) as pool:
             names = [name for name in file.keys() if name in shapes]
-            # threads, because hashing takes longest and lets other threads run
+            # hashing takes longest, and releases the GIL
             list(pool.map(lambda name, file=file: place(name, file.get_tensor(name)), names))
     raise_for_keys("mismatched keys", mismatched)
     raise_for_keys(NOT_FINITE, broken)
@@ -154,7 +154,7 @@ def make_quantized_layer(layer: torch.nn.Linear) -> torch.nn.Linear:
 
 
 def cast_input(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
-    """Do what autocast does for other layers, or the output has the precision of the input."""
+    """Cast as autocast does for other layers, or the output would have the input's precision."""
     return (inputs[0].to(layer.compute_dtype),)
 
 

@@ -90,7 +90,7 @@ def upload(source: str | Path, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[Path]:
-    """Give a local file to write, which then becomes `path`, completely or not at all.
+    """Yield a local file to write, which then becomes `path`, completely or not at all.
 
     If `path` is on a disk, the file is renamed. Otherwise it is uploaded in one piece.
     """
@@ -110,7 +110,7 @@ def writing(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[Path]:
-    """Give `path` as a local file: itself, or a copy if it is an address.
+    """Yield `path` as a local file: itself, or a copy if it is an address.
 
     If there is no file at the address, the copy does not exist either.
     """
@@ -152,9 +152,9 @@ def read_bytes(path: str) -> bytes:
 def persist(
     path: str, action: Callable[[AbstractFileSystem, str], Result], hopeless: Sequence[str] = ()
 ) -> Result:
-    """Do `action(file system, path in it)` until it succeeds, for about a minute.
+    """Call `action(file system, path in it)` until it succeeds, for about a minute.
 
-    Then the program ends with a sentence. Each retry makes a new connection and reads the
+    Then the program ends with an error. Each retry makes a new connection and reads the
     credentials again, since these may have expired. `hopeless` names the classes of errors that are
     not retried. If FileNotFoundError is among them, it is raised.
     """
@@ -166,7 +166,7 @@ def persist(
                 raise FileNotFoundError(None, "no such file", path) from error
             if wait is None or is_a(error, "ImportError", *hopeless):
                 fail(
-                    f"{path} can't be read ({explain(error)}): what was saved is complete, "
+                    f"{path} can't be read ({explain(error)}): saved files are complete, "
                     "and the same command continues when it can be read",
                     alone=True,
                 )

@@ -108,8 +108,8 @@ def write_usage(
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
-    call: arguments of the pipeline. setup: lines before the call. precision: that on a GPU.
-    more: further arguments of `opener`.
+    call: arguments of the pipeline. setup: lines before the call. precision: of the pipeline on a
+    GPU. more: further arguments of `opener`.
     """
     dtype = []
     if precision != "float32":
@@ -125,7 +125,7 @@ def write_usage(
         f"pipeline = {opener}({json.dumps(source)}{more}).to(device)",
         *setup,
         f"image = pipeline({call}).images[0]",
-        *['image.save("image.png")'] * ("output_type" not in call),  # an array is no picture
+        *['image.save("image.png")'] * ("output_type" not in call),  # not for arrays
     ])  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
     A line has at most 300 points, each the mean of several values. Returns (a matplotlib figure,
     the last value of each line as text), or None if there is nothing to plot.
     """
-    import matplotlib.figure  # imported here because it takes half a second
+    import matplotlib.figure  # takes half a second
 
     lines = {}
     for name in names:
@@ -259,7 +259,7 @@ def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[s
     epochs = [record["epoch"] for record in records if "loss" in record]
     held_out = {name for record in records if "held_out_loss" in record for name in record}
     held_out = sorted(held_out - {"step"})
-    # with an epoch in each record, the mean of an epoch would be the loss once more
+    # if each record has its own epoch, the epoch's mean would repeat the loss
     loss = ["loss"] if 2 * len(set(epochs)) > len(epochs) else ["loss", "epoch_loss"]
     pictures = [
         (loss, True),
@@ -314,7 +314,7 @@ def make_report(output_dir: str | Path) -> None:
     output_dir = Path(output_dir)
     about = json.loads((output_dir / "report.json").read_text())
     records = read_metrics(output_dir)
-    facts = about.get("facts", {})  # these names are missing in the files of older versions
+    facts = about.get("facts", {})  # older versions did not write these names
     settings = about["settings"]
     given = about.get("given", settings)
     again = about.get("again", f"accelerate launch {about.get('script')} @{output_dir}/run.args")
@@ -332,7 +332,7 @@ def make_report(output_dir: str | Path) -> None:
             )
     paths = sorted((output_dir / "samples").glob("step-*.png"))
     last = paths[-1:]
-    # what training started from, to compare with; a run with --init_from starts at a later step
+    # samples from before training, to compare; a run with --init_from starts at a later step
     first = paths[:1] if len(paths) > 1 else []
     if first and first[0].stem != "step-0000000" and "init_from" not in settings:
         first = []

@@ -1,4 +1,4 @@
-"""Make one file of a script and the functions that it uses, which runs without this package.
+"""Combine a script and the package code that it uses into one file, which runs alone.
 
 python -m diffusion_training.standalone train_unconditional.py > mine.py
 """
@@ -114,7 +114,7 @@ def name_directly(text: str, path: Path) -> tuple[str, dict[str, str]]:
             if source := modules.get(node.value.id):
                 if node.attr in taken or direct.setdefault(node.attr, source) != source:
                     sys.exit(
-                        f"{path}: {node.attr} of {source} is not the only {node.attr} here: "
+                        f"{path} uses {node.attr} of {source}, and another {node.attr}: "
                         "rename one of them"
                     )
                 places.append((node.lineno - 1, node.col_offset, node.value.end_col_offset))
@@ -151,7 +151,7 @@ def look_up(chunk: Chunk, name: str, folder: Path) -> tuple[Chunk | None, Iterab
         if module := open_module(source or original, folder):
             if alias or original not in module.home:
                 sys.exit(
-                    f"{chunk.module.path} imports {original} of {source or 'its folder'} "
+                    f"{chunk.module.path} imports {original} from {source or 'its folder'} "
                     "as a module or under another name: use `from MODULE import NAME`"
                 )
             return module.home[original], ()
@@ -159,7 +159,7 @@ def look_up(chunk: Chunk, name: str, folder: Path) -> tuple[Chunk | None, Iterab
 
 
 def reach(chunks: Iterable[Chunk], folder: Path) -> tuple[set[Chunk], set[Import]]:
-    """Return (some chunks and all that they use, their imports from libraries)."""
+    """Return (the chunks and all chunks that they use, their imports from libraries)."""
     reached = set()
     libraries = set()
     meanings = {}
@@ -209,7 +209,7 @@ def write_imports(libraries: set[Import]) -> str:
 
 
 def make_standalone(path: str | Path) -> str:
-    """Return the text of the one file.
+    """Return the script and all package code that it uses as the text of one file.
 
     The code that the script needs while it is loaded comes first, then the script, then all other
     code that it uses.

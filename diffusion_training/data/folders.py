@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from diffusion_training.errors import fail, passing_rows_faults, print_once, printable
+from diffusion_training.errors import fail, print_once, printable, suppressing_row_errors
 
 # cached, because realpath looks at each folder of a path and is called for every row
 resolve = functools.lru_cache(os.path.realpath)
@@ -53,7 +53,7 @@ def add_captions(rows: datasets.Dataset, column: str, extension: str) -> dataset
     """
 
     def read(path: Path) -> str | None:
-        with passing_rows_faults():
+        with suppressing_row_errors():
             # reading a pipe might never end
             return path.read_text(encoding="utf-8-sig").strip() if path.is_file() else None
         return None

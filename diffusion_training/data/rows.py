@@ -35,7 +35,7 @@ from diffusion_training.data.folders import (
 )
 from diffusion_training.data.images import name_image
 from diffusion_training.data.streams import TarMember, identify_stream, open_for_tars
-from diffusion_training.errors import explained, fail, passing_rows_faults, print_once, printable
+from diffusion_training.errors import explained, fail, print_once, printable, suppressing_row_errors
 from diffusion_training.remote import is_address, list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
@@ -421,7 +421,7 @@ class RowDataset(torch.utils.data.Dataset):
                 data = value["bytes"]
                 path = value["path"]
                 # the file may be gone, or the path may be only a name for the bytes
-                with passing_rows_faults():
+                with suppressing_row_errors():
                     if data is None or "size" in value:
                         with fsspec.open(path) as file:
                             data = file.read()

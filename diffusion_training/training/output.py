@@ -30,7 +30,7 @@ from diffusion_training.files import (
     check_output_dir,
     clean,
     delete,
-    leave_nothing,
+    delete_if_empty,
     lock_folder,
     saving,
     sort_header,
@@ -105,7 +105,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
         # perhaps only checkpoints were copied here
         own |= {path.name for path in find_checkpoints(output_dir)}
         if not output_dir.exists():
-            UNDO.append(partial(leave_nothing, output_dir))
+            UNDO.append(partial(delete_if_empty, output_dir))
         lock = lock_folder(
             output_dir,
             output_dir,

@@ -184,7 +184,7 @@ def test_a_step_is_taken_apart_and_a_bare_loop_takes_the_trainers_steps(tmp_path
     cli.resolution = 64
     for name, argv in step_overhead.make_flags(tmp_path, cli).items():
         reset()
-        parts = step_overhead.take_apart(name, [*argv, f"--output_dir={tmp_path / name}"])
+        parts = step_overhead.time_parts(name, [*argv, f"--output_dir={tmp_path / name}"])
         assert sum(parts.values()) == pytest.approx(1) and all(part >= 0 for part in parts.values())
         assert parts["backward pass"] > 0.05 and parts["noise, forward pass and loss"] > 0.05
         assert all(parts.values()), parts  # each patched function was called

@@ -18,11 +18,11 @@ from diffusion_training.arguments import Flags
 from diffusion_training.errors import (
     PEER_ENDED,
     UNDO,
+    describe_expected,
     end_if_stopped,
     explain,
     explained,
     fail,
-    foresee,
     holding_signals,
     in_one_sentence,
     is_machines_fault,
@@ -79,7 +79,7 @@ def fail_for_memory(args):
     (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: "
                   "can't allocate memory: you"), "enough memory"),
     (OSError(28, "No space left on device"),
-     "[Errno 28] No space left on device; what was saved before is complete"),
+     "[Errno 28] No space left on device; files saved before are complete"),
     (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
      "a process that loads data was killed"),
     (torch.distributed.DistBackendError("NCCL"),
@@ -103,7 +103,7 @@ def test_what_happens_to_any_run_is_one_sentence(capsys, monkeypatch, error, sen
 
 
 def test_less_memory_is_had_by_the_scripts_own_flag():
-    assert "--batch_size" in foresee(MemoryError(), argparse.Namespace(batch_size=1))
+    assert "--batch_size" in describe_expected(MemoryError(), argparse.Namespace(batch_size=1))
 
 
 def test_what_is_not_foreseen_keeps_its_traceback():
@@ -113,7 +113,7 @@ def test_what_is_not_foreseen_keeps_its_traceback():
         "Caught RuntimeError in DataLoader worker process 0.\n"
         "Original Traceback:\nRuntimeError: a bug of mine"
     )
-    assert foresee(RuntimeError(reraised), TRAINER) is None
+    assert describe_expected(RuntimeError(reraised), TRAINER) is None
 
 
 def test_signals_before_and_after_training_say_what_is_saved_and_are_handed_back(capsys):
@@ -124,7 +124,7 @@ def test_signals_before_and_after_training_say_what_is_saved_and_are_handed_back
         assert stop.value.code == code
         said = capsys.readouterr()
         assert (
-            f"Stopped by {signal.Signals(number).name}; what is saved is complete" in said.out
+            f"Stopped by {signal.Signals(number).name}; saved files are complete" in said.out
             and not said.err
         )
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -244,7 +244,7 @@ def test_what_is_undone_when_main_fails_stays_when_it_does_not():
     "said", ["could not create a primitive", "can't start new thread", "std::bad_alloc"]
 )
 def test_too_little_memory_is_one_sentence_whoever_says_it(said):
-    assert "there is not enough memory" in foresee(RuntimeError(said), TRAINER)
+    assert "there is not enough memory" in describe_expected(RuntimeError(said), TRAINER)
 
 
 @pytest.mark.parametrize("error", [None, ValueError])

@@ -128,7 +128,7 @@ def test_a_failure_is_one_sentence_and_changes_nothing(tmp_path, monkeypatch):
     before = tree(tmp_path / "out")
     with pytest.raises(
         SystemExit,
-        match=r"^the model could not be saved \(a bug\); what was saved before is untouched",
+        match=r"^the model could not be saved \(a bug\); files saved before are untouched",
     ):
         with saving(tmp_path / "out", "the model") as unfinished:
             (unfinished / "unet").mkdir()

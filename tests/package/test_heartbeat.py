@@ -54,7 +54,7 @@ def test_a_machine_that_is_silent_ends_the_job_in_a_sentence(tmp_path, quick, st
     said = (tmp_path / "log").read_text()
     assert (
         f"machine {stopped} ({os.uname().nodename}) has been silent for 2 seconds; "
-        "what is saved is complete"
+        "saved files are complete"
     ) in said
     assert "Traceback" not in said and "the end" not in said
 

@@ -45,7 +45,7 @@ def test_a_gpu_in_float32_that_nobody_chose_is_told_of_once(monkeypatch, capsys)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     flags = Flags(mixed_precision=None, allow_tf32=False)
     said = advise_precision(cuda, "no", flags)
-    assert "--mixed_precision bf16 or --allow_tf32 makes it several times" in said
+    assert "--mixed_precision bf16 or --allow_tf32 is several times faster" in said
     assert "--allow_tf32" not in advise_precision(cuda, "no", Flags(mixed_precision=None))
     for device, precision, chosen in (
         (cpu, "no", flags),
@@ -83,7 +83,7 @@ def test_what_can_not_be_done_is_refused(monkeypatch):
             "2",
             "2 processes were launched, but they do not work together .*: on CPUs set ACCEL",
         ),
-        ("WORLD_SIZE", "abc", "the processes can't be set up as they were launched"),
+        ("WORLD_SIZE", "abc", "the launched processes can't be set up"),
     ):
         with monkeypatch.context() as launched, pytest.raises(SystemExit, match=sentence):
             reset()

@@ -137,7 +137,7 @@ def test_errors_of_a_loaders_process_keep_their_traceback(tmp_path):
 def test_a_disk_that_goes_away_is_one_sentence(tmp_path, workers):
     codes, said = guarded(tmp_path, [0.0, away, 0.0], workers)
     assert codes == [1] and "Traceback" not in said and len(said.strip().splitlines()) == 1
-    assert "No such file or directory: '/disk/1.png'; what was saved before is complete" in said
+    assert "No such file or directory: '/disk/1.png'; files saved before are complete" in said
 
 
 def test_a_process_that_can_not_hand_over_ends_the_run(tmp_path):

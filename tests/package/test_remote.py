@@ -139,7 +139,7 @@ def test_what_can_not_be_read_is_asked_for_again_for_a_minute(ask):
     # each further try opens a new file system, which reads the credentials again
     assert ask.tried[0] is known and len({*map(id, ask.tried)}) == 8
     with pytest.raises(
-        SystemExit, match=r"memory://bucket/x can't be read \(reset by peer\): what was saved"
+        SystemExit, match=r"memory://bucket/x can't be read \(reset by peer\): saved files"
     ) as stop:
         ask(OSError("reset by peer"), 8)
     assert stop.value.alone and len(ask.tried) == 8

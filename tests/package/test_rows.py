@@ -321,8 +321,7 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
     ]
     log = (tmp_path / "log").read_text()
     assert (
-        "unexpected end of data; what was saved before is complete" in log
-        and "Traceback" not in log
+        "unexpected end of data; files saved before are complete" in log and "Traceback" not in log
     )
 
 

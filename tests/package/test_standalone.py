@@ -43,7 +43,7 @@ def test_what_lies_beside_the_script_comes_along_or_is_refused(tmp_path):
         ):
             make_standalone(script)
     script.write_text(SCRIPT % ("import my_losses\n\nhalf = 1", "my_losses.half"))
-    with pytest.raises(SystemExit, match="script.py: half of my_losses is not the only half here"):
+    with pytest.raises(SystemExit, match="script.py uses half of my_losses, and another half"):
         make_standalone(script)
 
 

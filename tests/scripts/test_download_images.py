@@ -582,8 +582,7 @@ def test_rows_that_end_every_process_are_named_and_cost_no_other(
     monkeypatch.setattr(script, "download_shard", die)
     said = refused(capsys, table, out, "--rows_per_shard", 3)
     assert (
-        f"rows 3 to 5 of file://{table} could not be downloaded: "
-        "the process that worked on it died 4 times"
+        f"rows 3 to 5 of file://{table} could not be downloaded: its worker process died 4 times"
     ) in said
     assert (tmp_path / "tries").read_text() == "xxxx" and whole(out) == [0, 2]
 
@@ -595,7 +594,7 @@ def test_a_run_without_one_image_is_none(here, server, tmp_path, capsys):
     )
     for _ in range(2):
         said = refused(capsys, table, out)
-        assert "none of 3 rows gave an image: 100.0% failed (HTTP 404 100.0%)" in said
+        assert "no image could be downloaded from 3 rows: 100.0% failed (HTTP 404 100.0%)" in said
     assert len(read_failures(out)) == 3
 
 

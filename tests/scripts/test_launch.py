@@ -180,7 +180,7 @@ def test_every_launch_that_can_not_be_used_is_refused(tmp_path, flags):
     """Both from a file of `accelerate config` and from environment variables."""
     # Devices are missing: the CPU must not be used silently instead
     missing = {"num_processes": 2, "use_cpu": False, "main_process_port": 0}
-    odd, few = "can't be set up as they were launched", "2 processes were launched, but they do"
+    odd, few = "the launched processes can't be set up", "2 processes were launched, but they do"
     for sentence, env in [
         (few, environment(tmp_path, num_processes=2)),
         (

@@ -242,7 +242,7 @@ def here(monkeypatch):
     monkeypatch.setattr(script, "Gauge", Gauge)
     monkeypatch.setattr(script, "check_shards", Remote(script.check_shards._function))
     once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)
-    monkeypatch.setattr(script, "work_off", once)
+    monkeypatch.setattr(script, "run_tasks", once)
     monkeypatch.setattr(script, "connect", lambda address, modules: lambda: None)
     yield lambda *argv, setup=None: run([str(arg) for arg in argv], setup)
     script.open_rows.cache_clear()
@@ -682,7 +682,7 @@ def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(
     assert process.wait(30) == code, log.read_text()
     assert (
         time.time() - begin < 15
-        and f"Stopped by {number.name}; what is saved is complete" in log.read_text()
+        and f"Stopped by {number.name}; saved files are complete" in log.read_text()
     )
     assert not list(out.rglob(".tmp-*")) and 1 <= len(list(out.glob("data-*"))) < 4
     assert driver(*flags)[0] == 0 and contents(out) == whole
@@ -820,10 +820,8 @@ def other_models():
 
 def test_an_encoder_whose_node_has_other_models_is_refused(tmp_path, flags, here):
     code, said = here(*flags, setup=other_models)
-    assert (
-        code == 1
-        and "the models on this node differ (vae.class AutoencoderKL -> None, vae.sha256" in said
-    ), said
+    differences = "(vae.class AutoencoderKL -> None, vae.sha256"
+    assert code == 1 and f"node differ from the driver's {differences}" in said, said
     assert not list((tmp_path / "out").glob("data-*"))
 
 
@@ -839,7 +837,7 @@ def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp
     shutil.rmtree(tmp_path / "datasets-cache")
     assert len(script.open_rows(pickled(rows._fingerprint)).rows) == NUM_ROWS
     shutil.rmtree(tmp_path / "datasets-cache")
-    with pytest.raises(ValueError, match="this node reads other data"):
+    with pytest.raises(ValueError, match="this node finds different data"):
         script.open_rows(pickled("another"))
 
 
@@ -967,7 +965,7 @@ def test_what_no_node_has_is_refused_or_asked_for(plan):
         for nodes in (((4, 0),), ((0, 0),)):
             engine, places, said = plan("--num_encoders=64", *argv, nodes=nodes)
             assert (places.allowed, places.fit, engine.encoder["num_gpus"]) == (64, 0, 1)
-            assert "\nWaiting for nodes that Ray was asked for: " in said
+            assert "\nWaiting for more nodes: " in said
             assert ("a task that decodes needs 1 CPU" in said) == (nodes == ((0, 0),))
 
 
@@ -1268,18 +1266,18 @@ def test_an_encoder_gets_shards_once_it_has_answered_and_is_let_go_when_none_are
     crew, cluster = crew(3, 8, 2.5, 9)
     assert turn(crew) == [(0, None), (1, None), (2, None)]
     cluster.answers = {(0, None): True, (1, None): True}
-    assert crew.take((0, None)) is crew.take((1, None)) is None
+    assert crew.read_answer((0, None)) is crew.read_answer((1, None)) is None
     # One shard is kept for each encoder that may still answer.
     of_two = [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5), (2, None)]
     assert turn(crew) == of_two and crew.left == [6, 7]
     cluster.answers |= {(0, shard): {} for shard in (0, 2, 4)}
-    assert [crew.take((0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
+    assert [crew.read_answer((0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
     assert turn(crew) == [(0, 6), (1, 1), (1, 3), (1, 5), (2, None)] and crew.left == [7]
     assert (len(crew.ready), crew.count_wanted()) == (2, 3)
     cluster.answers |= {(0, 6): {}, (0, 7): {}}
-    crew.take((0, 6))
+    crew.read_answer((0, 6))
     assert turn(crew) == [(0, 7), (1, 1), (1, 3), (1, 5)] and cluster.ended == [2]
-    crew.take((0, 7))
+    crew.read_answer((0, 7))
     assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [2, 0]
 
 
@@ -1291,32 +1289,32 @@ def test_the_shards_of_a_lost_node_go_to_those_at_work(crew):
     crew, cluster = crew(2, 5, 9)
     turn(crew)
     cluster.answers = {(0, None): True, (1, None): True}
-    crew.take((0, None)), crew.take((1, None))
+    crew.read_answer((0, None)), crew.read_answer((1, None))
     assert turn(crew) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
-    assert crew.take((1, 1)) is crew.take((1, 3)) is None
+    assert crew.read_answer((1, 1)) is crew.read_answer((1, 3)) is None
     assert turn(crew) == [(0, 0), (0, 2), (0, 4), (2, None)] and crew.left == [1, 3]
     cluster.answers |= {(0, shard): {} for shard in (0, 2, 4, 1, 3)}
-    [crew.take((0, shard)) for shard in (0, 2, 4)]
+    [crew.read_answer((0, shard)) for shard in (0, 2, 4)]
     assert turn(crew) == [(0, 1), (2, None)]
     for number in (2, 3, 4):
-        assert crew.take((number, None)) is None
+        assert crew.read_answer((number, None)) is None
         assert turn(crew) == [(0, 1), (number + 1, None)]
     with pytest.raises(SystemExit, match="not be started: its process died 4 times, .* is lost"):
-        crew.take((5, None))
-    assert crew.take((0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and not crew.is_done()
-    assert crew.take((0, 3)) == (3, {}) and crew.is_done()
+        crew.read_answer((5, None))
+    assert crew.read_answer((0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and not crew.is_done()
+    assert crew.read_answer((0, 3)) == (3, {}) and crew.is_done()
 
 
 def test_if_the_last_room_for_tasks_is_lost_an_encoder_makes_room(crew):
     crew, cluster = crew(2, 6, 2, 1)
     turn(crew)
     cluster.answers = {(0, None): True, (1, None): True}
-    crew.take((0, None)), crew.take((1, None))
+    crew.read_answer((0, None)), crew.read_answer((1, None))
     assert len(turn(crew)) == 6
-    cluster.memory, crew.looked = (2,), 0
+    cluster.memory, crew.checked = (2,), 0
     assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [0]
     assert crew.left == [0, 2, 4] and not crew.tries
-    cluster.memory, crew.looked = (2, 2), 0
+    cluster.memory, crew.checked = (2, 2), 0
     assert turn(crew) == [(1, 1), (1, 3), (1, 5), (2, None)]
 
 
@@ -1381,7 +1379,7 @@ def test_nodes_that_come_late_or_are_lost(tmp_path, flags, driver):
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = driver(*flags, "--num_encoders=2", setup=come_and_go)
     assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
-    assert "Waiting for nodes that Ray was asked for: an encoder needs 0 GPUs and 9.7 GB" in said
+    assert "Waiting for more nodes: an encoder needs 0 GPUs and 9.7 GB" in said
     phases = [
         "0 encoders, 2 starting or waiting for a place",
         "waiting for images, 2 encoders]",

@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
         both = [*flags, "--caption_column", "short", "long"]
         said = "--caption_weights has 3 values for 2 columns of --caption_column"
         assert said in refused(function, *both, "--caption_weights", "1", "2", "3", status=2)
-        assert "short short has a value twice" in refused(
+        assert "short short gives a value twice" in refused(
             function, *flags, *both[2:3], "short", "short", status=2
         )
         assert "0 is not between" in refused(

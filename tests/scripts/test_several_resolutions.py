@@ -177,7 +177,7 @@ def test_each_goes_on_alone_and_only_what_is_missing_is_encoded(tmp_path, flags,
 def test_what_can_not_be_is_refused_before_anything_is_written(tmp_path, flags, capfd):
     with pytest.raises(SystemExit):
         script.parse_args([*flags, "--resolution", "8", "16", "8"])
-    assert "--resolution 8 16 8 has a value twice" in capfd.readouterr().err
+    assert "--resolution 8 16 8 gives a value twice" in capfd.readouterr().err
     assert "--resolution 15 is not a multiple of 2" in refused(
         capfd, *flags, "--resolution", "8", "15"
     )

@@ -226,7 +226,7 @@ def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
         f"{address}/data-00005-of-00012.arrow can't be read" in sentence
         and "its SHA-256 is not the one in cache.json" in sentence
     )
-    assert "what was saved is complete, and the same command continues when it can" in sentence
+    assert "saved files are complete, and the same command continues when it can" in sentence
     assert not list((tmp_path / "shards").glob("run-*"))
     run(flags, tmp_path / "whole")
     run(flags, tmp_path / "out")

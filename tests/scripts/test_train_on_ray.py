@@ -284,8 +284,8 @@ def test_bad_arguments_end_with_one_line(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--cpu", "--min_workers=5"], "4 CPUs and 1 GPUs: 4 workers of 1 CPU, but --min_workers is 5"),
-    (["--cpus_per_worker=2", "--min_workers=2"], "1 worker of 2 CPU and a GPU, but --min_workers"),
+    (["--cpu", "--min_workers=5"], "1 GPUs, enough for 4 workers (1 CPU each), but --min"),
+    (["--cpus_per_worker=2", "--min_workers=2"], "for 1 worker (2 CPU and a GPU each), but --min"),
     (["--cpu", "--min_workers=4"], ""),
     (["--cpus_per_worker=3", "--min_workers=1"], ""),
 ])  # fmt: skip
@@ -333,10 +333,12 @@ def test_what_a_machine_does_not_share_is_named(tmp_path):
 def test_what_the_end_of_a_trainer_means(status, kind, words):
     errors = "train_x.py: a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rSteps: 2%\n"
     ended = None if status is None else Ended(status, errors)
-    event = train_on_ray.judge(ended, "train_x.py", "it")
+    event = train_on_ray.interpret_end(ended, "train_x.py", "it")
     assert (event and event.kind) == kind and words in (event.text if event else "")
     if status == 1:
-        event = train_on_ray.judge(Ended(1, "Traceback\nKeyError: 3\n\n"), "train_x.py", "it")
+        event = train_on_ray.interpret_end(
+            Ended(1, "Traceback\nKeyError: 3\n\n"), "train_x.py", "it"
+        )
         assert event.text == "it ended with status 1: KeyError: 3"
 
 
@@ -358,7 +360,7 @@ def test_it_ends_after_starts_without_a_new_checkpoint_or_with_the_sentence(tmp_
     over = threading.Thread()  # it does not run
     start, lost = ("started", "2 workers"), ("lost", "it was ended by SIGKILL")
     train_on_ray.watch(over, job, Events(start, lost, start, lost, start), 2)
-    with pytest.raises(SystemExit, match="started 3 times without a new checkpoint, at last bec"):
+    with pytest.raises(SystemExit, match="started 3 times without a new checkpoint; the last re"):
         train_on_ray.watch(over, job, Events(start, lost, start, lost, start), 1)
     failed = [("failed", "it ended with status 1: x"), ("failed", "train_x.py: a sentence")]
     capsys.readouterr()

@@ -232,7 +232,7 @@ def test_odd_parts_of_a_base_end_in_a_sentence(tmp_path, models, images, capfd, 
         assert f"model_index.json has {entry!r} for text_encoder" in refused(capfd, *images)
     index.unlink()
     monkeypatch.setenv("RANK", "x")
-    assert "the processes can't be set up as they were launched" in refused(capfd, *images)
+    assert "the launched processes can't be set up" in refused(capfd, *images)
 
 
 def test_no_samples_are_drawn_if_none_are_wanted(tmp_path, images, capfd):
