@@ -54,7 +54,8 @@ def bare(name, *argv):
             bucket_step=None,
         )
         predict = functools.partial(script.predict_noise, base.family)
-        unet = script.make_unet(base, data, predict, None, torch.float32, args)
+        launch = SimpleNamespace(has_weights=True, device=device, dtype=torch.float32)
+        unet = script.make_unet(base, data, predict, None, launch, args)
         size = shape[1:]
         condition = {
             "encoder_hidden_states": torch.randn(
