@@ -138,7 +138,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--dataset_config_name", help="configuration of the data set, if it has several")
     add("--dataset_split", default="train", help="split to read")
     add("--url_column", default="url", help="column of URLs")
-    add("--caption_column", default="text", help="column of captions, or lists of captions")
+    add("--caption_column", default="text", help="column of captions, or of lists of captions")
     add("--keep_columns", nargs="+", default=[], help="columns to copy into the shards")
     add(
         "--where",
@@ -239,7 +239,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--allow_private_addresses",
         nargs="*",
-        help="connect to private addresses too: to all, or only to networks such as 10.1.0.0/16",
+        help="connect to private addresses too: all, or only networks such as 10.1.0.0/16",
     )
     add = parser.add_argument_group("Ray").add_argument
     add(

@@ -169,9 +169,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--latents",
         choices=["moments", "sample"],
-        help="what to store for an image: mean and standard deviation of its latents (moments), "
-        "from which each step draws new latents, or one sample of them (default: moments if the "
-        "VAE has them)",
+        help="what to store for an image: moments (mean and standard deviation, from which each "
+        "step draws new latents), or one sample of its latents (default: moments if the VAE has "
+        "them)",
     )
     add(
         "--text_cache",

@@ -146,8 +146,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--num_encoders",
         type=number(1, 10**5, int),
-        help="maximum number of processes that encode; those that have no room on the cluster "
-        "wait (default: one per GPU, or 1 on CPUs)",
+        help="maximum number of encoding processes; those without room on the cluster wait "
+        "(default: one per GPU, or 1 on CPUs)",
     )
     add(
         "--gpus_per_encoder",
@@ -156,8 +156,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--accelerator_type",
-        help="use only this GPU type, by Ray's name, such as T4; then the bytes of a cache are "
-        "always equal (default: any type)",
+        help="use only GPUs of this type (Ray's name, such as T4), so that a cache always has the "
+        "same bytes (default: any type)",
     )
     add(
         "--num_transform_cpus",

@@ -687,14 +687,14 @@ def main(argv: list[str] | None = None) -> None:
     print_table("A step, the whole model with --shard", columns, list_sharded(names))
     print_table("A step, the whole model", ["model", *full], list_steps(names, FULL))
     print_table("A step, a LoRA", ["model", *lora], list_steps(with_lora, LORA))
-    columns = ["model", "billion weights", "AdamW, EMA", "8-bit, EMA", "8-bit", "Adafactor"]
-    columns += ["LoRA, bf16 base", "LoRA, nf4 base"]
+    columns = ["model", "billion weights", "AdamW, EMA", "8-bit, EMA", "8-bit, no EMA"]
+    columns += ["Adafactor, no EMA", "LoRA, bf16 base", "LoRA, nf4 base"]
     print_table("Held without activations", columns, list_parts(names))
     columns = ["model", "px", "whole, bf16", "whole, GC", "LoRA, bf16", "LoRA, GC"]
     print_table("Each further image", columns, list_images(names))
     columns = ["model", "px", "VAE", "activations"]
     print_table("Samples", columns, list_samples(names))
-    columns = ["model", "latents", "embeddings", "checkpoint", "the same, Adafactor, no EMA"]
+    columns = ["model", "latents", "embeddings", "checkpoint", "checkpoint, Adafactor, no EMA"]
     columns += ["pipeline", "checkpoint of a LoRA"]
     print_table("Disk", columns, list_disk(names))
     columns = ["text encoders of", "float32", "16 bits", "operations, as a share of a step's"]
@@ -702,7 +702,7 @@ def main(argv: list[str] | None = None) -> None:
     columns = ["model", "VAE and text encoders", "base of a LoRA, 16 bits", "whole model"]
     print_table("Memory of the host", columns, list_host(names))
     print_table("Operations", ["U-Net", "px", "TFLOP per image"], list_operations(names))
-    columns = ["U-Net", "px", "MB per image", "times the smallest"]
+    columns = ["U-Net", "px", "MB per image", "relative to smallest px"]
     print_table("Activations in float32", columns, list_kept(names))
 
 

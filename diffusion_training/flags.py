@@ -69,8 +69,7 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
         "train_unconditional.py also takes an array of images in an .npy file",
     )
     add(
-        "--image_column",
-        help="name of the column of images (default: `image`, or the only column with images)",
+        "--image_column", help="column of images (default: `image`, or the only column with images)"
     )
     if captions:
         add_caption_flags(add)
@@ -172,8 +171,8 @@ def add_bucket_flags(add: Add) -> None:
     add("--bucket_no_upscale", **SWITCH, help="with --bucket_step, never enlarge images")
     add(
         "--mask_column",
-        help="name of the column of masks; the loss counts where a mask is white (default: the "
-        "file photo.mask.png beside photo.jpg)",
+        help="column of masks; the loss counts where a mask is white (default: the file "
+        "photo.mask.png beside photo.jpg)",
     )
 
 
@@ -267,8 +266,8 @@ def add_family_flags(add: Add, default: str | None = None) -> None:
         "--model_family",
         choices=[*FAMILIES],
         default=default,
-        help=f"model family (default: the pipeline's, else {DEFAULT_FAMILY}; in train_flow.py "
-        f"{DEFAULT_FLOW_FAMILY})",
+        help=f"model family (default: in train_flow.py {DEFAULT_FLOW_FAMILY}; else the pipeline's, "
+        f"or {DEFAULT_FAMILY})",
     )
     limits = [
         f"{family.max_tokens} for {name}" for name, family in FAMILIES.items() if family.max_tokens
@@ -397,9 +396,9 @@ def add_optimization_flags(
         const="linear",
         choices=["linear", "sqrt", "auto"],
         default=False,
-        help="multiply --learning_rate by r = images per step / --base_batch_size (linear; also "
-        "if you name no rule) or by its square root (sqrt); auto grows linearly up to 512 images, "
-        "with the square root beyond (default: off)",
+        help="scale --learning_rate with images per step / --base_batch_size: linear (also if you "
+        "name no rule), sqrt (with the square root), or auto (linear up to 512 images, sqrt "
+        "beyond) (default: off)",
     )
     add(
         "--no-scale_lr",

@@ -35,15 +35,14 @@ def add_caption_flags(add: Callable[..., Any]) -> None:
     add(
         "--caption_column",
         **several,
-        help="name of the column of captions, or several names; if an image has several captions, "
-        "one is drawn",
+        help="column of captions, or several; each epoch draws one caption of an image; a cache "
+        "keeps one of a list, or all with several columns or --caption_weights",
     )
     add(
         "--caption_weights",
         nargs="+",
         type=number(1e-6, 1e6),
-        help="relative weights with which one of several captions of an image is drawn, such as "
-        "0.3 0.7",
+        help="relative probabilities of the captions of an image, such as 0.3 0.7",
     )
 
 

@@ -34,7 +34,7 @@ def list_flags(script):
     """The flags of a script, in the order of its --help."""
     flags = []
     for action in find_parser(script)._actions[1:]:  # without --help
-        names = action.option_strings
+        names = action.option_strings or [action.metavar or action.dest]
         if isinstance(action, argparse.BooleanOptionalAction):
             names = [name for name in names if not name.startswith("--no-")]
         meaning, said = re.fullmatch(r"(.*?)(?: \(default: (.*)\))?", action.help).groups()
