@@ -160,7 +160,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_shard_flag(add)
 
     add = parser.add_argument_group("LoRA").add_argument
-    add_lora_flags(add)
+    add_lora_flags(add, output_kohya_format=False)
 
     add = parser.add_argument_group("objective").add_argument
     schemes = ["logit_normal", "uniform"]
@@ -230,6 +230,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         for name in ("transformer_config_name_or_path", "init_from"):
             if getattr(args, name):
                 parser.error(f"--rank needs a pretrained transformer: leave --{name} out")
+    if args.output_kohya_format:
+        parser.error("--output_kohya_format is for U-Nets: leave it out")
     check_data_args(parser, args)
     check_training_args(parser, args)
     return parser.freeze(args)

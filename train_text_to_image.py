@@ -182,12 +182,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_shard_flag(add)
 
     add = parser.add_argument_group("LoRA").add_argument
-    add_lora_flags(add)
-    add(
-        "--output_kohya_format",
-        **SWITCH | {"default": True},
-        help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts",
-    )
+    add_lora_flags(add, output_kohya_format=True)
 
     add = parser.add_argument_group("objective").add_argument
     add(

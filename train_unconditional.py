@@ -190,8 +190,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--pretrained_model_name_or_path",
         type=PATH,
-        help="pretrained pipeline: hub id or folder; for Stable Diffusion (XL) also a "
-        ".safetensors file",
+        help="pretrained DDPM or DDIM pipeline: hub id or folder",
     )
     add_device_flags(add)
 

@@ -534,8 +534,11 @@ def add_optimization_flags(
     add("--ema_max_decay", type=number(0, 1), default=0.9999, help="upper limit of the EMA decay")
 
 
-def add_lora_flags(add: Add) -> None:
-    """Add the flags that `add_lora` and `load_network_weights` read."""
+def add_lora_flags(add: Add, output_kohya_format: bool) -> None:
+    """Add the flags that `add_lora`, `load_network_weights` and `save_lora` read.
+
+    output_kohya_format: the default of this flag.
+    """
     add(
         "--rank",
         "--lora_rank",
@@ -576,6 +579,13 @@ def add_lora_flags(add: Add) -> None:
         choices=["nf4"],
         help="with --rank, precision of the frozen base model; nf4 (4 bits) takes less memory and "
         "needs bitsandbytes (default: that of --mixed_precision)",
+    )
+    add(
+        "--output_kohya_format",
+        action=argparse.BooleanOptionalAction,
+        default=output_kohya_format,
+        help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts; only for "
+        "U-Nets",
     )
 
 
@@ -770,7 +780,7 @@ def add_pipeline_flags(add: Add) -> None:
     add(
         "--pretrained_model_name_or_path",
         type=PATH,
-        help="pretrained pipeline: hub id or folder; for Stable Diffusion (XL) also a "
+        help="pretrained pipeline: hub id or folder; for one with a U-Net also a single "
         ".safetensors file",
     )
     add("--revision", help="branch, tag or commit of the models on the hub")
@@ -812,8 +822,7 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         "--resolution",
         type=number(2, 16384, int),
         help="side of the square images in pixels; with --bucket_step, no image has more pixels "
-        "than this square (default: that of the cache, else of the model, such as 512 for sd and "
-        "1024 for sdxl)",
+        "than this square (default: that of the cache, else the model's, such as 512 or 1024)",
     )
     add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
     add_transform_flags(add)

@@ -412,7 +412,7 @@ def test_the_sampler_is_the_pipelines_or_one_with_the_shift_of_the_size(tmp_path
     index["scheduler"] = ["diffusers", "DDIMScheduler"]
     assert make(512, index, "--shift=2") == (2.0, False)
     assert make(512, index | {"_class_name": "PixArtAlphaPipeline"}) == (3.0, False)
-    with pytest.raises(SystemExit, match="it has a DDIMScheduler: give the shift of its noise"):
+    with pytest.raises(SystemExit, match="it has a DDIMScheduler: set the shift of the noise"):
         make(512, index)
 
 

@@ -825,7 +825,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
         ),
         (
             ["--latents_dir=x", "--pretrained_model_name_or_path=p", "--output_kohya_format"],
-            "there is no flag --output_kohya_format",
+            "is for U-Nets",
         ),
         (["--latents_dir=x", "--pretrained_model_name_or_path=p", "--logit_std=0"], "--logit_std"),
         (
