@@ -1541,7 +1541,7 @@ def test_a_storm_on_real_ray_changes_nothing(tmp_path, flags, bucket):
         add_node()
         add_node()
         driver = begin()
-        assert driver.wait(300) == 0, said.read_text()
+        assert driver.wait(600) == 0, said.read_text()
         whole = objects(bucket, out)
         precompute(
             *flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}"
@@ -1573,7 +1573,7 @@ def test_a_storm_on_real_ray_changes_nothing(tmp_path, flags, bucket):
                 driver = begin()
             counts[what] += 1
         for _ in range(5):  # without attacks, perhaps on new nodes
-            code = driver.wait(300)
+            code = driver.wait(600)
             judge()
             if code == 0:
                 break
