@@ -86,14 +86,11 @@ class Copies:
             )
 
     def take(self, store: Store) -> None:
-        """Take the address over, and delete unfinished copies of killed runs."""
+        """Take the address over, and delete unfinished files of killed runs."""
         if self.is_taken:
             return
         self.owner.take(store)
-        names = store.list()
-        for folder in find_unfinished(names):
-            store.delete_folder(folder)
-        for name in names:
+        for name in store.list():
             if Path(name).name.startswith(".tmp-"):
                 store.delete(name)
         self.is_taken = True
@@ -255,6 +252,16 @@ class Copies:
         wanted = sorted({*here, *steps}, reverse=True)[: self.limit]
         return [here[step] for step in wanted if step not in steps]
 
+    def refresh(self, store: Store) -> None:
+        """List the address, and delete unfinished copies: they take the room of complete ones.
+
+        They are left by a copy that failed, or by a killed run.
+        """
+        self.there = store.list()
+        self.owner.check(store)
+        for folder in find_unfinished(self.there):
+            store.delete_folder(folder)
+
     def copy_newest(self, store: Store) -> bool:
         """Copy new files. Returns whether a checkpoint was copied: then there may be another.
 
@@ -262,7 +269,7 @@ class Copies:
         so that a run resumed from it finds those that it had. Samples, too, are copied after them:
         a resumed run that finds the samples of a step does not measure its held-out loss again.
         """
-        self.there = store.list()
+        self.refresh(store)
         steps = find_whole(self.there, "checkpoint")
         samples = self.list_samples()
         with self.holding:
@@ -283,13 +290,12 @@ class Copies:
         return bool(chosen)
 
     def copy_records(self, store: Store) -> None:
-        self.owner.check(store)
         for name in RECORDS:
             path = self.output_dir / name
             if path.exists():
                 status = path.stat()
                 version = status.st_mtime_ns, status.st_size
-                if self.sent.get(name) != version:
+                if name not in self.there or self.sent.get(name) != version:
                     store.send(path, name)
                     self.sent[name] = version
 

@@ -192,6 +192,35 @@ def test_a_store_that_fails_is_tried_again_and_keeps_what_it_has(out, make, monk
     wait_until(lambda: "failed (the store is broken)" in capsys.readouterr().err, 5)
 
 
+def test_a_failed_copy_leaves_its_room_to_the_next(out, make, monkeypatch, capsys):
+    copies = make(limit=1)
+    held = Held(monkeypatch, "checkpoint-1/unet", OSError("the disk is full"))
+    save(out, 1)
+    copies.begin(-1)
+    held.reached.wait(20)
+    assert "checkpoint-1/optimizer.bin" in Store(copies.url).list()
+    save(out, 2)
+    copies.finish()
+    assert {name.split("/")[0] for name in Store(copies.url).list() if "-" in name} == {
+        "checkpoint-2",
+        "samples",
+    }
+
+
+def test_files_that_others_delete_at_the_address_are_copied_again(out, make, capsys):
+    copies = make()
+    save(out, 1, best=1)
+    copies.begin(-1)
+    copies.finish()
+    Store(copies.url).delete_folder("")
+    save(out, 2)
+    copies.finish()
+    names = Store(copies.url).list()
+    assert check() == [1, 2] and find_whole(names, "best") == [1] and OWNER in names
+    assert {"run.args", "metrics.jsonl", "samples/step-0000001.png"} < names
+    assert f"failed ({OWNER} was deleted there); the run tries again" in capsys.readouterr().err
+
+
 def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
     out, make, monkeypatch
 ):
@@ -229,7 +258,9 @@ def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
         assert best[-1] == 3 or 2 in best
         copies.close()
         found.append(steps)
-        make(limit=1).take(Store(copies.url))
+        after = make(limit=1)
+        after.take(Store(copies.url))
+        after.refresh(Store(copies.url))
         assert check() == steps and not find_unfinished(Store(copies.url).list())
         if "end" in found:
             break
