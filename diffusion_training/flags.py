@@ -11,6 +11,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size, steps_or_share
+from diffusion_training.data.arrays import is_array
 from diffusion_training.data.streams import add_stream_flags, check_stream_args
 from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
 from diffusion_training.families.base import Family
@@ -119,7 +120,7 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     if args.dataset_name is not None or is_address(source) or Path(source).is_dir():
         return
     takes_array = "array_range" in args
-    if not (takes_array and Path(source).suffix == ".npy" and Path(source).is_file()):
+    if not (takes_array and is_array(source)):
         more = ", nor an .npy file" if takes_array else ""
         parser.error(f"--train_data_dir {source} is not a folder{more}")
 
