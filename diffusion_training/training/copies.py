@@ -355,7 +355,7 @@ def fetch_file(url: str, target: Path, checksum: str | None = None) -> None:
         if checksum and checksum_file(target) != checksum:
             raise ValueError("it has changed since it was written")
 
-    persist(url, copy)
+    persist(url, copy, ("FileNotFoundError",))
 
 
 def fetch_samples(url: str, names: set[str], step: int, output_dir: Path) -> None:
@@ -396,13 +396,20 @@ def fetch_checkpoint(url: str, step: int, folder: Path) -> None:
         fetch_file(f"{url}/{name}/{state.name}", state)
         with explained(f"{url}/{name} is damaged: delete it, and resume from another"):
             checksums = json.loads(state.read_text())["checksums"]
-        for file, checksum in checksums.items():
-            if file != state.name:
-                fetch_file(f"{url}/{name}/{file}", unfinished / name / file, checksum)
+            for file, checksum in checksums.items():
+                if file != state.name:
+                    fetch_file(f"{url}/{name}/{file}", unfinished / name / file, checksum)
 
 
-def open_copies(args: Namespace, output_dir: Path) -> Copies:
-    """Open --checkpoints_to, and fetch the checkpoint to resume from if it is only there.
+def find_name(given: str | None, url: str) -> str | None:
+    """The name of the checkpoint if `given` is its path at the address; else `given`."""
+    folder, _, name = (given or "").rstrip("/").rpartition("/")
+    is_there = folder and Path(folder).resolve() == Path(url).resolve()  # addresses, too
+    return name if is_there else given
+
+
+def open_copies(args: Namespace, given: str | None, output_dir: Path) -> Copies:
+    """Open --checkpoints_to, and fetch the checkpoint `given` if it is only there.
 
     Call it on the first process.
     """
@@ -410,7 +417,7 @@ def open_copies(args: Namespace, output_dir: Path) -> Copies:
     limit = args.checkpoints_total_limit
     copies = Copies(url, output_dir, limit, args.checkpoints_to_timeout)
     copies.open()
-    copies.fetch(args.resume_from_checkpoint)
+    copies.fetch(given)
     return copies
 
 

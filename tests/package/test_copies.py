@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from diffusion_training.files import checksum_files
 from diffusion_training.stores import OWNER, Owner, Store, TakenOverError
 from diffusion_training.training.checkpoints import find_checkpoints
-from diffusion_training.training.copies import Copies, find_unfinished, find_whole
+from diffusion_training.training.copies import Copies, find_name, find_unfinished, find_whole
 
 
 @pytest.fixture(autouse=True)
@@ -341,9 +341,24 @@ def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
     Store(copies.url).write("checkpoint-2/unet/weights", b"other weights")
     with pytest.raises(SystemExit, match="unet/weights can't be read .it has changed since"):
         fetch("latest")
+    Store(copies.url).delete("checkpoint-2/unet/weights")
+    with pytest.raises(SystemExit, match="checkpoint-2 is damaged: delete it, .*no such file"):
+        fetch("latest")
     Store(copies.url).write("checkpoint-2/trainer_state.json", b"{")
     with pytest.raises(SystemExit, match="run/checkpoint-2 is damaged: delete it, and resume from"):
         fetch("latest")
+
+
+def test_a_checkpoint_may_be_given_by_its_path_at_the_address(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given, url in (
+        ("s3://bucket/run/checkpoint-2", "s3://bucket/run"),
+        (f"{tmp_path}/run/checkpoint-2/", "run"),
+        ("./run/checkpoint-2", f"{tmp_path}/run/"),
+    ):
+        assert find_name(given, url) == "checkpoint-2"
+    for given in (None, "latest", "checkpoint-2", "other/checkpoint-2", "s3://run/checkpoint-2"):
+        assert find_name(given, "run") == find_name(given, "s3://bucket/run") == given
 
 
 def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):
