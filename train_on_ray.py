@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
 import os
 import signal
@@ -132,7 +133,10 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         parser.error("start this script once, with python: Ray starts the processes")
     trainer = import_trainer(parser, args.script)
     with contextlib.redirect_stdout(io.StringIO()):  # the trainer itself will print it
-        given = trainer.parse_args(args.flags).resume_from_checkpoint
+        own = trainer.parse_args(args.flags)
+        if "resume_from_checkpoint" not in own:
+            parser.error(f"{args.script} is not a trainer: it has no --resume_from_checkpoint")
+        given = own.resume_from_checkpoint
         flags = trainer.parse_args([*args.flags, *RESUME])
     if given not in (None, "latest"):
         parser.error(
@@ -155,8 +159,8 @@ def import_trainer(parser: Parser, script: str) -> ModuleType:
         parser.error(f"{script} is not a trainer: give the path of a file such as train_flow.py")
     sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
-    if not hasattr(module, "parse_args"):
-        parser.error(f"{script} is not a trainer: it has no parse_args")
+    if not inspect.signature(getattr(module, "parse_args", lambda: None)).parameters:
+        parser.error(f"{script} is not a trainer: it has no parse_args that takes a list of flags")
     return module
 
 

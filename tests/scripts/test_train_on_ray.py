@@ -264,7 +264,14 @@ def test_bad_arguments_end_with_one_line(tmp_path, capsys, monkeypatch):
     two = "--max_workers=2"
     for script in ("nothing.py", "letter.txt", tmp_path):
         assert f"{script} is not a trainer: give the path of a file" in refuse(capsys, two, script)
-    assert "plain.py is not a trainer: it has no parse_args" in refuse(capsys, two, "plain.py")
+    (tmp_path / "no_list.py").write_text("def parse_args(): pass")
+    for script in ("plain.py", "no_list.py"):
+        said = refuse(capsys, two, script)
+        assert f"{script} is not a trainer: it has no parse_args that takes a list" in said
+    text = "import argparse\n\ndef parse_args(argv): return argparse.Namespace()"
+    (tmp_path / "no_resume.py").write_text(text)
+    said = refuse(capsys, two, "no_resume.py")
+    assert "no_resume.py is not a trainer: it has no --resume_from_checkpoint" in said
     said = refuse(capsys, two, "--min_workers=3", "failing.py", "--output_dir=out")
     assert "--min_workers 3 exceeds --max_workers 2" in said
     # errors of the trainer's flags, before Ray starts
