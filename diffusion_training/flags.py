@@ -756,6 +756,11 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             "--save_best needs --holdout: the best weights are those with the lowest held-out loss"
         )
     if args.checkpoints_to and not is_address(args.checkpoints_to):
+        if "::" in args.checkpoints_to:
+            parser.error(
+                f"--checkpoints_to {args.checkpoints_to}: fsspec reads '::' in a path as two "
+                "addresses: choose another name"
+            )
         one, other = Path(args.checkpoints_to).resolve(), Path(args.output_dir).resolve()
         if one.is_relative_to(other) or other.is_relative_to(one):
             parser.error(
