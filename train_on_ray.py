@@ -77,6 +77,17 @@ except ImportError:
     )
 
 RESUME = ["--resume_from_checkpoint", "latest"]
+# what torchrun sets in the environment of each process
+RANKS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
@@ -273,25 +284,24 @@ def meet(job: RayJob, events: Queue) -> dict[str, str] | None:
     address = broadcast_from_rank_zero(address)
     if address is None:
         return None
-    environment = dict(os.environ)
+    # without the ranks of another launcher, for example of one that started Ray on this machine
+    environment = {name: value for name, value in os.environ.items() if name not in RANKS}
     if job.cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     if context.get_world_size() == 1:
         return environment
     group = ray.util.get_current_placement_group()
     machines = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
-    # as torchrun sets them
-    ranks = {
-        "RANK": context.get_world_rank(),
-        "WORLD_SIZE": context.get_world_size(),
-        "LOCAL_RANK": context.get_local_rank(),
-        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
-        "GROUP_RANK": context.get_node_rank(),
-        "GROUP_WORLD_SIZE": len(machines),
-        "MASTER_ADDR": address[0],
-        "MASTER_PORT": address[1],
-    }
-    return environment | {key: str(value) for key, value in ranks.items()}
+    ranks = (
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+        context.get_node_rank(),
+        len(machines),
+        *address,
+    )
+    return environment | {name: str(value) for name, value in zip(RANKS, ranks, strict=True)}
 
 
 def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
