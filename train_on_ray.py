@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
 import os
 import signal
@@ -76,6 +77,17 @@ except ImportError:
     )
 
 RESUME = ["--resume_from_checkpoint", "latest"]
+# what torchrun sets in the environment of each process
+RANKS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
@@ -133,7 +145,10 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         parser.error("start this script once, with python: Ray starts the processes")
     trainer = import_trainer(parser, args.script)
     with contextlib.redirect_stdout(io.StringIO()):  # the trainer prints it again
-        given = trainer.parse_args(args.flags).resume_from_checkpoint
+        own = trainer.parse_args(args.flags)
+        if "resume_from_checkpoint" not in own:
+            parser.error(f"{args.script} is not a trainer: it has no --resume_from_checkpoint")
+        given = own.resume_from_checkpoint
         flags = trainer.parse_args([*args.flags, *RESUME])
     if given not in (None, "latest"):
         parser.error(
@@ -156,8 +171,8 @@ def import_trainer(parser: Parser, script: str) -> ModuleType:
         parser.error(f"{script} is not a trainer: give the path of a file such as train_flow.py")
     sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
-    if not hasattr(module, "parse_args"):
-        parser.error(f"{script} is not a trainer: it has no parse_args")
+    if not inspect.signature(getattr(module, "parse_args", lambda: None)).parameters:
+        parser.error(f"{script} is not a trainer: it has no parse_args that takes a list of flags")
     return module
 
 
@@ -270,25 +285,24 @@ def join_group(job: RayJob, events: Queue) -> dict[str, str] | None:
     address = broadcast_from_rank_zero(address)
     if address is None:
         return None
-    environment = dict(os.environ)
+    # without the ranks of another launcher, for example of one that started Ray on this machine
+    environment = {name: value for name, value in os.environ.items() if name not in RANKS}
     if job.cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     if context.get_world_size() == 1:
         return environment
     group = ray.util.get_current_placement_group()
     machines = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
-    # as torchrun sets them
-    ranks = {
-        "RANK": context.get_world_rank(),
-        "WORLD_SIZE": context.get_world_size(),
-        "LOCAL_RANK": context.get_local_rank(),
-        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
-        "GROUP_RANK": context.get_node_rank(),
-        "GROUP_WORLD_SIZE": len(machines),
-        "MASTER_ADDR": address[0],
-        "MASTER_PORT": address[1],
-    }
-    return environment | {key: str(value) for key, value in ranks.items()}
+    ranks = (
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+        context.get_node_rank(),
+        len(machines),
+        *address,
+    )
+    return environment | {name: str(value) for name, value in zip(RANKS, ranks, strict=True)}
 
 
 def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:

@@ -91,6 +91,8 @@ def explain(error: BaseException) -> str:
         cause = cause.__context__
     if is_a(error, "DatasetGenerationError") and error.__cause__:
         error = error.__cause__
+    if isinstance(error, UnicodeEncodeError):  # a file's name, or a text, with bytes of its own
+        return f"{ascii(error.object)[:300]} can't be read as text: rename it, or write it in UTF-8"
     text = str(error).strip()
     if "Original Traceback" in text:
         text = text.splitlines()[-1]

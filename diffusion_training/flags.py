@@ -11,6 +11,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size, steps_or_share
+from diffusion_training.data.arrays import is_array
 from diffusion_training.data.streams import add_stream_flags, check_stream_args
 from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
 from diffusion_training.families.base import Family
@@ -118,7 +119,7 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     if args.dataset_name is not None or is_address(source) or Path(source).is_dir():
         return
     takes_array = "array_range" in args
-    if not (takes_array and Path(source).suffix == ".npy" and Path(source).is_file()):
+    if not (takes_array and is_array(source)):
         more = ", nor an .npy file" if takes_array else ""
         parser.error(f"--train_data_dir {source} is not a folder{more}")
 
@@ -761,6 +762,11 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             "--save_best needs --holdout: the best weights are those with the lowest held-out loss"
         )
     if args.checkpoints_to and not is_address(args.checkpoints_to):
+        if "::" in args.checkpoints_to:
+            parser.error(
+                f"--checkpoints_to {args.checkpoints_to}: fsspec reads '::' in a path as two "
+                "addresses: choose another name"
+            )
         one, other = Path(args.checkpoints_to).resolve(), Path(args.output_dir).resolve()
         if one.is_relative_to(other) or other.is_relative_to(one):
             parser.error(

@@ -87,8 +87,16 @@ class Owner:
         store.write(OWNER, self.key)
 
     def check(self, store: Store) -> None:
-        """Raise TakenOverError if another run has taken the store."""
-        if store.read(OWNER) != self.key:
+        """Raise TakenOverError if another run has taken the store.
+
+        If the file was deleted, for example with the whole folder or by a bucket's rule for old
+        objects, take the store again. What was being copied may be gone too, so this is an error.
+        """
+        key = store.read(OWNER)
+        if key is None:
+            self.take(store)
+            raise FileNotFoundError(f"{OWNER} was deleted there")
+        if key != self.key:
             raise TakenOverError
 
 

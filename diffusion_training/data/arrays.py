@@ -65,7 +65,7 @@ class ArrayReader:
 
     def read(self, row: int) -> torch.Tensor:
         if self.array is None:
-            self.array = np.load(self.path, mmap_mode="r")
+            self.array = np.lib.format.open_memmap(self.path, mode="r")
         values = self.array[row]
         if values.ndim == 2:
             values = values[None]
@@ -89,7 +89,7 @@ class ArrayReader:
 def open_array(path: str, channels: int, args: Namespace) -> datasets.Dataset:
     """Open an .npy file as rows with a column "image", for a model with `channels` channels."""
     with explained(f"{path} can't be read as an array"):
-        array = np.load(path, mmap_mode="r")  # raises an error for a pickle, which could run code
+        array = np.lib.format.open_memmap(path, mode="r")  # an error for a pickle or an archive
     shape = f"{path} has the shape {list(array.shape)}"
     if array.ndim not in (3, 4) or 0 in array.shape:
         fail(f"{shape}, but images need [N, C, H, W], [N, H, W, C] or [N, H, W]")

@@ -144,6 +144,9 @@ def open_builder(
     tarfile.TarFile.tarinfo = TarMember
     if os.path.isdir(source) and "::" in source:
         fail(f"{source}: `datasets` reads '::' in a path as an archive: rename the folder")
+    cache = args.cache_dir or datasets.config.HF_DATASETS_CACHE
+    with explained(f"{cache} can't be written to: give another folder with --cache_dir"):
+        os.makedirs(cache, exist_ok=True)  # it is in the home folder, which may be read-only
     with explained(f"{source} can't be loaded as a data set"), listed_once(source):
         if is_address(source):
             datasets.utils.file_utils.xopen = open_for_tars

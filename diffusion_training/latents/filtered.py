@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from diffusion_training.arguments import PATH, make_parser
-from diffusion_training.errors import explained, fail, in_one_sentence
-from diffusion_training.files import lock_folder, write_file
+from diffusion_training.errors import amount, explained, fail, in_one_sentence
+from diffusion_training.files import clean, delete, lock_folder, write_file
 from diffusion_training.latents.cache import finish_cache, writing_shard
 from diffusion_training.latents.columns import (
     BY_COLUMNS,
@@ -30,6 +30,7 @@ from diffusion_training.remote import read_bytes
 
 # entries that `finish_cache` makes anew, or that are true only of the other cache
 COUNTED = ("rows", "encoded_again", "captions_cut", "skipped", "shards", "batch_size")
+BEGUN = b"{}"  # cache.json until the cache is complete
 
 
 def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
@@ -47,21 +48,31 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
         cache["features"] = features
     fingerprint = f"filtered {rows._fingerprint}"  # unlike any of precompute_latents.py
     cache["source"] = {"fingerprint": fingerprint, "rows": len(rows)}
-    if missing := set(schema.names) - set(rows.column_names):
-        fail(f"the rows have no column {min(missing)!r}, which {like} has")
-    lock = lock_folder(output_dir, output_dir, lambda names: False, "empty folder")
-    write_file(output_dir / "cache.json", "{}")
-    (output_dir / "unfinished").mkdir()
-    rows = rows.with_format("arrow").select_columns(schema.names)
     groups = group_by_checksum(list_columns(cache))
+    own = pa.schema([field for field in schema if field.name not in groups])
+    if missing := set(own.names) - set(rows.column_names):
+        fail(f"the rows have no column {min(missing)!r}, which {like} has")
+
+    def is_begun(names: set[str]) -> bool:
+        """Whether this command was ended here before it was done."""
+        begun = {"cache.json", "unfinished"} <= names
+        return begun and (output_dir / "cache.json").read_bytes() == BEGUN
+
+    lock = lock_folder(output_dir, output_dir, is_begun, "cache that this command has begun")
+    clean(output_dir)
+    for path in output_dir.glob("[!.]*"):
+        delete(path)
+    write_file(output_dir / "cache.json", BEGUN)
+    (output_dir / "unfinished").mkdir()
+    rows = rows.with_format("arrow").select_columns(own.names)
     per_shard = cache["rows_per_shard"]
     for number, first in enumerate(range(0, len(rows), per_shard)):
         with writing_shard(output_dir / name_shard(number, cache)) as (_, add):
             table = rows[first : first + per_shard]
             with explained(f"the columns differ from those of {like}"):
-                table = pa.table({name: table[name] for name in schema.names}).cast(schema)
+                table = pa.table({name: table[name] for name in own.names}).cast(own)
             for batch in table.combine_chunks().to_batches():
-                columns = {name: batch[name] for name in schema.names}
+                columns = {name: batch[name] for name in own.names}
                 for checksum, names in groups.items():
                     views = {name: view_rows(columns[name]) for name in names}
                     sums = [
@@ -98,7 +109,7 @@ def main(args: argparse.Namespace) -> None:
         if not isinstance(rows, datasets.Dataset):
             raise ValueError(f"it holds several splits: {', '.join(rows)}. Give one split's folder")
     make_filtered(rows, args.like, Path(args.output_dir))
-    print(f"{args.output_dir} is a latent cache of {len(rows):,} rows")
+    print(f"{args.output_dir} is a latent cache of {amount(len(rows), 'row')}")
 
 
 if __name__ == "__main__":

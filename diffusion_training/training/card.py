@@ -1,6 +1,7 @@
 """The model card of a run: README.md, as the hub shows it."""
 
 import contextlib
+import html
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -66,8 +67,14 @@ def save_model_card(
 
 def tabulate(title: str, values: dict[str, Any], form: str = "") -> str:
     """A table in Markdown; empty without values."""
-    rows = "".join(f"| {name} | {value:{form}} |\n" for name, value in values.items())
+    cells = {name: escape_cell(f"{value:{form}}") for name, value in values.items()}
+    rows = "".join(f"| {name} | {cell} |\n" for name, cell in cells.items())
     return f"| {title} | |\n|---|---|\n{rows}" if rows else ""
+
+
+def escape_cell(text: str) -> str:
+    """Text for a cell: no HTML, as in "a photo of <sks> dog", and one cell, as for "a | b"."""
+    return " ".join(html.escape(text, quote=False).replace("|", "&#124;").split())
 
 
 def describe_for_hub(described: Description, settings: Namespace) -> ModelCardData:

@@ -86,14 +86,11 @@ class Copies:
             )
 
     def take(self, store: Store) -> None:
-        """Take the address over, and delete unfinished copies of killed runs."""
+        """Take the address over, and delete unfinished files of killed runs."""
         if self.is_taken:
             return
         self.owner.take(store)
-        names = store.list()
-        for folder in find_unfinished(names):
-            store.delete_folder(folder)
-        for name in names:
+        for name in store.list():
             if Path(name).name.startswith(".tmp-"):
                 store.delete(name)
         self.is_taken = True
@@ -255,6 +252,16 @@ class Copies:
         wanted = sorted({*here, *steps}, reverse=True)[: self.limit]
         return [here[step] for step in wanted if step not in steps]
 
+    def refresh(self, store: Store) -> None:
+        """List the address, and delete unfinished copies: they take the room of complete ones.
+
+        They are left by a copy that failed, or by a killed run.
+        """
+        self.there = store.list()
+        self.owner.check(store)
+        for folder in find_unfinished(self.there):
+            store.delete_folder(folder)
+
     def copy_newest(self, store: Store) -> bool:
         """Copy new files. Returns whether a checkpoint was copied: then there may be another.
 
@@ -262,7 +269,7 @@ class Copies:
         so that a run resumed from it finds those that it had. Samples, too, are copied after them:
         a resumed run that finds the samples of a step does not measure its held-out loss again.
         """
-        self.there = store.list()
+        self.refresh(store)
         steps = find_whole(self.there, "checkpoint")
         samples = self.list_samples()
         with self.holding:
@@ -283,13 +290,12 @@ class Copies:
         return bool(chosen)
 
     def copy_records(self, store: Store) -> None:
-        self.owner.check(store)
         for name in RECORDS:
             path = self.output_dir / name
             if path.exists():
                 status = path.stat()
                 version = status.st_mtime_ns, status.st_size
-                if self.sent.get(name) != version:
+                if name not in self.there or self.sent.get(name) != version:
                     store.send(path, name)
                     self.sent[name] = version
 
@@ -349,7 +355,7 @@ def fetch_file(url: str, target: Path, checksum: str | None = None) -> None:
         if checksum and checksum_file(target) != checksum:
             raise ValueError("it has changed since it was written")
 
-    persist(url, copy)
+    persist(url, copy, ("FileNotFoundError",))
 
 
 def fetch_samples(url: str, names: set[str], step: int, output_dir: Path) -> None:
@@ -390,13 +396,20 @@ def fetch_checkpoint(url: str, step: int, folder: Path) -> None:
         fetch_file(f"{url}/{name}/{state.name}", state)
         with explained(f"{url}/{name} is damaged: delete it, and resume from another"):
             checksums = json.loads(state.read_text())["checksums"]
-        for file, checksum in checksums.items():
-            if file != state.name:
-                fetch_file(f"{url}/{name}/{file}", unfinished / name / file, checksum)
+            for file, checksum in checksums.items():
+                if file != state.name:
+                    fetch_file(f"{url}/{name}/{file}", unfinished / name / file, checksum)
 
 
-def open_copies(args: Namespace, output_dir: Path) -> Copies:
-    """Open --checkpoints_to, and fetch the checkpoint to resume from if it is only there.
+def find_name(given: str | None, url: str) -> str | None:
+    """The name of the checkpoint if `given` is its path at the address; else `given`."""
+    folder, _, name = (given or "").rstrip("/").rpartition("/")
+    is_there = folder and Path(folder).resolve() == Path(url).resolve()  # addresses, too
+    return name if is_there else given
+
+
+def open_copies(args: Namespace, given: str | None, output_dir: Path) -> Copies:
+    """Open --checkpoints_to, and fetch the checkpoint `given` if it is only there.
 
     Call it on the first process.
     """
@@ -404,7 +417,7 @@ def open_copies(args: Namespace, output_dir: Path) -> Copies:
     limit = args.checkpoints_total_limit
     copies = Copies(url, output_dir, limit, args.checkpoints_to_timeout)
     copies.open()
-    copies.fetch(args.resume_from_checkpoint)
+    copies.fetch(given)
     return copies
 
 

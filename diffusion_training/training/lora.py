@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail, is_local_main
 from diffusion_training.files import find_differences, sort_header
-from diffusion_training.models import list_quantized
+from diffusion_training.models import NOT_FINITE, is_finite, list_quantized, raise_for_keys
 from diffusion_training.training.lora_files import (
     DORA_SCALE,
     LORA_A,
@@ -114,6 +114,10 @@ def load_network_weights(
         path /= LORA_FILE
     with explained(f"--network_weights {path} can't be used"):
         file = read_lora_file(path, model, name, read_lora)
+        broken = []
+        for layer, parts in file.layers.items():
+            broken += [f"{layer}.{part}" for part in parts if not is_finite(parts[part].float())]
+        raise_for_keys(NOT_FINITE, broken)
     own = {key: layer for key, layer in model.named_modules() if getattr(layer, "lora_A", None)}
     sentence = f"--network_weights {path} does not fit"
     advice = "pass the --rank and --lora_layers that it was trained with"

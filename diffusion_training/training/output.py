@@ -45,7 +45,7 @@ from diffusion_training.training.checkpoints import (
     read_start,
     read_state,
 )
-from diffusion_training.training.copies import Copies, open_copies, share_checkpoint
+from diffusion_training.training.copies import Copies, find_name, open_copies, share_checkpoint
 from diffusion_training.training.signs import read_best
 
 SINGLE_FILE = "single_file.safetensors"  # of --output_single_file
@@ -97,6 +97,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     check_output_dir(vars(args))
     output_dir = Path(args.output_dir)
     copies_to = None if args.find_lr else args.checkpoints_to
+    given = args.resume_from_checkpoint
+    if copies_to:
+        given = find_name(given, copies_to)
     lock = None
     copies = None
     if launch.is_main:
@@ -118,9 +121,8 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
         if copies_to:
-            copies = open_copies(args, output_dir)
+            copies = open_copies(args, given, output_dir)
     launch.accelerator.wait_for_everyone()
-    given = args.resume_from_checkpoint
     folder = output_dir
     if copies_to:
         folder = share_checkpoint(launch.accelerator, copies, copies_to, output_dir)

@@ -74,6 +74,15 @@ def test_what_does_not_fit_is_one_sentence(parse):
         assert sentence in str(stop.value), sentence
 
 
+def test_a_file_that_is_no_array_is_one_sentence(tmp_path):
+    path = tmp_path / "IMAGES.NPY"  # the suffix in any case
+    np.savez(tmp_path / "archive.npz", VALUES)
+    for content in (b"no array", (tmp_path / "archive.npz").read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(SystemExit, match="can't be read as an array .the magic string is not"):
+            load_rows(script.parse_args([f"--train_data_dir={path}"]), channels=2)
+
+
 def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
     for flags, sentence in (
         (["--cache_images"], "leave --cache_images and --streaming out: an array"),

@@ -4,7 +4,7 @@ import pytest
 
 from diffusion_training.arguments import Flags
 from diffusion_training.report import Description
-from diffusion_training.training.card import describe_for_hub
+from diffusion_training.training.card import describe_for_hub, tabulate
 
 OTHER = "license: other\nlicense_name: my-licence\nlicense_link: LICENSE.md"
 
@@ -67,3 +67,15 @@ def test_folders_are_not_named(cached, tmp_path, monkeypatch):
     for flags in (folders, {"dataset_name": None, "base": None}, {**folders, "base": "../gone"}):
         described = describe(tmp_path, **flags)
         assert not described.keys() & {"base_model", "datasets", "license"}
+
+
+def test_prompts_are_shown_as_they_are():
+    table = tabulate("setting", {"seed": 1, "prompts": ["a <sks> dog | cat"], "name": "a\nb"})
+    assert table.splitlines() == [
+        "| setting | |",
+        "|---|---|",
+        "| seed | 1 |",
+        "| prompts | ['a &lt;sks&gt; dog &#124; cat'] |",
+        "| name | a b |",
+    ]
+    assert "0.1235" in tabulate("loss", {"held_out_loss": 0.123456}, ".4g")

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from diffusion_training.files import checksum_files
 from diffusion_training.stores import OWNER, Owner, Store, TakenOverError
 from diffusion_training.training.checkpoints import find_checkpoints
-from diffusion_training.training.copies import Copies, find_unfinished, find_whole
+from diffusion_training.training.copies import Copies, find_name, find_unfinished, find_whole
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +192,35 @@ def test_a_store_that_fails_is_tried_again_and_keeps_what_it_has(out, make, monk
     wait_until(lambda: "failed (the store is broken)" in capsys.readouterr().err, 5)
 
 
+def test_a_failed_copy_leaves_its_room_to_the_next(out, make, monkeypatch, capsys):
+    copies = make(limit=1)
+    held = Held(monkeypatch, "checkpoint-1/unet", OSError("the disk is full"))
+    save(out, 1)
+    copies.begin(-1)
+    held.reached.wait(20)
+    assert "checkpoint-1/optimizer.bin" in Store(copies.url).list()
+    save(out, 2)
+    copies.finish()
+    assert {name.split("/")[0] for name in Store(copies.url).list() if "-" in name} == {
+        "checkpoint-2",
+        "samples",
+    }
+
+
+def test_files_that_others_delete_at_the_address_are_copied_again(out, make, capsys):
+    copies = make()
+    save(out, 1, best=1)
+    copies.begin(-1)
+    copies.finish()
+    Store(copies.url).delete_folder("")
+    save(out, 2)
+    copies.finish()
+    names = Store(copies.url).list()
+    assert check() == [1, 2] and find_whole(names, "best") == [1] and OWNER in names
+    assert {"run.args", "metrics.jsonl", "samples/step-0000001.png"} < names
+    assert f"failed ({OWNER} was deleted there); the run tries again" in capsys.readouterr().err
+
+
 def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
     out, make, monkeypatch
 ):
@@ -229,7 +258,9 @@ def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
         assert best[-1] == 3 or 2 in best
         copies.close()
         found.append(steps)
-        make(limit=1).take(Store(copies.url))
+        after = make(limit=1)
+        after.take(Store(copies.url))
+        after.refresh(Store(copies.url))
         assert check() == steps and not find_unfinished(Store(copies.url).list())
         if "end" in found:
             break
@@ -310,9 +341,24 @@ def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
     Store(copies.url).write("checkpoint-2/unet/weights", b"other weights")
     with pytest.raises(SystemExit, match="unet/weights can't be read .it has changed since"):
         fetch("latest")
+    Store(copies.url).delete("checkpoint-2/unet/weights")
+    with pytest.raises(SystemExit, match="checkpoint-2 is damaged: delete it, .*no such file"):
+        fetch("latest")
     Store(copies.url).write("checkpoint-2/trainer_state.json", b"{")
     with pytest.raises(SystemExit, match="run/checkpoint-2 is damaged: delete it, and resume from"):
         fetch("latest")
+
+
+def test_a_checkpoint_may_be_given_by_its_path_at_the_address(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given, url in (
+        ("s3://bucket/run/checkpoint-2", "s3://bucket/run"),
+        (f"{tmp_path}/run/checkpoint-2/", "run"),
+        ("./run/checkpoint-2", f"{tmp_path}/run/"),
+    ):
+        assert find_name(given, url) == "checkpoint-2"
+    for given in (None, "latest", "checkpoint-2", "other/checkpoint-2", "s3://run/checkpoint-2"):
+        assert find_name(given, "run") == find_name(given, "s3://bucket/run") == given
 
 
 def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):

@@ -174,6 +174,10 @@ def test_an_error_is_explained_in_one_line(tmp_path):
     with pytest.raises(OSError, match="does not appear to have a file") as offline:
         DDPMScheduler.from_pretrained("some/pipeline", subfolder="scheduler", cache_dir=tmp_path)
     assert explain(offline.value).endswith("and that HF_HUB_OFFLINE is not set")
+    with pytest.raises(UnicodeEncodeError) as name:
+        "images/\udcff.png".encode()
+    said = "'images/\\udcff.png' can't be read as text: rename it, or write it in UTF-8"
+    assert explain(name.value) == said
     assert explain(KeyError()) == "KeyError" and len(explain(ValueError("x" * 1000))) == 404
 
 

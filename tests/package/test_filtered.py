@@ -41,6 +41,29 @@ def test_chosen_rows_are_a_cache(tmp_path, text_cache):
     assert datasets.load_from_disk(str(tmp_path / "new"))["key"][:] == chosen["key"][:]
 
 
+def test_rows_that_went_through_torch_are_a_cache(tmp_path):
+    """They have other precisions, and checksums that do not fit their columns."""
+    make_cache(tmp_path / "cache")
+    rows = datasets.load_from_disk(str(tmp_path / "cache"))
+    rows.with_format("torch").map(dict).save_to_disk(tmp_path / "chosen")
+    before, after = read(tmp_path / "cache"), read(filtered(tmp_path))
+    assert torch.equal(after["latents"], before["latents"])
+
+
+def test_a_command_that_was_ended_can_be_run_again(tmp_path, monkeypatch):
+    make_cache(tmp_path / "cache")
+    datasets.load_from_disk(str(tmp_path / "cache")).save_to_disk(tmp_path / "chosen")
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr("diffusion_training.latents.filtered.finish_cache", interrupt)
+        m.setattr("diffusion_training.latents.filtered.read_bytes", interrupt)
+        filtered(tmp_path)
+    assert len(read(filtered(tmp_path))["latents"]) == 6
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
 def test_rows_of_another_kind_are_refused(tmp_path, capfd):
     make_cache(tmp_path / "cache")
     rows = datasets.load_from_disk(str(tmp_path / "cache"))

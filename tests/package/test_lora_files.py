@@ -281,6 +281,14 @@ def test_a_key_that_is_not_used_is_refused_by_name(tmp_path, unet, saved, kohya,
     assert f"can't be used (it holds {key.removeprefix('unet.')}, which is not used" in said
 
 
+def test_a_file_with_nan_is_refused(tmp_path, unet, saved):
+    weights = load_file(saved / FILE)
+    weights[f"unet.{LAYER}.lora_B.weight"][0] = float("nan")
+    save_file(weights, tmp_path / FILE)
+    said = refused(unet, tmp_path / FILE)
+    assert f"(1 weights with NaN or infinity, such as {LAYER}.lora_B.weight)" in said
+
+
 @pytest.mark.parametrize("settings, said", [
     ({"lora_bias": True}, "its setting lora_bias is True, which is not used here"),
     ({"bias": "all"}, "its setting bias is 'all'"),

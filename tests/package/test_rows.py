@@ -52,6 +52,16 @@ def add_member(tar, name, content):
     tar.addfile(info, io.BytesIO(content))
 
 
+def test_a_home_folder_that_is_read_only_is_said(tmp_path, load, monkeypatch):
+    """The cache of `datasets` is there, unless --cache_dir is given."""
+    make_images(tmp_path / "images", 2)
+    (tmp_path / "home").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", f"{tmp_path}/home/datasets")
+    error = "home/datasets can't be written to: give another folder with --cache_dir .*Not a dir"
+    with pytest.raises(SystemExit, match=error):
+        load(tmp_path / "images", cache_dir=None)
+
+
 def test_every_kind_of_folder_gives_its_images(tmp_path, load):
     """Sub-folders, metadata.jsonl, parquet of images and of plain bytes, webdataset.
 

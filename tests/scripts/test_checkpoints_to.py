@@ -181,6 +181,9 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path, flags,
         with pytest.raises(SystemExit):
             train(*flags, f"--checkpoints_to={to}")
         assert "must be separate folders: neither may be in the other" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        train(*flags, f"--checkpoints_to={tmp_path}/a::b")
+    assert "fsspec reads '::' in a path as two addresses" in capfd.readouterr().err
 
 
 def test_machines_that_share_no_folder_fetch_what_the_first_one_resumes(tmp_path, flags):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import queue
 import random
 import shutil
 import signal
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -264,7 +266,14 @@ def test_bad_arguments_end_with_one_line(tmp_path, capsys, monkeypatch):
     two = "--max_workers=2"
     for script in ("nothing.py", "letter.txt", tmp_path):
         assert f"{script} is not a trainer: give the path of a file" in refuse(capsys, two, script)
-    assert "plain.py is not a trainer: it has no parse_args" in refuse(capsys, two, "plain.py")
+    (tmp_path / "no_list.py").write_text("def parse_args(): pass")
+    for script in ("plain.py", "no_list.py"):
+        said = refuse(capsys, two, script)
+        assert f"{script} is not a trainer: it has no parse_args that takes a list" in said
+    text = "import argparse\n\ndef parse_args(argv): return argparse.Namespace()"
+    (tmp_path / "no_resume.py").write_text(text)
+    said = refuse(capsys, two, "no_resume.py")
+    assert "no_resume.py is not a trainer: it has no --resume_from_checkpoint" in said
     said = refuse(capsys, two, "--min_workers=3", "failing.py", "--output_dir=out")
     assert "--min_workers 3 exceeds --max_workers 2" in said
     # errors of the trainer's flags, before Ray starts
@@ -281,6 +290,22 @@ def test_bad_arguments_end_with_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     args = train_on_ray.parse_args([two, "train_unconditional.py"])
     assert args.script == str(ROOT / "train_unconditional.py")
+
+
+def test_one_worker_has_no_ranks_of_another_launcher(tmp_path, monkeypatch):
+    """For example of a job of two machines that has started Ray on them."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("KEPT", "2")
+    context = types.SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    monkeypatch.setattr(train_on_ray.ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(train_on_ray.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(train_on_ray, "broadcast_from_rank_zero", lambda value: value)
+    job = train_on_ray.RayJob("", [], "", str(tmp_path), "token", "host", True, 1)
+    job.shared.mkdir()
+    found = train_on_ray.meet(job, queue.SimpleQueue())
+    assert found["KEPT"] == "2" and found["ACCELERATE_USE_CPU"] == "true"
+    assert not found.keys() & {*train_on_ray.RANKS}
 
 
 @pytest.mark.parametrize("flags, words", [
