@@ -146,7 +146,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     )
     add("--limit", type=COUNT, help="use only this many rows, the first ones (default: all)")
     add = parser.add_argument_group("output").add_argument
-    add("--output_dir", type=PATH, help="folder or address for all output")
+    add("--output_dir", type=PATH, help="required: folder or address for all output")
     add(
         "--rows_per_shard",
         type=number(1, 10**7, int),

@@ -104,8 +104,8 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         help="flags of the trainer; this script adds --resume_from_checkpoint latest",
     )
     add = parser.add_argument_group("workers").add_argument
-    add("--min_workers", type=COUNT, default=1, help="smallest number of workers to train with")
-    add("--max_workers", type=COUNT, required=True, help="largest number of workers to train with")
+    add("--min_workers", type=COUNT, default=1, help="smallest number of workers")
+    add("--max_workers", type=COUNT, required=True, help="required: largest number of workers")
     add("--cpu", action="store_true", help="train on CPUs (default: a GPU for each worker)")
     add(
         "--cpus_per_worker",

@@ -58,7 +58,7 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
     add(
         "--dataset_name",
         type=PATH,
-        help="data set on the Hugging Face hub, such as your-name/photos, or a local folder",
+        help="data set on the Hugging Face hub, such as your-name/photos, or a folder with one",
     )
     add("--dataset_config_name", help="configuration of the data set, if it has several")
     add("--dataset_split", default="train", help="split of the data set to read")
@@ -220,7 +220,7 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
         nargs="?",
         const="inductor",
         metavar="BACKEND",
-        help="compile the model with torch.compile and this backend (without BACKEND: inductor)",
+        help="use torch.compile, with this backend; inductor if you name none",
     )
     add(
         "--no-compile",
@@ -267,8 +267,8 @@ def add_family_flags(add: Add, default: str | None = None) -> None:
         "--model_family",
         choices=[*FAMILIES],
         default=default,
-        help=f"model family (default: in train_flow.py {DEFAULT_FLOW_FAMILY}; else the pipeline's, "
-        f"or {DEFAULT_FAMILY})",
+        help=f"model family (default: {DEFAULT_FLOW_FAMILY} in train_flow.py; elsewhere the "
+        f"pipeline's, or {DEFAULT_FAMILY})",
     )
     limits = [
         f"{family.max_tokens} for {name}" for name, family in FAMILIES.items() if family.max_tokens
@@ -303,8 +303,8 @@ def add_encoder_flags(add: Add) -> None:
     add(
         "--single_file_config",
         type=PATH,
-        help="hub id or folder with the configs of a pipeline in one .safetensors file (default: "
-        "those of its family)",
+        help="configs for a pipeline in one .safetensors file: hub id or folder (default: those "
+        "of its family)",
     )
     add(
         "--tokenizer_name_or_path",

@@ -35,8 +35,8 @@ def add_caption_flags(add: Callable[..., Any]) -> None:
     add(
         "--caption_column",
         **several,
-        help="column of captions, or several; each epoch draws one caption of an image; a cache "
-        "keeps one of a list, or all with several columns or --caption_weights",
+        help="column of captions or lists of them, or several columns; each epoch draws one per "
+        "image; a cache keeps one of a list (all with --caption_weights), or all columns",
     )
     add(
         "--caption_weights",
