@@ -49,7 +49,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import diffusers
 import numpy as np
@@ -320,9 +320,22 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
                 sampler.config, shift=args.shift, use_dynamic_shifting=False
             )
         if class_name:
-            options = {"mu": 1.0} if sampler.config.use_dynamic_shifting else {}
-            try_sampler(sampler, 10, **options)
+            side = resolution // 8  # of the latents, roughly
+            shift = choose_shift(sampler, 2, side, side)
+            if not 0 < shift < math.inf:
+                raise ValueError(f"it shifts the noise by {shift}")
+            # some pipelines need it for any scheduler
+            mu = compute_mu(sampler.config, side**2 / 4)
+            try_sampler(sampler, 10, mu=mu)
     return sampler
+
+
+def compute_mu(config: Any, tokens: float) -> float:
+    """The exponent of the shift for an image of so many tokens, as the pipelines compute it."""
+    slope = (config.max_shift - config.base_shift) / (
+        config.max_image_seq_len - config.base_image_seq_len
+    )
+    return config.base_shift + slope * (tokens - config.base_image_seq_len)
 
 
 def choose_shift(
@@ -336,12 +349,8 @@ def choose_shift(
     config = sampler.config
     if not config.use_dynamic_shifting:
         return config.shift
-    tokens = height * width / patch_size**2
-    slope = (config.max_shift - config.base_shift) / (
-        config.max_image_seq_len - config.base_image_seq_len
-    )
-    shift = config.base_shift + slope * (tokens - config.base_image_seq_len)
-    return math.exp(shift) if config.time_shift_type == "exponential" else shift
+    mu = compute_mu(config, height * width / patch_size**2)
+    return math.exp(mu) if config.time_shift_type == "exponential" else mu
 
 
 # -------------------------------------------------------------------------------------------------

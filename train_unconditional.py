@@ -47,7 +47,14 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from diffusers import DDIMPipeline, DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
+from diffusers import (
+    DDIMPipeline,
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    DiffusionPipeline,
+    UNet2DModel,
+)
 from PIL import Image
 from torchvision.utils import make_grid
 from tqdm.auto import tqdm
@@ -411,7 +418,9 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
         )
     if source:
         with explained(f"the scheduler of {source} can't draw samples"):
-            try_sampler(scheduler, args.ddpm_num_inference_steps)
+            ddim = args.validation_scheduler == "ddim"
+            sampler = DDIMScheduler.from_config(scheduler.config) if ddim else scheduler
+            try_sampler(sampler, args.ddpm_num_inference_steps)
     return scheduler
 
 

@@ -35,14 +35,21 @@ from diffusion_training.data.folders import (
 )
 from diffusion_training.data.images import name_image
 from diffusion_training.data.streams import TarMember, identify_stream, open_for_tars
-from diffusion_training.errors import explained, fail, print_once, printable, suppressing_row_errors
+from diffusion_training.errors import (
+    amount,
+    explained,
+    fail,
+    print_once,
+    printable,
+    suppressing_row_errors,
+)
 from diffusion_training.remote import is_address, list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
-# The builders that `datasets` may choose for files beside images, such as photo.json.
-SIDECARS = ("audiofolder", "csv", "json", "pdffolder", "text", "videofolder", "xml")
-
+# The builders of files that hold images. `datasets` chooses by the most frequent suffix, which may
+# be that of other files beside images, such as photo.json.
+OF_IMAGES = ("arrow", "hdf5", "imagefolder", "lance", "parquet", "vortex", "webdataset")
 
 # Archives that `datasets` unpacks
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar")
@@ -154,13 +161,17 @@ def open_builder(
         else:
             # without "imagefolder", the caption files might be loaded as a data set of text
             builder = open_as("imagefolder" if has_captions else source)
-        # `datasets` chooses by the most frequent suffix, which may be that of files beside images
-        if builder.name in SIDECARS and has_images(source):
+        if builder.name not in OF_IMAGES and has_images(source):
             builder = open_as("imagefolder")
-    files = (builder.config.data_files or {}).get(args.dataset_split, [])
+        if os.path.isdir(source):
+            check_split(source, builder, args.dataset_split)
+    splits = builder.config.data_files or {}
+    files = splits.get(args.dataset_split, [])
     metadata = []
     if builder.name == "imagefolder":
         metadata = [path for path in files if os.path.basename(path) in builder.METADATA_FILENAMES]
+        if any(path.lower().endswith(".zip") for paths in splits.values() for path in paths):
+            builder.config.drop_labels = True  # `datasets` fails at folders of images in archives
     tables = files if builder.name == "csv" else metadata
     described = f"{source} (with {' and '.join(metadata[:2])})" if metadata else source
     for path in tables:
@@ -178,6 +189,34 @@ def open_builder(
         if count > 1:
             fail(f"{described} names {path} {count} times: keep only one of these files")
     return builder, rows
+
+
+def list_splits(spec: str) -> set[str]:
+    """The names of the splits in --dataset_split: train[:10%]+test -> {train, test}."""
+    return {part.partition("[")[0].strip() for part in spec.split("+")}
+
+
+def check_split(source: str, builder: datasets.DatasetBuilder, spec: str) -> None:
+    """Raise ValueError if a folder's images are not in the splits that --dataset_split names.
+
+    `datasets` takes files for splits by words in their paths. One file such as test.png or
+    captions_train.json is enough, and files without such a word are then in no split.
+    """
+    splits = builder.config.data_files or {}
+    names = list_splits(spec)
+    if not splits or "all" in names:
+        return
+    suffixes = ("",)
+    if builder.name == "imagefolder":
+        suffixes = (*builder.EXTENSIONS, *builder.METADATA_FILENAMES, ".zip")
+    files = [path for name in names for path in splits.get(name, [])]
+    if not any(path.lower().endswith(suffixes) for path in files):
+        split = next(iter([name for name in names if name in splits] or splits))
+        example = os.path.relpath(splits[split][0], source)
+        raise ValueError(
+            f"no images are in split {spec!r}, because `datasets` takes {example} for split "
+            f"{str(split)!r}: rename it, or choose with --dataset_split"
+        )
 
 
 def find_files(address: str) -> tuple[str, list[str]]:
@@ -240,6 +279,17 @@ def find_masked(path: str | None) -> str | None:
     return masked if is_mask else None
 
 
+def is_stray(path: str | None) -> bool:
+    """Whether a file in an archive is no image; `datasets` makes a row of it too."""
+    _, suffix = split_suffix(path or "")
+    is_archived = (path or "").startswith("zip://")
+    return is_archived and suffix.lower() not in Image.registered_extensions()
+
+
+def is_wanted(path: str | None) -> bool:
+    return not find_masked(path) and not is_stray(path)
+
+
 def split_suffix(path: str) -> tuple[str, str]:
     """Split a path into (the path without the suffix of its file, the suffix)."""
     file, *archives = path.split("::")
@@ -265,10 +315,16 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
                 f"{source} has masks beside the images, which --streaming can't read: leave it out"
             )
         rows = rows.cast_column("image", datasets.Image(decode=False))
-        rows = rows.filter(lambda item: not find_masked(item["image"]["path"]))
+        rows = rows.filter(lambda item: is_wanted(item["image"]["path"]))
         return rows.cast_column("image", datasets.Image()), mask_column
     paths = pc.struct_field(rows.data["image"], "path").to_pylist()
-    images = [row for row, path in enumerate(paths) if not find_masked(path)]
+    images = [row for row, path in enumerate(paths) if is_wanted(path)]
+    strays = [path for path in paths if is_stray(path)]
+    if strays:
+        print_once(
+            f"{source}: not used: {amount(len(strays), 'file')} in archives, such as "
+            f"{name_image(0, {'path': strays[0]}, source)} (unpack archives that hold captions)"
+        )
     if len(images) < len(paths):  # they are equal if a metadata file names only images
         rows = rows.select(images)
     if not may_add or "mask" in rows.features:
@@ -339,7 +395,16 @@ def report_unused(
         base = os.path.basename(path)
         return base in metadata or path in captions or base.lower().endswith(ARCHIVES)
 
-    for name, paths in (builder.config.data_files or {}).items():
+    splits = builder.config.data_files or {}
+    wanted = list_splits(split)
+    others = [name for name in splits if name not in wanted and "all" not in wanted]
+    if others:
+        count = sum(len(splits[name]) for name in others)
+        names = ", ".join(map(str, others))
+        example = os.path.relpath(splits[others[0]][0], folder)
+        sentence = f"{amount(count, 'file')} of other splits ({names}), such as {example}"
+        print(printable(f"{folder}: not used: {sentence}"))
+    for name, paths in splits.items():
         used += [path for path in paths if name != split or not images or is_read(path)]
     real = functools.cache(os.path.realpath)
     known = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}

@@ -70,7 +70,8 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
         for entry in map(json.loads, (output_dir / "skipped.jsonl").read_text().splitlines()):
             shard = name_shard(entry["row"] // cache["rows_per_shard"], cache)
             records[shard]["skipped"].append(entry)
-    for path in output_dir.glob("unfinished/data-*.json"):
+    # not those that other programs have copied, such as `data-00000.arrow 2.json`
+    for path in output_dir.glob("unfinished/data-*.arrow.json"):
         # a shard whose record can't be read counts as missing
         with contextlib.suppress(ValueError):
             record = json.loads(path.read_text())

@@ -4,6 +4,7 @@ import atexit
 import collections
 import contextlib
 import errno
+import re
 import shutil
 import threading
 import uuid
@@ -194,10 +195,14 @@ class Fetcher:
 
 
 def make_fetch_folder(folder: str | Path) -> Path:
-    """Make a folder in `folder` for this process's copies; delete those of killed processes."""
+    """Make a folder in `folder` for this process's copies; delete those of killed processes.
+
+    Other folders, such as run-3 of the user, stay.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for old in {path.name.partition(".")[0] for path in folder.glob("run-*")}:
+    names = {path.name.partition(".")[0] for path in folder.glob("run-*")}
+    for old in filter(re.compile("run-[0-9a-f]{12}").fullmatch, names):
         with contextlib.suppress(Timeout, OSError), FileLock(folder / f"{old}.lock", timeout=0):
             shutil.rmtree(folder / old, ignore_errors=True)
             for lock_file in folder.glob(f"{old}.lock*"):

@@ -30,8 +30,15 @@ def check_objective(scheduler: DDPMScheduler) -> None:
     timesteps = scheduler.config.num_train_timesteps
     if type(timesteps) is not int or timesteps < 2:
         fail(f"the scheduler has {timesteps!r} training timesteps: it needs at least two")
-    if len(scheduler.betas) != timesteps:
-        fail(f"the scheduler has {len(scheduler.betas)} betas for {timesteps} training timesteps")
+    if scheduler.betas.shape != (timesteps,):
+        fail(
+            f"the scheduler has {scheduler.betas.numel()} betas for {timesteps} training timesteps"
+        )
+    if not all(0 <= beta <= 1 for beta in scheduler.betas.tolist()):  # nor NaN
+        fail(
+            f"the scheduler's betas go from {scheduler.betas[0]:g} to {scheduler.betas[-1]:g}: "
+            "they must lie between 0 and 1"
+        )
     if scheduler.config.prediction_type not in ("epsilon", "sample", "v_prediction"):
         fail(
             f"the scheduler's prediction type {scheduler.config.prediction_type!r} is unknown: "

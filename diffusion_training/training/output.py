@@ -115,9 +115,11 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             lambda names: own & names and "cache.json" not in names,
             "run of this script",
         )
-        best = output_dir / "best"
-        if args.save_best and best.exists() and not (best / "held_out.json").exists():
-            fail(f"--save_best would replace {best}, which is not from a run: rename that folder")
+        for best in (output_dir / "best", output_dir / "best-before"):
+            if args.save_best and best.exists() and not (best / "held_out.json").exists():
+                fail(
+                    f"--save_best would replace {best}, which is not from a run: rename that folder"
+                )
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
         if copies_to:
@@ -172,7 +174,8 @@ def begin_run(run: Run, output_dir: Path) -> None:
     """
     if run.checkpoint is None:
         for old in (output_dir / "samples").glob("step-*.png"):
-            old.unlink()
+            if old.stem.removeprefix("step-").isdecimal():  # else it is a copy of the user's
+                old.unlink()
     restore_best(output_dir, run.reached)
     write_command(run.command, output_dir)
 
@@ -336,7 +339,7 @@ def restore_best(output_dir: Path, reached: int) -> None:
     for folder in (best, before):
         if read_best(folder).get("step", -1) > reached:
             delete(folder)
-    if before.exists():
+    if (before / "held_out.json").exists():  # else it is the user's
         if best.exists():
             delete(before)
         else:

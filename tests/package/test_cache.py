@@ -534,6 +534,8 @@ def test_what_a_kill_left_half_written_is_deleted_and_made_again(tmp_path):
     # as after a power cut without fsync
     (unfinished / f"{shards[1]}.json").write_text('{"rows": 3, "sha')
     (unfinished / f".tmp-{shards[2]}.json").write_text("")
+    # as a program that synchronizes folders names a second version
+    shutil.copy(unfinished / f"{shards[0]}.json", unfinished / f"{shards[0]} 2.json")
     (tmp_path / f"out/.tmp-{shards[2]}").write_bytes(b"half")
     (tmp_path / "out/.tmp-folder").mkdir()
     _, lock, _, records = open_cache(args)

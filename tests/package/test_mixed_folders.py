@@ -15,17 +15,17 @@ from diffusion_training.data.rows import RowDataset, load_rows
 def load(tmp_path):
     """`load_rows` of a folder, with flags, and captions in a column `text` if it has them."""
 
-    def load(folder, captions=False, **flags):
+    def load(folder, captions=False, streaming=False, **flags):
         none = ["dataset_name", "dataset_config_name", "image_column", "max_train_samples"]
         args = dict.fromkeys(none) | {"dataset_split": "train", "seed": 0, "mask_column": None}
         args |= {"cache_dir": str(tmp_path / "cached"), "train_data_dir": str(folder)}
         args |= {"caption_column": "text"} | flags
-        return load_rows(argparse.Namespace(**args), others=["text"] if captions else [])
+        return load_rows(argparse.Namespace(**args), streaming, ["text"] if captions else [])
 
     return load
 
 
-@pytest.mark.parametrize("suffix", ["json", "csv", "xml", "wav", "mp4", "pdf", "txt"])
+@pytest.mark.parametrize("suffix", ["json", "csv", "xml", "wav", "mp4", "pdf", "txt", "md"])
 def test_files_of_other_programs_beside_images_are_no_data(tmp_path, load, suffix):
     folder = Path(make_images(tmp_path / "images", 3))
     for i in range(4):
@@ -92,6 +92,47 @@ def test_a_mask_may_be_any_image_and_in_an_archive(tmp_path, load, suffix, archi
     assert [mask and mask["path"] for mask in rows["mask"][:]] == [None, path, None]
     names = RowDataset(load(folder), str(folder)).names()
     assert names == [f"zip://{i}.png::photos.zip" if archived else f"{i}.png" for i in range(3)]
+
+
+def test_an_archive_may_hold_folders_and_files_that_are_no_images(tmp_path, load, capsys):
+    for name in ("cat", "dog"):
+        folder = Path(make_images(tmp_path / "animals" / name, 2))
+        (folder / "0.txt").write_text("a caption")
+    (tmp_path / "archive").mkdir()
+    shutil.make_archive(str(tmp_path / "archive/animals"), "zip", tmp_path / "animals")
+    rows = load(tmp_path / "archive")
+    names = {f"zip://{kind}/{i}.png::animals.zip" for kind in ("cat", "dog") for i in range(2)}
+    assert {*RowDataset(rows, str(tmp_path / "archive")).names()} == names
+    said = "not used: 2 files in archives, such as zip://cat/0.txt::animals.zip"
+    assert said in capsys.readouterr().out
+    assert len([*load(tmp_path / "archive", streaming=True).rows]) == 4
+
+
+@pytest.mark.parametrize(
+    "path, split",
+    [
+        ("photo_test_1.png", "test"),
+        ("val/9.png", "validation"),
+        ("test.txt", "test"),
+        ("captions_train.json", "train"),
+    ],
+)
+def test_a_file_whose_name_makes_a_split_is_named(tmp_path, load, path, split):
+    folder = Path(make_images(tmp_path / "images", 2))
+    (folder / path).parent.mkdir(exist_ok=True)
+    shutil.copy(folder / "0.png", folder / path)
+    sentence = f"no images are in split 'train', because `datasets` takes {path} for split '{split}"
+    with pytest.raises(SystemExit, match=sentence):
+        load(folder)
+
+
+def test_files_of_other_splits_are_counted(tmp_path, load, capsys):
+    for name in ("train", "test"):
+        make_images(tmp_path / "images" / name, 2)
+    folder = tmp_path / "images"
+    assert len(load(folder).rows) == len(load(folder, dataset_split="test[:1]+train[:1]").rows) == 2
+    said = "not used: 2 files of other splits (test), such as test/0.png"
+    assert capsys.readouterr().out == f"{folder}: {said}\n"
 
 
 def test_two_masks_of_an_image_are_refused(tmp_path, load):

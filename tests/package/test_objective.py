@@ -1,6 +1,7 @@
 """The objective: both trainers' loss and its weight match the papers for every prediction type."""
 
 import argparse
+import math
 from functools import partial
 
 import pytest
@@ -171,6 +172,9 @@ def test_flags_that_are_given_win_and_others_are_left_to_the_scheduler():
     ({"rescale_betas_zero_snr": True, "prediction_type": "epsilon"},
      "needs --prediction_type v_prediction or sample"),
     ({"num_train_timesteps": 3}, "the scheduler has 2 betas for 3 training timesteps"),
+    ({"betas": 0.1}, "the scheduler has 1 betas for 2 training timesteps"),
+    ({"betas": [-0.1, 0.2]}, "betas go from -0.1 to 0.2: they must lie between 0 and 1"),
+    ({"betas": [0.1, math.nan]}, "betas go from 0.1 to nan"),
 ])  # fmt: skip
 def test_what_can_not_be_trained_is_refused(config, sentence):
     plain = {
@@ -179,9 +183,9 @@ def test_what_can_not_be_trained_is_refused(config, sentence):
         "rescale_betas_zero_snr": False,
     }
 
-    def check(**changed):
+    def check(betas=(0.1, 0.2), **changed):
         config = argparse.Namespace(**plain | changed)
-        check_objective(argparse.Namespace(config=config, betas=[0.1, 0.2]))
+        check_objective(argparse.Namespace(config=config, betas=torch.tensor(betas)))
 
     check()
     with pytest.raises(SystemExit, match=sentence):

@@ -72,6 +72,9 @@ def test_a_run_leaves_its_command(tmp_path, args):
     assert (tmp_path / "out/best").exists() and list((tmp_path / "out/samples").iterdir())
     take(args())
     assert not (tmp_path / "out/best").exists() and not list((tmp_path / "out/samples").iterdir())
+    (tmp_path / "out/samples/step-0000001 (good).png").touch()  # the user's
+    take(args())
+    assert len(list((tmp_path / "out/samples").iterdir())) == 1
 
 
 def test_folders_of_others_are_left_alone(tmp_path, args):

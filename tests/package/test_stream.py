@@ -296,15 +296,18 @@ def test_what_is_needed_now_comes_first_and_what_has_passed_not_at_all(tmp_path,
 
 
 def test_folders_of_killed_runs_are_deleted_and_those_of_others_are_not(tmp_path):
-    (tmp_path / "run-dead").mkdir()
-    (tmp_path / "run-dead/0.arrow").write_bytes(b"0")
-    for name in ("run-dead.lock", "run-dead.lock.lock", "run-gone.lock"):
+    dead, gone = "run-0123456789ab", "run-ba9876543210"
+    (tmp_path / dead).mkdir()
+    (tmp_path / dead / "0.arrow").write_bytes(b"0")
+    for name in (f"{dead}.lock", f"{dead}.lock.lock", f"{gone}.lock"):
         (tmp_path / name).touch()
-    (tmp_path / "photos").mkdir()
+    own = {"photos", "run-3", "run-3.old", "run-2026-11-24"}  # the user's
+    for name in own:
+        (tmp_path / name).mkdir()
     mine = fetch.make_fetch_folder(tmp_path)
     other = fetch.make_fetch_folder(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {mine.name, f"{mine.name}.lock", other.name, f"{other.name}.lock", "photos"}
+    assert left == {mine.name, f"{mine.name}.lock", other.name, f"{other.name}.lock", *own}
 
 
 def test_a_folder_of_a_run_is_locked_while_it_lives_and_gone_when_it_ends(tmp_path, monkeypatch):

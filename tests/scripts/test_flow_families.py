@@ -416,6 +416,34 @@ def test_the_sampler_is_the_pipelines_or_one_with_the_shift_of_the_size(tmp_path
         make(512, index)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"base_shift": None},
+        {"max_shift": "1.15"},
+        {"base_image_seq_len": None},
+        {"max_image_seq_len": 256},  # as large as base_image_seq_len
+        {"base_shift": math.nan},
+        {"max_shift": 1e30},
+        {"base_shift": None, "use_dynamic_shifting": False},  # Qwen-Image computes with it anyway
+        {"shift": -1, "use_dynamic_shifting": False},
+        {"shift": None, "use_dynamic_shifting": False},
+        {"shift_terminal": "0.02"},
+    ],
+)
+def test_a_scheduler_whose_shift_can_not_be_computed_is_one_sentence(tmp_path, change):
+    kind = FlowMatchEulerDiscreteScheduler
+    kind(use_dynamic_shifting=True).save_pretrained(tmp_path / "scheduler")
+    path = tmp_path / "scheduler/scheduler_config.json"
+    index = {"_class_name": "QwenImagePipeline", "scheduler": ["diffusers", kind.__name__]}
+    base = Base(FAMILIES["qwen-image"], "x", str(tmp_path), index)
+    args = script.parse_args(["--pretrained_model_name_or_path=x", "--latents_dir=y"])
+    script.make_scheduler(base, 512, args)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(SystemExit, match=f"{tmp_path} holds no scheduler for flow matching"):
+        script.make_scheduler(base, 512, args)
+
+
 # ------------------------------------------------------------------- what can't or should not be
 
 

@@ -97,11 +97,15 @@ def killed(flags, monkeypatch, name, at):
 
 
 def test_a_folder_of_the_users_own_is_not_replaced(tmp_path, flags, capfd):
-    (tmp_path / "out/best").mkdir(parents=True)
-    (tmp_path / "out/run.args").touch()
-    with pytest.raises(SystemExit):
-        train(*flags)
-    assert "out/best, which is not from a run: rename that" in capfd.readouterr().err
+    for name in ("best", "best-before"):
+        folder = tmp_path / "out" / name
+        folder.mkdir(parents=True)
+        (tmp_path / "out/run.args").touch()
+        with pytest.raises(SystemExit):
+            train(*flags)
+        assert f"out/{name}, which is not from a run: rename that" in capfd.readouterr().err
+        output.restore_best(tmp_path / "out", -1)
+        folder.rmdir()  # it is still there
 
 
 def test_a_damaged_record_of_the_best_is_none(tmp_path):

@@ -919,8 +919,14 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
     # else it would train with betas that it never had
     config = {"_class_name": "ScoreSdeVeScheduler", "_diffusers_version": "0.42.1"}
     (tmp_path / "pipeline/scheduler/scheduler_config.json").write_text(json.dumps(config))
+    base = f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}"
     with pytest.raises(SystemExit, match="has a ScoreSdeVeScheduler, which has no betas"):
-        make(f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}", of=scheduler)
+        make(base, of=scheduler)
+    # DDIM does not know this schedule
+    script.DDPMScheduler(beta_schedule="sigmoid").save_pretrained(tmp_path / "pipeline/scheduler")
+    make(base, "--validation_scheduler=ddpm", of=scheduler)
+    with pytest.raises(SystemExit, match="pipeline can't draw samples .sigmoid is not implemented"):
+        make(base, "--validation_scheduler=ddim", of=scheduler)
 
 
 def test_training_goes_on_with_dropout_after_samples(tmp_path, flags, monkeypatch):
