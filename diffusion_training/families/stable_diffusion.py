@@ -83,9 +83,7 @@ class StableDiffusion(Family):
         if not encoders.clip_skip:
             return {"prompt_embeds": text_encoder(tokens["input_ids"])[0].float()}
         layers = text_encoder(tokens["input_ids"], output_hidden_states=True).hidden_states
-        # `text_model` exists only in transformers 4
-        body = getattr(text_encoder, "text_model", text_encoder)
-        embeds = body.final_layer_norm(layers[-1 - encoders.clip_skip])
+        embeds = text_encoder.final_layer_norm(layers[-1 - encoders.clip_skip])
         return {"prompt_embeds": embeds.float()}
 
     def predict(

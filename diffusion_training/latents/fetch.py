@@ -151,7 +151,7 @@ class Fetcher:
             begin, end, shards = window
             sizes = {shard: size for shard in shards if (size := self.measure(shard))}
             needed = sum(sizes.values())
-            kept = sum(self.bytes.get(shard, 0) for shard in self.passed if shard not in shards)
+            kept = sum(self.bytes[shard] for shard in self.passed if shard not in shards)
             total = sum(self.bytes.values()) - kept + needed
             is_new = bool(sizes) or not self.passed.keys().isdisjoint(shards)
             if begin > position and (not is_new or total > self.max_bytes):

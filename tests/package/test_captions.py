@@ -200,6 +200,17 @@ def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
     assert module.are_cut(TOKENIZERS, [limit, limit + "a"]) == [False, True]
 
 
+def test_tokens_of_padding_are_not_counted():
+    tokenizers = Tokenizers([TOKENIZER], FAMILIES["prx"])
+    choice = CaptionChoice(seed=0, weights=None)
+    texts = ["a", "a " * 50]  # with a start and an end token; the limit is 8
+    tokens = module.tokenize_batch(tokenizers, choice, texts, [(0, 0), (0, 1)])
+    assert tokens["prompt_lengths"] == [3, 8]
+    assert module.count_tokens(tokenizers, texts) == 5.5
+    assert module.count_tokens(tokenizers, []) is None
+    assert module.count_tokens(TOKENIZERS, texts) is None  # it keeps padding
+
+
 def test_what_is_said_of_captions(capsys):
     def look(captions, prompt=None, repeats=False):
         args = argparse.Namespace(instance_prompt=prompt, folder_repeats=repeats)
@@ -238,6 +249,24 @@ def test_a_caption_of_megabytes_is_cut_before_the_tokenizer_sees_it():
         module.are_cut(tokenizers, texts)[::2] == [True, False] and time.process_time() - begin < 2
     )
     assert torch.equal(tokens[0], module.tokenize(tokenizers, ["a digit " * 100])["input_ids"][0])
+
+
+def test_image_and_mask_are_decoded_ahead(row, monkeypatch):
+    file = io.BytesIO()
+    Image.new("L", (24, 20)).save(file, "PNG")
+    calls = []
+
+    def decode(source, channels, **options):
+        calls.append((channels, "pixels" in source))
+        return decode_image(source, channels, **options)
+
+    monkeypatch.setattr(module, "decode_image", decode)
+    mask = {"bytes": file.getvalue(), "path": None}
+    row("--mask_column=where", ahead=True, where=mask)
+    assert calls == [(3, False), (1, False), (3, True), (1, True)]
+    calls.clear()
+    row(ahead=True)
+    assert calls == [(3, False), (3, True)]
 
 
 def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):

@@ -26,6 +26,8 @@ from diffusion_training.training.costs import (
     copy_shapes,
     count_flops,
     count_memory,
+    count_moments,
+    describe_trained,
     find_peak,
 )
 from diffusion_training.training.optimizers import make_optimizer
@@ -107,6 +109,53 @@ def test_memory_is_what_torch_holds_after_a_step(base, lora, optimizer):
     found |= {"averaged": both - found["weights"], "moments": size(state), "encoders": 4 * 20}
     assert said == found | {"exchanged gradients": 0}
     assert count_memory(models, {}, [], 2, optimizer)["exchanged gradients"] == found["gradients"]
+
+
+@pytest.mark.parametrize("optimizer, count, in_block, expected", [
+    ("adamw", 15, True, 2 * 4 * 15), ("muon", 15, True, 4 * 15), ("muon", 15, False, 2 * 4 * 15),
+    # bitsandbytes keeps 8 bits from 4,096 numbers on, and a float32 per 256 of them
+    ("adamw8bit", 4095, False, 2 * 4 * 4095), ("adamw8bit", 4096, False, 2 * (4096 + 4 * 16)),
+    ("adamw8bit", 4097, False, 2 * (4097 + 4 * 17)),
+])  # fmt: skip
+def test_moments_are_those_of_the_optimizer(optimizer, count, in_block, expected):
+    assert count_moments(torch.zeros(1, count), optimizer, in_block) == expected
+
+
+def test_weights_in_4_bits_count_twice(base, monkeypatch):
+    """One stored number holds two of them."""
+    model = adapted(base)
+    total = sum(weight.numel() for weight in model.parameters())
+    count = sum(weight.numel() for weight in list_parameters({"unet": model}))
+    for packed in ([], [model.conv_in]):
+        monkeypatch.setattr(costs, "list_quantized", lambda model, packed=packed: packed)
+        more = sum(layer.weight.numel() for layer in packed)
+        said = f"LoRA of rank 4: {count:,} of {total + more:,} weights"
+        assert describe_trained({"unet": model}) == said
+
+
+def test_layers_in_4_bits_are_counted_as_frozen_whole_layers(monkeypatch):
+    packed = torch.nn.Linear(4, 6, bias=False).requires_grad_(False)
+    model = torch.nn.Sequential(packed, torch.nn.Linear(6, 2))
+    monkeypatch.setattr(costs, "list_quantized", lambda model: [packed])
+    copied = copy_shapes({"one": model}, {"one": model})["one"]
+    assert type(copied[0]) is torch.nn.Linear and copied[0].weight.shape == (6, 4)
+    assert copied[0].bias is None and all(weight.is_meta for weight in copied.parameters())
+    assert [weight.requires_grad for weight in copied.parameters()] == [False, True, True]
+
+
+def test_a_sharded_run_has_copies_in_bf16_unless_it_is_checkpointed(base, capsys):
+    model = unet_of(base)
+    for precision, checkpointed, said in (
+        ("bf16", False, True),
+        ("bf16", True, False),
+        ("no", False, False),
+        ("no", True, False),
+    ):
+        model.enable_gradient_checkpointing() if checkpointed else None
+        launch = Launch(Accelerator(cpu=True), 1, precision, None, 1, True)
+        Costs(launch, {"unet": model}, {}, [], loss_of(call_unet), "adamw", False)
+        assert ("copies in bf16" in capsys.readouterr().out) == said
+        model.disable_gradient_checkpointing()
 
 
 def test_a_convolution_is_its_closed_form():
@@ -234,6 +283,8 @@ def test_a_model_that_can_not_be_counted_ends_nothing(base, capsys):
     ("NVIDIA A100-SXM4-80GB", (312, 312, 156)), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (None,) * 3),
     ("NVIDIA A10", (125, 125, 62.5)), ("NVIDIA A10G", (None,) * 3), ("NVIDIA L4", (121, 121, 60)),
     ("NVIDIA L40S", (362, 362, 183)), ("Tesla T4", (65, None, None)),
+    ("NVIDIA B200", (2250, 2250, 1125)), ("NVIDIA H100 NVL", (835, 835, 418)),
+    ("NVIDIA A40", (150, 150, 75)), ("NVIDIA GeForce RTX 3090", (71, 71, 36)),
     ("Tesla V100-SXM2-16GB", (125, None, None)),
     ("NVIDIA GeForce RTX 4090", (165, 165, 83)),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", (None,) * 3),

@@ -176,8 +176,11 @@ def test_an_old_tokenizer_cuts_where_the_text_encoder_ends(models):
     path.write_text(json.dumps({**content, "model_max_length": 10**30}))
     own = f"--pretrained_model_name_or_path={models}"
     assert load(own).tokenizers[0].model_max_length == 8
-    path.write_text(json.dumps({**content, "model_max_length": 5}))
-    assert load(own).tokenizers[0].model_max_length == 5
+    for limit in (5, 2):  # a start and an end token
+        path.write_text(json.dumps({**content, "model_max_length": limit}))
+        assert load(own).tokenizers[0].model_max_length == limit
+    path.write_text(json.dumps({**content, "model_max_length": 1}))
+    refused("captions get 1 token, but need 2", argv=[own])
 
 
 def test_the_hash_sees_values_not_names(tmp_path):

@@ -5,6 +5,7 @@ Embeddings, predictions and images equal those of tiny pipelines of all families
 
 import ast
 import copy
+import inspect
 import pickle
 import re
 from argparse import Namespace
@@ -34,7 +35,7 @@ from safetensors.torch import save_file
 import precompute_latents
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.images import make_time_ids
-from diffusion_training.families.base import Base, Encoders
+from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import FAMILIES, find_family
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_features
@@ -147,6 +148,10 @@ def test_the_list_is_in_order():
         assert find_family(family.pipeline) is family
         assert set(family.features) <= list_features() and set(family.borrows_from) <= set(FAMILIES)
         assert family.ragged <= family.masked  # else padding would look like tokens
+        assert family.resolution in (512, 1024)
+        options = inspect.signature(pipeline.__call__).parameters
+        if "max_sequence_length" in options:
+            assert family.max_tokens == options["max_sequence_length"].default
     titles = {family.title for family in FAMILIES.values()}
     assert len(titles) == len(FAMILIES)
 
@@ -158,6 +163,32 @@ def test_a_vae_without_a_shift_adds_none_in_the_pipeline(name):
     parts = {"vae": vae, "transformer": None, "scheduler": None}
     pipeline = FAMILIES[name].build(parts, Base(FAMILIES[name], None, None, {}), 16)
     assert pipeline.vae.config.shift_factor == 0
+
+
+def test_a_prx_is_used_as_it_was_trained():
+    prx = FAMILIES["prx"]
+    assert prx.max_tokens == 256  # model_max_length of the published tokenizers
+    usages = {size: prx.usage(size, None, None) for size in (256, 512, 768, 1024)}
+    assert [size for size, usage in usages.items() if usage] == [768]
+    assert usages[768] == ", use_resolution_binning=False"
+
+
+def test_a_new_family_needs_no_names_for_other_programs():
+    class New(Family):
+        name = "new"
+
+    assert New().describe_for_sd_scripts(None) == {"ss_base_model_version": "new"}
+    assert New().name_architecture(None, False) == "new"
+    assert New().read_objective({"v_pred"}, {}) == {}
+    assert not New().recognizes_file({"v_pred"})
+
+
+def test_an_empty_prompt_of_sdxl_is_zero_or_not():
+    one, zero = torch.ones(2), torch.zeros(2)
+    for embeds, pooled in ((one, zero), (zero, one), (zero, zero)):
+        described = FAMILIES["sdxl"].describe_empty({"a": embeds, "b": pooled})
+        both_zero = embeds is pooled is zero
+        assert described == {"force_zeros_for_empty_prompt": both_zero}
 
 
 def test_a_family_is_itself_in_another_process():
@@ -206,6 +237,23 @@ def test_pipelines_are_told_apart(name, class_names):
         known = [each.name for each in FAMILIES.values() if each.recognizes(class_name)]
         assert known == [name] * (name is not None), class_name
         assert find_family(class_name) is FAMILIES.get(name)
+
+
+def test_a_base_on_the_hub_is_read_as_the_flags_say(monkeypatch):
+    asked = []
+
+    def load_config(source, **options):
+        asked.append((source, options))
+        return {"_class_name": "PRXPipeline"}
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "load_config", load_config)
+    flags = ["--pretrained_model_name_or_path=some/base", "--dataset_name=some/data"]
+    flags += ["--revision=r", "--variant=v", "--cache_dir=c"]
+    base = open_base(precompute_latents.parse_args(flags))
+    options = {"cache_dir": "c", "revision": "r"}
+    assert asked == [("some/base", options)]
+    assert base.locate(None, "vae") == ("some/base", options | {"subfolder": "vae", "variant": "v"})
+    assert base.locate("own", "vae") == ("own", {"cache_dir": "c"})
 
 
 def test_no_pipeline_of_diffusers_is_of_two_families():
@@ -462,6 +510,29 @@ def test_predictions_are_the_pipelines(opened):
     assert not torch.allclose(ours[0], others, atol=1e-4)  # and so does the caption
 
 
+@each_family
+@torch.no_grad()
+def test_predictions_are_made_on_one_device(opened):
+    """Tensors on the meta device can't be mixed with others."""
+    _, channels = opened.family.count_channels(opened.encoders.vae)
+    prompts = begin(opened, "a digit two")
+    prompts = {name: value.to("meta") for name, value in prompts.items()}
+    noisy, times = torch.zeros(1, channels, 4, 4, device="meta"), torch.ones(1, device="meta")
+    model = copy.deepcopy(opened.denoiser).to("meta")
+    predicted = opened.family.predict(model, noisy, times, prompts)
+    assert predicted.is_meta and predicted.shape == noisy.shape
+
+
+@pytest.mark.parametrize("name, clip_skip", [("flux2-klein", None)])
+def test_latents_are_scaled_as_by_the_batch_norm_of_the_vae(opened):
+    vae = opened.encoders.vae
+    latents = torch.randn(2, 16, 3, 5)
+    scale = {name: torch.tensor(x) for name, x in opened.family.describe_scale(vae).items()}
+    scale = {name: x.view(-1, 1, 1) for name, x in scale.items()}
+    scaled = (latents - scale["shift_factor"]) * scale["scaling_factor"]
+    torch.testing.assert_close(scaled, vae.bn.eval()(latents), rtol=1e-5, atol=1e-6)
+
+
 def draw(pipeline, count, first, arguments):
     generators = [torch.Generator().manual_seed(first + i) for i in range(count)]
     options = {"height": SIDE, "width": SIDE, "num_inference_steps": 2, "output_type": "np"}
@@ -488,7 +559,9 @@ def test_images_from_embeddings_are_those_from_prompts(opened, scale):
     for first in range(0, len(prompts), size):
         captions = prompts[first : first + size]  # encoded together, as the pipeline does
         encoded = encode_prompts(encoders, tokenize(encoders.tokenizers, captions))
-        images += [*draw(alone, size, first, family.call_args(encoded, empty, scale))]
+        asked = family.call_args(encoded, empty, scale)
+        assert any(argument.startswith("negative_") for argument in asked) == (scale > 1)
+        images += [*draw(alone, size, first, asked)]
         named = {"prompt": captions, **opened.options, **guide(opened, scale)}
         expected += [*draw(opened.pipeline, size, first, named | skip_layers(opened))]
     assert np.array_equal(images, expected)
@@ -587,6 +660,7 @@ def test_loras_of_other_programs_have_their_effect(tmp_path, opened, program):
         effect = b @ a * (1 if program == "ai-toolkit" else 0.5)
         for part, rows in zip(parts, effect.chunk(len(parts)), strict=True):
             expected[part] = rows
+    save_file({"x": torch.ones(1)}, tmp_path / "pytorch_lora_weights.safetensors")  # another file
     path = tmp_path / "lora.safetensors"
     save_file({key: value.clone() for key, value in weights.items()}, path)
     args = Namespace(

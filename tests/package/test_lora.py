@@ -15,6 +15,7 @@ from diffusion_training.families.known import FAMILIES
 from diffusion_training.models import copy_trained, list_parameters, start_average, update_ema
 from diffusion_training.training.lora import (
     add_lora,
+    fold_scale,
     list_adapter,
     list_lora_b,
     load_adapter,
@@ -169,9 +170,27 @@ def test_the_averaged_adapter_is_what_is_given_away(tmp_path, base):
     )
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     with torch.no_grad():
-        list_lora_b(models)[-1].fill_(70000.0)  # the average's; beyond float16
+        # one number of the average's is beyond float16
+        list_lora_b(models)[-1].view(-1)[0] = 70000.0
     with pytest.raises(ValueError, match="the weights of the adapter are not finite in float16"):
         save_lora(models, tmp_path, None)
+
+
+def test_a_scale_below_1_makes_the_largest_numbers_equal():
+    a, b = torch.randn(2, 5), torch.randn(3, 2)
+    b[0] = 0  # some zeros change nothing
+    adapter = {"x.lora_A.weight": a, "x.lora_B.weight": b}
+    for scale in (1 / 16, 4.0):
+        folded = fold_scale(adapter, scale)
+        found_a, found_b = folded["x.lora_A.weight"], folded["x.lora_B.weight"]
+        torch.testing.assert_close(found_b @ found_a, scale * b @ a)
+        if scale < 1:
+            torch.testing.assert_close(found_a.abs().max(), found_b.abs().max())
+        else:
+            assert torch.equal(found_a, a)
+    for name in adapter:  # zeros have no share
+        nothing = fold_scale(adapter | {name: torch.zeros_like(adapter[name])}, 0.5)
+        assert all(value.isfinite().all() for value in nothing.values())
 
 
 @pytest.mark.parametrize("use_dora", [False, True])

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_lora import list_products
 
 from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.original_layout import rename_unet
 from diffusion_training.training.lora import (
     add_lora,
     convert_to_kohya,
@@ -303,6 +304,23 @@ def test_a_setting_that_is_not_used_is_refused_by_name(tmp_path, unet, settings,
     if settings is None:
         (tmp_path / "adapter_config.json").unlink()
     assert f"can't be used ({said}" in refused(unet, path)
+
+
+@pytest.mark.parametrize("value", [True, False, "gaussian", "eva", "orthogonal"])
+def test_initializations_that_leave_the_base_alone_are_taken(tmp_path, unet, value):
+    settings = {"r": 4, "lora_alpha": 4, "init_lora_weights": value}
+    load(unet, save_peft(unet, tmp_path, settings))
+
+
+def test_layers_of_sdxl_and_sd_have_their_published_names():
+    """An upsampler comes after a block's attention, if it has any."""
+    names = ["up_blocks.0.attentions.0.norm", "up_blocks.0.upsamplers.0.conv"]
+    found = rename_unet([*names, "up_blocks.1.upsamplers.0.conv"], 2)
+    assert found == {
+        names[0]: "output_blocks.0.1.norm",
+        names[1]: "output_blocks.2.2.conv",
+        "up_blocks.1.upsamplers.0.conv": "output_blocks.5.1.conv",
+    }
 
 
 def test_magnitudes_for_inputs_are_refused_and_text_encoders_are_left_out_aloud(

@@ -259,7 +259,7 @@ class Bucket:
 
 
 def test_shards_come_ahead_as_far_as_the_folder_holds_and_go_with_their_windows(tmp_path):
-    bucket = Bucket(tmp_path / "shards", 12, 450)
+    bucket = Bucket(tmp_path / "shards", 12, 400)  # four shards to the byte
     fetcher = bucket.fetcher
     fetcher.follow(iter([(2 * i, 2 * i + 4, (i,)) for i in range(10)]))
     assert fetcher.reach(0) == set()

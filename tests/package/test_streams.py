@@ -150,6 +150,8 @@ def test_a_stream_of_other_rows_than_before_is_refused(tmp_path):
     opened = StreamedRows(stream().take(0), tmp_path / "data", {"rows_per_shard": 2}, {})
     with pytest.raises(SystemExit, match="the stream holds no images"):
         list(opened.keys({}, 2, 0, 1))
+    opened = StreamedRows(stream().take(1), tmp_path / "data", {"rows_per_shard": 2}, {})
+    assert [len(keys) for keys in opened.keys({}, 2, 0, 1)] == [1]  # one is enough
 
 
 def test_a_stream_that_breaks_off_is_one_sentence(tmp_path):

@@ -496,8 +496,15 @@ def test_killed_at_random_it_ends_with_the_same_rows_and_bits(run, min_workers):
         return run.train(*steps, workers=workers)
 
     def read_weights():
+        """The result, and the last checkpoint. A group that was told to save has written others."""
         found = [*run.out.rglob("*.safetensors"), *run.out.rglob("optimizer.bin")]
-        return {path.relative_to(run.out): path.read_bytes() for path in found}
+        names = {path.relative_to(run.out): path for path in found}
+        last = f"checkpoint-{num_steps}"
+        return {
+            name: path.read_bytes()
+            for name, path in names.items()
+            if name.parts[0] in (last, "unet")
+        }
 
     def judge():
         """A driver that ended by itself: all is well, or it has named a killed loader process."""
@@ -516,7 +523,7 @@ def test_killed_at_random_it_ends_with_the_same_rows_and_bits(run, min_workers):
     driver = begin()
     assert driver.wait(300) == 0, run.log()
     whole = read_weights()
-    assert len(whole) > 4
+    assert len(whole) > 3
     judge()
     driver, num_groups = begin(), 0
     while sum(counts[kind] for kind in kinds) < num_kills:
