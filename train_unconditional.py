@@ -197,7 +197,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--pretrained_model_name_or_path",
         type=PATH,
-        help="pretrained DDPM or DDIM pipeline: hub id or folder",
+        help="pretrained pipeline: hub id or folder; text-to-image U-Nets also from one "
+        ".safetensors file",
     )
     add_device_flags(add)
 

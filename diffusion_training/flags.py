@@ -786,7 +786,7 @@ def add_pipeline_flags(add: Add) -> None:
     add(
         "--pretrained_model_name_or_path",
         type=PATH,
-        help="pretrained pipeline: hub id or folder; for one with a U-Net also a single "
+        help="pretrained pipeline: hub id or folder; text-to-image U-Nets also from one "
         ".safetensors file",
     )
     add("--revision", help="branch, tag or commit of the models on the hub")
