@@ -277,6 +277,7 @@ def test_a_package_that_lacks_what_a_script_imports_is_one_sentence(tmp_path):
 DEFAULTS = {
     "--resolution", "--output_dir", "--lr_scheduler", "--adam_beta1", "--adam_weight_decay",
     "--tracker_project_name", "--model_family", "--guidance_scale", "--num_inference_steps",
+    "--output_kohya_format", "--no-output_kohya_format",
 }  # fmt: skip
 
 
