@@ -849,6 +849,17 @@ def test_a_compiled_transformer_is_compiled_for_its_sizes(tmp_path, cached, monk
     assert [record["skipped_images"] for record in metrics(tmp_path / "out")] == [0]
 
 
+def test_samples_are_drawn_one_by_one(monkeypatch):
+    """In a batch, the longest caption would change the others' samples."""
+    families = [family for family in FAMILIES.values() if family.script == "train_flow.py"]
+    counts = []
+    monkeypatch.setattr(script, "draw_samples", lambda *given: counts.append(given[3]))
+    for family in families:
+        data, settings = Namespace(family=family), Namespace(train_batch_size=4)
+        script.log_validation(None, None, data, 0, None, settings)
+    assert counts == [1] * len(families)
+
+
 def test_tokenizers_are_told_of_the_loaders_processes(monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     runpy.run_path(script.__file__)
