@@ -822,6 +822,8 @@ def test_models_on_the_hub_are_read_as_the_flags_say(monkeypatch):
     }.items():
         monkeypatch.setattr(script, name, value)
     monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "from_pretrained", load_scheduler)
+    tried = []
+    monkeypatch.setattr(script, "try_sampler", lambda *given, **options: tried.append(given))
     flags = ["--pretrained_model_name_or_path=some/base", "--latents_dir=x", "--output_dir=~/out"]
     args = script.parse_args([*flags, "--revision=r", "--variant=v", "--cache_dir=c"])
     assert args.output_dir == str(Path.home() / "out")
@@ -829,7 +831,8 @@ def test_models_on_the_hub_are_read_as_the_flags_say(monkeypatch):
     base = Base(FAMILIES["prx"], "some/base", "some/base", index)
     launch = Namespace(has_weights=True)
     script.make_transformer(base, None, None, None, launch, args)
-    assert script.make_scheduler(base, 16, args).config.shift == 2
+    sampler = script.make_scheduler(base, 16, args)
+    assert sampler.config.shift == 2 and tried == [(sampler, 10)]
     options = {"cache_dir": "c", "revision": "r"}
     assert asked == [
         ("some/base", options | {"subfolder": "transformer", "variant": "v"}),
@@ -844,6 +847,17 @@ def test_a_compiled_transformer_is_compiled_for_its_sizes(tmp_path, cached, monk
     ((transformer, backend, num_sizes),) = compiled
     assert type(transformer) is PRXTransformer2DModel and (backend, num_sizes) == ("eager", 1)
     assert [record["skipped_images"] for record in metrics(tmp_path / "out")] == [0]
+
+
+def test_samples_are_drawn_one_by_one(monkeypatch):
+    """In a batch, the longest caption would change the others' samples."""
+    families = [family for family in FAMILIES.values() if family.script == "train_flow.py"]
+    counts = []
+    monkeypatch.setattr(script, "draw_samples", lambda *given: counts.append(given[3]))
+    for family in families:
+        data, settings = Namespace(family=family), Namespace(train_batch_size=4)
+        script.log_validation(None, None, data, 0, None, settings)
+    assert counts == [1] * len(families)
 
 
 def test_tokenizers_are_told_of_the_loaders_processes(monkeypatch):
