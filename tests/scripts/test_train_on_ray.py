@@ -303,7 +303,7 @@ def test_one_worker_has_no_ranks_of_another_launcher(tmp_path, monkeypatch):
     monkeypatch.setattr(train_on_ray, "broadcast_from_rank_zero", lambda value: value)
     job = train_on_ray.RayJob("", [], "", str(tmp_path), "token", "host", True, 1)
     job.shared.mkdir()
-    found = train_on_ray.meet(job, queue.SimpleQueue())
+    found = train_on_ray.join_group(job, queue.SimpleQueue())
     assert found["KEPT"] == "2" and found["ACCELERATE_USE_CPU"] == "true"
     assert not found.keys() & {*train_on_ray.RANKS}
 
