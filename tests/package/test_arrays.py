@@ -86,7 +86,10 @@ def test_a_file_that_is_no_array_is_one_sentence(tmp_path):
 def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
     for flags, sentence in (
         (["--cache_images"], "leave --cache_images and --streaming out: an array"),
-        ([f"--train_data_dir={tmp_path}", "--array_layout=nchw"], "need --train_data_dir"),
+        (
+            [f"--train_data_dir={tmp_path}", "--array_layout=nchw"],
+            "need an array: --train_data_dir",
+        ),
         ([f"--train_data_dir={tmp_path}/no.npy"], "is not a folder, nor an .npy file"),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -477,7 +477,9 @@ def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs, without_figure
         if script == "download_images":  # its workers import what they need
             command = map(str, [sys.executable, path, *flags])
             run = subprocess.run(command, cwd=alone, env=env, capture_output=True, text=True)
-            assert run.returncode == 1 and "none of 2 rows" in run.stderr, run.stderr[-2000:]
+            assert (
+                run.returncode == 1 and "no image could be downloaded from 2 rows" in run.stderr
+            ), run.stderr[-2000:]
         else:
             run_file(path, flags, alone)
             module = importlib.import_module(script)

@@ -345,7 +345,7 @@ def test_what_a_machine_does_not_share_is_named(tmp_path):
     missing = make_job(tmp_path, token="of another folder")
     assert train_on_ray.find_unshared(missing) == f"--output_dir {tmp_path / 'out'}"
     event = train_on_ray.run_trainer(missing, {})
-    assert event.kind == "failed" and "of first: it must be on a disk that all" in event.text
+    assert event.kind == "failed" and "of first is missing on " in event.text
     missing = make_job(tmp_path, folder="/none")
     assert train_on_ray.find_unshared(missing) == "the folder /none"
 
