@@ -573,7 +573,7 @@ def test_a_killed_loader_process_at_any_event(targets, name, count):
         )
     # more epochs change the schedule, and so the final weights
     moments = target.moments(count, after="load_batches")
-    attack(target, moments, kill_loader, judge, left_out=".*", argv=["--num_train_epochs=50"])
+    attack(target, moments, kill_loader, judge, left_out=".*", argv=["--num_train_epochs=8"])
 
 
 @cases(100, {NAMES[0]: 4}, {NAMES[1]: 4}, [*NAMES, *OTHERS, *NEWER])
