@@ -67,11 +67,15 @@ def fail(sentence: str, alone: bool = False) -> NoReturn:
 def explained(sentence: str, alone: bool = False) -> Iterator[None]:
     """End the program with `sentence` and the reason in parentheses if the block fails.
 
+    A killed loader process is no failure of the block, so its error is passed on.
+
     `alone`: see `Refused`.
     """
     try:
         yield
     except Exception as error:
+        if is_loaders_end(error):
+            raise
         raise Refused(f"{sentence} ({explain(error)})", alone, status_of(error)) from None
 
 
@@ -155,7 +159,7 @@ def describe_expected(error: BaseException, args: argparse.Namespace) -> str | N
     # a full disk, a file that was deleted, a stream that was cut off
     if is_a(error, "OSError", "EOFError", "TarError"):
         return f"{text}; files saved before are complete"
-    if "DataLoader worker (pid" in text:  # an exception inside a worker has another text
+    if is_loaders_end(error):
         return (
             "a process that loads data was killed: out of memory or /dev/shm? "
             "Try fewer --dataloader_num_workers"
@@ -163,6 +167,15 @@ def describe_expected(error: BaseException, args: argparse.Namespace) -> str | N
     if is_peers_end(error):
         return f"another process has ended: see its message ({text[:100]})"
     return None
+
+
+def is_loaders_end(error: BaseException) -> bool:
+    """Whether a process that loads data was killed.
+
+    torch raises this error in the main thread at any moment. An exception inside such a process
+    has another text.
+    """
+    return "DataLoader worker (pid" in explain(error)
 
 
 def is_peers_end(error: BaseException) -> bool:

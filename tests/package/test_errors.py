@@ -189,6 +189,11 @@ def test_what_fails_inside_is_explained_and_refusals_pass():
         raise ValueError("no such thing")
     with pytest.raises(SystemExit, match="^choose another$"), explained("that can't be read"):
         fail("choose another")
+    # torch raises it wherever the main thread is
+    killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    with pytest.raises(RuntimeError) as passed, explained("that can't be read"):
+        raise killed
+    assert passed.value is killed
 
 
 def test_names_can_not_command_a_terminal():
