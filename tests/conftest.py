@@ -49,7 +49,7 @@ torch.set_num_threads(1)
 tqdm.set_lock(threading.RLock())
 
 
-# This file starts Ray in the tests' process. Other tests fork, and Ray's threads do not survive that.
+# This file starts Ray in the tests' process. Other tests fork, which Ray's threads do not survive.
 WITH_RAY = "tests/scripts/test_download_images.py"
 LONGEST = ["test_train_text_to_image", "test_train_unconditional", "test_train_lora"]
 
