@@ -49,35 +49,30 @@ torch.set_num_threads(1)
 tqdm.set_lock(threading.RLock())
 
 
-# This file starts Ray in the tests' process. Other tests fork, which Ray's threads do not survive.
-WITH_RAY = "tests/scripts/test_download_images.py"
-LONGEST = ["test_train_text_to_image", "test_train_unconditional", "test_train_lora"]
-
-
-def pytest_collection_modifyitems(config, items):
-    """Run the tests with Ray last, except for one long file for each other process of -n.
+def pytest_collection_modifyitems(items):
+    """Run the tests with Ray last: the other tests fork, and Ray's threads do not survive that.
 
     The tests that start Ray in processes of their own take longest and come first.
     """
-    num_processes = getattr(config, "workerinput", {"workercount": 1})["workercount"]
-    places = {"test_precompute_latents_ray": -1, "test_train_on_ray": -1, Path(WITH_RAY).stem: 1}
-    places |= dict.fromkeys(LONGEST[: num_processes - 1], 2)
+    places = {
+        "test_precompute_latents_ray": -1,
+        "test_train_on_ray": -1,
+        "test_cluster": 1,
+        "test_download_images": 2,
+    }
     items.sort(key=lambda item: places.get(item.path.stem, 0))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n, keep each file in one process, because its tests share fixtures."""
+    """With -n, keep each file in one process, because its tests share fixtures.
+
+    Files keep their order, so that Ray is last.
+    """
     from xdist.scheduler import LoadFileScheduling
 
-    class Scheduler(LoadFileScheduling):
-        def _reschedule(self, node):
-            if WITH_RAY in self.assigned_work[node] and not node.shutting_down:
-                node.shutdown()  # after this file: the other processes run the rest
-            super()._reschedule(node)
-
     config.option.loadscopereorder = False
-    return Scheduler(config, log)
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -172,7 +172,7 @@ def classifier():
 def test_a_trained_demo_scores_far_better_than_an_untrained_one(
     tmp_path, monkeypatch, seen, capsys
 ):
-    """The demo for 120 steps of half the images, with a U-Net of half the width."""
+    """The demo for 200 steps of half the images, with a U-Net of half the width."""
     monkeypatch.chdir(ROOT)
     for name in ("log_held_out_loss", "make_report"):  # they take longer than this short training
         patch(monkeypatch, name, lambda *_: None)
@@ -182,7 +182,7 @@ def test_a_trained_demo_scores_far_better_than_an_untrained_one(
     (tmp_path / "unet.json").write_text(json.dumps(config))
     reports = {}
     for name, flags in (
-        ("trained", ["--max_train_steps=120"]),
+        ("trained", ["--max_train_steps=200"]),
         ("not", ["--max_train_steps=1", "--learning_rate=0"]),
     ):
         run(
