@@ -24,7 +24,7 @@ from pathlib import Path
 os.environ.update(
     OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true"
 )
-gc.disable()  # until `pytest_collection_finish`
+gc.disable()  # until the first test
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "demo/models"
 CHILDREN = str(ROOT / "tests/children")
@@ -64,15 +64,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(item.path.stem, 0))
 
 
-def pytest_collection_finish():
-    """Exempt what was imported from garbage collection: it stays, and a full one visits it all.
-
-    That took 7 % of the tests' time.
-    """
-    gc.freeze()
-    gc.enable()
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With -n, keep each file in one process, because its tests share fixtures.
@@ -101,6 +92,20 @@ def quick_children():
     """Launched processes start two seconds sooner: see tests/children."""
     with pytest.MonkeyPatch.context() as m:
         m.setenv("PYTHONPATH", CHILDREN, prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def little_garbage():
+    """Exempt what was imported from garbage collection: it stays, and a full one visits it all.
+
+    That took a tenth of the tests' time.
+    """
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # otherwise triton complains at the end
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(gc, "unfreeze", lambda: None)  # `find_largest` calls it
         yield
 
 
