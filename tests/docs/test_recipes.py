@@ -26,7 +26,7 @@ MODULES = {
     "train_flow.py": train_flow,
     "train_text_to_image.py": train_text_to_image,
 }
-SHORT = ["--max_train_steps=1", "--lr_warmup_steps=0", "--num_inference_steps=1"]
+SHORT = ["--max_train_steps=1", "--lr_warmup_steps=0", "--num_inference_steps=2"]
 SHORT += ["--num_validation_images=1", "--report_to=none"]
 
 
