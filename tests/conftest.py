@@ -11,6 +11,7 @@ import importlib.util
 import json
 import multiprocessing.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -437,13 +438,9 @@ def make_masked(folder, count=12, masks=True):
 
 def patch(monkeypatch, name, value):
     """Set a name in every module that holds it: a from-import is a copy."""
-    ours = lambda file: (
-        os.path.dirname(file) == str(ROOT) or file.startswith(f"{ROOT}/diffusion_training/")
-    )
-    modules = [
-        module for module in list(sys.modules.values()) if ours(vars(module).get("__file__") or "")
-    ]
-    holders = [module for module in modules if hasattr(module, name)]
+    ours = re.compile(rf"{re.escape(str(ROOT))}/(diffusion_training/.*|[^/]*)").fullmatch
+    modules = [module for module in list(sys.modules.values()) if name in vars(module)]
+    holders = [module for module in modules if ours(vars(module).get("__file__") or "")]
     assert holders, f"{name} is nowhere"
     for module in holders:
         monkeypatch.setattr(module, name, value)

@@ -337,27 +337,20 @@ class Target:
     def moments(self, count, num_processes=1, of_files=False, after=None, until=None):
         """`count` moments of an undisturbed run, in order, and of as many kinds as possible."""
         kinds, moments = collections.defaultdict(list), self.whole(num_processes)[1]
+        first = {moment: i for i, moment in reversed(list(enumerate(moments)))}
         chosen = [
             moment
             for i, moment in enumerate(moments)
-            if not after or (after, 0, moment[2]) in moments[:i]
-        ]
-        chosen = [
-            moment
-            for moment in chosen
-            if (until, 0, moment[2]) not in moments[: moments.index(moment)]
-        ]
-        chosen = [
-            m
-            for m in chosen
-            if not of_files or " " in m[0] or m[0] in ("fsync", "save", "save_file")
+            if (not after or first.get((after, 0, moment[2]), i) < i)
+            and first.get((until, 0, moment[2]), i) >= first[moment]
+            and (not of_files or " " in moment[0] or moment[0] in ("fsync", "save", "save_file"))
         ]
         for moment in random.Random(count).sample(chosen, len(chosen)):
             kinds[moment[0]].append(moment)
         spread = [
             moment for row in itertools.zip_longest(*kinds.values()) for moment in row if moment
         ]
-        return sorted((spread * count)[:count], key=moments.index)
+        return sorted((spread * count)[:count], key=first.get)
 
     def judge_same(self, codes, said, reproduction, num_processes=1, left_out="nothing"):
         """Check that the run ended well, with the bits of an undisturbed one.
