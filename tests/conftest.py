@@ -90,7 +90,7 @@ def alone(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_children():
-    """Launched processes start two seconds sooner: see tests/children."""
+    """Launched processes start sooner: see tests/children."""
     with pytest.MonkeyPatch.context() as m:
         m.setenv("PYTHONPATH", CHILDREN, prepend=os.pathsep)
         yield
