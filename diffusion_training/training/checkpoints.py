@@ -238,9 +238,13 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
     state = read_state(start, None)
     before = state.pop("settings")
     for name in ("prediction_type", "rescale_betas_zero_snr"):  # they decide what the model learns
-        if name in before and before[name] != getattr(args, name, None):
+        if name not in before:
+            continue
+        if not hasattr(args, name):
+            fail(f"{start} is of another trainer: this one has no --{name}")
+        if before[name] != getattr(args, name):
             fail(
-                f"{start} was trained with {name} {before[name]}, not {getattr(args, name, None)}: "
+                f"{start} was trained with {name} {before[name]}, not {getattr(args, name)}: "
                 "keep the flag as it was"
             )
     step = state["global_step"]

@@ -440,6 +440,10 @@ def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_
         check_start(start, SETTINGS, before)
     with pytest.raises(SystemExit, match="--max_train_steps 3 must be above 3: this run counts"):
         read_start(start, argparse.Namespace(**vars(args) | {"max_train_steps": 3}))
+    # a U-Net's run, in train_flow.py, which has no such flag
+    save(5, settings=SETTINGS | {"rescale_betas_zero_snr": False})
+    with pytest.raises(SystemExit, match="another trainer: this one has no --rescale_betas_zero"):
+        read_start(tmp_path / "out/checkpoint-5", args)
 
 
 def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(
