@@ -104,7 +104,7 @@ def little_garbage():
     """
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # otherwise triton complains at the end
+    atexit.register(gc.unfreeze)  # otherwise triton complains of objects that are left at the end
     with pytest.MonkeyPatch.context() as m:
         m.setattr(gc, "unfreeze", lambda: None)  # `find_largest` calls it
         yield

@@ -276,8 +276,11 @@ def test_ddim_and_v_prediction_and_zero_snr_are_saved_as_trained(tmp_path, flags
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["single_gpu", "multi_gpu"])
 def test_accelerate_configs_launch(name, tmp_path, flags):
-    """Really launched; without a GPU, multi_gpu runs its two processes over gloo."""
-    env = {"ACCELERATE_USE_CPU": "true"} if name == "multi_gpu" else {}
+    """Really launched; without a GPU, multi_gpu runs its two processes over gloo.
+
+    single_gpu starts and ends without what tests/children changes.
+    """
+    env = {"ACCELERATE_USE_CPU": "true"} if name == "multi_gpu" else {"PYTHONPATH": None}
     config = ["--config_file", f"accelerate_configs/{name}.yaml"]
     config += ["--num_processes", "2", "--main_process_port", "0"] if name == "multi_gpu" else []
     run = launch(*config, "train_unconditional.py", *flags, "--checkpointing_steps=2", env=env)
