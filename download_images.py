@@ -68,7 +68,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import COUNT, PATH, Flags, make_parser, number
-from diffusion_training.cluster import connect, find_modules, run_tasks
+from diffusion_training.cluster.connection import connect, find_modules, run_tasks
 from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, lock_folder
 from diffusion_training.remote import is_address, open_folder, reading, remove, writing

@@ -107,18 +107,16 @@ from diffusion_training.latents.columns import checksum_row, group_by_checksum
 from diffusion_training.latents.encoders import (
     describe_latents,
     describe_models,
+    describe_prompts,
+    encode_empty_prompt,
     encode_images,
+    encode_prompts,
     load_encoders,
     place_encoders,
     try_encoders,
 )
 from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
 from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
-from diffusion_training.latents.text_encoders import (
-    describe_prompts,
-    encode_empty_prompt,
-    encode_prompts,
-)
 from diffusion_training.launch import make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.models import DTYPES

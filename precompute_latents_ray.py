@@ -64,7 +64,14 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import Flags, make_parser, number, parse_demo
-from diffusion_training.cluster import connect, find_modules, run_tasks
+from diffusion_training.cluster.connection import connect, find_modules, run_tasks
+from diffusion_training.cluster.remote_cache import (
+    begin_cache,
+    fetch_cache,
+    upload_finished,
+    writing_shard_to,
+)
+from diffusion_training.cluster.remote_rows import RemoteRows
 from diffusion_training.data.captions import (
     count_tokens,
     report_cut,
@@ -94,13 +101,6 @@ from diffusion_training.latents.cache import (
 from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
 from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
 from diffusion_training.latents.plan import PlannedCache, plan_caches
-from diffusion_training.latents.remote_cache import (
-    begin_cache,
-    fetch_cache,
-    upload_finished,
-    writing_shard_to,
-)
-from diffusion_training.latents.remote_rows import RemoteRows
 from diffusion_training.launch import keep_memory
 from diffusion_training.remote import is_address, reading, remove
 from precompute_latents import (

@@ -83,8 +83,9 @@ from diffusion_training.flags import (
     check_training_args,
 )
 from diffusion_training.latents.encoders import load_parts
+from diffusion_training.latents.encoding import encode_batch
 from diffusion_training.latents.reader import choose_rows
-from diffusion_training.latents.source import Data, check_denoiser, encode_batch, open_data
+from diffusion_training.latents.source import Data, open_data
 from diffusion_training.launch import Launch, StopSignal, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import (
@@ -97,22 +98,18 @@ from diffusion_training.models import (
 )
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.quantization import load_base
-from diffusion_training.report import About, Description, call_pipeline, write_usage
 from diffusion_training.training.costs import Costs
+from diffusion_training.training.denoiser import check_denoiser
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
 from diffusion_training.training.lora import add_lora, load_network_weights, save_lora
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.objective import HeldOutMeasure, measure_constant, try_sampler
-from diffusion_training.training.output import (
-    Drawn,
-    draw_samples,
-    end_run,
-    open_run,
-    save_pipeline,
-    settings_of,
-)
+from diffusion_training.training.pipelines import save_pipeline
 from diffusion_training.training.records import Records
+from diffusion_training.training.report import About, Description, call_pipeline, write_usage
+from diffusion_training.training.run_folder import end_run, open_run, settings_of
+from diffusion_training.training.samples import Drawn, draw_samples
 from diffusion_training.training.trained import Trained
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 

@@ -50,7 +50,8 @@ from typing import Any, NamedTuple
 from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number
-from diffusion_training.cluster import connect, find_modules
+from diffusion_training.cluster.connection import connect, find_modules
+from diffusion_training.cluster.supervisor import TAIL, Ended, Supervisor, Task, wait_until_free
 from diffusion_training.errors import (
     PEER_ENDED,
     Refused,
@@ -62,7 +63,6 @@ from diffusion_training.errors import (
     in_one_sentence,
 )
 from diffusion_training.files import check_output_dir, delete, delete_if_empty
-from diffusion_training.supervisor import TAIL, Ended, Supervisor, Task, wait_until_free
 
 try:
     import ray.train

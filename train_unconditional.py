@@ -89,7 +89,6 @@ from diffusion_training.models import (
     load_weights,
 )
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
-from diffusion_training.report import About, Description, write_usage
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.loop import Loop, Results, record_settings
@@ -102,14 +101,11 @@ from diffusion_training.training.objective import (
     objective_flags,
     try_sampler,
 )
-from diffusion_training.training.output import (
-    end_run,
-    open_run,
-    save_pipeline,
-    save_samples,
-    settings_of,
-)
+from diffusion_training.training.pipelines import save_pipeline
 from diffusion_training.training.records import Records
+from diffusion_training.training.report import About, Description, write_usage
+from diffusion_training.training.run_folder import end_run, open_run, settings_of
+from diffusion_training.training.samples import save_samples
 from diffusion_training.training.trained import Trained
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 

@@ -471,7 +471,9 @@ def without_figures(monkeypatch):
         return FITTED[key]
 
     patch(monkeypatch, "check_shapes", check_once)
-    monkeypatch.setattr("diffusion_training.report.draw_curves", lambda *args, **options: None)
+    monkeypatch.setattr(
+        "diffusion_training.training.report.draw_curves", lambda *args, **options: None
+    )
     costs = "diffusion_training.training.costs"
     monkeypatch.setattr(f"{costs}.copy_shapes", lambda value, *modules: value)  # 8 % of a run
     monkeypatch.setattr(f"{costs}.count_flops", lambda *args: 10**6)

@@ -6,51 +6,42 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 
-from diffusion_training.batches import Batch, Models, Predict, Prepared
 from diffusion_training.data.buckets import choose_sizes
+from diffusion_training.data.captioned_images import CaptionedImages
 from diffusion_training.data.captions import (
     are_cut,
     report_cut,
     report_emptied,
     report_equal,
     sample_captions,
-    tokenize_batch,
-    transform_row,
 )
-from diffusion_training.data.images import make_time_ids, shrink_masks
-from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
+from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice, weigh_captions
-from diffusion_training.data.transforms import Transform, make_transform
+from diffusion_training.data.transforms import make_transform
 from diffusion_training.errors import fail
-from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers
+from diffusion_training.families.base import Base, Encoders, Family, Prompts
 from diffusion_training.files import find_differences
 from diffusion_training.latents.encoders import (
     Latents,
     check_sides,
     describe_latents,
     describe_models,
-    encode_images,
+    describe_prompts,
+    encode_caption,
+    encode_empty_prompt,
     load_encoders,
+    load_text_encoders,
     place_scale,
     try_encoders,
 )
 from diffusion_training.latents.reader import Cache, load_cache
 from diffusion_training.latents.shards import Shards
 from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
-from diffusion_training.latents.text_encoders import (
-    describe_prompts,
-    encode_caption,
-    encode_empty_prompt,
-    encode_prompts,
-    load_text_encoders,
-)
 from diffusion_training.launch import Launch
-from diffusion_training.models import check_shapes, put_on_device
-from diffusion_training.order import Key, draw_choices
+from diffusion_training.models import put_on_device
 from diffusion_training.remote import is_address
 
 
@@ -109,57 +100,6 @@ class Data:
         if order := getattr(self.dataset, "order", None):
             settings |= {"order": order, "shuffle_shards": order["shuffle_shards"]}
         return settings
-
-
-class CaptionedImages(RowDataset):
-    """Turns keys of `step_batches` into a `Batch` of images and tokens: `dataset[keys]`.
-
-    A row that can't be used has weight 0. sizes: see `choose_sizes`.
-    """
-
-    def __init__(
-        self,
-        images: ImageRows,
-        source: str,
-        transform: Transform,
-        tokenizers: Tokenizers,
-        choice: CaptionChoice,
-        sizes: np.ndarray | None,
-        shuffle_buffer: int,
-    ) -> None:
-        super().__init__(images, source, shuffle_buffer)
-        self.transform = transform
-        self.tokenizers = tokenizers
-        self.choice = choice
-        self.sizes = sizes
-
-    def __getitem__(self, keys: list[Key]) -> Batch:
-        targets: Sequence[Any] = [None] * len(keys)
-        if self.sizes is not None:
-            targets = self.sizes[[key[1] for key in keys]].tolist()
-        items = []
-        flips = []
-        weights = []
-        for key, row, target in zip(keys, read_items(self.rows, keys), targets, strict=True):
-            epoch, number, weight = key[:3]
-            item = transform_row(number, epoch, row, self.transform, target)
-            flip = draw_choices(self.transform.seed, epoch, number)[2] < 0.5
-            flips.append(bool(self.transform.random_flip and flip))
-            for name in item.keys() & {"pixel_values", "mask"} if flips[-1] else ():
-                item[name] = item[name].flip(-1)
-            weights.append(0.0 if item["skipped"] else weight)
-            items.append(item)
-        batch: dict[str, Any] = {}
-        for name in items[0].keys() & {"pixel_values", "mask"}:
-            batch[name] = torch.stack([item[name] for item in items])
-        texts = [item["text"] for item in items]
-        batch |= tokenize_batch(self.tokenizers, self.choice, texts, keys)
-        for name in ("original_size", "crop_top_left"):
-            batch[name] = torch.tensor([item[name] for item in items])
-        batch["flipped"] = torch.tensor(flips)
-        batch["weight"] = torch.tensor(weights)
-        batch["skipped"] = [(item["key"], item["skipped"]) for item in items if item["skipped"]]
-        return cast(Batch, batch)
 
 
 def open_data(
@@ -415,111 +355,3 @@ def encode_validation(
     if launch.num_processes > 1:
         broadcast_object_list(sent)
     return sent[0]
-
-
-def check_denoiser(
-    models: Models,
-    predict: Predict,
-    what: str,
-    source: str,
-    data: Data,
-    further: dict[str, torch.Tensor] | None = None,
-) -> list[str]:
-    """Stop with an error if the model to be trained does not fit the data.
-
-    models: {its name: the model}. what: a word for it, such as U-Net. source: where it is from.
-    further: additions of the script's `prepare_batch` to the condition, for one image, with any
-        values. An entry [1, C, h, w] counts as C more channels.
-
-    Returns the names of the weights that the prediction does not depend on.
-    """
-    family = data.family
-    (model,) = models.values()
-    name = f"the {what} of {source}"
-    embeds_width = data.empty_prompt["prompt_embeds"].shape[-1]
-    own_width = model.config[family.embeds_width]
-    further = further or {}
-    channels = sum(value.shape[1] for value in further.values() if value.dim() == 4)
-    channels += data.latents.channels
-    if (model.config.in_channels, own_width) != (channels, embeds_width):
-        fail(
-            f"{name} takes {model.config.in_channels} channels and embeddings of {own_width}, but "
-            f"the data has {channels} and {embeds_width}: use the VAE and text encoder of this "
-            "model"
-        )
-    if sentence := family.check_model(model.config):
-        fail(f"{name} {sentence}")
-    multiple = family.patch_size(model) * data.latents.downscale
-    side = data.bucket_step or data.resolution
-    if side % multiple:
-        fail(f"{name} needs sides that are multiples of {multiple} pixels, not {side}")
-    condition = {key: embeds[None] for key, embeds in data.empty_prompt.items()}
-    if family.needs_lengths:
-        condition["prompt_lengths"] = torch.tensor([data.empty_length])
-    if family.needs_sizes:
-        condition["time_ids"] = torch.zeros(1, 6)
-    shape = [data.latents.channels, *data.latents.shape[1:]]
-    return check_shapes(models, predict, name, shape, condition | further)
-
-
-def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
-    """A loaded batch -> latents [N, C, h, w], prompts, and the mask of the loss.
-
-    Each time, other latents are drawn from the VAE's distribution. The empty prompt replaces a
-    share `caption_dropout` of the captions. The mask is in [0, 1], [N, 1, h, w].
-    """
-    if "latents" in batch:  # from a cache
-        latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
-    else:
-        latents = encode_images(cast(Encoders, data.encoders), batch["pixel_values"])
-    if "prompt_embeds" in batch:
-        embeds = dict[str, Any](batch)
-        prompts = {
-            name: embeds[name].to(empty.dtype).unflatten(1, empty.shape)
-            for name, empty in data.empty_prompt.items()
-        }
-    else:
-        prompts = dict(encode_prompts(cast(Encoders, data.encoders), cast(Any, batch)))
-    if data.latents.kind == "moments":
-        mean, std = latents.chunk(2, dim=1)
-        # By shape, not `randn_like`: a VAE's strides must not decide which number goes where.
-        latents = mean + std * torch.randn(mean.shape, device=mean.device)
-    # Contiguous, as a cache has them: a VAE's memory layout must not decide how the model computes.
-    latents = ((latents - data.latents.shift) * data.latents.factor).contiguous()
-    drop_captions(batch, prompts, data, caption_dropout, latents.device)
-    size = latents.shape[-2:]
-    if data.family.needs_sizes:
-        target = [data.latents.downscale * side for side in size]
-        prompts["time_ids"] = make_time_ids(
-            batch["original_size"], batch["crop_top_left"], target, batch["flipped"]
-        )
-    loss_inputs = {}
-    if "mask" in batch:
-        if "latents" in batch:
-            mask = batch["mask"].unflatten(1, (1, *size))
-        else:
-            mask = shrink_masks(batch["mask"], data.latents.downscale)
-        loss_inputs["mask"] = mask / 255
-    return Prepared(latents, prompts, loss_inputs)
-
-
-def drop_captions(
-    batch: Batch, prompts: dict[str, torch.Tensor], data: Data, share: float, device: torch.device
-) -> None:
-    """Replace a share of the captions with the empty prompt.
-
-    This trains the unconditional prediction that guidance needs (arXiv:2207.12598).
-    """
-    count = len(prompts["prompt_embeds"])
-    if data.family.needs_lengths:  # drawn on the CPU, where lengths are read, so nothing waits
-        dropped = torch.rand(count) < share
-        lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # one length, in a search
-        if "input_ids" in batch:  # these lengths include a template
-            lengths = lengths - data.family.dropped_tokens
-        prompts["prompt_lengths"] = torch.where(dropped, data.empty_length, lengths)
-        dropped = dropped.to(device, non_blocking=True)
-    else:
-        dropped = torch.rand(count, device=device) < share
-    for name, empty in data.empty_prompt.items():
-        shape = [-1] + [1] * empty.dim()
-        prompts[name] = torch.where(dropped.view(shape), empty, prompts[name])

@@ -14,9 +14,9 @@ import xxhash
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from diffusion_training.data.ranges import Ranges
 from diffusion_training.errors import explained, fail
 from diffusion_training.latents.fetch import Fetcher, make_fetch_folder
+from diffusion_training.latents.ranges import Ranges
 from diffusion_training.latents.reader import Cache, CachedLatents
 from diffusion_training.latents.shards import Shards
 from diffusion_training.launch import Launch

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.utils import validate_repo_id
 
 from diffusion_training.files import saving
-from diffusion_training.report import (
+from diffusion_training.training.report import (
     About,
     Description,
     list_settings,

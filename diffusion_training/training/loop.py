@@ -16,15 +16,17 @@ from accelerate.utils import gather_object
 from diffusion_training import __version__
 from diffusion_training.batches import Batch, Models
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
-from diffusion_training.report import About, Description, save_report
+from diffusion_training.training.best import keep_best
 from diffusion_training.training.card import save_model_card
 from diffusion_training.training.checkpoints import prune_checkpoints
 from diffusion_training.training.costs import describe_trained
 from diffusion_training.training.held_out import describe_held_out
 from diffusion_training.training.metadata import name_readers
-from diffusion_training.training.output import Run, begin_run, end_run, keep_best, samples_path
 from diffusion_training.training.progress import Progress, format_duration
 from diffusion_training.training.records import Records
+from diffusion_training.training.report import About, Description, save_report
+from diffusion_training.training.run_folder import Run, begin_run, end_run
+from diffusion_training.training.samples import samples_path
 from diffusion_training.training.trained import Trained
 from diffusion_training.training.tuning import Step
 

@@ -52,14 +52,6 @@ def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[di
     return records
 
 
-def read_best(folder: str | Path) -> dict[str, Any]:
-    """Return {"step", "held_out_loss"} as `keep_best` wrote them, or {} if there are none."""
-    with contextlib.suppress(OSError, ValueError):
-        best = json.loads((Path(folder) / "held_out.json").read_text())
-        return best if fits(best, HELD_OUT) else {}
-    return {}
-
-
 class Course(NamedTuple):
     """How the loss went after the warm-up, by quarters of the later records."""
 

@@ -17,8 +17,8 @@ from diffusion_training.training.checkpoints import (
 )
 from diffusion_training.training.costs import count_disk
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
-from diffusion_training.training.output import Run
 from diffusion_training.training.replicas import check_replicas
+from diffusion_training.training.run_folder import Run
 from diffusion_training.training.sharding import gather_model, shard
 
 

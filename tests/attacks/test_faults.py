@@ -58,8 +58,7 @@ from conftest import (
 from diffusers import DDPMScheduler
 from PIL import Image
 
-from diffusion_training import report
-from diffusion_training.training import costs
+from diffusion_training.training import costs, report
 
 NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
 OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_data_dir"]

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT, free_port
 
-from diffusion_training import cluster as module
+from diffusion_training.cluster import connection as module
 from diffusion_training.errors import Refused
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")

@@ -12,9 +12,17 @@ from conftest import patch, wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 
 from diffusion_training.files import checksum_files
-from diffusion_training.stores import OWNER, Owner, Store, TakenOverError
 from diffusion_training.training.checkpoints import find_checkpoints
-from diffusion_training.training.copies import Copies, find_name, find_unfinished, find_whole
+from diffusion_training.training.copies import (
+    OWNER,
+    Copies,
+    Owner,
+    Store,
+    TakenOverError,
+    find_name,
+    find_unfinished,
+    find_whole,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import precompute_latents
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents import encoders as module
-from diffusion_training.latents.text_encoders import encode_prompts
+from diffusion_training.latents.encoders import encode_prompts
 
 
 def load(*argv, resolution=16, dtype=torch.float32):

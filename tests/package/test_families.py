@@ -39,8 +39,7 @@ from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import FAMILIES, find_family
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_features
-from diffusion_training.latents.encoders import load_encoders
-from diffusion_training.latents.text_encoders import encode_empty_prompt, encode_prompts
+from diffusion_training.latents.encoders import encode_empty_prompt, encode_prompts, load_encoders
 from diffusion_training.training.lora import (
     add_lora,
     list_adapter,

@@ -24,8 +24,8 @@ from diffusion_training.launch import (
     keep_memory,
     make_launch,
 )
-from diffusion_training.training import output
-from diffusion_training.training.output import Run, end_run, open_run
+from diffusion_training.training import hub
+from diffusion_training.training.run_folder import Run, end_run, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
     tmp_path, monkeypatch, capsys
 ):
     calls = []
-    monkeypatch.setattr(output, "upload_folder", lambda **options: calls.append(options))
+    monkeypatch.setattr(hub, "upload_folder", lambda **options: calls.append(options))
     launch = make()
     # a range test has nothing to upload
     for flags in (
@@ -222,7 +222,7 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
     def offline(**options):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(output, "upload_folder", offline)
+    monkeypatch.setattr(hub, "upload_folder", offline)
     with pytest.raises(
         SystemExit, match=r"upload to me/it failed; everything is in .* \(no network\)"
     ):
@@ -276,7 +276,7 @@ def test_deterministic_kernels_are_for_one_run(tmp_path, monkeypatch):
 def test_a_range_test_makes_no_repository(tmp_path, monkeypatch):
     made = []
     repository = lambda name, **options: made.append(name) or argparse.Namespace(repo_id="me/it")
-    monkeypatch.setattr(output, "create_repo", repository)
+    monkeypatch.setattr(hub, "create_repo", repository)
     (tmp_path / "images").mkdir()
     argv = [f"--train_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/out", "--push_to_hub"]
     for more, expected in (["--find_lr"], None), ([], "me/it"):

@@ -17,15 +17,10 @@ from PIL import Image
 
 import train_unconditional
 from diffusion_training.launch import Launch
-from diffusion_training.training import output
-from diffusion_training.training.output import (
-    begin_run,
-    draw_grid,
-    open_run,
-    samples_path,
-    save_pipeline,
-    save_samples,
-)
+from diffusion_training.training import hub
+from diffusion_training.training.pipelines import save_pipeline
+from diffusion_training.training.run_folder import begin_run, open_run
+from diffusion_training.training.samples import draw_grid, samples_path, save_samples
 
 
 @pytest.fixture
@@ -157,8 +152,8 @@ def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeyp
         made.append((name, options["private"]))
         return argparse.Namespace(repo_id=f"me/{name}")
 
-    monkeypatch.setattr(output, "create_repo", create_repo)
-    monkeypatch.setattr(output, "repo_info", lambda name: info)
+    monkeypatch.setattr(hub, "create_repo", create_repo)
+    monkeypatch.setattr(hub, "repo_info", lambda name: info)
     run = open_folder(args("--push_to_hub", "--hub_private_repo"))
     run.lock.release(force=True)
     take(args("--push_to_hub", "--hub_model_id=it"))
@@ -172,7 +167,7 @@ def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeyp
     def no_login(*args, **options):
         raise ValueError("401 Unauthorized")
 
-    monkeypatch.setattr(output, "create_repo", no_login)
+    monkeypatch.setattr(hub, "create_repo", no_login)
     with pytest.raises(
         SystemExit,
         match=r"--push_to_hub can't use out: run `hf auth login`, or remove the flag \(401",

@@ -26,40 +26,44 @@ SCRIPTS = [
 ]  # fmt: skip
 # A module imports only from layers above its own line.
 LAYERS = """
-__init__ arguments batches errors pillow standalone supervisor
-csv_files files order loading heartbeat cluster memory models web.pictures web.filters
+__init__ arguments batches errors pillow standalone cluster.supervisor
+csv_files files order loading heartbeat cluster.connection memory models web.pictures web.filters
 remote quantization web.downloads families.base families.original_layout
-launch stores
+launch
 web.tables families.flux2 families.prx families.qwen_image families.z_image
 families.stable_diffusion
 web.shards
 families.known
 families.opening
-data.arrays data.folders data.images data.ranges data.streams
+data.arrays data.folders data.images data.streams
 data.transforms data.image_cache data.rows
 data.texts data.buckets
 data.captions flags
-latents.columns latents.fetch latents.passes latents.remote_rows
-latents.shards latents.text_encoders
+data.captioned_images
+latents.ranges
+latents.columns latents.fetch latents.passes cluster.remote_rows
+latents.shards
 latents.encoders
 latents.plan
 latents.cache
-latents.reader latents.remote_cache
+latents.reader cluster.remote_cache
 latents.filtered latents.stream
 latents.source
+latents.encoding
 training.lora_files training.sharding
 training.signs training.lora training.progress training.optimizers training.objective
-training.replicas
+training.replicas training.samples training.pipelines training.hub training.denoiser
 training.checkpoints training.costs training.held_out
-training.copies training.records report
-training.output
+training.best training.copies training.records
+training.report
+training.run_folder
 training.trained
 training.metadata training.card training.tuning
 training.loop
 """
 # Modules that the workers of a download import. torch would take 0.8 GB in each worker.
 LIGHT = (
-    "errors pillow arguments files remote cluster "
+    "errors pillow arguments files remote cluster.connection "
     "web.pictures web.downloads web.filters web.tables web.shards"
 ).split()
 
@@ -195,11 +199,10 @@ def test_what_is_imported_is_required():
         imported = {"pillow" if each == "PIL" else each for each in imported}
         imported -= {*sys.stdlib_module_names, "diffusion_training", *SCRIPTS}
         clustered = name in (
-            "cluster",
             "precompute_latents_ray",
             "train_on_ray",
             "download_images",
-        ) or name.startswith("web.")
+        ) or name.startswith(("web.", "cluster."))
         assert imported <= (ray if clustered else named), (
             name,
             imported - (ray if clustered else named),

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_laws import LAUNCH, law
 
-from diffusion_training.data.ranges import Ranges
+from diffusion_training.latents.ranges import Ranges
 from diffusion_training.order import Order, step_batches
 from diffusion_training.training.progress import Progress
 

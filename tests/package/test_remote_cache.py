@@ -6,7 +6,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from test_cache import contents, encode_rows, make_args, make_cache, open_cache
 
-from diffusion_training.latents import remote_cache as module
+from diffusion_training.cluster import remote_cache as module
 from diffusion_training.latents.passes import write_each
 
 

@@ -10,8 +10,8 @@ import pytest
 from conftest import make_captioned, replace
 
 import precompute_latents
+from diffusion_training.cluster import remote_rows as module
 from diffusion_training.data.rows import load_rows
-from diffusion_training.latents import remote_rows as module
 
 COUNT = 26
 

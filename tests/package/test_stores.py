@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from diffusion_training.stores import Owner, Store, TakenOverError, try_store
+from diffusion_training.training.copies import Owner, Store, TakenOverError, try_store
 
 
 @pytest.fixture(params=["disk", "memory"])

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from conftest import ROOT, finish, kill, start, wait_until
 
-from diffusion_training.supervisor import Ended, Supervisor, Task, wait_until_free
+from diffusion_training.cluster.supervisor import Ended, Supervisor, Task, wait_until_free
 
 # Replaces a trainer with a loader process, and writes down the ids of both.
 TRAINER = """

@@ -25,8 +25,7 @@ from conftest import (
 
 import train_unconditional as script
 from diffusion_training.files import checksum_files
-from diffusion_training.stores import Store
-from diffusion_training.training.copies import find_unfinished, find_whole
+from diffusion_training.training.copies import Store, find_unfinished, find_whole
 
 pytestmark = pytest.mark.usefixtures("without_figures", "soon")
 

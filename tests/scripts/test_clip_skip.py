@@ -23,8 +23,7 @@ import train_flow
 import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import load_encoders
-from diffusion_training.latents.text_encoders import encode_empty_prompt, encode_prompts
+from diffusion_training.latents.encoders import encode_empty_prompt, encode_prompts, load_encoders
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 

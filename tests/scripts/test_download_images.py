@@ -39,7 +39,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 import download_images as script  # noqa: E402
 import precompute_latents  # noqa: E402
-from diffusion_training.cluster import find_modules  # noqa: E402
+from diffusion_training.cluster.connection import find_modules  # noqa: E402
 from diffusion_training.data.captions import transform_row  # noqa: E402
 from diffusion_training.data.rows import load_rows  # noqa: E402
 from diffusion_training.data.transforms import make_transform  # noqa: E402

@@ -6,7 +6,7 @@ from conftest import make_captioned, make_models, make_prx, patch, reset
 import precompute_latents
 import train_flow
 import train_text_to_image
-from diffusion_training.latents import text_encoders
+from diffusion_training.latents import encoders
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -16,7 +16,7 @@ def loads(monkeypatch):
     """The models whose text encoders were loaded."""
     loaded = []
 
-    def load(base, dtype, load_text_encoders=text_encoders.load_text_encoders):
+    def load(base, dtype, load_text_encoders=encoders.load_text_encoders):
         loaded.append(base.source)
         return load_text_encoders(base, dtype)
 

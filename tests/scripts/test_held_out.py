@@ -27,8 +27,8 @@ import train_text_to_image
 import train_unconditional as script
 from diffusion_training.data.rows import load_rows
 from diffusion_training.order import step_seed
-from diffusion_training.report import save_loss
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
+from diffusion_training.training.report import save_loss
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 

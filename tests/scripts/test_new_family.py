@@ -43,9 +43,8 @@ from diffusion_training.families.base import Base, Encoders, Family, Prompts, To
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_columns
-from diffusion_training.latents.encoders import load_encoders
+from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.reader import load_cache
-from diffusion_training.latents.text_encoders import encode_prompts
 from diffusion_training.order import step_seed
 
 # ------------------------------------------------------------------- the family: one file

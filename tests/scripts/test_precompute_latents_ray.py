@@ -53,8 +53,8 @@ os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 
 import precompute_latents as single
 import precompute_latents_ray as script
+from diffusion_training.cluster import remote_rows
 from diffusion_training.data.rows import load_rows
-from diffusion_training.latents import remote_rows
 from diffusion_training.standalone import make_standalone
 
 NUM_ROWS, ROWS_PER_SHARD, ROWS_PER_PART = 26, 8, 4

@@ -22,7 +22,7 @@ from PIL import Image
 import train_text_to_image
 import train_unconditional as script
 from diffusion_training.families.known import FAMILIES
-from diffusion_training.report import draw_curves, make_report, save_report
+from diffusion_training.training.report import draw_curves, make_report, save_report
 
 OLD = "name step max_train_steps what usage num_skipped skipped settings".split()
 HOSTILE = "<img src=x onerror=document.title=1>&amp;"
@@ -201,7 +201,7 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
     ]
     with (tmp_path / "copy/metrics.jsonl").open("a") as file:  # later steps are in it
         file.write(json.dumps(json.loads(lines[-1]) | {"step": 100, "loss": 0.25}) + "\n")
-    command = [sys.executable, "-m", "diffusion_training.report"]
+    command = [sys.executable, "-m", "diffusion_training.training.report"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     made = subprocess.run([*command, "copy"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (made.returncode, made.stdout, made.stderr) == (0, "copy/report.html\n", "")
@@ -221,7 +221,7 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
         [*command, tmp_path], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert wrong.returncode == 1 and wrong.stderr.startswith(
-        "usage: python -m diffusion_training.report RUN"
+        "usage: python -m diffusion_training.training.report RUN"
     )
 
 

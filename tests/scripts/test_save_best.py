@@ -22,8 +22,8 @@ from conftest import (
 
 import train_text_to_image
 import train_unconditional as script
-from diffusion_training.training import output
-from diffusion_training.training.signs import read_best
+from diffusion_training.training import best
+from diffusion_training.training.best import read_best
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 LOSSES = [0.9, 0.4, 0.3, 0.6, 0.35, 0.7]  # of the steps 1 to 6
@@ -80,7 +80,7 @@ def train(*argv, script=script):
 
 def killed(flags, monkeypatch, name, at):
     """Run the flags with a kill in the function `name` at step `at`."""
-    holder = script if hasattr(script, name) else output
+    holder = script if hasattr(script, name) else best
     real = getattr(holder, name)
 
     def die(*args):
@@ -104,7 +104,7 @@ def test_a_folder_of_the_users_own_is_not_replaced(tmp_path, flags, capfd):
         with pytest.raises(SystemExit):
             train(*flags)
         assert f"out/{name}, which is not from a run: rename that" in capfd.readouterr().err
-        output.restore_best(tmp_path / "out", -1)
+        best.restore_best(tmp_path / "out", -1)
         folder.rmdir()  # it is still there
 
 

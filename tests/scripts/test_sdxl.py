@@ -39,10 +39,9 @@ from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents import source
 from diffusion_training.latents.cache import fingerprint_cache
-from diffusion_training.latents.encoders import encode_images, load_encoders
+from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.latents.source import open_data
-from diffusion_training.latents.text_encoders import encode_prompts
 from diffusion_training.launch import make_launch
 from diffusion_training.order import step_seed
 

@@ -22,9 +22,9 @@ from diffusion_training.data.captions import tokenize
 from diffusion_training.data.texts import list_captions
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import load_encoders
-from diffusion_training.latents.source import encode_batch, open_data
-from diffusion_training.latents.text_encoders import encode_prompts
+from diffusion_training.latents.encoders import encode_prompts, load_encoders
+from diffusion_training.latents.encoding import encode_batch
+from diffusion_training.latents.source import open_data
 from diffusion_training.launch import make_launch
 from diffusion_training.order import Order, draw_caption, step_batches
 from diffusion_training.training.progress import Progress

@@ -16,10 +16,9 @@ import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.texts import choose_caption, weigh_captions
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import load_encoders
+from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.latents.source import choose_captions
-from diffusion_training.latents.text_encoders import encode_prompts
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 TAGS = [

@@ -44,7 +44,7 @@ import precompute_latents
 import train_text_to_image as script
 from diffusion_training.families.opening import open_base
 from diffusion_training.order import step_seed
-from diffusion_training.report import name_run
+from diffusion_training.training.report import name_run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

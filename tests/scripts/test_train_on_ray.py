@@ -35,7 +35,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirem
 RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 import train_on_ray  # noqa: E402
-from diffusion_training.supervisor import Ended  # noqa: E402
+from diffusion_training.cluster.supervisor import Ended  # noqa: E402
 
 NUM_IMAGES = 12
 # A trainer that records the rows of each step. An image's grey level is its row.

@@ -50,16 +50,16 @@ from transformers import CLIPTextModel, CLIPTokenizer
 import precompute_latents
 import train_text_to_image as script
 from diffusion_training.batches import Prepared
+from diffusion_training.data.captioned_images import CaptionedImages
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import Latents
-from diffusion_training.latents.source import CaptionedImages, choose_captions
-from diffusion_training.latents.text_encoders import load_text_encoders
+from diffusion_training.latents.encoders import Latents, load_text_encoders
+from diffusion_training.latents.source import choose_captions
 from diffusion_training.order import step_seed
-from diffusion_training.report import draw_curves
 from diffusion_training.training.checkpoints import load_start, save_checkpoint
+from diffusion_training.training.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 

@@ -39,9 +39,9 @@ import train_unconditional as script
 from diffusion_training.data.rows import load_rows
 from diffusion_training.models import update_ema
 from diffusion_training.order import step_seed
-from diffusion_training.report import draw_curves
 from diffusion_training.training import checkpoints as checkpoints_module
-from diffusion_training.training import output
+from diffusion_training.training import pipelines
+from diffusion_training.training.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -957,7 +957,7 @@ def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, flags, monkeypatc
 
     monkeypatch.setattr(script, "log_validation", slow(script.log_validation))
     patch(monkeypatch, "save_checkpoint", slow(checkpoints_module.save_checkpoint))
-    patch(monkeypatch, "save_pipeline", slow(output.save_pipeline))
+    patch(monkeypatch, "save_pipeline", slow(pipelines.save_pipeline))
     train(*flags, "--validation_steps=1", "--checkpointing_steps=1", "--max_train_steps=3")
     assert late[0] >= 6000 and all(
         record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out")

@@ -21,7 +21,7 @@ import precompute_latents
 import train_text_to_image as script
 import train_unconditional
 from diffusion_training.order import step_seed
-from diffusion_training.training.signs import read_best
+from diffusion_training.training.best import read_best
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 FIRST = "samples/step-0000000.png"

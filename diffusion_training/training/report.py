@@ -1,6 +1,6 @@
 """The report of a run, report.html, and loss.png.
 
-python -m diffusion_training.report ddpm-photos     # makes report.html again from a run's folder
+python -m diffusion_training.training.report ddpm-photos  # makes report.html again
 """
 
 import base64
@@ -24,7 +24,8 @@ from PIL import Image
 from diffusion_training.arguments import format_args, list_values
 from diffusion_training.errors import amount, explain
 from diffusion_training.files import write_file
-from diffusion_training.training.signs import read_best, read_metrics
+from diffusion_training.training.best import read_best
+from diffusion_training.training.signs import read_metrics
 
 STYLE = """\
 :root { color-scheme: light dark } figure { margin: 0 } img { max-width: 100%; display: block }
@@ -378,7 +379,7 @@ def make_report(output_dir: str | Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1], "report.json").is_file():
         sys.exit(
-            "usage: python -m diffusion_training.report RUN "
+            "usage: python -m diffusion_training.training.report RUN "
             "(RUN: the --output_dir of a run that has written report.json)"
         )
     make_report(sys.argv[1])

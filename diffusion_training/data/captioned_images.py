@@ -1,0 +1,66 @@
+"""The data set of images and captions that are encoded in every step."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from diffusion_training.batches import Batch
+from diffusion_training.data.captions import tokenize_batch, transform_row
+from diffusion_training.data.rows import ImageRows, RowDataset, read_items
+from diffusion_training.data.texts import CaptionChoice
+from diffusion_training.data.transforms import Transform
+from diffusion_training.families.base import Tokenizers
+from diffusion_training.order import Key, draw_choices
+
+
+class CaptionedImages(RowDataset):
+    """Turns keys of `step_batches` into a `Batch` of images and tokens: `dataset[keys]`.
+
+    A row that can't be used has weight 0. sizes: see `choose_sizes`.
+    """
+
+    def __init__(
+        self,
+        images: ImageRows,
+        source: str,
+        transform: Transform,
+        tokenizers: Tokenizers,
+        choice: CaptionChoice,
+        sizes: np.ndarray | None,
+        shuffle_buffer: int,
+    ) -> None:
+        super().__init__(images, source, shuffle_buffer)
+        self.transform = transform
+        self.tokenizers = tokenizers
+        self.choice = choice
+        self.sizes = sizes
+
+    def __getitem__(self, keys: list[Key]) -> Batch:
+        targets: Sequence[Any] = [None] * len(keys)
+        if self.sizes is not None:
+            targets = self.sizes[[key[1] for key in keys]].tolist()
+        items = []
+        flips = []
+        weights = []
+        for key, row, target in zip(keys, read_items(self.rows, keys), targets, strict=True):
+            epoch, number, weight = key[:3]
+            item = transform_row(number, epoch, row, self.transform, target)
+            flip = draw_choices(self.transform.seed, epoch, number)[2] < 0.5
+            flips.append(bool(self.transform.random_flip and flip))
+            for name in item.keys() & {"pixel_values", "mask"} if flips[-1] else ():
+                item[name] = item[name].flip(-1)
+            weights.append(0.0 if item["skipped"] else weight)
+            items.append(item)
+        batch: dict[str, Any] = {}
+        for name in items[0].keys() & {"pixel_values", "mask"}:
+            batch[name] = torch.stack([item[name] for item in items])
+        texts = [item["text"] for item in items]
+        batch |= tokenize_batch(self.tokenizers, self.choice, texts, keys)
+        for name in ("original_size", "crop_top_left"):
+            batch[name] = torch.tensor([item[name] for item in items])
+        batch["flipped"] = torch.tensor(flips)
+        batch["weight"] = torch.tensor(weights)
+        batch["skipped"] = [(item["key"], item["skipped"]) for item in items if item["skipped"]]
+        return cast(Batch, batch)

@@ -1,0 +1,74 @@
+"""A loaded batch -> latents, prompts and mask, as the trainers' inputs."""
+
+from typing import Any, cast
+
+import torch
+
+from diffusion_training.batches import Batch, Prepared
+from diffusion_training.data.images import make_time_ids, shrink_masks
+from diffusion_training.families.base import Encoders
+from diffusion_training.latents.encoders import encode_images, encode_prompts
+from diffusion_training.latents.source import Data
+
+
+def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
+    """A loaded batch -> latents [N, C, h, w], prompts, and the mask of the loss.
+
+    Each time, other latents are drawn from the VAE's distribution. The empty prompt replaces a
+    share `caption_dropout` of the captions. The mask is in [0, 1], [N, 1, h, w].
+    """
+    if "latents" in batch:  # from a cache
+        latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
+    else:
+        latents = encode_images(cast(Encoders, data.encoders), batch["pixel_values"])
+    if "prompt_embeds" in batch:
+        embeds = dict[str, Any](batch)
+        prompts = {
+            name: embeds[name].to(empty.dtype).unflatten(1, empty.shape)
+            for name, empty in data.empty_prompt.items()
+        }
+    else:
+        prompts = dict(encode_prompts(cast(Encoders, data.encoders), cast(Any, batch)))
+    if data.latents.kind == "moments":
+        mean, std = latents.chunk(2, dim=1)
+        # By shape, not `randn_like`: a VAE's strides must not decide which number goes where.
+        latents = mean + std * torch.randn(mean.shape, device=mean.device)
+    # Contiguous, as a cache has them: a VAE's memory layout must not decide how the model computes.
+    latents = ((latents - data.latents.shift) * data.latents.factor).contiguous()
+    drop_captions(batch, prompts, data, caption_dropout, latents.device)
+    size = latents.shape[-2:]
+    if data.family.needs_sizes:
+        target = [data.latents.downscale * side for side in size]
+        prompts["time_ids"] = make_time_ids(
+            batch["original_size"], batch["crop_top_left"], target, batch["flipped"]
+        )
+    loss_inputs = {}
+    if "mask" in batch:
+        if "latents" in batch:
+            mask = batch["mask"].unflatten(1, (1, *size))
+        else:
+            mask = shrink_masks(batch["mask"], data.latents.downscale)
+        loss_inputs["mask"] = mask / 255
+    return Prepared(latents, prompts, loss_inputs)
+
+
+def drop_captions(
+    batch: Batch, prompts: dict[str, torch.Tensor], data: Data, share: float, device: torch.device
+) -> None:
+    """Replace a share of the captions with the empty prompt.
+
+    This trains the unconditional prediction that guidance needs (arXiv:2207.12598).
+    """
+    count = len(prompts["prompt_embeds"])
+    if data.family.needs_lengths:  # drawn on the CPU, where lengths are read, so nothing waits
+        dropped = torch.rand(count) < share
+        lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # one length, in a search
+        if "input_ids" in batch:  # these lengths include a template
+            lengths = lengths - data.family.dropped_tokens
+        prompts["prompt_lengths"] = torch.where(dropped, data.empty_length, lengths)
+        dropped = dropped.to(device, non_blocking=True)
+    else:
+        dropped = torch.rand(count, device=device) < share
+    for name, empty in data.empty_prompt.items():
+        shape = [-1] + [1] * empty.dim()
+        prompts[name] = torch.where(dropped.view(shape), empty, prompts[name])

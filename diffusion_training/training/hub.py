@@ -1,0 +1,27 @@
+"""Make the repository of --push_to_hub, and upload a run to it."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from huggingface_hub import create_repo, repo_info, upload_folder
+
+from diffusion_training.errors import explained, fail
+
+
+def make_repository(args: Namespace) -> str:
+    """Make the repository of --push_to_hub, or use an existing one. Returns its id."""
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
+    private = args.hub_private_repo or None
+    with explained(f"--push_to_hub can't use {name}: run `hf auth login`, or remove the flag"):
+        name = create_repo(name, private=private, exist_ok=True).repo_id
+        is_public = private and not repo_info(name).private
+    if is_public:
+        fail(f"--hub_private_repo: {name} exists and is public: make it private, or choose another")
+    return name
+
+
+def upload_run(repository: str | None, output_dir: str, files: list[str]) -> None:
+    """Upload what every run has, and the `files`: patterns of paths in --output_dir."""
+    files = ["model_index.json", "README.md", "loss.png", "samples/*", *files]
+    with explained(f"the upload to {repository} failed; everything is in {output_dir}"):
+        upload_folder(repo_id=repository, folder_path=output_dir, allow_patterns=files)

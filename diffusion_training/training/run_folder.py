@@ -1,0 +1,176 @@
+"""Open and lock the output folder of a run, and write its files, completely or not at all."""
+
+import os
+import secrets
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from filelock import BaseFileLock
+
+from diffusion_training.arguments import Flags, format_args
+from diffusion_training.errors import UNDO, explained, fail
+from diffusion_training.files import check_output_dir, clean, delete_if_empty, lock_folder, saving
+from diffusion_training.launch import Launch
+from diffusion_training.training.best import restore_best
+from diffusion_training.training.checkpoints import (
+    find_checkpoint,
+    find_checkpoints,
+    find_start,
+    read_start,
+    read_state,
+)
+from diffusion_training.training.copies import Copies, find_name, open_copies, share_checkpoint
+from diffusion_training.training.hub import make_repository, upload_run
+
+
+@dataclass(frozen=True)
+class Run:
+    """The locked folder of a run, and the checkpoint to begin from."""
+
+    script: str  # the file that is run
+    lock: BaseFileLock | None  # None except on the first process
+    checkpoint: Path | None  # to resume from
+    before: dict[str, Any]  # the settings of that checkpoint
+    hub_model_id: str | None
+    start: Path | None = None  # of --init_from, unless the run resumes another
+    configs: Path | None = None  # checkpoint with the models' configs; None without --init_from
+    command: str = ""  # the content of run.args
+    reached: int = -1  # the step of the checkpoint, if there is one
+    tracker_id: str | None = None  # a resumed run keeps it, so it is one run in wandb
+    copies: Copies | None = None  # at --checkpoints_to; None except on the first process
+
+    def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
+        """The state in which the run begins; see `read_state`."""
+        if self.start:
+            return read_start(self.start, args)
+        return read_state(self.checkpoint, num_images)
+
+    def settings(self) -> dict[str, Any]:
+        return {"hub_model_id": self.hub_model_id, "tracker_id": self.tracker_id}
+
+
+def settings_of(args: Namespace, *values: Any, **others: Any) -> Flags:
+    """Merge the flags and the values found for them, under the names of the flags.
+
+    Checkpoints, trackers, the report and run.args record them. values: `Launch`, `Run`,
+    `Data`, `Plan`. others: single values.
+    """
+    settings = dict(vars(args))
+    for value in values:
+        settings |= value.settings()
+    return Flags(getattr(args, "given", ()), **settings | others)
+
+
+def open_run(launch: Launch, script: str, args: Namespace) -> Run:
+    """Make, lock and clean --output_dir, and make the hub repository. script: the file that is run.
+
+    The files of an earlier run stay until `begin_run`.
+    """
+    check_output_dir(vars(args))
+    output_dir = Path(args.output_dir)
+    copies_to = None if args.find_lr else args.checkpoints_to
+    given = args.resume_from_checkpoint
+    if copies_to:
+        given = find_name(given, copies_to)
+    lock = None
+    copies = None
+    if launch.is_main:
+        # every run leaves one of these; a cache may too, but it also has cache.json
+        own = {"run.args", "metrics.jsonl", "find_lr.json", "image_cache"}
+        # perhaps only checkpoints were copied here
+        own |= {path.name for path in find_checkpoints(output_dir)}
+        if not output_dir.exists():
+            UNDO.append(partial(delete_if_empty, output_dir))
+        lock = lock_folder(
+            output_dir,
+            output_dir,
+            lambda names: own & names and "cache.json" not in names,
+            "run of this script",
+        )
+        for best in (output_dir / "best", output_dir / "best-before"):
+            if args.save_best and best.exists() and not (best / "held_out.json").exists():
+                fail(
+                    f"--save_best would replace {best}, which is not from a run: rename that folder"
+                )
+        with explained(f"--output_dir {output_dir} can't be written to"):
+            clean(output_dir)
+        if copies_to:
+            copies = open_copies(args, given, output_dir)
+    launch.accelerator.wait_for_everyone()
+    folder = output_dir
+    if copies_to:
+        folder = share_checkpoint(launch.accelerator, copies, copies_to, output_dir)
+    if folder != output_dir:
+        given = "latest"  # the only one there
+    # On all processes, so that all of them stop if there is an error
+    checkpoint = find_checkpoint(given, str(folder))
+    state = read_state(checkpoint, None)
+    hub_model_id = args.hub_model_id
+    command = format_args(vars(settings_of(args, launch)), Path(script).name)
+    if launch.is_main and not args.find_lr:
+        if not (output_dir / "run.args").exists():  # it marks the folder as a run's
+            write_command(command, output_dir)
+        if args.push_to_hub:
+            hub_model_id = make_repository(args)
+    init_from = getattr(args, "init_from", None)
+    start = None if checkpoint else find_start(init_from)
+    configs = (checkpoint or start) if init_from else None
+    reached = state["global_step"] if checkpoint else -1
+    before = state["settings"]
+    tracker_id = None
+    if args.report_to in ("wandb", "all"):
+        tracker_id = os.environ.get("WANDB_RUN_ID")  # if the user has set it
+        # a run that resumes a checkpoint of another folder is a new run
+        if checkpoint and checkpoint.parent.resolve() == output_dir.resolve():
+            tracker_id = tracker_id or before.get("tracker_id")
+        tracker_id = tracker_id or secrets.token_hex(4)
+    return Run(
+        script=script,
+        lock=lock,
+        checkpoint=checkpoint,
+        before=before,
+        hub_model_id=hub_model_id,
+        start=start,
+        configs=configs,
+        command=command,
+        reached=reached,
+        tracker_id=tracker_id,
+        copies=copies,
+    )
+
+
+def begin_run(run: Run, output_dir: Path) -> None:
+    """Replace the files of an earlier run, once this one works: a folder holds only one run.
+
+    Call it on the first process.
+    """
+    if run.checkpoint is None:
+        for old in (output_dir / "samples").glob("step-*.png"):
+            if old.stem.removeprefix("step-").isdecimal():  # else it is a copy of the user's
+                old.unlink()
+    restore_best(output_dir, run.reached)
+    write_command(run.command, output_dir)
+
+
+def write_command(command: str, output_dir: Path) -> None:
+    """Write run.args, the flags of a command, to repeat it."""
+    with saving(output_dir, "run.args") as unfinished:
+        (unfinished / "run.args").write_bytes(os.fsencode(command))
+
+
+def end_run(launch: Launch, run: Run, done: str, files: list[str], args: Namespace) -> None:
+    """Upload if asked for, print `done`, and release everything. files: patterns to upload."""
+    accelerator = launch.accelerator
+    accelerator.wait_for_everyone()
+    # torch 2.11 can hang at exit if gloo's thread has not finished the last gather
+    time.sleep(0.1)
+    if launch.is_main and args.push_to_hub and not args.find_lr:
+        upload_run(run.hub_model_id, args.output_dir, files)
+    accelerator.print(done)
+    if run.lock is not None:
+        run.lock.release(force=True)
+    accelerator.end_training()

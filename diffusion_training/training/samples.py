@@ -1,0 +1,139 @@
+"""Draw samples on all processes, and save them as one picture."""
+
+import math
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from diffusers import DiffusionPipeline
+from PIL import Image, ImageDraw, ImageFont
+
+from diffusion_training.data.images import measure_roughness
+from diffusion_training.files import saving
+from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.order import step_seed
+
+
+def samples_path(output_dir: str | Path, step: int) -> Path:
+    """Return the path of the samples drawn after a step."""
+    return Path(output_dir) / "samples" / f"step-{step:07d}.png"
+
+
+def save_samples(
+    accelerator: Accelerator, picture: Image.Image, output_dir: str | Path, step: int
+) -> None:
+    """Write a picture of samples, and pass it to trackers that support pictures."""
+    path = samples_path(output_dir, step)
+    path.parent.mkdir(exist_ok=True)
+    with saving(path.parent, path) as unfinished:
+        picture.save(unfinished / path.name)  # half a picture would count as finished
+    for tracker in accelerator.trackers:
+        if hasattr(tracker, "log_images"):
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
+
+
+class Drawn(NamedTuple):
+    """Samples, and their latents before the VAE decodes them."""
+
+    images: Sequence[np.ndarray]  # float [N, H, W, C] in [0, 1]
+    latents: torch.Tensor  # see `to_square`
+
+
+def draw_samples(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    draw: Callable[[list[int], list[torch.Generator]], Drawn],
+    per_call: int,
+    step: int,
+    stop_signal: StopSignal,
+    settings: Namespace,
+) -> float | None:
+    """Draw --num_validation_images of each prompt, and save them as the samples of a step.
+
+    Returns the mean roughness of their latents on the first process.
+
+    Each process draws a share. An image starts from its own seed, whatever the number of processes.
+    A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
+    them.
+
+    draw: (numbers of up to `per_call` prompts, a generator for each) -> `Drawn`.
+    """
+    device = launch.device
+    model = getattr(pipeline, "unet", None) or pipeline.transformer
+    # decode one image at a time: a batch may need more memory than training
+    pipeline.vae.to(device).enable_slicing()
+    pipeline.set_progress_bar_config(disable=True)
+    training = model.training
+    model.eval()  # without dropout
+    prompts = settings.validation_prompts
+    count = len(prompts) * settings.num_validation_images
+    own = launch.share(count)
+    images: list[Any] = []
+    roughness: list[float] = []
+    for start in range(0, len(own), per_call):
+        numbers = [number % count for number in own[start : start + per_call]]
+        generators = [
+            torch.Generator(device).manual_seed(step_seed("sample", settings.seed, number))
+            for number in numbers
+        ]
+        drawn = draw([i // settings.num_validation_images for i in numbers], generators)
+        if stop_signal.poll():
+            break
+        images.extend(drawn.images)
+        roughness += measure_roughness(to_square(drawn.latents).float()).tolist()
+    model.train(training)
+    parts = [] if stop_signal.received else list(zip(own, images, roughness, strict=True))
+    parts = [part for part in gather_object(parts) if part[0] < count]
+    if not launch.is_main or len(parts) < count:
+        return None
+    parts.sort(key=lambda part: part[0])
+    pixels = np.stack([image for _, image, _ in parts])
+    pixels = (pixels * 255).round().astype(np.uint8)
+    grid = draw_grid(pixels.reshape(len(prompts), -1, *pixels.shape[1:]), prompts)
+    save_samples(launch.accelerator, grid, settings.output_dir, step)
+    return sum(rough for _, _, rough in parts) / count
+
+
+def to_square(latents: torch.Tensor) -> torch.Tensor:
+    """Latents [N, C, h, w] of square images, which some pipelines keep as [N, h * w, C]."""
+    if latents.dim() == 4:
+        return latents
+    return latents.transpose(1, 2).unflatten(2, (math.isqrt(latents.shape[1]), -1))
+
+
+def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:
+    """Turn images uint8 [prompts, per prompt, H, W, C] into a picture: a row for each prompt.
+
+    The prompt is written beside its row, in letters a tenth of an image high, so that they can be
+    read when the picture is shown small.
+    """
+    size = max(64, images.shape[2])
+    font = ImageFont.load_default(max(14, size // 10))
+    margin = 4
+    width = max(400, size)  # of the longest line
+    texts = []
+    for prompt in prompts:
+        lines = textwrap.wrap(prompt[:4000], max(1, int(width / font.getlength("n"))))
+        most = max(1, int(size / (1.3 * font.size)))
+        texts.append("\n".join([*lines[:most], *["…"] * (len(lines) > most)]))
+    draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    boxes = [draw.multiline_textbbox((0, 0), text, font) for text in texts]
+    label = math.ceil(max(box[2] for box in boxes)) + 2 * margin
+    step = size + margin
+    grid = Image.new("RGB", (label + images.shape[1] * step, len(prompts) * step), "white")
+    draw = ImageDraw.Draw(grid)
+    for y, (text, row) in enumerate(zip(texts, images, strict=True)):
+        draw.text((margin, y * step + size // 2), text, "black", font, anchor="lm")
+        for x, image in enumerate(row):
+            picture = (
+                Image.fromarray(image.squeeze()).convert("RGB").resize((size, size), Image.NEAREST)
+            )
+            grid.paste(picture, (label + x * step, y * step))
+    return grid
