@@ -2,8 +2,7 @@
 
 import atexit
 import contextlib
-import multiprocessing.queues
-import os
+import multiprocessing
 import signal
 import time
 from collections.abc import Generator, Iterable, Iterator
@@ -14,6 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from diffusion_training.errors import Refused, holding_signals
+from diffusion_training.library_fixes import exit_if_sending_fails
 
 Ahead = TypeVar("Ahead")
 Mark: TypeAlias = float | torch.cuda.Event  # see `mark_time`
@@ -88,11 +88,7 @@ def ignore_signals(worker_id: int) -> None:
     """Let a loader process ignore Ctrl-C and SIGTERM, because the trainer finishes its step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # A process that can't send a batch, because shared memory is full, would continue silently, and
-    # the trainer would wait for that batch. So it exits.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
-        lambda error, batch: os._exit(1)
-    )
+    exit_if_sending_fails()
 
 
 def end_workers() -> None:

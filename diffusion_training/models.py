@@ -21,6 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from diffusion_training.batches import Models, Predict
 from diffusion_training.errors import explained
+from diffusion_training.library_fixes import raise_recompile_limit
 
 NOT_FINITE = "weights with NaN or infinity"  # for `raise_for_keys`
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
@@ -205,8 +206,7 @@ def compile_model(model: torch.nn.Module, backend: str, num_sizes: int = 1) -> N
         options = {"mode": dynamo.mode, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
     if num_sizes > 1:
         options["dynamic"] = False
-        # beyond this limit, torch silently stops compiling
-        torch._dynamo.config.recompile_limit = 8 * num_sizes
+        raise_recompile_limit(num_sizes)
     with explained(f"torch.compile with {backend} is not possible"):
         if dynamo.use_regional_compilation and dynamo.backend != DynamoBackend.NO:
             model.compile_repeated_blocks(backend=backend, **options)

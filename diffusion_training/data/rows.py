@@ -1,15 +1,12 @@
 """Open a data set as rows, with images left undecoded."""
 
 import collections
-import contextlib
 import functools
-import glob
 import hashlib
 import json
 import os
-import tarfile
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import xxhash
-from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from diffusion_training.arguments import list_values
@@ -34,7 +30,7 @@ from diffusion_training.data.folders import (
     list_paths,
 )
 from diffusion_training.data.images import name_image
-from diffusion_training.data.streams import TarMember, identify_stream, open_for_tars
+from diffusion_training.data.streams import identify_stream
 from diffusion_training.errors import (
     amount,
     explained,
@@ -42,6 +38,12 @@ from diffusion_training.errors import (
     print_once,
     printable,
     suppressing_row_errors,
+)
+from diffusion_training.library_fixes import (
+    end_streams_at_once,
+    listed_once,
+    refuse_cut_tars,
+    stream_tars_from_storage,
 )
 from diffusion_training.remote import is_address, list_data
 
@@ -118,8 +120,7 @@ def load_rows(
     rows = limit_rows(rows, args)
     rows = rows.select_columns([column, *wanted])
     if streaming:
-        # otherwise the device waits 5 s after each pass
-        datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+        end_streams_at_once()
         rows._fingerprint = identify_stream(
             builder, args.dataset_split, column, wanted, args.max_train_samples
         )
@@ -148,7 +149,7 @@ def open_builder(
             kind, args.dataset_config_name, folder, files, cache_dir=args.cache_dir
         )
 
-    tarfile.TarFile.tarinfo = TarMember
+    refuse_cut_tars()
     if os.path.isdir(source) and "::" in source:
         fail(f"{source}: `datasets` reads '::' in a path as an archive: rename the folder")
     cache = args.cache_dir or datasets.config.HF_DATASETS_CACHE
@@ -156,7 +157,7 @@ def open_builder(
         os.makedirs(cache, exist_ok=True)  # it is in the home folder, which may be read-only
     with explained(f"{source} can't be loaded as a data set"), listed_once(source):
         if is_address(source):
-            datasets.utils.file_utils.xopen = open_for_tars
+            stream_tars_from_storage()
             builder = open_as(*find_files(source))
         else:
             # without "imagefolder", the caption files might be loaded as a data set of text
@@ -346,30 +347,6 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
     column = [masks.get(stem) for stem in stems]
     return rows.add_column("mask", column, new_fingerprint=fingerprint), "mask"
-
-
-@contextlib.contextmanager
-def listed_once(source: str) -> Iterator[None]:
-    """List a local folder only once, and take its path literally.
-
-    `datasets` would list it for each of the 66 patterns that a split's files may match, and would
-    read the `[` in its path as part of a pattern.
-    """
-    find = LocalFileSystem.find
-    glob_pattern = LocalFileSystem.glob
-
-    def glob_in_folder(fs: LocalFileSystem, path: str, *args: Any, **options: Any) -> Any:
-        if path.startswith(f"{source}/"):
-            path = glob.escape(source) + path.removeprefix(source)
-        return glob_pattern(fs, path, *args, **options)
-
-    LocalFileSystem.find = functools.cache(find)
-    LocalFileSystem.glob = glob_in_folder
-    try:
-        yield
-    finally:
-        LocalFileSystem.find = find
-        LocalFileSystem.glob = glob_pattern
 
 
 def report_unused(

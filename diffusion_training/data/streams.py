@@ -7,16 +7,14 @@ import argparse
 import contextlib
 import hashlib
 import json
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets.utils.file_utils import xopen
 
 from diffusion_training.arguments import COUNT, SWITCH
-from diffusion_training.errors import explain, fail, is_a
+from diffusion_training.errors import explain, fail
 from diffusion_training.files import write_file
 
 
@@ -64,39 +62,6 @@ def check_stream_args(parser: argparse.ArgumentParser, args: argparse.Namespace)
     for name in ("instance_prompt", "folder_repeats"):
         if given.get(name):
             parser.error(f"--{name} needs the images on a disk: a stream has captions in a column")
-
-
-class TarMember(tarfile.TarInfo):
-    """A file in a tar. A tar without a proper end raises ReadError.
-
-    tarfile would read a tar that was cut off or damaged between two files as a shorter one.
-    """
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> "TarMember":
-        try:
-            return super().fromtarfile(tar)
-        except tarfile.HeaderError as error:
-            # a proper end, or a file that is not a tar
-            if is_a(error, "EOFHeaderError") or tar.offset == 0:
-                raise
-            file = tar.fileobj
-            while hasattr(file, "fileobj"):  # a decompressor
-                file = file.fileobj
-            name = getattr(file, "name", getattr(file, "path", "a tar"))
-            raise tarfile.ReadError(
-                f"{name} was cut off or is damaged at byte {tar.offset:,} ({error}): copy it again"
-            ) from None
-
-
-def open_for_tars(file: Any, *args: Any, **options: Any) -> Any:
-    """`xopen`, with which `datasets` opens the files of a stream, for tars in object storage too.
-
-    `datasets` passes block_size=0, which only the file systems of http and the hub accept.
-    """
-    if str(file).split("://")[0] not in ("http", "https", "hf"):
-        options.pop("block_size", None)
-    return xopen(file, *args, **options)
 
 
 def identify_stream(builder: datasets.DatasetBuilder, *taken: Any) -> str:

@@ -26,7 +26,7 @@ SCRIPTS = [
 ]  # fmt: skip
 # A module imports only from layers above its own line.
 LAYERS = """
-__init__ arguments batches errors pillow standalone cluster.supervisor
+__init__ arguments batches errors library_fixes pillow standalone cluster.supervisor
 csv_files files order loading heartbeat cluster.connection memory models web.pictures web.filters
 remote quantization web.downloads families.base families.original_layout
 launch
@@ -117,6 +117,21 @@ def test_scripts_import_no_script_but_the_one_on_ray():
     for script in SCRIPTS:
         others = find_imports(ROOT / f"{script}.py").keys() & set(SCRIPTS)
         assert others == ({"precompute_latents"} if script == "precompute_latents_ray" else set())
+
+
+def test_libraries_are_changed_in_one_module():
+    """No other code assigns to an attribute of what it imports."""
+    for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
+        if path.stem == "library_fixes":
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [alias.asname or alias.name for node in imports for alias in node.names]
+        imported = {name.split(".")[0] for name in names}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+                changed = ast.unparse(node)
+                assert changed.split(".")[0] not in imported, f"{path.name} changes {changed}"
 
 
 def test_every_module_says_what_it_is_for():
