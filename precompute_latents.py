@@ -24,8 +24,7 @@ Layout of this file:
     encode_all         keeps the device busy while finished rows are checked and written
     main               the run in phases
 Cropping and the choice of captions are in diffusion_training/data/, the files of a cache in
-diffusion_training/latents/. To get all of it in one file that you can change:
-python -m diffusion_training.standalone precompute_latents.py > mine.py
+diffusion_training/latents/.
 """
 
 from pathlib import Path
@@ -35,7 +34,7 @@ try:
 except ModuleNotFoundError:
     raise SystemExit(
         f"{__file__} needs the package diffusion_training: run `pip install .` in the "
-        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
+        "script's repository"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
@@ -54,6 +53,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 import transformers
+from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import (
@@ -81,7 +81,7 @@ from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.data.streams import StreamedRows, add_stream_flags, check_stream_args
 from diffusion_training.data.texts import check_captions
-from diffusion_training.errors import end_if_stopped, fail, in_one_sentence
+from diffusion_training.errors import end_if_stopped, explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Encoders, Tokenizers, Tokens
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base
@@ -117,7 +117,7 @@ from diffusion_training.latents.encoders import (
 )
 from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
 from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
-from diffusion_training.launch import make_launch
+from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.models import DTYPES
 from diffusion_training.order import KEYS, step_seed
@@ -626,8 +626,10 @@ def main(args: Namespace) -> None:
     """
     transformers.utils.logging.disable_progress_bar()
     # Processes synchronize only at the start and at the end, which may be days apart.
-    launch = make_launch(args, timeout=timedelta(days=100))
-    accelerator, device = launch.accelerator, launch.device
+    with explained("the launched processes can't be set up"):
+        accelerator = Accelerator(**accelerator_options(args, timeout=timedelta(days=100)))
+    launch = make_launch(accelerator, args)
+    device = launch.device
     rank, num_processes = launch.rank, launch.num_processes
 
     # Models before data: images are decoded to the channels of the VAE, grey or colour.

@@ -32,7 +32,7 @@ try:
 except ModuleNotFoundError:
     raise SystemExit(
         f"{__file__} needs the package diffusion_training: run `pip install .` in the "
-        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
+        "script's repository"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 

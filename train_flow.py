@@ -12,21 +12,21 @@ captions that precompute_latents.py takes, which are then encoded in every step.
 Output, in --output_dir:
     the pipeline, or with --rank pytorch_lora_weights.safetensors, with its model card, samples/,
     metrics.jsonl, loss.png, report.html, logs
-    run.args      the flags of this run; @flow-photos/run.args repeats it
+    run.args      the flags of this run; pass @flow-photos/run.args to repeat it
     checkpoint-N  one every --checkpointing_steps; to resume from the last one, run the same
                   command with --resume_from_checkpoint latest
 
 Layout of this file:
     parse_args                      the flags; bad values stop the script before anything is loaded
-    make_transformer                the model, new or pretrained, checked against the data
     predict_velocity                the one place where the model is called
+    make_transformer                the model, new or pretrained, checked against the data
+    make_scheduler                  the sampler, and the shift of the noise levels
     prepare_batch, compute_loss     a batch -> the inputs of the transformer, and the loss
-    train_step                      one optimizer step, with the calls of Accelerate
+    train_step                      one optimizer step, with the calls to Accelerate
     log_validation, describe_model  the samples, and the text of the model card
-    main                            the run in phases, with the training loop
-The code that all trainers share is in diffusion_training/. To get all of it in one file that you
-can change:
-python -m diffusion_training.standalone train_flow.py > mine.py
+    main                            the run from its first line to its last, with the loop
+The code that all trainers share is in diffusion_training/. minimal/train_flow.py
+is one short file without it, which ends with the same bits.
 """
 
 from pathlib import Path
@@ -35,24 +35,22 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
-        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the script's "
+        "repository, or start from minimal/train_flow.py there, which does not need it"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 import contextlib
-import json
 import math
 import os
 import shlex
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
 import diffusers
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -60,7 +58,16 @@ from accelerate import Accelerator
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
-from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
+from diffusion_training.batches import (
+    Batch,
+    HeldOutMeasure,
+    Models,
+    Objective,
+    Predict,
+    Prepared,
+    StepSums,
+    TextToImageBatch,
+)
 from diffusion_training.errors import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
 from diffusion_training.families.known import DEFAULT_FLOW_FAMILY, FAMILIES
@@ -86,31 +93,26 @@ from diffusion_training.latents.encoders import load_parts
 from diffusion_training.latents.encoding import encode_batch
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.source import Data, open_data
-from diffusion_training.launch import Launch, StopSignal, make_launch
+from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import (
     compile_model,
     freeze_on_device,
     freeze_unreached,
     list_parameters,
-    load_weights,
-    make_new,
 )
 from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.quantization import load_base
-from diffusion_training.training.costs import Costs
-from diffusion_training.training.denoiser import check_denoiser
-from diffusion_training.training.held_out import hold_out, log_held_out_loss
-from diffusion_training.training.loop import Loop, Results, record_settings
-from diffusion_training.training.lora import add_lora, load_network_weights, save_lora
-from diffusion_training.training.metadata import name_readers
-from diffusion_training.training.objective import HeldOutMeasure, measure_constant, try_sampler
+from diffusion_training.training.card import describe_text_to_image
+from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
+from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.lora import save_lora
+from diffusion_training.training.objective import try_sampler
 from diffusion_training.training.pipelines import save_pipeline
-from diffusion_training.training.records import Records
-from diffusion_training.training.report import About, Description, call_pipeline, write_usage
-from diffusion_training.training.run_folder import end_run, open_run, settings_of
-from diffusion_training.training.samples import Drawn, draw_samples
-from diffusion_training.training.trained import Trained
+from diffusion_training.training.progress import NextStep
+from diffusion_training.training.report import About, Description
+from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.samples import draw_prompts
+from diffusion_training.training.state import Training, draws_samples
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 # PRXPipeline still has a base class with a deprecated name.
@@ -157,7 +159,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_shard_flag(add)
 
     add = parser.add_argument_group("LoRA").add_argument
-    add_lora_flags(add, output_kohya_format=False)
+    add_lora_flags(add)
 
     add = parser.add_argument_group("objective").add_argument
     schemes = ["logit_normal", "uniform"]
@@ -227,8 +229,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         for name in ("transformer_config_name_or_path", "init_from"):
             if getattr(args, name):
                 parser.error(f"--rank needs a pretrained transformer: leave --{name} out")
-    if args.output_kohya_format:
-        parser.error("--output_kohya_format is for U-Nets: leave it out")
     check_data_args(parser, args)
     check_training_args(parser, args)
     return parser.freeze(args)
@@ -247,8 +247,9 @@ def predict_velocity(
 ) -> torch.Tensor:
     """The velocity that the transformer predicts, noise - latents, float32 [N, C, h, w].
 
-    This is the one place where the transformer is called, except for samples: change it to pass
-    further inputs.
+    This is the one place where the transformer is called, except for samples: to pass further
+    inputs, change `log_validation` too. A check at the start calls it with {"transformer": ...}
+    alone.
 
     sigmas: share of noise in [0, 1], [N]. condition: see `prepare_batch`.
     """
@@ -261,39 +262,17 @@ def make_transformer(
 ) -> torch.nn.Module:
     """Make the transformer to train.
 
-    It is the pretrained pipeline's, or a new one, whose config a flag names or a checkpoint has in
-    `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and only its
-    LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
+    It is the pretrained pipeline's, or a new one, whose config comes from a flag or from the
+    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and
+    only its LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
     """
     model_class = getattr(diffusers, base.family.model)
-    # Only the config of a checkpoint is read here. `Trained` loads its weights and EMA weights.
-    config_source = args.transformer_config_name_or_path
-    if configs and not config_source:
-        config_source = str(configs / "transformer")
-    source = str(config_source or base.source)
-    options = {"cache_dir": args.cache_dir}
-    if not config_source:
-        options |= {"subfolder": "transformer", "revision": args.revision, "variant": args.variant}
-    with explained(f"{source} holds no {model_class.__name__}"):
-        if config_source or not launch.has_weights:
-            config = model_class.load_config(source, **options)
-            if config.get("_class_name", model_class.__name__) != model_class.__name__:
-                raise ValueError(f"it is a {config['_class_name']}")
-            transformer = make_new(model_class, config, launch.has_weights)
-        elif args.rank:
-            transformer, base_hash = load_base(
-                model_class, source, args.base_precision, launch.device, launch.dtype, **options
-            )
-        else:
-            transformer = load_weights(model_class, source, **options)
+    config = args.transformer_config_name_or_path
+    transformer, source, base_hash = load_denoiser(model_class, base, config, configs, launch, args)
     models = {"transformer": transformer}
     unreached = check_denoiser(models, predict, "transformer", source, data)
     if args.rank:
-        layers = base.family.choose_layers(transformer, args.lora_layers)
-        add_lora(transformer, layers, base_hash, launch.dtype, args)
-        if args.network_weights:
-            read_lora = base.family.read_lora
-            load_network_weights(transformer, args.network_weights, "transformer", read_lora)
+        adapt_denoiser(transformer, base, base_hash, launch, args)
     freeze_unreached(transformer, unreached)
     return transformer
 
@@ -321,7 +300,7 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
             shift = choose_shift(sampler, 2, side, side)
             if not 0 < shift < math.inf:
                 raise ValueError(f"it shifts the noise by {shift}")
-            # some pipelines need it for any scheduler
+            # some pipelines pass mu to any scheduler
             mu = compute_mu(sampler.config, side**2 / 4)
             try_sampler(sampler, 10, mu=mu)
     return sampler
@@ -355,12 +334,12 @@ def choose_shift(
 
 
 @torch.no_grad()
-def prepare_batch(data: Data, caption_dropout: float, batch: Batch) -> Prepared:
+def prepare_batch(data: Data, caption_dropout: float, batch: TextToImageBatch) -> Prepared:
     """Turn a loaded batch into latents, condition and inputs of the loss.
 
-    New latents are drawn from the VAE's distribution each time. The condition holds the model's
-    other inputs, the family's `Prompts`. A share `caption_dropout` of the captions becomes the
-    empty prompt.
+    If the VAE gives a distribution, latents are drawn from it anew each time. The condition holds
+    prompt_embeds and what else the family needs, see `Prompts`; the inputs of the loss may hold a
+    mask [N, 1, h, w]. A share `caption_dropout` of the captions becomes the empty prompt.
     """
     return encode_batch(batch, data, caption_dropout)
 
@@ -374,8 +353,7 @@ def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) 
 def compute_loss(
     args: Namespace,
     shift_for_size: Callable[[int, int], float],
-    predict: Predict,
-    loss_models: Models,
+    objective: Objective,
     models: Models,
     prepared: Prepared,
     weight: torch.Tensor,
@@ -385,7 +363,7 @@ def compute_loss(
     Returns the sum over images of weight * mean squared error of the velocity.
 
     shift_for_size: (height, width) of latents -> shift of the noise levels; see `choose_shift`.
-    predict: `predict_velocity`. loss_models: networks that only the loss uses; see `main`.
+    objective: `predict` calls `predict_velocity`; `frozen` holds networks that only the loss uses.
     models: {"transformer": ...}, the trained models.
     prepared: see `prepare_batch`.
     weight: [N], num_processes / images in the step, because the processes average their gradients;
@@ -403,7 +381,7 @@ def compute_loss(
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
     # In float32: bfloat16 would round the sigmas to 8 bits.
     noisy_images = add_noise(images, noise, sigmas)
-    prediction = predict(models, noisy_images, sigmas, condition)
+    prediction = objective.predict(models, noisy_images, sigmas, condition)
     target = noise - images
     error = F.mse_loss(prediction, target, reduction="none")
     error = error * loss_inputs.get("mask", 1)  # 0 to 1: how much each pixel counts
@@ -412,7 +390,7 @@ def compute_loss(
 
 
 def measure_velocity(predict: Predict) -> HeldOutMeasure:
-    """Measure the held-out loss as the mean squared error of the velocity."""
+    """Return how the held-out loss is measured: as the mean squared error of the velocity."""
 
     def add_tenths(
         latents: torch.Tensor, noise: torch.Tensor, tenths: torch.Tensor
@@ -435,48 +413,47 @@ def measure_velocity(predict: Predict) -> HeldOutMeasure:
 
 def train_step(
     accelerator: Accelerator,
-    prepare: Callable[[Batch], Prepared],
-    loss: Callable[[Models, Prepared, torch.Tensor], torch.Tensor],
-    seed: int,
-    max_grad_norm: float,
+    objective: Objective,
     models: Models,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Batch],
-    micro_batches: int,
-    data_step: int,
+    step: NextStep,
+    seed: int,
+    max_grad_norm: float,
     on_batch: Callable[[Prepared, torch.Tensor], None] | None = None,
 ) -> StepSums:
-    """Do one optimizer step on the next `micro_batches` of `batches`.
+    """Take one optimizer step on the next `step.micro_batches` of `batches`.
 
-    prepare, loss: `prepare_batch` and `compute_loss`. on_batch(prepared, weight): called for each
-    batch.
+    objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as Accelerate wraps
+    them. on_batch(prepared, weight): looks at each micro-batch; in `main` it measures the first
+    images.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
-    is True. Nothing here waits for the device.
+    is True. Nothing here waits for the device, except the scaler of fp16.
     """
     total_loss = torch.zeros((), device=accelerator.device)
     total_weight = torch.zeros((), device=accelerator.device)
-    for micro_batch in range(micro_batches):
+    for micro_batch in range(step.micro_batches):
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
-        rank = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
-        prepared = prepare(batch)
+        process = accelerator.process_index
+        torch.manual_seed(step_seed("step", seed, step.number, micro_batch, process))
+        prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
-            # The processes average their gradients only in the step's last micro-batch.
-            if micro_batch < micro_batches - 1:
+            # DDP averages the gradients only in the step's last micro-batch (--shard: in each).
+            if micro_batch < step.micro_batches - 1:
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
-            weighted_loss = loss(models, prepared, batch["weight"])
+            weighted_loss = objective.loss(models, prepared, batch["weight"])
             accelerator.backward(weighted_loss)
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
     optimizer.step()
     optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
-    # Not .item(), which would wait for the device. The loop reads many steps' sums at once.
+    # Not .item(), which would wait for the device: `log` reads the sums of many steps at once.
     return {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
 
 
@@ -484,11 +461,8 @@ def train_step(
 # the output
 
 
-PARTS = ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")  # a pipeline's folders
-
-
-class Interrupted(Exception):
-    """Raised if a stop signal arrives while samples are drawn."""
+# patterns of a pipeline's files, for the upload
+PARTS = [f"{part}/*" for part in ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")]
 
 
 def make_pipeline(
@@ -512,70 +486,21 @@ def log_validation(
     data: Data,
     step: int,
     stop_signal: StopSignal,
-    settings: Namespace,
+    args: Namespace,
 ) -> float | None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
     Returns the roughness of the samples on the first process; see `draw_samples`.
     """
-    seen: dict[str, torch.Tensor] = {}
-
-    def interrupt(
-        pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
-    ) -> dict:
-        if stop_signal.poll():
-            raise Interrupted
-        seen.update(tensors)
-        return tensors
-
-    def draw(numbers: list[int], generators: list[torch.Generator]) -> Drawn:
-        assert data.validation  # samples are drawn only if there are prompts
-        prompts, empty = data.validation.choose(numbers, launch.device)
-        images: Sequence[np.ndarray] = []
-        with contextlib.suppress(Interrupted):
-            images = pipeline(
-                **data.family.call_args(prompts, empty, settings.guidance_scale),
-                height=settings.resolution,
-                width=settings.resolution,
-                output_type="np",
-                callback_on_step_end=interrupt,
-                num_inference_steps=settings.num_inference_steps,
-                generator=generators,
-            ).images
-        return Drawn(images, seen.get("latents", torch.zeros(0)))
-
-    per_call = 1 if data.family.samples_one_by_one else settings.train_batch_size
-    return draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
+    per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
+    return draw_prompts(launch, pipeline, data, per_call, step, stop_signal, args)
 
 
-def describe_model(family: Family, about: About, settings: Namespace) -> Description:
+def describe_model(family: Family, about: About, args: Namespace) -> Description:
     """Return the texts of the model card and the report, with example code."""
-    is_new = bool(settings.transformer_config_name_or_path or settings.init_from)
-    how = "trained from scratch" if is_new else "fine-tuned"
-    what = (
-        f"A {family.title} pipeline whose transformer was {how} on `{about.data}`\n"
-        f"for {about.step} steps, by flow matching."
-    )
-    if about.base:
-        what += f" The other models are those of\n`{about.base}`."
-    source = about.name
-    setup = []
-    more = ""
-    if settings.rank:
-        what = (
-            f"A LoRA of rank {settings.rank} for the transformer of `{about.base}`,\n"
-            f"trained on `{about.data}` for {about.step} steps."
-        )
-        what += f"\n{name_readers(settings, for_unet=False)}"
-        source = str(about.base)
-        more = f', variant="{settings.variant}"' if settings.variant else ""
-        setup.append(f"pipeline.load_lora_weights({json.dumps(about.name)})")
-    call = call_pipeline(about, settings, family.guidance_args(settings.guidance_scale))
-    call += family.usage(settings.resolution, settings.clip_skip, settings.max_sequence_length)
-    usage = write_usage(source, call, setup, precision=family.precision, more=more)
-    tags = ["text-to-image", family.name, "diffusers-training"]
-    base = None if is_new else settings.pretrained_model_name_or_path
-    return Description(tags + ["lora"] * bool(settings.rank), what, usage, base)
+    is_new = bool(args.transformer_config_name_or_path or args.init_from)
+    max_tokens = args.max_sequence_length
+    return describe_text_to_image(family, "transformer", is_new, about, args, (), max_tokens)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -589,95 +514,145 @@ def main(args: Namespace) -> None:
     Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
-    # The launch comes first: it decides devices, processes and precision.
-    launch = make_launch(args)
-    accelerator = launch.accelerator
-    run = open_run(launch, __file__, args)  # locks the folder against other runs
+    # Devices, processes and precision, as the flags and `accelerate launch` say.
+    with explained("the launched processes can't be set up"):
+        accelerator = Accelerator(**accelerator_options(args))
+    launch = make_launch(accelerator, args)
+    run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
     base = open_base(args, trained_by="train_flow.py")
 
     # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.before, args)
     sampler = make_scheduler(base, data.resolution, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
+    # the rows that an epoch takes: all, or shares of the caches by --latents_weights
     epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
+    order = Order(epoch_rows, args.seed, data.dataset.sizes)
 
-    # The model, and functions for the loop, held-out loss, --find_lr and --train_batch_size auto.
+    # The model, and what its loss consists of.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_velocity, base.family)
     transformer = make_transformer(base, data, predict, run.configs, launch, args)
-    models: Models = {"transformer": transformer}  # each is trained, averaged, saved in its folder
-    loss_models: Models = {}  # only the loss uses them: frozen, on the device, never saved
-    prepare = partial(prepare_batch, data, args.caption_dropout)
+    # Each is trained, averaged, and saved in checkpoints. The pipeline gets only this one.
+    models: Models = {"transformer": transformer}
+    frozen: Models = {}  # only for the loss: on the device, without autocast, never saved
     shift_for_size = partial(choose_shift, sampler, base.family.patch_size(transformer))
-    loss_of = partial(compute_loss, args, shift_for_size)
-    loss = partial(loss_of, predict, loss_models)
-    step = partial(train_step, accelerator, prepare, loss, args.seed, args.max_grad_norm)
+    objective = Objective(
+        prepare=partial(prepare_batch, data, args.caption_dropout),
+        predict=predict,
+        compute_loss=partial(compute_loss, args, shift_for_size),
+        # of the held-out loss, which stays as it is when the loss changes, so that runs compare
+        measure=measure_velocity(predict),
+        prepare_held_out=partial(prepare_batch, data, 0.0),
+        frozen=freeze_on_device(frozen, launch.device),
+        encoders=data.modules(),  # only for the estimate of memory
+    )
 
-    # The batch size comes before the position in the data, which a checkpoint counts in images.
-    freeze_on_device(loss_models, launch.device)
-    order = Order(epoch_rows, args.seed, data.dataset.sizes)
-    state = run.read_state(len(epoch_rows(0)), args)
-    plan, progress = plan_run(launch, models, step, data.dataset, train_rows, order, state, args)
-    if plan.is_done:
+    # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps. From
+    # here on, `args` has these values.
+    plan = plan_run(
+        launch, run, models, objective, train_step, data.dataset, train_rows, order, args
+    )
+    if plan.is_done:  # the checkpoint is beyond --max_train_steps, which has been printed
         return
-    settings = settings_of(args, launch, run, data, plan)
-    recorded = record_settings(settings, launch, progress, data.dataset, held_out)
+    args = complete_args(args, launch, run, data, plan)
 
-    # Weights, EMA and optimizer are in float32: autocast lowers only the computation's precision.
-    trained = Trained(launch, models, settings)
-    trained.load(run, state, recorded)
-    others = [*loss_models.values(), *data.modules()]
-    costs = Costs(launch, models, trained.averaged, others, loss, args.optimizer, args.allow_tf32)
+    # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
+    training = Training(launch, run, plan, models, objective, data.dataset, held_out, args)
     if launch.compile:
         compile_model(transformer, launch.compile, order.num_sizes)
-    trained.prepare(progress.global_step)
+    # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
+    # of fp16). evaluation_mode means without DDP: sharded models need none, and averages only get
+    # autocast, in place.
+    wrap = partial(accelerator.prepare_model, device_placement=False)
+    wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
+    for average in training.averaged.values():
+        wrap(average, evaluation_mode=True)
+    optimizer = accelerator.prepare(training.optimizer)
 
     # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
-    keys = step_batches(order, progress, launch.rank, launch.num_processes)
+    keys = step_batches(order, plan.progress, launch.rank, launch.num_processes)
     loaded = load_batches(data.dataset, keys, data.num_workers, launch.device, args.prefetch_factor)
     if args.find_lr:  # the run ends here, and its weights are not kept
-        result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
-        return end_run(launch, run, result, [], settings)
-    constant = partial(measure_constant, loss_of, loss_models)
-    records = Records(
-        accelerator, progress.global_step, 0, run.checkpoint, settings, models, costs, constant
-    )
-    stop_signal = StopSignal(launch.num_processes, launch.shard)
+        result = find_learning_rate(
+            accelerator, objective, train_step, wrapped, optimizer, loaded, plan.progress, args
+        )
+        end_run(launch, run, result, [], args)
+        return
+    training.begin()  # records and trackers; from now on, a signal waits for the end of a step
+    batches = training.records.watch(loaded)  # notes skipped images, and the wait for each batch
 
-    # The loop calls these: held-out loss and samples, and at the end the pipeline or LoRA.
-    def save_result(best: Models, folder: Path) -> None:
+    def save(best: Models, folder: Path) -> None:
+        """Write the pipeline, or the LoRA. Only the first process calls it: nothing here may wait.
+
+        best: {name: model}, the averages with --use_ema. A LoRA is taken from `training.saved`.
+        """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
-                save_lora(trained.saved, unfinished, None)
+                save_lora(training.saved, unfinished, None)
         else:
-            pipeline = make_pipeline(base, best["transformer"], sampler, data.resolution, True)
+            transformer = best["transformer"]
+            pipeline = make_pipeline(base, transformer, sampler, args.resolution, with_text=True)
             save_pipeline(pipeline, folder)
 
-    def measure() -> None:
-        log_held_out_loss(
-            launch, records, data.dataset, held_out, trained.held_out,
-            measure_velocity(predict), partial(prepare_batch, data, 0.0),
-            stop_signal, progress.global_step,
-        )  # fmt: skip
+    describe = partial(describe_model, base.family)
 
-    def draw() -> float | None:
-        pipeline = make_pipeline(base, trained.best("transformer"), sampler, data.resolution)
-        return log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
+    def evaluate(is_result: bool = True) -> None:
+        """Measure the held-out loss, keep the best weights, draw samples, write the report.
 
-    results = Results(
-        name="LoRA" if args.rank else "pipeline",
-        files=["pytorch_lora_weights*"] if args.rank else [f"{part}/*" for part in PARTS],
-        save=save_result,
-        log_held_out_loss=measure,
-        log_validation=draw,
-        describe=partial(describe_model, base.family),
-    )
-    loop = Loop(launch, run, trained, progress, records, results, settings, recorded)
+        is_result: whether this run has trained the weights.
+        """
+        with training.paused():
+            training.measure_held_out()
+            if is_result:
+                training.keep_best(save)
+            if draws_samples(args):
+                transformer = training.best("transformer")
+                pipeline = make_pipeline(base, transformer, sampler, args.resolution)
+                signal = training.stop_signal
+                roughness = log_validation(launch, pipeline, data, training.step, signal, args)
+                if is_result:
+                    training.records.check_samples(roughness, training.step)
+            training.report(describe)
+
     samples_every = (args.validation_steps, args.validation_epochs)
     is_pretrained = bool(args.init_from) or args.transformer_config_name_or_path is None
-    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every, is_pretrained)
-    loaded.close()  # ends its thread and the loader's processes
-    loop.finish(stop, stop_signal)
+    # Before step 1, show a pretrained model as it is (--validate_first). A resumed run draws the
+    # samples that a kill prevented.
+    if training.starts_with_samples(samples_every, is_pretrained):
+        evaluate(is_result=run.checkpoint is not None)
+
+    # The loop. Every process runs every line, and most lines wait for the other processes: put none
+    # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
+    while training.continues():
+        step = plan.progress.next_step()
+        sums = train_step(
+            accelerator, objective, wrapped, optimizer, batches, step, args.seed,
+            args.max_grad_norm, training.records.measure_inputs,
+        )  # fmt: skip
+        # count the step, update averages and learning rate, and agree whether a signal has come
+        training.advance(step, sums)
+        # every --logging_steps: wait for the device, and record the steps since the last record
+        if training.is_due(args.logging_steps):
+            training.log()
+        # every --checkpointing_steps; before the samples, so that a kill meanwhile loses no step
+        if training.is_due(args.checkpointing_steps):
+            training.save_checkpoint()
+        # every --validation_steps or --validation_epochs; after the last step, see below
+        if training.is_due(*samples_every) and training.continues():
+            evaluate()
+
+    # The end. A run that a signal has stopped only gets its checkpoint.
+    training.save_checkpoint()  # unless this step has one
+    loaded.close()  # ends the thread and the processes that load
+    training.records.bar.close()
+    if training.is_complete():  # no signal has stopped it
+        training.save_result(save)  # before the samples, so that a kill meanwhile does not lose it
+        evaluate()
+    if args.rank:
+        training.end("LoRA", ["pytorch_lora_weights*"], describe)
+    else:
+        training.end("pipeline", PARTS, describe)
 
 
 if __name__ == "__main__":

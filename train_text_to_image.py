@@ -13,7 +13,7 @@ precompute_latents.py takes, which are then encoded in every step. Output, in --
     the pipeline, with its model card, samples/, metrics.jsonl, loss.png, report.html, logs; with
     --rank two LoRA files in place of the pipeline: pytorch_lora_weights.safetensors for diffusers,
     pytorch_lora_weights_kohya.safetensors for ComfyUI, A1111 and sd-scripts
-    run.args      the flags of this run; @sd-photos/run.args repeats it
+    run.args      the flags of this run; pass @sd-photos/run.args to repeat it
     checkpoint-N  one every --checkpointing_steps; to resume from the last one, run the same
                   command with --resume_from_checkpoint latest
 
@@ -22,12 +22,11 @@ Layout of this file:
     predict_noise                   the one place where the U-Net is called
     make_unet, make_schedulers      the model, the scheduler that adds noise, and the sampler
     prepare_batch, compute_loss     a batch -> the inputs of the U-Net, and the loss
-    train_step                      one optimizer step, with the calls of Accelerate
+    train_step                      one optimizer step, with the calls to Accelerate
     log_validation, describe_model  the samples, and the text of the model card
-    main                            the run in phases, with the training loop
-The code that all trainers share is in diffusion_training/. To get all of it in one file that you
-can change:
-python -m diffusion_training.standalone train_text_to_image.py > mine.py
+    main                            the run from its first line to its last, with the loop
+The code that all trainers share is in diffusion_training/. minimal/train_text_to_image.py
+is one short file without it, which ends with the same bits.
 """
 
 from pathlib import Path
@@ -36,13 +35,13 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
-        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the script's "
+        "repository, or start from minimal/train_text_to_image.py there, which does not need it"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
+import argparse
 import contextlib
-import json
 import math
 import os
 import shlex
@@ -65,7 +64,15 @@ from diffusers import (
 )
 
 from diffusion_training.arguments import PATH, SWITCH, make_parser, parse_demo
-from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
+from diffusion_training.batches import (
+    Batch,
+    Models,
+    Objective,
+    Predict,
+    Prepared,
+    StepSums,
+    TextToImageBatch,
+)
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
 from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES
@@ -91,43 +98,29 @@ from diffusion_training.latents.encoders import load_parts
 from diffusion_training.latents.encoding import encode_batch
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.source import Data, open_data
-from diffusion_training.launch import Launch, StopSignal, make_launch
+from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
-from diffusion_training.models import (
-    compile_model,
-    freeze_on_device,
-    list_parameters,
-    load_weights,
-    make_new,
-)
+from diffusion_training.models import compile_model, freeze_on_device, list_parameters
 from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.quantization import load_base
-from diffusion_training.training.costs import Costs
-from diffusion_training.training.denoiser import check_denoiser
-from diffusion_training.training.held_out import hold_out, log_held_out_loss
-from diffusion_training.training.loop import Loop, Results, record_settings
-from diffusion_training.training.lora import (
-    add_lora,
-    list_further_layers,
-    load_network_weights,
-    save_lora,
-)
-from diffusion_training.training.metadata import describe_file, name_readers
+from diffusion_training.training.card import describe_text_to_image
+from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
+from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.lora import save_lora
+from diffusion_training.training.metadata import describe_file
 from diffusion_training.training.objective import (
     check_objective,
     load_sampler,
-    measure_constant,
     measure_epsilon,
     min_snr_weight,
     objective_flags,
     try_sampler,
 )
 from diffusion_training.training.pipelines import SINGLE_FILE, save_pipeline, save_single_file
-from diffusion_training.training.records import Records
-from diffusion_training.training.report import About, Description, call_pipeline, write_usage
-from diffusion_training.training.run_folder import end_run, open_run, settings_of
-from diffusion_training.training.samples import Drawn, draw_samples
-from diffusion_training.training.trained import Trained
+from diffusion_training.training.progress import NextStep
+from diffusion_training.training.report import About, Description
+from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.samples import draw_prompts
+from diffusion_training.training.state import Training, draws_samples
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -177,7 +170,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_shard_flag(add)
 
     add = parser.add_argument_group("LoRA").add_argument
-    add_lora_flags(add, output_kohya_format=True)
+    add_lora_flags(add)
+    add(
+        "--output_kohya_format",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts",
+    )
 
     add = parser.add_argument_group("objective").add_argument
     add(
@@ -232,8 +231,8 @@ def predict_noise(
 ) -> torch.Tensor:
     """The prediction of the U-Net, float32 [N, C, h, w].
 
-    This is the one place where the U-Net is called, except for samples: change it to pass further
-    inputs.
+    This is the one place where the U-Net is called, except for samples: to pass further inputs,
+    change `log_validation` too. A check at the start calls it with {"unet": ...} alone.
 
     condition: see `prepare_batch`.
     """
@@ -245,43 +244,21 @@ def make_unet(
 ) -> torch.nn.Module:
     """Make the U-Net to train.
 
-    It is the pretrained pipeline's, or a new one, whose config a flag names or a checkpoint has in
-    `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and only its
-    LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
+    It is the pretrained pipeline's, or a new one, whose config comes from a flag or from the
+    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and
+    only its LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
     """
-    # Only the config of a checkpoint is read here. `Trained` loads its weights and EMA weights.
-    config_source = args.unet_config_name_or_path
-    if configs and not config_source:
-        config_source = str(configs / "unet")
-    source = str(config_source or base.source)
-    options = {"cache_dir": args.cache_dir}
-    if not config_source:
-        options |= {"subfolder": "unet", "revision": args.revision, "variant": args.variant}
-    with explained(f"{source} holds no {UNet2DConditionModel.__name__}"):
-        if config_source or not launch.has_weights:
-            config = UNet2DConditionModel.load_config(source, **options)
-            unet = make_new(UNet2DConditionModel, config, launch.has_weights)
-        elif args.rank:
-            unet, base_hash = load_base(
-                UNet2DConditionModel, source, args.base_precision, launch.device, launch.dtype,
-                **options,
-            )  # fmt: skip
-        else:
-            unet = load_weights(UNet2DConditionModel, source, **options)
+    config = args.unet_config_name_or_path
+    unet, source, base_hash = load_denoiser(
+        UNet2DConditionModel, base, config, configs, launch, args
+    )
     # sample_size is the default size of the pipeline's images. The version is set because the
     # pipeline replaces sizes below 64 in configs of old versions.
     side = data.latents.shape[1]
     unet.register_to_config(sample_size=side, _diffusers_version=diffusers.__version__)
     check_denoiser({"unet": unet}, predict, "U-Net", source, data)
     if args.rank:
-        layers = base.family.choose_layers(unet, args.lora_layers)
-        network = args.network_weights
-        read_lora = base.family.read_lora
-        if network and args.lora_layers == "all":
-            layers += list_further_layers(unet, layers, network, "unet", read_lora)
-        add_lora(unet, layers, base_hash, launch.dtype, args)
-        if network:
-            load_network_weights(unet, network, "unet", read_lora)
+        adapt_denoiser(unet, base, base_hash, launch, args)
     return unet
 
 
@@ -316,12 +293,12 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
 
 
 @torch.no_grad()
-def prepare_batch(data: Data, caption_dropout: float, batch: Batch) -> Prepared:
+def prepare_batch(data: Data, caption_dropout: float, batch: TextToImageBatch) -> Prepared:
     """Turn a loaded batch into latents, condition and inputs of the loss.
 
-    New latents are drawn from the VAE's distribution each time. The condition holds the model's
-    other inputs, the family's `Prompts`. A share `caption_dropout` of the captions becomes the
-    empty prompt.
+    If the VAE gives a distribution, latents are drawn from it anew each time. The condition holds
+    prompt_embeds and what else the family needs, see `Prompts`; the inputs of the loss may hold a
+    mask [N, 1, h, w]. A share `caption_dropout` of the captions becomes the empty prompt.
     """
     return encode_batch(batch, data, caption_dropout)
 
@@ -329,8 +306,7 @@ def prepare_batch(data: Data, caption_dropout: float, batch: Batch) -> Prepared:
 def compute_loss(
     args: Namespace,
     noise_scheduler: DDPMScheduler,
-    predict: Predict,
-    loss_models: Models,
+    objective: Objective,
     models: Models,
     prepared: Prepared,
     weight: torch.Tensor,
@@ -339,14 +315,14 @@ def compute_loss(
 
     Returns the sum over images of weight * mean squared error.
 
-    predict: `predict_noise`. loss_models: networks that only the loss uses; see `main`.
+    objective: `predict` calls `predict_noise`; `frozen` holds networks that only the loss uses.
     models: {"unet": ...}, the trained models.
     prepared: see `prepare_batch`.
     weight: [N], num_processes / images in the step, because the processes average their gradients;
         0 for an image that can't be used. Any loss must return (weight * loss of each image).sum().
     """
     images, condition, loss_inputs = prepared
-    # randn_like would draw other noise for another memory layout.
+    # With randn_like, the noise would depend on the memory layout.
     noise = torch.randn(images.shape, device=images.device)
     if args.noise_offset:
         # the same offset for all pixels of a channel
@@ -361,7 +337,7 @@ def compute_loss(
     timesteps = torch.randint(num_timesteps, (len(images),), device=images.device)
     # In float32: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
-    prediction = predict(models, noisy_images, timesteps, condition)
+    prediction = objective.predict(models, noisy_images, timesteps, condition)
     if noise_scheduler.config.prediction_type == "epsilon":
         target = noise
     elif noise_scheduler.config.prediction_type == "sample":
@@ -378,48 +354,47 @@ def compute_loss(
 
 def train_step(
     accelerator: Accelerator,
-    prepare: Callable[[Batch], Prepared],
-    loss: Callable[[Models, Prepared, torch.Tensor], torch.Tensor],
-    seed: int,
-    max_grad_norm: float,
+    objective: Objective,
     models: Models,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Batch],
-    micro_batches: int,
-    data_step: int,
+    step: NextStep,
+    seed: int,
+    max_grad_norm: float,
     on_batch: Callable[[Prepared, torch.Tensor], None] | None = None,
 ) -> StepSums:
-    """Do one optimizer step on the next `micro_batches` of `batches`.
+    """Take one optimizer step on the next `step.micro_batches` of `batches`.
 
-    prepare, loss: `prepare_batch` and `compute_loss`. on_batch(prepared, weight): called for each
-    batch.
+    objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as Accelerate wraps
+    them. on_batch(prepared, weight): looks at each micro-batch; in `main` it measures the first
+    images.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
-    is True. Nothing here waits for the device.
+    is True. Nothing here waits for the device, except the scaler of fp16.
     """
     total_loss = torch.zeros((), device=accelerator.device)
     total_weight = torch.zeros((), device=accelerator.device)
-    for micro_batch in range(micro_batches):
+    for micro_batch in range(step.micro_batches):
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
-        rank = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
-        prepared = prepare(batch)
+        process = accelerator.process_index
+        torch.manual_seed(step_seed("step", seed, step.number, micro_batch, process))
+        prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
-            # The processes average their gradients only in the step's last micro-batch.
-            if micro_batch < micro_batches - 1:
+            # DDP averages the gradients only in the step's last micro-batch (--shard: in each).
+            if micro_batch < step.micro_batches - 1:
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
-            weighted_loss = loss(models, prepared, batch["weight"])
+            weighted_loss = objective.loss(models, prepared, batch["weight"])
             accelerator.backward(weighted_loss)
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
     optimizer.step()
     optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
-    # Not .item(), which would wait for the device. The loop reads many steps' sums at once.
+    # Not .item(), which would wait for the device: `log` reads the sums of many steps at once.
     return {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
 
 
@@ -427,7 +402,7 @@ def train_step(
 # the output
 
 
-# the files of a pipeline
+# patterns of a pipeline's files, for the upload
 PARTS = [f"{part}/*" for part in ("unet", "vae", "text_encoder*", "tokenizer*", "scheduler")]
 
 
@@ -445,7 +420,7 @@ def make_pipeline(
 def save_whole(
     pipeline: DiffusionPipeline, family: Family, folder: Path, metadata: dict[str, str] | None
 ) -> None:
-    """Write the pipeline, and with `metadata` also one file that has it as its header."""
+    """Write the pipeline. With `metadata`, also write it as one file with that header."""
     save_pipeline(pipeline, folder)
     if metadata is not None:
         with explained("--output_single_file can't be written; the pipeline was saved"):
@@ -459,76 +434,26 @@ def log_validation(
     data: Data,
     step: int,
     stop_signal: StopSignal,
-    settings: Namespace,
+    args: Namespace,
 ) -> float | None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
     Returns the roughness of the samples on the first process; see `draw_samples`.
     """
-    seen: dict[str, torch.Tensor] = {}
-
-    def interrupt(
-        pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
-    ) -> dict:
-        seen.update(tensors)
-        # the pipeline then skips the remaining steps
-        pipeline._interrupt = bool(stop_signal.poll())
-        return tensors
-
-    def draw(numbers: list[int], generators: list[torch.Generator]) -> Drawn:
-        assert data.validation  # samples are drawn only if there are prompts
-        prompts, empty = data.validation.choose(numbers, launch.device)
-        images = pipeline(
-            **data.family.call_args(prompts, empty, settings.guidance_scale),
-            height=settings.resolution,
-            width=settings.resolution,
-            output_type="np",
-            callback_on_step_end=interrupt,
-            num_inference_steps=settings.num_inference_steps,
-            generator=generators,
-        ).images
-        return Drawn(images, seen["latents"])
-
-    per_call = settings.train_batch_size
-    return draw_samples(launch, pipeline, draw, per_call, step, stop_signal, settings)
+    return draw_prompts(launch, pipeline, data, args.train_batch_size, step, stop_signal, args)
 
 
-def describe_model(family: Family, about: About, settings: Namespace) -> Description:
+def describe_model(family: Family, about: About, args: Namespace) -> Description:
     """Return the texts of the model card and the report, with example code."""
-    is_new = bool(settings.unet_config_name_or_path or settings.init_from)
-    how = "trained from scratch" if is_new else "fine-tuned"
-    what = (
-        f"A {family.title} pipeline whose U-Net was {how} on `{about.data}`\n"
-        f"for {about.step} steps; the other models are those of `{about.base}`."
-    )
-    source = about.name
+    is_new = bool(args.unet_config_name_or_path or args.init_from)
     setup = []
-    more = ""
-    if settings.rank:
-        what = (
-            f"A LoRA of rank {settings.rank} for the U-Net of `{about.base}`,\n"
-            f"trained on `{about.data}` for {about.step} steps."
+    # the base's scheduler has another objective
+    if args.rank and (objective := objective_flags(args)):
+        setup.append(
+            "pipeline.scheduler = DDIMScheduler.from_config("
+            f"{{**pipeline.scheduler.config, **{objective}}})"
         )
-        source = str(about.base)
-        more = f', variant="{settings.variant}"' if settings.variant else ""
-        setup.append(f"pipeline.load_lora_weights({json.dumps(about.name)})")
-        if objective := objective_flags(settings):  # the base's scheduler has another one
-            setup.append(
-                "pipeline.scheduler = DDIMScheduler.from_config("
-                f"{{**pipeline.scheduler.config, **{objective}}})"
-            )
-    setup += family.usage_before(settings.clip_skip)
-    if readers := name_readers(settings, for_unet=True):
-        what += f"\n{readers}"
-    opener = "DiffusionPipeline.from_pretrained"
-    if source.endswith(".safetensors"):
-        opener = f"{family.pipeline}.from_single_file"
-    call = call_pipeline(about, settings, family.guidance_args(settings.guidance_scale))
-    call += family.usage(settings.resolution, settings.clip_skip, None)
-    usage = write_usage(source, call, setup, opener, family.precision, more)
-    tags = ["text-to-image", family.title.lower().replace(" ", "-"), "diffusers-training"]
-    base = None if is_new else settings.pretrained_model_name_or_path
-    return Description(tags + ["lora"] * bool(settings.rank), what, usage, base)
+    return describe_text_to_image(family, "U-Net", is_new, about, args, setup)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -542,99 +467,149 @@ def main(args: Namespace) -> None:
     Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
-    # The launch comes first: it decides devices, processes and precision.
-    launch = make_launch(args)
-    accelerator = launch.accelerator
-    run = open_run(launch, __file__, args)  # locks the folder against other runs
+    # Devices, processes and precision, as the flags and `accelerate launch` say.
+    with explained("the launched processes can't be set up"):
+        accelerator = Accelerator(**accelerator_options(args))
+    launch = make_launch(accelerator, args)
+    run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
     base = open_base(args, trained_by="train_text_to_image.py")
 
-    # The data comes before the model, which must fit the latents and embeddings.
     noise_scheduler, sampler = make_schedulers(base, args)
+
+    # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.before, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
+    # the rows that an epoch takes: all, or shares of the caches by --latents_weights
     epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
+    order = Order(epoch_rows, args.seed, data.dataset.sizes)
 
-    # The model, and functions for the loop, held-out loss, --find_lr and --train_batch_size auto.
+    # The model, and what its loss consists of.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_noise, base.family)
     unet = make_unet(base, data, predict, run.configs, launch, args)
-    models: Models = {"unet": unet}  # each is trained, averaged, and saved in a folder of its name
-    loss_models: Models = {}  # only the loss uses them: frozen, on the device, never saved
-    prepare = partial(prepare_batch, data, args.caption_dropout)
-    loss_of = partial(compute_loss, args, noise_scheduler)
-    loss = partial(loss_of, predict, loss_models)
-    step = partial(train_step, accelerator, prepare, loss, args.seed, args.max_grad_norm)
+    # Each is trained, averaged, and saved in checkpoints. The pipeline gets only this one.
+    models: Models = {"unet": unet}
+    frozen: Models = {}  # only for the loss: on the device, without autocast, never saved
+    objective = Objective(
+        prepare=partial(prepare_batch, data, args.caption_dropout),
+        predict=predict,
+        compute_loss=partial(compute_loss, args, noise_scheduler),
+        # of the held-out loss, which stays as it is when the loss changes, so that runs compare
+        measure=measure_epsilon(noise_scheduler, predict),
+        prepare_held_out=partial(prepare_batch, data, 0.0),
+        frozen=freeze_on_device(frozen, launch.device),
+        encoders=data.modules(),  # only for the estimate of memory
+    )
 
-    # The batch size comes before the position in the data, which a checkpoint counts in images.
-    freeze_on_device(loss_models, launch.device)
-    order = Order(epoch_rows, args.seed, data.dataset.sizes)
-    state = run.read_state(len(epoch_rows(0)), args)
-    plan, progress = plan_run(launch, models, step, data.dataset, train_rows, order, state, args)
-    if plan.is_done:
+    # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps. From
+    # here on, `args` has these values.
+    plan = plan_run(
+        launch, run, models, objective, train_step, data.dataset, train_rows, order, args
+    )
+    if plan.is_done:  # the checkpoint is beyond --max_train_steps, which has been printed
         return
-    settings = settings_of(args, launch, run, data, plan)
-    recorded = record_settings(settings, launch, progress, data.dataset, held_out)
+    args = complete_args(args, launch, run, data, plan)
 
-    # Weights, EMA and optimizer are in float32: autocast lowers only the computation's precision.
-    trained = Trained(launch, models, settings)
-    trained.load(run, state, recorded)
-    others = [*loss_models.values(), *data.modules()]
-    costs = Costs(launch, models, trained.averaged, others, loss, args.optimizer, args.allow_tf32)
+    # The header of a LoRA or a single file, for other programs.
+    num_images = plan.progress.num_images
+    metadata = describe_file(base.family, unet, noise_scheduler, data.captions, num_images, args)
+    lora_metadata = metadata if args.output_kohya_format else None
+    # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
+    training = Training(
+        launch, run, plan, models, objective, data.dataset, held_out, args, lora_metadata
+    )
     if launch.compile:
         compile_model(unet, launch.compile, order.num_sizes)
-    trained.prepare(progress.global_step)
+    # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
+    # of fp16). evaluation_mode means without DDP: sharded models need none, and averages only get
+    # autocast, in place.
+    wrap = partial(accelerator.prepare_model, device_placement=False)
+    wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
+    for average in training.averaged.values():
+        wrap(average, evaluation_mode=True)
+    optimizer = accelerator.prepare(training.optimizer)
 
     # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
-    keys = step_batches(order, progress, launch.rank, launch.num_processes)
+    keys = step_batches(order, plan.progress, launch.rank, launch.num_processes)
     loaded = load_batches(data.dataset, keys, data.num_workers, launch.device, args.prefetch_factor)
     if args.find_lr:  # the run ends here, and its weights are not kept
-        result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
-        return end_run(launch, run, result, [], settings)
-    constant = partial(measure_constant, loss_of, loss_models)
-    records = Records(
-        accelerator, progress.global_step, 0, run.checkpoint, settings, models, costs, constant
-    )
-    stop_signal = StopSignal(launch.num_processes, launch.shard)
+        result = find_learning_rate(
+            accelerator, objective, train_step, wrapped, optimizer, loaded, plan.progress, args
+        )
+        end_run(launch, run, result, [], args)
+        return
+    training.begin()  # records and trackers; from now on, a signal waits for the end of a step
+    batches = training.records.watch(loaded)  # notes skipped images, and the wait for each batch
 
-    # The loop calls these: held-out loss and samples, and at the end the pipeline or LoRA.
-    metadata = describe_file(
-        base.family, unet, noise_scheduler, data.captions, progress.num_images, settings
-    )
-    lora_metadata = metadata if args.output_kohya_format else None
+    def save(best: Models, folder: Path) -> None:
+        """Write the pipeline, or the LoRA. Only the first process calls it: nothing here may wait.
 
-    def save_result(best: Models, folder: Path) -> None:
+        best: {name: model}, the averages with --use_ema. A LoRA is taken from `training.saved`.
+        """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
-                save_lora(trained.saved, unfinished, lora_metadata)
+                save_lora(training.saved, unfinished, lora_metadata)
         else:
-            pipeline = make_pipeline(base, best["unet"], sampler, True)
+            pipeline = make_pipeline(base, best["unet"], sampler, with_text=True)
             save_whole(pipeline, base.family, folder, metadata if args.output_single_file else None)
 
-    def measure() -> None:
-        log_held_out_loss(
-            launch, records, data.dataset, held_out, trained.held_out,
-            measure_epsilon(noise_scheduler, predict), partial(prepare_batch, data, 0.0),
-            stop_signal, progress.global_step,
-        )  # fmt: skip
+    describe = partial(describe_model, base.family)
 
-    def draw() -> float | None:
-        pipeline = make_pipeline(base, trained.best("unet"), sampler)
-        return log_validation(launch, pipeline, data, progress.global_step, stop_signal, settings)
+    def evaluate(is_result: bool = True) -> None:
+        """Measure the held-out loss, keep the best weights, draw samples, write the report.
 
-    results = Results(
-        name="LoRA" if args.rank else "pipeline",
-        files=["pytorch_lora_weights*"] if args.rank else [SINGLE_FILE, *PARTS],
-        save=save_result,
-        log_held_out_loss=measure,
-        log_validation=draw,
-        describe=partial(describe_model, base.family),
-    )
-    loop = Loop(launch, run, trained, progress, records, results, settings, recorded, lora_metadata)
+        is_result: whether this run has trained the weights.
+        """
+        with training.paused():
+            training.measure_held_out()
+            if is_result:
+                training.keep_best(save)
+            if draws_samples(args):
+                pipeline = make_pipeline(base, training.best("unet"), sampler)
+                signal = training.stop_signal
+                roughness = log_validation(launch, pipeline, data, training.step, signal, args)
+                if is_result:
+                    training.records.check_samples(roughness, training.step)
+            training.report(describe)
+
     samples_every = (args.validation_steps, args.validation_epochs)
     is_pretrained = bool(args.init_from) or args.unet_config_name_or_path is None
-    stop = loop.train(step, records.watch(loaded), stop_signal, samples_every, is_pretrained)
-    loaded.close()  # ends its thread and the loader's processes
-    loop.finish(stop, stop_signal)
+    # Before step 1, show a pretrained model as it is (--validate_first). A resumed run draws the
+    # samples that a kill prevented.
+    if training.starts_with_samples(samples_every, is_pretrained):
+        evaluate(is_result=run.checkpoint is not None)
+
+    # The loop. Every process runs every line, and most lines wait for the other processes: put none
+    # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
+    while training.continues():
+        step = plan.progress.next_step()
+        sums = train_step(
+            accelerator, objective, wrapped, optimizer, batches, step, args.seed,
+            args.max_grad_norm, training.records.measure_inputs,
+        )  # fmt: skip
+        # count the step, update averages and learning rate, and agree whether a signal has come
+        training.advance(step, sums)
+        # every --logging_steps: wait for the device, and record the steps since the last record
+        if training.is_due(args.logging_steps):
+            training.log()
+        # every --checkpointing_steps; before the samples, so that a kill meanwhile loses no step
+        if training.is_due(args.checkpointing_steps):
+            training.save_checkpoint()
+        # every --validation_steps or --validation_epochs; after the last step, see below
+        if training.is_due(*samples_every) and training.continues():
+            evaluate()
+
+    # The end. A run that a signal has stopped only gets its checkpoint.
+    training.save_checkpoint()  # unless this step has one
+    loaded.close()  # ends the thread and the processes that load
+    training.records.bar.close()
+    if training.is_complete():  # no signal has stopped it
+        training.save_result(save)  # before the samples, so that a kill meanwhile does not lose it
+        evaluate()
+    if args.rank:
+        training.end("LoRA", ["pytorch_lora_weights*"], describe)
+    else:
+        training.end("pipeline", [SINGLE_FILE, *PARTS], describe)
 
 
 if __name__ == "__main__":

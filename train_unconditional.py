@@ -7,7 +7,7 @@
 Input: a data set on the hub, or a local folder that `datasets.load_dataset` can open (images,
 parquet, webdataset). Output, in --output_dir:
     the pipeline with its model card, samples/, metrics.jsonl, loss.png, report.html, logs
-    run.args      the flags of this run; @ddpm-photos/run.args repeats it
+    run.args      the flags of this run; pass @ddpm-photos/run.args to repeat it
     checkpoint-N  one every --checkpointing_steps; to resume from the last one, run the same
                   command with --resume_from_checkpoint latest
 
@@ -16,12 +16,11 @@ Layout of this file:
     ImageDataset                     keys -> a batch; the same key always has the same crop and flip
     make_unet, make_noise_scheduler  the model, and the scheduler that adds noise in training
     prepare_batch, compute_loss      a batch -> the inputs of the U-Net, and the loss
-    train_step                       one optimizer step, with the calls of Accelerate
+    train_step                       one optimizer step, with the calls to Accelerate
     log_validation, describe_model   the samples, and the text of the model card
-    main                             the run in phases, with the training loop
-The code that all trainers share is in diffusion_training/. To get all of it in one file that you
-can change:
-python -m diffusion_training.standalone train_unconditional.py > mine.py
+    main                             the run from its first line to its last, with the loop
+The code that all trainers share is in diffusion_training/. minimal/train_unconditional.py
+is one short file without it, which ends with the same bits.
 """
 
 from pathlib import Path
@@ -30,8 +29,8 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
-        "script's repository, or make it one file with `python -m diffusion_training.standalone`"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the script's "
+        "repository, or start from minimal/train_unconditional.py there, which does not need it"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
@@ -60,7 +59,7 @@ from torchvision.utils import make_grid
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
-from diffusion_training.batches import Batch, Models, Predict, Prepared, StepSums
+from diffusion_training.batches import Batch, ImageBatch, Models, Objective, Prepared, StepSums
 from diffusion_training.data.arrays import add_array_flags, is_array
 from diffusion_training.data.folders import find_source
 from diffusion_training.data.image_cache import cache_images
@@ -78,7 +77,7 @@ from diffusion_training.flags import (
     check_source,
     check_training_args,
 )
-from diffusion_training.launch import Launch, StopSignal, make_launch
+from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import (
     call_unet,
@@ -89,24 +88,21 @@ from diffusion_training.models import (
     load_weights,
 )
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
-from diffusion_training.training.costs import Costs
-from diffusion_training.training.held_out import hold_out, log_held_out_loss
-from diffusion_training.training.loop import Loop, Results, record_settings
+from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.objective import (
     check_objective,
     load_sampler,
-    measure_constant,
     measure_epsilon,
     min_snr_weight,
     objective_flags,
     try_sampler,
 )
 from diffusion_training.training.pipelines import save_pipeline
-from diffusion_training.training.records import Records
+from diffusion_training.training.progress import NextStep
 from diffusion_training.training.report import About, Description, write_usage
-from diffusion_training.training.run_folder import end_run, open_run, settings_of
+from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.samples import save_samples
-from diffusion_training.training.trained import Trained
+from diffusion_training.training.state import Training
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
@@ -295,12 +291,15 @@ class ImageDataset(RowDataset):
     can't be decoded is black and has weight 0.
     """
 
-    def __init__(self, images: ImageRows, channels: int, args: Namespace) -> None:
+    def __init__(
+        self, images: ImageRows, channels: int, num_left_out: int, args: Namespace
+    ) -> None:
         super().__init__(images, find_source(args), args.shuffle_buffer)
+        self.num_left_out = num_left_out  # by `cache_images`
         self.channels = channels
         self.args = args
 
-    def __getitem__(self, keys: list[Key]) -> Batch:
+    def __getitem__(self, keys: list[Key]) -> ImageBatch:
         items = read_items(self.rows, keys)
         side = self.args.resolution
         dtype = torch.float32 if self.args.preserve_input_precision else torch.uint8
@@ -341,7 +340,8 @@ def predict_noise(
 ) -> torch.Tensor:
     """The prediction of the U-Net, float32 [N, C, H, W].
 
-    This is the one place where the U-Net is called, except for samples.
+    This is the one place where the U-Net is called, except for samples: to pass further inputs,
+    change `log_validation` too. A check at the start calls it with {"unet": ...} alone.
 
     condition: see `prepare_batch`.
     """
@@ -425,7 +425,7 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
 # the loss
 
 
-def prepare_batch(batch: Batch) -> Prepared:
+def prepare_batch(batch: ImageBatch) -> Prepared:
     """Turn a loaded batch into images in [-1, 1], condition, and inputs of the loss.
 
     The condition holds the U-Net's other inputs, such as class labels.
@@ -440,8 +440,7 @@ def prepare_batch(batch: Batch) -> Prepared:
 def compute_loss(
     args: Namespace,
     noise_scheduler: DDPMScheduler,
-    predict: Predict,
-    loss_models: Models,
+    objective: Objective,
     models: Models,
     prepared: Prepared,
     weight: torch.Tensor,
@@ -450,14 +449,14 @@ def compute_loss(
 
     Returns the sum over images of weight * mean squared error.
 
-    predict: `predict_noise`. loss_models: networks that only the loss uses; see `main`.
+    objective: `predict` calls `predict_noise`; `frozen` holds networks that only the loss uses.
     models: {"unet": ...}, the trained models.
     prepared: see `prepare_batch`.
     weight: [N], num_processes / images in the step, because the processes average their gradients;
         0 for an image that can't be used. Any loss must return (weight * loss of each image).sum().
     """
     images, condition, loss_inputs = prepared
-    # randn_like would draw other noise for another memory layout.
+    # With randn_like, the noise would depend on the memory layout.
     noise = torch.randn(images.shape, device=images.device)
     if args.noise_offset:
         # the same offset for all pixels of a channel
@@ -472,7 +471,7 @@ def compute_loss(
     timesteps = torch.randint(num_timesteps, (len(images),), device=images.device)
     # In float32: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
-    prediction = predict(models, noisy_images, timesteps, condition)
+    prediction = objective.predict(models, noisy_images, timesteps, condition)
     if noise_scheduler.config.prediction_type == "epsilon":
         target = noise
     elif noise_scheduler.config.prediction_type == "sample":
@@ -489,48 +488,47 @@ def compute_loss(
 
 def train_step(
     accelerator: Accelerator,
-    prepare: Callable[[Batch], Prepared],
-    loss: Callable[[Models, Prepared, torch.Tensor], torch.Tensor],
-    seed: int,
-    max_grad_norm: float,
+    objective: Objective,
     models: Models,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Batch],
-    micro_batches: int,
-    data_step: int,
+    step: NextStep,
+    seed: int,
+    max_grad_norm: float,
     on_batch: Callable[[Prepared, torch.Tensor], None] | None = None,
 ) -> StepSums:
-    """Do one optimizer step on the next `micro_batches` of `batches`.
+    """Take one optimizer step on the next `step.micro_batches` of `batches`.
 
-    prepare, loss: `prepare_batch` and `compute_loss`. on_batch(prepared, weight): called for each
-    batch.
+    objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as Accelerate wraps
+    them. on_batch(prepared, weight): looks at each micro-batch; in `main` it measures the first
+    images.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
-    is True. Nothing here waits for the device.
+    is True. Nothing here waits for the device, except the scaler of fp16.
     """
     total_loss = torch.zeros((), device=accelerator.device)
     total_weight = torch.zeros((), device=accelerator.device)
-    for micro_batch in range(micro_batches):
+    for micro_batch in range(step.micro_batches):
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
-        rank = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, data_step, micro_batch, rank))
-        prepared = prepare(batch)
+        process = accelerator.process_index
+        torch.manual_seed(step_seed("step", seed, step.number, micro_batch, process))
+        prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
-            # The processes average their gradients only in the step's last micro-batch.
-            if micro_batch < micro_batches - 1:
+            # DDP averages the gradients only in the step's last micro-batch (--shard: in each).
+            if micro_batch < step.micro_batches - 1:
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
-            weighted_loss = loss(models, prepared, batch["weight"])
+            weighted_loss = objective.loss(models, prepared, batch["weight"])
             accelerator.backward(weighted_loss)
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
     optimizer.step()
     optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
-    # Not .item(), which would wait for the device. The loop reads many steps' sums at once.
+    # Not .item(), which would wait for the device: `log` reads the sums of many steps at once.
     return {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
 
 
@@ -540,16 +538,12 @@ def train_step(
 
 @torch.no_grad()
 def log_validation(
-    launch: Launch,
-    pipeline: DiffusionPipeline,
-    step: int,
-    stop_signal: StopSignal,
-    settings: Namespace,
+    launch: Launch, pipeline: DiffusionPipeline, step: int, stop_signal: StopSignal, args: Namespace
 ) -> float | None:
     """Draw --eval_batch_size images into samples/step-N.png and the trackers.
 
-    Each process draws a share. Returns their mean roughness on the first process; it shows whether
-    a model draws noise, see `measure_roughness`.
+    Each process draws a share. Returns the images' mean roughness on the first process; it shows
+    whether a model draws noise, see `measure_roughness`.
 
     The samples equal the pipeline's. Its loop is written out here, so that you can pass further
     inputs to the U-Net, such as class labels. Image i has its own seed, so the number of processes
@@ -560,19 +554,19 @@ def log_validation(
     device = launch.device
     training = unet.training
     unet.eval()  # without dropout
-    count = settings.eval_batch_size
+    count = args.eval_batch_size
     numbers = range(launch.rank, count, launch.num_processes)
     images = torch.zeros(0)
     if numbers:
         generators = [
-            torch.Generator(device).manual_seed(step_seed("sample", settings.seed, number))
+            torch.Generator(device).manual_seed(step_seed("sample", args.seed, number))
             for number in numbers
         ]
         side = unet.config.sample_size
         shape = (unet.config.in_channels, side, side)
         noise = [torch.randn(shape, generator=generator, device=device) for generator in generators]
         images = torch.stack(noise)
-        scheduler.set_timesteps(settings.ddpm_num_inference_steps)
+        scheduler.set_timesteps(args.ddpm_num_inference_steps)
         timesteps = tqdm(scheduler.timesteps, "Sampling", leave=False, disable=not launch.is_main)
         for timestep in timesteps:
             if stop_signal.received:
@@ -593,19 +587,19 @@ def log_validation(
     picture = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
     scale = max(1, 512 // picture.width)  # to show digits of 8 px
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.NEAREST)
-    save_samples(launch.accelerator, picture, settings.output_dir, step)
+    save_samples(launch.accelerator, picture, args.output_dir, step)
     return measure_roughness(images).mean().item()
 
 
-def describe_model(about: About, settings: Namespace) -> Description:
+def describe_model(about: About, args: Namespace) -> Description:
     """Return the texts of the model card and the report, with example code."""
     what = f"An unconditional diffusion model, trained on `{about.data}` for {about.step} steps."
-    call = f"num_inference_steps={settings.ddpm_num_inference_steps}"
-    if is_array(settings.train_data_dir):
+    call = f"num_inference_steps={args.ddpm_num_inference_steps}"
+    if is_array(args.train_data_dir):
         call += ', output_type="np"'
     usage = write_usage(about.name, call)
     tags = ["unconditional-image-generation", "diffusion-models-class"]
-    return Description(tags, what, usage, settings.pretrained_model_name_or_path)
+    return Description(tags, what, usage, args.pretrained_model_name_or_path)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -618,19 +612,30 @@ def main(args: Namespace) -> None:
 
     Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
-    # The launch comes first: it decides devices, processes and precision.
-    launch = make_launch(args)
-    accelerator = launch.accelerator
-    run = open_run(launch, __file__, args)  # locks the folder against other runs
+    # Devices, processes and precision, as the flags and `accelerate launch` say.
+    with explained("the launched processes can't be set up"):
+        accelerator = Accelerator(**accelerator_options(args))
+    launch = make_launch(accelerator, args)
+    run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
 
     # The model comes before the data: its channels decide whether images are grey or in colour.
     noise_scheduler = make_noise_scheduler(args)
     torch.manual_seed(args.seed)  # every process starts from the same weights
     unet = make_unet(args)
-    models: Models = {"unet": unet}  # each is trained, averaged, and saved in a folder of its name
-    loss_models: Models = {}  # only the loss uses them: frozen, on the device, never saved
+    # Each is trained, averaged, and saved in checkpoints. The pipeline gets only this one.
+    models: Models = {"unet": unet}
+    frozen: Models = {}  # only for the loss: on the device, without autocast, never saved
+    objective = Objective(
+        prepare=prepare_batch,
+        predict=predict_noise,
+        compute_loss=partial(compute_loss, args, noise_scheduler),
+        # of the held-out loss, which stays as it is when the loss changes, so that runs compare
+        measure=measure_epsilon(noise_scheduler, predict_noise),
+        prepare_held_out=prepare_batch,
+        frozen=freeze_on_device(frozen, launch.device),
+    )
 
-    # The data. Each process keeps a core for training.
+    # The data.
     channels = unet.config.in_channels
     images = load_rows(args, args.streaming, channels=channels)
     num_left_out = 0
@@ -639,76 +644,102 @@ def main(args: Namespace) -> None:
         rows, num_left_out = cache_images(images.rows, images.column, channels, workers, args)
         images = ImageRows(rows, images.column)
     num_workers = launch.choose_workers(args.dataloader_num_workers)
-    dataset = ImageDataset(images, channels, args)
+    dataset = ImageDataset(images, channels, num_left_out, args)
     train_rows, held_out = hold_out(accelerator, dataset, args.holdout, args.seed)
-
-    # Functions for the loop, the held-out loss, --find_lr and --train_batch_size auto.
-    freeze_on_device(loss_models, launch.device)
-    loss_of = partial(compute_loss, args, noise_scheduler)
-    loss = partial(loss_of, predict_noise, loss_models)
-    step = partial(train_step, accelerator, prepare_batch, loss, args.seed, args.max_grad_norm)
-
-    # The batch size comes before the position in the data, which a checkpoint counts in images.
     order = Order(train_rows, args.seed)
-    state = run.read_state(len(train_rows), args)
-    plan, progress = plan_run(launch, models, step, dataset, train_rows, order, state, args)
-    if plan.is_done:
-        return
-    settings = settings_of(args, launch, run, plan, dataloader_num_workers=num_workers)
-    recorded = record_settings(settings, launch, progress, dataset, held_out)
 
-    # Weights, EMA and optimizer are in float32: autocast lowers only the computation's precision.
-    trained = Trained(launch, models, settings)
-    trained.load(run, state, recorded)
-    others = [*loss_models.values()]
-    costs = Costs(launch, models, trained.averaged, others, loss, args.optimizer, args.allow_tf32)
+    # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps. From
+    # here on, `args` has these values.
+    plan = plan_run(launch, run, models, objective, train_step, dataset, train_rows, order, args)
+    if plan.is_done:  # the checkpoint is beyond --max_train_steps, which has been printed
+        return
+    args = complete_args(args, launch, run, plan, dataloader_num_workers=num_workers)
+
+    # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
+    training = Training(launch, run, plan, models, objective, dataset, held_out, args)
     if launch.compile:
         compile_model(unet, launch.compile)
-    trained.prepare(progress.global_step)
-    # This pipeline draws the samples and is saved. DDIMPipeline converts the scheduler.
-    pipeline_class = DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline
-    pipeline = pipeline_class(trained.best("unet"), noise_scheduler)
+    # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
+    # of fp16). evaluation_mode means without DDP: sharded models need none, and averages only get
+    # autocast, in place.
+    wrap = partial(accelerator.prepare_model, device_placement=False)
+    wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
+    for average in training.averaged.values():
+        wrap(average, evaluation_mode=True)
+    optimizer = accelerator.prepare(training.optimizer)
 
     # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
-    keys = step_batches(order, progress, launch.rank, launch.num_processes)
+    keys = step_batches(order, plan.progress, launch.rank, launch.num_processes)
     loaded = load_batches(dataset, keys, num_workers, launch.device, args.prefetch_factor)
     if args.find_lr:  # the run ends here, and its weights are not kept
-        result = find_learning_rate(accelerator, trained, step, loaded, progress, args)
-        return end_run(launch, run, result, [], settings)
-    constant = partial(measure_constant, loss_of, loss_models)
-    records = Records(
-        accelerator, progress.global_step, num_left_out, run.checkpoint, settings, models, costs,
-        constant,
-    )  # fmt: skip
-    stop_signal = StopSignal(launch.num_processes)
+        result = find_learning_rate(
+            accelerator, objective, train_step, wrapped, optimizer, loaded, plan.progress, args
+        )
+        end_run(launch, run, result, [], args)
+        return
+    training.begin()  # records and trackers; from now on, a signal waits for the end of a step
+    batches = training.records.watch(loaded)  # notes skipped images, and the wait for each batch
 
-    # The loop calls these: held-out loss and samples, and at the end the pipeline.
-    def measure() -> None:
-        log_held_out_loss(
-            launch, records, dataset, held_out, trained.held_out,
-            measure_epsilon(noise_scheduler, predict_noise), prepare_batch,
-            stop_signal, progress.global_step,
-        )  # fmt: skip
+    # This pipeline draws the samples and is saved. DDIMPipeline converts the scheduler.
+    pipeline_class = DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline
+    pipeline = pipeline_class(training.best("unet"), noise_scheduler)
 
-    def draw() -> float | None:
-        return log_validation(launch, pipeline, progress.global_step, stop_signal, settings)
+    def save(best: Models, folder: Path) -> None:
+        """Write the pipeline, which holds the averages already. On the first process only."""
+        save_pipeline(pipeline, folder)
 
-    results = Results(
-        name="pipeline",
-        files=["unet/*", "scheduler/*"],
-        save=lambda best, folder: save_pipeline(pipeline, folder),
-        log_held_out_loss=measure,
-        log_validation=draw,
-        describe=describe_model,
-    )
-    loop = Loop(launch, run, trained, progress, records, results, settings, recorded)
+    def evaluate(is_result: bool = True) -> None:
+        """Measure the held-out loss, keep the best weights, draw samples, write the report.
+
+        is_result: whether this run has trained the weights.
+        """
+        with training.paused():
+            training.measure_held_out()
+            if is_result:
+                training.keep_best(save)
+            roughness = log_validation(launch, pipeline, training.step, training.stop_signal, args)
+            if is_result:
+                training.records.check_samples(roughness, training.step)
+            training.report(describe_model)
+
     samples_every = (args.validation_steps, args.save_images_epochs)
-    batches = records.watch(loaded)
     is_pretrained = args.pretrained_model_name_or_path is not None
-    save_epochs = args.save_model_epochs
-    stop = loop.train(step, batches, stop_signal, samples_every, is_pretrained, save_epochs)
-    loaded.close()  # ends its thread and the loader's processes
-    loop.finish(stop, stop_signal)
+    # Before step 1, show a pretrained model as it is (--validate_first). A resumed run draws the
+    # samples that a kill prevented.
+    if training.starts_with_samples(samples_every, is_pretrained):
+        evaluate(is_result=run.checkpoint is not None)
+
+    # The loop. Every process runs every line, and most lines wait for the other processes: put none
+    # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
+    while training.continues():
+        step = plan.progress.next_step()
+        sums = train_step(
+            accelerator, objective, wrapped, optimizer, batches, step, args.seed,
+            args.max_grad_norm, training.records.measure_inputs,
+        )  # fmt: skip
+        # count the step, update averages and learning rate, and agree whether a signal has come
+        training.advance(step, sums)
+        # every --logging_steps: wait for the device, and record the steps since the last record
+        if training.is_due(args.logging_steps):
+            training.log()
+        # every --checkpointing_steps; before the samples, so that a kill meanwhile loses no step
+        if training.is_due(args.checkpointing_steps):
+            training.save_checkpoint()
+        # every --save_model_epochs
+        if training.is_due(None, epochs=args.save_model_epochs) and training.continues():
+            training.save_result(save)
+        # every --validation_steps or --save_images_epochs; after the last step, see below
+        if training.is_due(*samples_every) and training.continues():
+            evaluate()
+
+    # The end. A run that a signal has stopped only gets its checkpoint.
+    training.save_checkpoint()  # unless this step has one
+    loaded.close()  # ends the thread and the processes that load
+    training.records.bar.close()
+    if training.is_complete():  # no signal has stopped it
+        training.save_result(save)  # before the samples, so that a kill meanwhile does not lose it
+        evaluate()
+    training.end("pipeline", ["unet/*", "scheduler/*"], describe_model)
 
 
 if __name__ == "__main__":

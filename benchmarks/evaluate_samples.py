@@ -31,6 +31,7 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 from torch import nn
@@ -42,7 +43,7 @@ import train_unconditional
 from diffusion_training.arguments import Flags, list_values, number
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import explained
-from diffusion_training.launch import make_launch
+from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import hold_out
 
@@ -221,7 +222,7 @@ def read_real(pipeline, parser, args):
     run = Flags(**vars(run) | changed)
     channels = 3 if captioned else pipeline.unet.config.in_channels
     images = load_rows(run, others=[run.caption_column] if captioned else [], channels=channels)
-    return train_unconditional.ImageDataset(images, channels, run), run
+    return train_unconditional.ImageDataset(images, channels, 0, run), run
 
 
 def main(argv=None):
@@ -281,7 +282,7 @@ def main(argv=None):
     if args.clip and not captioned:
         parser.error("--clip compares samples with their prompts: this pipeline has none")
     dataset, run = read_real(pipeline, parser, args)
-    launch = make_launch(run)
+    launch = make_launch(Accelerator(**accelerator_options(run)), run)
     accelerator, device = launch.accelerator, launch.device
     rank, num_processes = launch.rank, launch.num_processes
     pipeline.set_progress_bar_config(disable=True)

@@ -35,6 +35,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -487,7 +488,8 @@ def count_flops_of(name: str, side: int) -> int:
     with torch.device("meta"):
         unet = make_denoiser(model)
         latents, _, prompts = make_inputs(model, unet.config, side, 1)
-    return count_flops({"unet": unet}, loss, Prepared(latents, prompts, {}))
+    objective: Any = SimpleNamespace(loss=loss)
+    return count_flops({"unet": unet}, objective, Prepared(latents, prompts, {}))
 
 
 def count_kept(name: str, side: int) -> int:

@@ -10,6 +10,7 @@ run's records) and its price. Nothing is measured.
 import argparse
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL, PRXTransformer2DModel
@@ -81,7 +82,8 @@ def count_transformer(name, side):
         images, condition = prepared.images, prepared.condition
         return predict_velocity(FAMILIES["prx"], models, images, sigmas, condition).sum()
 
-    flops = count_flops({"transformer": model}, loss, Prepared(latents, prompts, {}))
+    objective = SimpleNamespace(loss=loss)
+    flops = count_flops({"transformer": model}, objective, Prepared(latents, prompts, {}))
     return sum(weight.numel() for weight in model.parameters()), flops / 1e12
 
 

@@ -46,6 +46,8 @@ try:
 except ImportError:
     cv2 = None
 
+from accelerate import Accelerator
+
 import precompute_latents
 from diffusion_training.data.captions import transform_row
 from diffusion_training.data.images import decode_image, decode_jpeg
@@ -54,7 +56,7 @@ from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import load_encoders, place_encoders
 from diffusion_training.latents.plan import plan_caches
-from diffusion_training.launch import make_launch
+from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 
 
@@ -242,7 +244,7 @@ def measure(folder, rows, rounds, flags):
     The kinds are "decode" (one core), "encode", "whole" and "running".
     """
     args = precompute_latents.parse_args(flags)
-    launch = make_launch(args)
+    launch = make_launch(Accelerator(**accelerator_options(args)), args)
     base, exact, dataset, (cache,) = plan(args, launch.mixed_precision)
     encoders = place_encoders(exact, base, launch.dtype, launch.device, launch.compile)
     keys = list_keys(rows, args)

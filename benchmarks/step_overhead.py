@@ -91,7 +91,7 @@ def time_parts(name, argv):
     import torch
     from accelerate import Accelerator
 
-    from diffusion_training.training import trained
+    from diffusion_training.training import state
     from diffusion_training.training.records import Records
 
     script, marks = importlib.import_module(name), []
@@ -101,7 +101,7 @@ def time_parts(name, argv):
         "backward pass": (Accelerator, "backward"),
         "gradient norm and clipping": (Accelerator, "clip_grad_norm_"),
         "AdamW": (torch.optim.AdamW, "step"),
-        "EMA": (trained, "update_ema"),
+        "EMA": (state, "update_ema"),
         "notes": (Records, "add"),
         "records": (Records, "update"),
     }

@@ -1,4 +1,4 @@
-"""Code that the scripts share; each script can be read without it."""
+"""Code that the scripts share: arithmetic, files and formats."""
 
 __version__ = "0.1.0"
 
@@ -10,11 +10,7 @@ def check_version(version: str, script: str) -> None:
     script. The last part of the number may differ.
     """
     if version.split(".")[:2] != __version__.split(".")[:2]:
-        advice = (
-            "install that version, or make the script one file with it "
-            "(python -m diffusion_training.standalone)"
-        )
         raise SystemExit(
             f"{script} needs version {version} of diffusion_training, but {__version__} is "
-            f"installed: {advice}"
+            "installed: install that version, or take the script of this one"
         )

@@ -99,7 +99,7 @@ class OneOrMore(argparse.Action):
 
 
 class Flags(argparse.Namespace):
-    """The user's flags, read-only. Values that a run determines are elsewhere, as in `Plan`.
+    """The user's flags, read-only. `complete_args` makes a copy with what a run has found out.
 
     given: names of the flags that differ from their defaults. It is a slot, so that `vars` holds
     only flags.

@@ -1,35 +1,62 @@
 """The types of a training step's values: a batch, the inputs of model and loss, the sums."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict, final
 
 import torch
 
 Models: TypeAlias = dict[str, torch.nn.Module]
 
 
-class Batch(TypedDict, total=False):
-    """A micro-batch of N images from the loader. Its tensors are on the device.
+class Batch(TypedDict):
+    """A micro-batch of N images from the loader. Its tensors are on the device."""
 
-    Image data has pixel_values, a cache has latents. The other entries depend on the data.
-    """
+    weight: torch.Tensor  # [N], factors of the images' losses; 0 for one that can't be used
+    skipped: list[tuple[str, str]]  # (name, reason) of images that can't be used
+    waited: NotRequired[tuple[Any, Any]]  # when the wait for this batch began and ended
+
+
+class ImageBatch(Batch):
+    """A batch of images."""
 
     pixel_values: torch.Tensor  # [N, C, H, W], uint8 from 0 to 255, or float32 from 0 to 1
-    latents: torch.Tensor  # float16 [N, numbers per row]
-    latents_shape: list[int]  # channels, height and width of a row's latents
-    mask: torch.Tensor  # uint8, 255 where the loss counts; mirrored with the image
+
+
+class Captions(TypedDict, total=False):
+    """The captions of a batch, as tokens or as embeddings; which parts depends on the family."""
+
     input_ids: torch.Tensor  # [N, tokens]
     input_ids_2: torch.Tensor
     prompt_embeds: torch.Tensor  # float16 [N, numbers per row]
     pooled_prompt_embeds: torch.Tensor
     prompt_mask: torch.Tensor  # bool [N, tokens]
     prompt_lengths: list[int]
-    original_size: torch.Tensor  # int [N, 2], height and width of the image file
-    crop_top_left: torch.Tensor  # int [N, 2]
+
+
+class Crops(TypedDict):
+    """How the images of a batch were cut out, and where their loss counts."""
+
     flipped: torch.Tensor  # bool [N]
-    weight: torch.Tensor  # [N], factors of the images' losses; 0 for one that can't be used
-    skipped: list[tuple[str, str]]  # (name, reason) of images that can't be used
-    waited: tuple[Any, Any]  # when the wait for this batch began and ended
+    original_size: NotRequired[torch.Tensor]  # int [N, 2], height and width of the image file
+    crop_top_left: NotRequired[torch.Tensor]  # int [N, 2]
+    mask: NotRequired[torch.Tensor]  # uint8, 255 where the loss counts; mirrored with the image
+
+
+@final
+class CaptionedBatch(ImageBatch, Captions, Crops):
+    """A batch of images with captions."""
+
+
+@final
+class LatentBatch(Batch, Captions, Crops):
+    """A batch of a latent cache."""
+
+    latents: torch.Tensor  # float16 [N, numbers per row]
+    latents_shape: list[int]  # channels, height and width of a row's latents
+
+
+TextToImageBatch: TypeAlias = CaptionedBatch | LatentBatch
 
 
 # (models, noisy images, timesteps or shares of noise, condition) -> prediction, float32
@@ -52,3 +79,33 @@ class StepSums(TypedDict):
     loss: torch.Tensor  # sum of weight * loss
     weight: torch.Tensor  # sum of weight
     grad_norm: torch.Tensor  # before clipping
+
+
+class HeldOutMeasure(NamedTuple):
+    """How `log_held_out_loss` measures. `tenths` are levels of noise, int [N], from 1 to 9."""
+
+    # (images, noise, tenths) -> noisy images
+    add_noise: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    # (models, noisy images, tenths, condition, images, noise) -> loss of each image [N]
+    error: Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a trainer's loss consists of: functions of the script, and networks that only they use.
+
+    The loop calls these functions, and so do the held-out loss, --find_lr, --train_batch_size auto
+    and the count of operations.
+    """
+
+    prepare: Callable[[Any], Prepared]  # the script's `prepare_batch`
+    predict: Predict  # calls the model
+    # the script's `compute_loss`, (objective, models, prepared, weight) -> sum of weight * loss
+    compute_loss: Callable[["Objective", Models, Prepared, torch.Tensor], torch.Tensor]
+    measure: HeldOutMeasure
+    prepare_held_out: Callable[[Any], Prepared]  # without what is only for training
+    frozen: Models = field(default_factory=dict)  # only the loss uses them; never saved
+    encoders: Sequence[torch.nn.Module] = ()  # only `prepare` uses them
+
+    def loss(self, models: Models, prepared: Prepared, weight: torch.Tensor) -> torch.Tensor:
+        return self.compute_loss(self, models, prepared, weight)

@@ -535,11 +535,8 @@ def add_optimization_flags(
     add("--ema_max_decay", type=number(0, 1), default=0.9999, help="upper limit of the EMA decay")
 
 
-def add_lora_flags(add: Add, output_kohya_format: bool) -> None:
-    """Add the flags that `add_lora`, `load_network_weights` and `save_lora` read.
-
-    output_kohya_format: the default of this flag.
-    """
+def add_lora_flags(add: Add) -> None:
+    """Add the flags that `add_lora` and `load_network_weights` read."""
     add(
         "--rank",
         "--lora_rank",
@@ -580,13 +577,6 @@ def add_lora_flags(add: Add, output_kohya_format: bool) -> None:
         choices=["nf4"],
         help="with --rank, precision of the frozen base model; nf4 (4 bits) takes less memory and "
         "needs bitsandbytes (default: that of --mixed_precision)",
-    )
-    add(
-        "--output_kohya_format",
-        action=argparse.BooleanOptionalAction,
-        default=output_kohya_format,
-        help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts; only for "
-        "U-Nets",
     )
 
 
@@ -695,7 +685,7 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             "give --shards_dir, a local folder for copies of its shards"
         )
     for name in IMAGES_ONLY if caches else ():
-        if getattr(args, name) != parser.get_default(name):
+        if vars(args)[name] != parser.get_default(name):
             parser.error(
                 f"--{name} does nothing with --latents_dir: give it to precompute_latents.py, "
                 "or leave it out"
@@ -722,7 +712,7 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             parser.error(
                 "--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01"
             )
-    if getattr(args, "shard", False):
+    if "shard" in args and args.shard:
         excluded = {
             "--rank": args.rank,
             "--compile": args.compile,
@@ -743,7 +733,7 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             "--optimizer adamw8bit needs bitsandbytes: `pip install bitsandbytes`, or choose "
             "another"
         )
-    if getattr(args, "base_precision", None):
+    if "base_precision" in args and args.base_precision:
         if importlib.util.find_spec("bitsandbytes") is None:
             parser.error(
                 "--base_precision nf4 needs bitsandbytes: `pip install bitsandbytes`, or leave "
@@ -755,9 +745,9 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             )
     if "rank" in args:
         for name in LORA_ONLY if args.rank is None else ():
-            if getattr(args, name) != parser.get_default(name):
+            if vars(args)[name] != parser.get_default(name):
                 parser.error(f"--{name} does nothing without --rank")
-    if args.save_best and not getattr(args, "holdout", 0):
+    if args.save_best and not vars(args).get("holdout"):
         parser.error(
             "--save_best needs --holdout: the best weights are those with the lowest held-out loss"
         )

@@ -29,6 +29,8 @@ from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.models import DTYPES
 from diffusion_training.quantization import check_quantization
 
+TIMEOUT = timedelta(hours=2)  # of processes that wait for each other
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -95,20 +97,15 @@ class Launch:
         return {name: getattr(self, name) for name in names}
 
 
-def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Launch:
-    """Make the Accelerator, with the settings of `accelerate config` and its launcher.
+def accelerator_options(args: Namespace, timeout: timedelta = TIMEOUT) -> dict[str, Any]:
+    """Return the arguments of `Accelerator`: precision, trackers, time-outs.
 
-    Stops with an error if one of them is not supported. timeout: how long processes wait for each
-    other, for example while the first one downloads or checks a model.
+    It also sets torch's precision and determinism, which has to be done before CUDA starts. Stops
+    with an error if `accelerate config` or its launcher asks for something that is not supported.
+
+    timeout: how long processes wait for each other, for example while the first one
+    downloads or checks a model.
     """
-    options: dict[str, Any] = {}
-    if "report_to" in args:  # only trainers have this flag
-        torch.set_float32_matmul_precision("high" if args.allow_tf32 else "highest")
-        if args.deterministic:
-            CHANGED.enter_context(only_deterministic())
-        options["log_with"] = None if args.report_to == "none" else args.report_to
-        logs = str(Path(args.output_dir, args.logging_dir))
-        options["project_config"] = ProjectConfiguration(args.output_dir, logging_dir=logs)
     # on a CPU, Accelerate would ignore these
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() not in ("false", "0", "no"):
@@ -119,20 +116,40 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
     precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in DTYPES:
         fail(f"mixed precision {precision} is not supported: choose no, fp16 or bf16")
-    shard = getattr(args, "shard", False)
+    # autocast would cache its copies of all weights, too many for one process
+    autocast = AutocastKwargs(cache_enabled=not ("shard" in args and args.shard))
+    options = {
+        "mixed_precision": precision,
+        # `compile_model` compiles instead, and keeps the names of weights
+        "dynamo_backend": "no",
+        "kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout), autocast],
+    }
+    if "report_to" in args:  # only trainers have this flag
+        logs = str(Path(args.output_dir, args.logging_dir))
+        torch.set_float32_matmul_precision("high" if args.allow_tf32 else "highest")
+        if args.deterministic:
+            CHANGED.enter_context(only_deterministic())
+        options["log_with"] = None if args.report_to == "none" else args.report_to
+        options["project_config"] = ProjectConfiguration(args.output_dir, logging_dir=logs)
+    return options
+
+
+def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
+    """Check the device and the processes of an Accelerator, and the launcher's other settings.
+
+    Stops with an error if the processes do not work together, or a setting is not supported.
+    """
+    shard = "shard" in args and args.shard
     with explained("the launched processes can't be set up"):
-        cores = count_cores()
-        # the launcher's options; `compile_model` applies them, and keeps the names of weights
-        dynamo = TorchDynamoPlugin()
-        # autocast would cache its copies of all weights, too many for one process
-        autocast = AutocastKwargs(cache_enabled=not shard)
-        options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout), autocast]
-        accelerator = Accelerator(mixed_precision=precision, dynamo_backend="no", **options)
         # fails if the device is busy, missing, or too old for this torch
         torch.ones(1, device=accelerator.device)
         check_processes(accelerator)
-        listen_to_machines(timeout)
+        handler = accelerator.init_handler  # None for an Accelerator of the user's own
+        listen_to_machines(handler.timeout if handler else TIMEOUT)
+        dynamo = TorchDynamoPlugin()  # the launcher's options, which `compile_model` applies
+        cores = count_cores()
     device = accelerator.device
+    precision = accelerator.mixed_precision
     if precision == "fp16" and device.type == "cpu":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
     backend = args.compile
@@ -143,7 +160,7 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
         if backend:
             what, flag = ("torch.compile", "no-compile")
         fail(f"accelerate launch turns on {what}, which --shard does not support: add --{flag}")
-    if getattr(args, "base_precision", None):
+    if "base_precision" in args and args.base_precision:
         check_quantization(precision, backend)
     accumulation_steps = read_accumulation(accelerator, args)
     if device.type == "cpu":
@@ -160,7 +177,7 @@ def make_launch(args: Namespace, timeout: timedelta = timedelta(hours=2)) -> Lau
 
 def advise_precision(device: torch.device, precision: str, args: Namespace) -> str | None:
     """Return advice for a GPU that computes in float32 by default; None if there is none."""
-    chosen = args.mixed_precision or getattr(args, "allow_tf32", False)
+    chosen = args.mixed_precision or vars(args).get("allow_tf32")
     if precision != "no" or chosen or device.type != "cuda":
         return None
     if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -246,7 +263,7 @@ def read_accumulation(accelerator: Accelerator, args: Namespace) -> int:
         steps = int(match[1])
     if steps < 1:
         fail(f"accelerate launch sets {steps} gradient accumulation steps: set 1 or more")
-    wanted = getattr(args, "gradient_accumulation_steps", 1)
+    wanted = vars(args).get("gradient_accumulation_steps", 1)
     if steps == 1:
         return wanted
     if wanted not in (1, steps):

@@ -181,10 +181,11 @@ def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     return model.to(device)
 
 
-def freeze_on_device(models: Models, device: torch.device) -> None:
-    """Freeze models that are not trained, and move them."""
+def freeze_on_device(models: Models, device: torch.device) -> Models:
+    """Freeze models that are not trained, and move them. Returns them."""
     for model in models.values():
         put_on_device(model.eval().requires_grad_(False), device)
+    return models
 
 
 def checkpoint_gradients(models: Models) -> None:

@@ -57,7 +57,7 @@ class RemoteRows:
         if not column:
             column = images[0] if "image" not in features and len(images) == 1 else "image"
         for name in ("instance_prompt", "folder_repeats"):
-            if getattr(args, name, None):
+            if vars(args).get(name):
                 fail(
                     f"--{name} is for images on a disk, but {url} is an address: write "
                     "captions into a column"

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from diffusion_training.batches import Batch
+from diffusion_training.batches import CaptionedBatch
 from diffusion_training.data.captions import tokenize_batch, transform_row
 from diffusion_training.data.rows import ImageRows, RowDataset, read_items
 from diffusion_training.data.texts import CaptionChoice
@@ -16,7 +16,7 @@ from diffusion_training.order import Key, draw_choices
 
 
 class CaptionedImages(RowDataset):
-    """Turns keys of `step_batches` into a `Batch` of images and tokens: `dataset[keys]`.
+    """Turns keys of `step_batches` into a batch of images and tokens: `dataset[keys]`.
 
     A row that can't be used has weight 0. sizes: see `choose_sizes`.
     """
@@ -37,7 +37,7 @@ class CaptionedImages(RowDataset):
         self.choice = choice
         self.sizes = sizes
 
-    def __getitem__(self, keys: list[Key]) -> Batch:
+    def __getitem__(self, keys: list[Key]) -> CaptionedBatch:
         targets: Sequence[Any] = [None] * len(keys)
         if self.sizes is not None:
             targets = self.sizes[[key[1] for key in keys]].tolist()
@@ -63,4 +63,4 @@ class CaptionedImages(RowDataset):
         batch["flipped"] = torch.tensor(flips)
         batch["weight"] = torch.tensor(weights)
         batch["skipped"] = [(item["key"], item["skipped"]) for item in items if item["skipped"]]
-        return cast(Batch, batch)
+        return cast(CaptionedBatch, batch)

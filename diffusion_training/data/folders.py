@@ -83,11 +83,11 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
     caption of those that have none. --instance_prompt is the caption of all other images without
     one. The fingerprint of the rows depends on both.
     """
-    prompt = getattr(args, "instance_prompt", None)
+    prompt = args.instance_prompt
     repeats = [1] * len(rows)
     captions = [prompt] * len(rows)
     source = find_source(args)
-    if getattr(args, "folder_repeats", False):
+    if args.folder_repeats:
         if not os.path.isdir(source) or "image" not in rows.features:
             fail(
                 "--folder_repeats needs folders of images such as 10_name, and "

@@ -79,13 +79,12 @@ def load_rows(
     source = find_source(args)
     if channels and is_array(source):
         return ImageRows(limit_rows(open_array(source, channels, args), args), "image")
-    if getattr(args, "bucket_no_upscale", False) and not args.bucket_step:
-        fail("--bucket_no_upscale does nothing without --bucket_step: give both")
-    extension = "." + getattr(args, "caption_extension", "txt").lstrip(".")
+    is_captioned = "caption_column" in args  # not of the unconditional trainer
+    extension = "." + args.caption_extension.lstrip(".") if is_captioned else ".txt"
     has_captions = has_caption_files(source, extension)
     builder, rows = open_builder(source, has_captions, streaming, args)
     rows, mask_column = separate_masks(rows, args)
-    caption_column: Any = getattr(args, "caption_column", None)
+    caption_column: Any = args.caption_column if is_captioned else None
     wanted = [name for names in others for name in list_values(names)]
     wanted += [mask_column] if mask_column else []
     wanted = [*dict.fromkeys(wanted)]
@@ -104,7 +103,9 @@ def load_rows(
     if caption_column in wanted and not streaming:
         rows = apply_folder_flags(rows, caption_column, args)
     features = rows.features or {}
-    column = choose_image_column(source, features, wanted, mask_column, extension, args)
+    column = choose_image_column(
+        source, features, wanted, list_values(caption_column), mask_column, extension, args
+    )
     image_columns = list_image_columns(features)
     with explained(f"column {column!r} of {source} can't be read as images"):
         for name in dict.fromkeys([column, *wanted]):
@@ -242,6 +243,7 @@ def choose_image_column(
     source: str,
     features: Any,
     wanted: list[str],
+    caption_columns: list[str],
     mask_column: str | None,
     extension: str,
     args: Namespace,
@@ -254,7 +256,7 @@ def choose_image_column(
     known = ", ".join(features)
     if column not in features:
         fail(f"{source} has no column {column!r}, only {known}: choose with --image_column")
-    for name in list_values(getattr(args, "caption_column", None)):
+    for name in caption_columns:
         if name in wanted and name in columns:
             fail(f"column {name!r} of {source} holds images: choose another --caption_column")
     for name in wanted:
@@ -306,8 +308,9 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     the masks.
     """
     source = find_source(args)
-    mask_column = getattr(args, "mask_column", None)
-    may_add = "mask_column" in args and mask_column in (None, "mask")
+    has_flag = "mask_column" in args
+    mask_column = args.mask_column if has_flag else None
+    may_add = has_flag and mask_column in (None, "mask")
     if not isinstance((rows.features or {}).get("image"), datasets.Image):
         return rows, mask_column
     if isinstance(rows, datasets.IterableDataset):
@@ -428,6 +431,7 @@ class RowDataset(torch.utils.data.Dataset):
     """The rows of `load_rows` and their names; a script's subclass defines the batches."""
 
     sizes: Any = None  # of each row, int [rows, 2], if they differ
+    num_left_out = 0  # images that could not be decoded when they were cached
     holds = "images"  # what the second hash of `digest` covers
 
     def __init__(self, images: ImageRows, source: str, shuffle_buffer: int = 0) -> None:

@@ -70,6 +70,8 @@ def check_captions(parser: ArgumentParser, args: Namespace) -> None:
             "--clip_skip does nothing with --text_cache ids: give it to the trainer, which encodes "
             "the captions"
         )
+    if args.bucket_no_upscale and not args.bucket_step:
+        parser.error("--bucket_no_upscale does nothing without --bucket_step: give both")
     if not isinstance(args.caption_column, list):
         return
     num_weights = len(weigh_captions(args) or [])
@@ -79,7 +81,7 @@ def check_captions(parser: ArgumentParser, args: Namespace) -> None:
             "columns of --caption_column: give one for each"
         )
     for name in ("instance_prompt", "folder_repeats"):
-        if getattr(args, name):
+        if vars(args)[name]:
             parser.error(f"--{name} fills gaps in a single column: give only one --caption_column")
 
 

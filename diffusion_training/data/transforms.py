@@ -46,7 +46,5 @@ def make_transform(
         "channels": channels,
         "resolution": resolution,
     }
-    flags: dict[str, Any] = {
-        field.name: getattr(args, field.name, None) for field in fields(Transform)
-    }
+    flags: dict[str, Any] = {field.name: vars(args).get(field.name) for field in fields(Transform)}
     return Transform(**flags | known)

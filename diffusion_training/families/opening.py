@@ -30,7 +30,7 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     index = read_index(source, args)
     class_name = str(index.get("_class_name", ""))
     own = find_family(class_name)  # of the pipeline
-    wanted = FAMILIES.get(getattr(args, "model_family", None) or "")
+    wanted = FAMILIES.get(vars(args).get("model_family") or "")
     if wanted and own and own.name not in (wanted.name, *wanted.borrows_from):
         fail(f"--model_family {wanted.name} does not fit {name}, a {class_name}: leave it out")
     if class_name and own is None:
@@ -39,7 +39,7 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     family = wanted or own or FAMILIES[DEFAULT_FAMILY]
     if trained_by and family.script != trained_by:
         fail(f"{name} is a pipeline of the family {family.name}: train it with {family.script}")
-    max_tokens = getattr(args, "max_sequence_length", None)
+    max_tokens = vars(args).get("max_sequence_length")
     flags = {
         "--max_sequence_length": (max_tokens, family.max_tokens),
         "--clip_skip": (args.clip_skip, family.has_clip_skip),

@@ -4,14 +4,14 @@ from typing import Any, cast
 
 import torch
 
-from diffusion_training.batches import Batch, Prepared
+from diffusion_training.batches import Prepared, TextToImageBatch
 from diffusion_training.data.images import make_time_ids, shrink_masks
 from diffusion_training.families.base import Encoders
 from diffusion_training.latents.encoders import encode_images, encode_prompts
 from diffusion_training.latents.source import Data
 
 
-def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
+def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) -> Prepared:
     """A loaded batch -> latents [N, C, h, w], prompts, and the mask of the loss.
 
     Each time, other latents are drawn from the VAE's distribution. The empty prompt replaces a
@@ -53,7 +53,11 @@ def encode_batch(batch: Batch, data: Data, caption_dropout: float) -> Prepared:
 
 
 def drop_captions(
-    batch: Batch, prompts: dict[str, torch.Tensor], data: Data, share: float, device: torch.device
+    batch: TextToImageBatch,
+    prompts: dict[str, torch.Tensor],
+    data: Data,
+    share: float,
+    device: torch.device,
 ) -> None:
     """Replace a share of the captions with the empty prompt.
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from diffusion_training.batches import Batch
+from diffusion_training.batches import LatentBatch
 from diffusion_training.data.captions import tokenize_batch
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.errors import fail
@@ -89,7 +89,7 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
 
 
 class CachedLatents(torch.utils.data.Dataset):
-    """Turns keys of `step_batches` into a `Batch` of one or several latent caches.
+    """Turns keys of `step_batches` into a batch of one or several latent caches.
 
     All rows of a batch must have the same size. The columns are views of the memory-mapped files,
     and a row is copied once, into its batch. A shard is opened when it is first needed, and a row
@@ -99,6 +99,7 @@ class CachedLatents(torch.utils.data.Dataset):
 
     fetcher: Fetcher  # set by a subclass, for caches at an address
     holds = "latents"  # what the second hash of `digest` covers
+    num_left_out = 0
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class CachedLatents(torch.utils.data.Dataset):
             for batch in self.open(shard).batches:
                 yield from batch["key"].to_pylist()  # as `transform_row` named them
 
-    def __getitem__(self, keys: list[Key]) -> Batch:
+    def __getitem__(self, keys: list[Key]) -> LatentBatch:
         rows = np.array([row for _, row, _ in keys]) % len(self)
         shards = np.searchsorted(self.ends, rows, side="right")
         indices = rows - self.ends[shards] + self.lengths[shards]  # in their shards
@@ -222,7 +223,7 @@ class CachedLatents(torch.utils.data.Dataset):
         batch["flipped"] = torch.tensor(flipped)
         batch["weight"] = torch.tensor([weight for _, _, weight in keys])
         batch["skipped"] = []
-        return cast(Batch, batch)
+        return cast(LatentBatch, batch)
 
 
 def choose_rows(

@@ -141,7 +141,7 @@ def open_caches(
     )
     caption_weights = args.caption_weights or transform.get("caption_weights")
     resolution = args.resolution or transform["resolution"]
-    wants_tags = args.rank and args.output_kohya_format
+    wants_tags = args.rank and vars(args).get("output_kohya_format")
     exact = None
     if launch.is_main:
         exact = check_caches(caches, base, caption_weights, args)

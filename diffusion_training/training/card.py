@@ -2,45 +2,50 @@
 
 import contextlib
 import html
+import json
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.utils import validate_repo_id
 
+from diffusion_training.families.base import Family
 from diffusion_training.files import saving
+from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.report import (
     About,
     Description,
+    call_pipeline,
     list_settings,
     name_best,
     name_run,
     save_loss,
+    write_usage,
 )
 from diffusion_training.training.signs import read_metrics
 
 
 def save_model_card(
-    step: int, describe: Callable[[About, Namespace], Description], settings: Namespace
+    step: int, describe: Callable[[About, Namespace], Description], args: Namespace
 ) -> None:
     """Write README.md: data, samples, loss curve and settings. Paths are cut to their last part."""
-    output_dir = Path(settings.output_dir)
-    about = name_run(step, settings, local=False)
-    described = describe(about, settings)
+    output_dir = Path(args.output_dir)
+    about = name_run(step, args, local=False)
+    described = describe(about, args)
     save_loss(output_dir)
     samples = sorted((output_dir / "samples").glob("step-*.png"))
     picture = f"![samples](samples/{samples[-1].name})" if samples else ""
     held_out = [record for record in read_metrics(output_dir) if "held_out_loss" in record]
     losses = tabulate("held-out loss", held_out[-1] if held_out else {}, ".4g")
-    listed = list_settings(settings)
-    given = {name: value for name, value in listed.items() if name in settings.given}
+    listed = list_settings(args)
+    given = {name: value for name, value in listed.items() if name in args.given}
     defaults = {name: value for name, value in listed.items() if name not in given}
     with saving(output_dir, "the model card") as unfinished:
         (unfinished / "README.md").write_text(f"""---
-{describe_for_hub(described, settings).to_yaml()}
+{describe_for_hub(described, args).to_yaml()}
 ---
 
 # {about.name}
@@ -77,12 +82,55 @@ def escape_cell(text: str) -> str:
     return " ".join(html.escape(text, quote=False).replace("|", "&#124;").split())
 
 
-def describe_for_hub(described: Description, settings: Namespace) -> ModelCardData:
+def describe_text_to_image(
+    family: Family,
+    part: str,
+    is_new: bool,
+    about: About,
+    args: Namespace,
+    setup: Sequence[str] = (),
+    max_tokens: int | None = None,
+    call: str = "",
+) -> Description:
+    """Return the texts about a text-to-image pipeline, or a LoRA for one, with example code.
+
+    part: a word for the trained model, such as U-Net. setup: lines of code before the pipeline's
+    call. max_tokens: --max_sequence_length. call: further arguments of the pipeline, as code.
+    """
+    trained_on = f"`{about.data}`\nfor {about.step} steps"
+    how = "trained from scratch" if is_new else "fine-tuned"
+    what = f"A {family.title} pipeline whose {part} was {how} on {trained_on}."
+    if about.base:
+        what += f" The other models are those of\n`{about.base}`."
+    source = about.name
+    more = ""
+    setup = [*setup, *family.usage_before(args.clip_skip)]
+    if args.rank:
+        what = f"A LoRA of rank {args.rank} for the {part} of `{about.base}`,\n"
+        what += f"trained on {trained_on}."
+        source = str(about.base)
+        more = f', variant="{args.variant}"' if args.variant else ""
+        setup = [f"pipeline.load_lora_weights({json.dumps(about.name)})", *setup]
+    if readers := name_readers(args, for_unet=family.folder == "unet"):
+        what += f"\n{readers}"
+    opener = "DiffusionPipeline.from_pretrained"
+    if source.endswith(".safetensors"):
+        opener = f"{family.pipeline}.from_single_file"
+    drawn = call_pipeline(about, args, family.guidance_args(args.guidance_scale))
+    call = drawn + family.usage(args.resolution, args.clip_skip, max_tokens) + call
+    usage = write_usage(source, call, setup, opener, family.precision, more)
+    tag = family.title.lower().replace(" ", "-").replace(".", "")
+    tags = ["text-to-image", tag, "diffusers-training"]
+    base = None if is_new else args.pretrained_model_name_or_path
+    return Description(tags + ["lora"] * bool(args.rank), what, usage, base)
+
+
+def describe_for_hub(described: Description, args: Namespace) -> ModelCardData:
     """The part of a card that the hub reads: it links base and data, and shows the licence.
 
     The hub rejects a card whose base or data is not a repository id.
     """
-    flags = vars(settings)
+    flags = vars(args)
     base = described.base if is_hub_id(described.base) else None
     data = flags.get("dataset_name")
     return ModelCardData(
@@ -92,7 +140,7 @@ def describe_for_hub(described: Description, settings: Namespace) -> ModelCardDa
         base_model=base,
         datasets=[data] if is_hub_id(data) else None,
         instance_prompt=flags.get("instance_prompt"),
-        **read_license(base, settings),
+        **read_license(base, args),
     )
 
 
@@ -106,14 +154,14 @@ def is_hub_id(name: str | None) -> bool:
     return False
 
 
-def read_license(base: str | None, settings: Namespace) -> dict[str, str]:
+def read_license(base: str | None, args: Namespace) -> dict[str, str]:
     """The licence that the base's card names; {} if the card can't be read or names none.
 
     The card is read from the local cache. With --push_to_hub there is a network, so it is fetched.
     """
     if base is None:
         return {}
-    flags = vars(settings)
+    flags = vars(args)
     with contextlib.suppress(Exception):
         path = hf_hub_download(
             base,

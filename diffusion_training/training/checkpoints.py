@@ -293,7 +293,7 @@ def load_start(
 
     Models that the other run did not have keep the weights that they start with.
 
-    settings: see `record_settings`.
+    settings: what a checkpoint records.
     """
     before = state["before"]
     check_start(start, before, settings)

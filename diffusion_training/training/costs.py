@@ -4,13 +4,14 @@ import copy
 import math
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion_training.batches import Models, Prepared
+from diffusion_training.batches import Models, Objective, Prepared
 from diffusion_training.errors import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import measure_memory
@@ -19,8 +20,6 @@ from diffusion_training.training.lora import is_adapted
 from diffusion_training.training.sharding import copy_empty, is_sharded, share_memory
 
 Copied = TypeVar("Copied")
-# the script's `compute_loss`, as a function of (models, prepared batch, weight) only
-Loss = Callable[[Models, Prepared, torch.Tensor], torch.Tensor]
 # {beginning of a GPU's name: (TFLOP/s in 16 bits, TFLOP/s in TF32)}, for dense matrices, from
 # NVIDIA's data sheets, which state twice as much for sparse ones. None: the GPU has neither TF32
 # nor bfloat16.
@@ -49,8 +48,6 @@ class Costs:
 
     models: {name: model} that are trained, before `prepare`.
     averaged: see `start_average`.
-    others: modules on the device that are not trained, such as encoders.
-    loss(models, prepared, weight): the script's `compute_loss`.
     """
 
     total_gb: float | None = None  # memory of the device; None for a CPU
@@ -62,14 +59,14 @@ class Costs:
         launch: Launch,
         models: Models,
         averaged: Models,
-        others: Sequence[torch.nn.Module],
-        loss: Loss,
+        objective: Objective,
         optimizer: str,
         allow_tf32: bool,
     ) -> None:
         self.device = launch.device
         self.num_processes = launch.num_processes
         launch.accelerator.print(f"Trains: {describe_trained(models)}")
+        others = [*objective.frozen.values(), *objective.encoders]
         sizes = count_memory(models, averaged, others, launch.num_processes, optimizer)
         if launch.shard:
             checkpointed = any(map(is_checkpointed, models.values()))
@@ -82,7 +79,10 @@ class Costs:
         launch.accelerator.print(
             f"Memory needed: {self.held * 1e9 / factor:.3g} {unit} = {parts}, plus activations"
         )
-        self.copies: tuple[Models, Loss] | None = copy_shapes((models, loss), models, others)
+        # not the data, which `prepare` holds
+        used = {name: getattr(objective, name) for name in ("compute_loss", "predict", "frozen")}
+        copies, used = copy_shapes((models, used), models, others)
+        self.copies: tuple[Models, Objective] | None = copies, replace(objective, **used)
         if self.device.type == "cuda":
             # so that trials before the run do not count
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -253,13 +253,13 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
     return copy.deepcopy(value, empty)  # `empty` holds the copies that were made above
 
 
-def count_flops(copies: Models, loss: Loss, prepared: Prepared) -> int:
+def count_flops(copies: Models, objective: Objective, prepared: Prepared) -> int:
     """Count the floating point operations of a forward and a backward pass on one image.
 
     A multiplication and an addition count as two. Elementwise operations (activations, norms) are
     not counted, as is usual. No device computes anything.
 
-    copies, loss: from `copy_shapes`. prepared: a batch; only its shapes are used.
+    copies, objective: from `copy_shapes`. prepared: a batch; only its shapes are used.
     """
 
     def slice_first(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -272,5 +272,6 @@ def count_flops(copies: Models, loss: Loss, prepared: Prepared) -> int:
         image = slice_first({"images": prepared.images})["images"]
         condition = slice_first(prepared.condition)
         loss_inputs = slice_first(prepared.loss_inputs)
-        loss(copies, Prepared(image, condition, loss_inputs), torch.ones(1)).backward()
+        prepared = Prepared(image, condition, loss_inputs)
+        objective.loss(copies, prepared, torch.ones(1)).backward()
     return counter.get_total_flops()

@@ -1,11 +1,72 @@
-"""The denoiser of a text-to-image pipeline: checked against the data."""
+"""The denoiser of a text-to-image pipeline: loaded or new, checked, with a LoRA added."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from diffusion_training.batches import Models, Predict
-from diffusion_training.errors import fail
+from diffusion_training.errors import explained, fail
+from diffusion_training.families.base import Base
 from diffusion_training.latents.source import Data
-from diffusion_training.models import check_shapes
+from diffusion_training.launch import Launch
+from diffusion_training.models import check_shapes, load_weights, make_new
+from diffusion_training.quantization import load_base
+from diffusion_training.training.lora import add_lora, list_further_layers, load_network_weights
+
+
+def load_denoiser(
+    kind: Any,
+    base: Base,
+    config_source: Path | None,
+    configs: Path | None,
+    launch: Launch,
+    args: Namespace,
+) -> tuple[torch.nn.Module, str, str]:
+    """Load the pretrained pipeline's denoiser, or make a new one.
+
+    With --rank it is loaded in the precision of the launch or in 4 bits.
+
+    kind: its class. config_source: the config of a new one, as a flag names it. configs: a
+    checkpoint that has the configs of new models; its weights are loaded later, by `Training`.
+
+    Returns (the denoiser, where it is from, the hash of its weights if --rank is given).
+    """
+    folder = base.family.folder
+    if configs and not config_source:
+        config_source = configs / folder
+    source = str(config_source or base.source)
+    options = {"cache_dir": args.cache_dir}
+    if not config_source:
+        options |= {"subfolder": folder, "revision": args.revision, "variant": args.variant}
+    with explained(f"{source} holds no {kind.__name__}"):
+        if config_source or not launch.has_weights:
+            config = kind.load_config(source, **options)
+            if config.get("_class_name", kind.__name__) != kind.__name__:
+                raise ValueError(f"it is a {config['_class_name']}")
+            return make_new(kind, config, launch.has_weights), source, ""
+        if args.rank:
+            precision = args.base_precision
+            model, base_hash = load_base(
+                kind, source, precision, launch.device, launch.dtype, **options
+            )
+            return model, source, base_hash
+        return load_weights(kind, source, **options), source, ""
+
+
+def adapt_denoiser(
+    model: torch.nn.Module, base: Base, base_hash: str, launch: Launch, args: Namespace
+) -> None:
+    """Freeze the denoiser and add the LoRA of --rank, with the weights of --network_weights."""
+    family = base.family
+    layers = family.choose_layers(model, args.lora_layers)
+    network = args.network_weights
+    if network and args.lora_layers == "all":
+        layers += list_further_layers(model, layers, network, family.folder, family.read_lora)
+    add_lora(model, layers, base_hash, launch.dtype, args)
+    if network:
+        load_network_weights(model, network, family.folder, family.read_lora)
 
 
 def check_denoiser(

@@ -1,6 +1,5 @@
 """The held-out loss: images set aside, and a loss on them that can be compared between runs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -10,12 +9,11 @@ import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from diffusion_training.batches import Batch, Models, Prepared
+from diffusion_training.batches import Models, Objective
 from diffusion_training.errors import fail
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
 from diffusion_training.order import Stream, step_seed
-from diffusion_training.training.objective import HeldOutMeasure
 
 
 def hold_out(
@@ -90,8 +88,7 @@ def log_held_out_loss(
     dataset: Any,
     held_out: dict[int, int],
     models: dict[str, Models],
-    measure: HeldOutMeasure,
-    prepare: Callable[[Batch], Prepared],
+    objective: Objective,
     stop_signal: StopSignal,
     step: int,
 ) -> None:
@@ -103,9 +100,6 @@ def log_held_out_loss(
     result. A signal stops the measurement.
 
     models: {"held_out_loss": the models, "held_out_loss_ema": their averages, if there are any}.
-    measure: for example from `measure_epsilon`.
-    prepare: the script's prepare_batch, without parts that are only for training, such as dropping
-    captions.
     """
     if not held_out or records.held_out.get("step") == step:
         return
@@ -126,7 +120,7 @@ def log_held_out_loss(
             break
         row = rows[number % len(rows)]
         torch.manual_seed(held_out[row])  # for the draw from a VAE's distribution
-        images, condition, _ = prepare(batch)
+        images, condition, _ = objective.prepare_held_out(batch)
         condition = {name: value.repeat_interleave(9, dim=0) for name, value in condition.items()}
         draws = []
         for level in range(9):
@@ -134,9 +128,9 @@ def log_held_out_loss(
             draws.append(torch.randn(images.shape, generator=torch.Generator().manual_seed(seed)))
         noise = torch.cat(draws).to(device)
         images = images.expand_as(noise)
-        noisy_images = measure.add_noise(images, noise, tenths)
+        noisy_images = objective.measure.add_noise(images, noise, tenths)
         losses = [
-            measure.error(group, noisy_images, tenths, condition, images, noise)
+            objective.measure.error(group, noisy_images, tenths, condition, images, noise)
             for group in models.values()
         ]
         if number >= len(rows):  # repeated, so that all processes measure as many

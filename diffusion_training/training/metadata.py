@@ -24,33 +24,33 @@ def describe_file(
     scheduler: Any,
     captions: Sequence[str],
     num_images: int,
-    settings: Namespace,
+    args: Namespace,
 ) -> dict[str, str]:
     """The header of a LoRA with kohya's names, or of a model in a single file.
 
     captions: of some or all images. num_images: per epoch; sys.maxsize if it is not known.
     """
-    about = name_run(0, settings, local=False)
-    resolution = settings.resolution
+    about = name_run(0, args, local=False)
+    resolution = args.resolution
     predicts_velocity = scheduler.config.prediction_type == "v_prediction"
     architecture = family.name_architecture(model, predicts_velocity)
     original = "https://github.com/Stability-AI/generative-models"
     header = {
         "modelspec.sai_model_spec": "1.0.0",
-        "modelspec.architecture": f"{architecture}/lora" if settings.rank else architecture,
-        "modelspec.implementation": "diffusers" if settings.rank else original,
+        "modelspec.architecture": f"{architecture}/lora" if args.rank else architecture,
+        "modelspec.implementation": "diffusers" if args.rank else original,
         "modelspec.title": about.name,
         "modelspec.resolution": f"{resolution}x{resolution}",
         "modelspec.prediction_type": "v" if predicts_velocity else scheduler.config.prediction_type,
     }
-    if not settings.rank:
+    if not args.rank:
         return header
     header |= family.describe_for_sd_scripts(model)
     header["ss_output_name"] = about.name
     header["ss_sd_model_name"] = str(about.base)
     header["ss_resolution"] = f"({resolution}, {resolution})"
     # sd-scripts also counts the last layer
-    header["ss_clip_skip"] = str(settings.clip_skip + 1 if settings.clip_skip else None)
+    header["ss_clip_skip"] = str(args.clip_skip + 1 if args.clip_skip else None)
     if num_images < sys.maxsize:
         header["ss_num_train_images"] = str(num_images)
         folders = {about.data: {"n_repeats": 1, "img_count": num_images}}
@@ -69,19 +69,20 @@ def count_tags(captions: Sequence[str]) -> dict[str, int]:
     return dict(in_order[:MOST_TAGS])
 
 
-def name_readers(settings: Namespace, for_unet: bool) -> str:
+def name_readers(args: Namespace, for_unet: bool) -> str:
     """A sentence on which program reads which file; empty if there is only a pipeline folder."""
-    if not getattr(settings, "rank", None):
-        if not getattr(settings, "output_single_file", False):
+    flags = vars(args)
+    if not flags.get("rank"):
+        if not flags.get("output_single_file"):
             return ""
         return "`single_file.safetensors` is for ComfyUI and A1111, the folder for diffusers."
     file = "`pytorch_lora_weights.safetensors`"
     if not for_unet:
         return f"{file} is for diffusers and ComfyUI."
-    if not settings.output_kohya_format:
+    if not args.output_kohya_format:
         return f"{file} is for diffusers; other programs need --output_kohya_format."
-    programs = "ComfyUI" if settings.use_dora else "ComfyUI, A1111 and sd-scripts"
+    programs = "ComfyUI" if args.use_dora else "ComfyUI, A1111 and sd-scripts"
     return (
         f"{file} is for diffusers, `pytorch_lora_weights_kohya.safetensors` for {programs}"
-        f"{' (A1111 and sd-scripts do not support this DoRA)' if settings.use_dora else ''}."
+        f"{' (A1111 and sd-scripts do not support this DoRA)' if args.use_dora else ''}."
     )

@@ -2,9 +2,9 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import diffusers
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
-from diffusion_training.batches import Models, Predict, Prepared
+from diffusion_training.batches import HeldOutMeasure, Models, Objective, Predict, Prepared
 from diffusion_training.errors import fail
 
 
@@ -116,15 +116,6 @@ def to_epsilon(
     return alpha.sqrt() * prediction + (1 - alpha).sqrt() * noisy_images
 
 
-class HeldOutMeasure(NamedTuple):
-    """How `log_held_out_loss` measures. `tenths` are levels of noise, int [N], from 1 to 9."""
-
-    # (images, noise, tenths) -> noisy images
-    add_noise: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    # (models, noisy images, tenths, condition, images, noise) -> loss of each image [N]
-    error: Callable[..., torch.Tensor]
-
-
 def measure_epsilon(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOutMeasure:
     """Measure the mean squared error of epsilon, whatever the models predict."""
     num_timesteps = noise_scheduler.config.num_train_timesteps
@@ -149,15 +140,11 @@ def measure_epsilon(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOut
 
 
 @torch.no_grad()
-def measure_constant(
-    loss_of: Callable[..., torch.Tensor], loss_models: Models, models: Models, prepared: Prepared
-) -> float:
+def measure_constant(objective: Objective, models: Models, prepared: Prepared) -> float:
     """The loss of the best constant prediction, for any objective; nan if it can't be measured.
 
     A model that has learned nothing is not better. As a function of the constant, the loss is a
     parabola, so three points are measured, with the same noise and timesteps.
-
-    loss_of(predict, loss_models, models, prepared, weight): the script's `compute_loss`.
     """
 
     def predict_constant(constant: torch.Tensor, *inputs: Any) -> torch.Tensor:
@@ -171,7 +158,8 @@ def measure_constant(
             for i, value in enumerate((-1.0, 0.0, 1.0)):
                 torch.manual_seed(seed)  # training steps set their own
                 predict = partial(predict_constant, torch.full_like(images, value))
-                losses[i] += loss_of(predict, loss_models, models, prepared, weight)
+                constant = replace(objective, predict=predict)
+                losses[i] += constant.loss(models, prepared, weight)
     except Exception:  # only signs need it, and a user's loss may need another prediction
         return math.nan
     low, middle, high = (losses / 32).tolist()

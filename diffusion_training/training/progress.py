@@ -16,20 +16,12 @@ def format_duration(seconds: float) -> str:
 
 
 class NextStep(NamedTuple):
-    """The size of a step, on all processes together."""
+    """A step that is about to be taken, on all processes together."""
 
+    number: int  # of steps begun before it, also those that fp16 skipped; it keys the randomness
+    epoch: int  # of its images, counted from 0
     images: int
     micro_batches: int
-
-
-class Due(NamedTuple):
-    """What to do after a step."""
-
-    log: bool
-    checkpoint: bool
-    result: bool  # the pipeline, as at the end
-    samples: bool
-    last: bool  # whether it was the last step
 
 
 class Progress:
@@ -72,18 +64,21 @@ class Progress:
         return self.images_seen // self.num_images
 
     def next_step(self) -> NextStep:
-        """Return the size of the next step; an epoch's last step takes what is left.
+        """Return the next step; an epoch's last step takes the images that are left.
 
-        This depends on `images_seen` alone, so a resumed run takes the same steps.
+        Its size depends on `images_seen` alone, so a resumed run takes the same steps.
         """
+        epoch = self.epoch
         images = min(self.images_per_step, self.num_images - self.images_seen % self.num_images)
         if self.order is None or self.order.num_sizes == 1:
-            return NextStep(images, math.ceil(images / self.images_per_micro_batch))
-        if self.arranged[0] != self.epoch:
-            self.arranged = self.epoch, self.order.arrange(self.epoch, *self.cuts)
+            micro_batches = math.ceil(images / self.images_per_micro_batch)
+            return NextStep(self.data_step, epoch, images, micro_batches)
+        if self.arranged[0] != epoch:
+            self.arranged = epoch, self.order.arrange(epoch, *self.cuts)
         start = self.images_seen % self.num_images
         rows = self.arranged[1][start : start + images]
-        return NextStep(images, len(self.order.cut(rows, self.images_per_micro_batch)))
+        micro_batches = len(self.order.cut(rows, self.images_per_micro_batch))
+        return NextStep(self.data_step, epoch, images, micro_batches)
 
     def advance(self, images: int, stepped: bool) -> None:
         """Record a step; `stepped` is False if fp16 skipped it because of an overflow."""
@@ -108,29 +103,6 @@ class Progress:
         if steps is not None:
             return self.stepped and self.global_step > 0 and self.global_step % steps == 0
         return epochs is not None and self.images_seen % (epochs * self.num_images) == 0
-
-    def what_is_due(
-        self,
-        settings: Any,
-        samples_every: tuple[int | None, int | None],
-        save_epochs: int | None,
-        stop: int,
-    ) -> Due:
-        """Return what is due after a step; stop: a signal that was received, or 0.
-
-        After the last step, `Loop.finish` writes the result and draws samples.
-
-        samples_every: (steps, epochs), as for `is_due`. save_epochs: epochs between results.
-        """
-        last = self.global_step == settings.max_train_steps
-        continues = not last and not stop
-        return Due(
-            log=self.is_due(settings.logging_steps) or (self.stepped and last),
-            checkpoint=not continues or self.is_due(settings.checkpointing_steps),
-            result=continues and self.is_due(None, save_epochs),
-            samples=continues and self.is_due(*samples_every),
-            last=last,
-        )
 
     def last_step(self, num_epochs: int) -> int:
         """Return the step at which `num_epochs` end: the steps so far plus those still to do."""

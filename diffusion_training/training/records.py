@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
-from diffusion_training.batches import Batch, Models, Prepared, StepSums
+from diffusion_training.batches import Batch, Models, Objective, Prepared, StepSums
 from diffusion_training.data.images import measure_roughness
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import saving
@@ -24,6 +24,7 @@ from diffusion_training.loading import seconds_between
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.costs import Costs
 from diffusion_training.training.lora import list_lora_b
+from diffusion_training.training.objective import measure_constant
 from diffusion_training.training.sharding import is_sharded, whole
 from diffusion_training.training.signs import find_signs, read_metrics
 
@@ -33,9 +34,8 @@ class Records:
 
     `watch`, `measure_inputs` and `add` only take notes; only `update` waits for the device.
 
-    models: those that are trained. costs: `Costs`, or None to record none.
-    constant(models, prepared): the loss of a constant prediction, to compare the loss with;
-    see `measure_constant`.
+    models: those that are trained. costs: `Costs`, or None to record none. objective: to compare
+    the loss with that of a constant prediction.
     """
 
     def __init__(
@@ -44,23 +44,23 @@ class Records:
         global_step: int,
         num_left_out: int,
         checkpoint: Path | None,
-        settings: Namespace,
+        args: Namespace,
         models: Models | None = None,
         costs: Costs | None = None,
-        constant: Callable[[Models, Prepared], float] | None = None,
+        objective: Objective | None = None,
     ) -> None:
         self.accelerator = accelerator
-        self.output_dir = Path(settings.output_dir)
-        self.settings = settings
+        self.output_dir = Path(args.output_dir)
+        self.args = args
         # records of the run that is resumed
         kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []
         self.kept = kept
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
         self.num_records = sum("loss" in record for record in kept)
         self.signs = {kind for record in kept for kind in record.get("signs", ())}
-        init_trackers(accelerator, settings, global_step if checkpoint else -1)
+        init_trackers(accelerator, args, global_step if checkpoint else -1)
         self.bar = tqdm(
-            total=settings.max_train_steps,
+            total=args.max_train_steps,
             initial=global_step,
             desc="Steps",
             disable=not accelerator.is_main_process,
@@ -85,7 +85,7 @@ class Records:
         self.sampled: tuple[int, float] | None = None  # see `check_samples`
         self.gathered: dict[str, float] = {}  # for the last record
         self.first_inputs: Prepared | None = None  # some of the first images
-        self.constant = constant
+        self.objective = objective
         self.constant_loss: float | None = None
         self.any_decoded = checkpoint is not None
         self.models = models or {}
@@ -112,7 +112,7 @@ class Records:
         if self.num_measured >= 100:  # a hundred per process are enough
             return
         self.num_measured += len(prepared.images)
-        keeps_inputs = self.constant is not None and self.accelerator.is_main_process
+        keeps_inputs = self.objective is not None and self.accelerator.is_main_process
         if (
             keeps_inputs and self.first_inputs is None and weight.any()
         ):  # waits for the device, once
@@ -135,7 +135,7 @@ class Records:
         """Add the result of `train_step` for a step with `num_images` on all processes together."""
         norm = whole(sums["grad_norm"])
         added = {"loss": sums["loss"], "weight": sums["weight"], "grad_norm": norm}
-        added["clipped"] = norm > (self.settings.max_grad_norm or math.inf)
+        added["clipped"] = norm > (self.args.max_grad_norm or math.inf)
         added["steps"] = torch.ones_like(norm)
         for name, value in added.items():
             self.sums[name] += value
@@ -208,7 +208,7 @@ class Records:
             newest = checkpoints[-1] if checkpoints else "none"
             advice = "try a lower --learning_rate or more --lr_warmup_steps"
             if not math.isfinite(sums["mean_square"]):
-                what = "latents" if "latents_dir" in self.settings else "images"
+                what = "latents" if "latents_dir" in self.args else "images"
                 advice = (
                     f"the {what} that the model gets are not finite, so look at the data and, if "
                     "--mixed_precision is fp16, use bf16 or no"
@@ -260,7 +260,7 @@ class Records:
         count = sums["count"]
         images = [sums[name] / count for name in ImageSums._fields[:-1]] if count else None
         signs = find_signs(
-            records, images, self.settings, sums["learned"], self.costs, self.sampled,
+            records, images, self.args, sums["learned"], self.costs, self.sampled,
             self.find_constant_loss,
         )  # fmt: skip
         new = {kind: text for kind, text in signs.items() if kind not in self.signs}
@@ -275,8 +275,10 @@ class Records:
             self.constant_loss = math.nan
             # all processes must call a sharded module; the constant replaces only the first one
             is_callable = len(self.models) == 1 or not any(map(is_sharded, self.models.values()))
-            if self.constant and self.first_inputs and is_callable:
-                self.constant_loss = self.constant(self.models, self.first_inputs)
+            if self.objective and self.first_inputs and is_callable:
+                self.constant_loss = measure_constant(
+                    self.objective, self.models, self.first_inputs
+                )
         return self.constant_loss
 
     def write(self, record: dict[str, Any]) -> None:
@@ -291,28 +293,26 @@ class Records:
             self.accelerator.log(numbers, step=record["step"])
 
 
-def init_trackers(accelerator: Accelerator, settings: Namespace, reached: int) -> None:
-    """Start the trackers of --report_to, with the settings in a form that they accept.
+def init_trackers(accelerator: Accelerator, args: Namespace, reached: int) -> None:
+    """Start the trackers of --report_to, with the flags in a form that they accept.
 
     A resumed run continues the tracker's run, and logs no step twice.
 
     reached: the step of the checkpoint, or -1.
     """
     values = {}
-    for name, value in vars(settings).items():
+    for name, value in vars(args).items():
         if value is not None:
             values[name] = " | ".join(map(str, value)) if isinstance(value, list) else value
     advice = ""
-    if settings.report_to in ("wandb", "all"):
+    if args.report_to in ("wandb", "all"):
         advice = "run `wandb login`, set WANDB_MODE=offline, or "
-    with explained(
-        f"--report_to {settings.report_to} does not work: {advice}pass --report_to none"
-    ):
+    with explained(f"--report_to {args.report_to} does not work: {advice}pass --report_to none"):
         options = {
-            "wandb": {"dir": settings.output_dir, "id": settings.tracker_id, "resume": "allow"},
+            "wandb": {"dir": args.output_dir, "id": args.tracker_id, "resume": "allow"},
             "tensorboard": {"purge_step": reached + 1},  # later steps are recorded again
         }
-        accelerator.init_trackers(settings.tracker_project_name, values, options)
+        accelerator.init_trackers(args.tracker_project_name, values, options)
 
 
 def give_example(skipped: dict[str, str]) -> str:

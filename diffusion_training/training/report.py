@@ -79,14 +79,14 @@ class Description:
     base: str | None = None  # the pipeline that training started from, as the user gave it
 
 
-def name_run(step: int, settings: Namespace, local: bool) -> About:
+def name_run(step: int, args: Namespace, local: bool) -> About:
     """Return the names for texts about a run. local: paths as given, for the report."""
 
     def name(path: str) -> str:
         return path if local or not os.path.exists(path) else Path(path).resolve().name
 
-    flags = vars(settings)
-    output_dir = settings.output_dir
+    flags = vars(args)
+    output_dir = args.output_dir
     base = flags.get("pretrained_model_name_or_path")
     data = flags.get("latents_dir") or flags.get("dataset_name") or flags.get("train_data_dir")
     prompts = flags.get("validation_prompts") or ["a photograph"]
@@ -130,18 +130,18 @@ def write_usage(
     ])  # fmt: skip
 
 
-def call_pipeline(about: About, settings: Namespace, guidance: dict[str, float]) -> str:
+def call_pipeline(about: About, args: Namespace, guidance: dict[str, float]) -> str:
     """Return the arguments of a text-to-image pipeline that draw as the samples were drawn."""
-    side = settings.resolution
-    numbers = {"height": side, "width": side, "num_inference_steps": settings.num_inference_steps}
+    side = args.resolution
+    numbers = {"height": side, "width": side, "num_inference_steps": args.num_inference_steps}
     given = (f"{name}={value:g}" for name, value in (numbers | guidance).items())
     return ", ".join([f"prompt={about.prompt}", *given])
 
 
-def list_settings(settings: Namespace) -> dict[str, Any]:
+def list_settings(args: Namespace) -> dict[str, Any]:
     """Return the flags for the model card, with local paths cut to their last name."""
     listed = {}
-    for key, value in vars(settings).items():
+    for key, value in vars(args).items():
         if value is not None and not key.endswith("_dir"):
             is_local = isinstance(value, str) and os.path.exists(value)
             listed[key] = Path(value).resolve().name if is_local else value
@@ -212,7 +212,7 @@ def save_report(
     script: str,
     describe: Callable[[About, Namespace], Description],
     step: int,
-    settings: Namespace,
+    args: Namespace,
     facts: dict[str, str],
     launcher: str = "python",
 ) -> None:
@@ -220,25 +220,25 @@ def save_report(
 
     facts: {name: value} to list besides the settings. If this fails, the run continues.
     """
-    output_dir = Path(settings.output_dir)
+    output_dir = Path(args.output_dir)
     try:
-        described = describe(name_run(step, settings, local=True), settings)
+        described = describe(name_run(step, args, local=True), args)
         skipped = {}
         # rows that a cache lacks, if its list is still there
-        for folder in getattr(settings, "latents_dir", None) or []:
+        for folder in getattr(args, "latents_dir", None) or []:
             path = Path(folder) / "skipped.jsonl"
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
             for row in map(json.loads, text.splitlines()):
                 skipped[row["key"]] = row["reason"]
-        flags = {name: value for name, value in vars(settings).items() if value is not None}
-        given = {name: flags[name] for name in settings.given if name in flags}
+        flags = {name: value for name, value in vars(args).items() if value is not None}
+        given = {name: flags[name] for name in args.given if name in flags}
         again = [f"@{output_dir / 'run.args'}", "--output_dir", f"{output_dir}-again"]
         again += ["--no-push_to_hub"] * bool(flags.get("push_to_hub"))
         start = f"{launcher} {shlex.quote(os.path.relpath(script))}"
         about = {
             "name": flags.get("hub_model_id") or output_dir.resolve().name,
             "step": step,
-            "max_train_steps": settings.max_train_steps,
+            "max_train_steps": args.max_train_steps,
             "what": described.what,
             "usage": described.usage,
             "facts": facts,

@@ -53,16 +53,17 @@ class Run:
         return {"hub_model_id": self.hub_model_id, "tracker_id": self.tracker_id}
 
 
-def settings_of(args: Namespace, *values: Any, **others: Any) -> Flags:
-    """Merge the flags and the values found for them, under the names of the flags.
+def complete_args(args: Namespace, *found: Any, **others: Any) -> Flags:
+    """The flags with the values that the run found for them, such as --train_batch_size auto.
 
-    Checkpoints, trackers, the report and run.args record them. values: `Launch`, `Run`,
-    `Data`, `Plan`. others: single values.
+    Checkpoints, trackers, the report and run.args record them.
+
+    found: `Launch`, `Run`, `Data`, `Plan`. others: single values.
     """
-    settings = dict(vars(args))
-    for value in values:
-        settings |= value.settings()
-    return Flags(getattr(args, "given", ()), **settings | others)
+    completed = dict(vars(args))
+    for each in found:
+        completed |= each.settings()
+    return Flags(getattr(args, "given", ()), **completed | others)
 
 
 def open_run(launch: Launch, script: str, args: Namespace) -> Run:
@@ -110,13 +111,13 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     checkpoint = find_checkpoint(given, str(folder))
     state = read_state(checkpoint, None)
     hub_model_id = args.hub_model_id
-    command = format_args(vars(settings_of(args, launch)), Path(script).name)
+    command = format_args(vars(complete_args(args, launch)), Path(script).name)
     if launch.is_main and not args.find_lr:
         if not (output_dir / "run.args").exists():  # it marks the folder as a run's
             write_command(command, output_dir)
         if args.push_to_hub:
             hub_model_id = make_repository(args)
-    init_from = getattr(args, "init_from", None)
+    init_from = vars(args).get("init_from")
     start = None if checkpoint else find_start(init_from)
     configs = (checkpoint or start) if init_from else None
     reached = state["global_step"] if checkpoint else -1

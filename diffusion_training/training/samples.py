@@ -1,5 +1,6 @@
 """Draw samples on all processes, and save them as one picture."""
 
+import contextlib
 import math
 import textwrap
 from argparse import Namespace
@@ -16,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from diffusion_training.data.images import measure_roughness
 from diffusion_training.files import saving
+from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.order import step_seed
 
@@ -53,7 +55,7 @@ def draw_samples(
     per_call: int,
     step: int,
     stop_signal: StopSignal,
-    settings: Namespace,
+    args: Namespace,
 ) -> float | None:
     """Draw --num_validation_images of each prompt, and save them as the samples of a step.
 
@@ -72,18 +74,18 @@ def draw_samples(
     pipeline.set_progress_bar_config(disable=True)
     training = model.training
     model.eval()  # without dropout
-    prompts = settings.validation_prompts
-    count = len(prompts) * settings.num_validation_images
+    prompts = args.validation_prompts
+    count = len(prompts) * args.num_validation_images
     own = launch.share(count)
     images: list[Any] = []
     roughness: list[float] = []
     for start in range(0, len(own), per_call):
         numbers = [number % count for number in own[start : start + per_call]]
         generators = [
-            torch.Generator(device).manual_seed(step_seed("sample", settings.seed, number))
+            torch.Generator(device).manual_seed(step_seed("sample", args.seed, number))
             for number in numbers
         ]
-        drawn = draw([i // settings.num_validation_images for i in numbers], generators)
+        drawn = draw([i // args.num_validation_images for i in numbers], generators)
         if stop_signal.poll():
             break
         images.extend(drawn.images)
@@ -97,8 +99,56 @@ def draw_samples(
     pixels = np.stack([image for _, image, _ in parts])
     pixels = (pixels * 255).round().astype(np.uint8)
     grid = draw_grid(pixels.reshape(len(prompts), -1, *pixels.shape[1:]), prompts)
-    save_samples(launch.accelerator, grid, settings.output_dir, step)
+    save_samples(launch.accelerator, grid, args.output_dir, step)
     return sum(rough for _, _, rough in parts) / count
+
+
+class Interrupted(Exception):
+    """Raised if a stop signal arrives while samples are drawn."""
+
+
+def draw_prompts(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    data: Data,
+    per_call: int,
+    step: int,
+    stop_signal: StopSignal,
+    args: Namespace,
+    **inputs: Any,
+) -> float | None:
+    """Draw the images of --validation_prompts with a text-to-image pipeline; see `draw_samples`.
+
+    inputs: further arguments of the pipeline.
+    """
+    seen: dict[str, torch.Tensor] = {}
+
+    def interrupt(
+        pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
+    ) -> dict:
+        if stop_signal.poll():
+            raise Interrupted
+        seen.update(tensors)
+        return tensors
+
+    def draw(numbers: list[int], generators: list[torch.Generator]) -> Drawn:
+        assert data.validation  # samples are drawn only if there are prompts
+        prompts, empty = data.validation.choose(numbers, launch.device)
+        images: Sequence[np.ndarray] = []
+        with contextlib.suppress(Interrupted):
+            images = pipeline(
+                **data.family.call_args(prompts, empty, args.guidance_scale),
+                height=args.resolution,
+                width=args.resolution,
+                output_type="np",
+                callback_on_step_end=interrupt,
+                num_inference_steps=args.num_inference_steps,
+                generator=generators,
+                **inputs,
+            ).images
+        return Drawn(images, seen.get("latents", torch.zeros(0)))
+
+    return draw_samples(launch, pipeline, draw, per_call, step, stop_signal, args)
 
 
 def to_square(latents: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from diffusion_training.batches import Batch, Models, StepSums
+from diffusion_training.batches import Batch, Models, Objective, StepSums
 from diffusion_training.errors import amount, end_if_stopped, fail
 from diffusion_training.files import saving
 from diffusion_training.launch import Launch
@@ -26,16 +26,16 @@ from diffusion_training.models import (
 )
 from diffusion_training.order import Order
 from diffusion_training.training.optimizers import make_optimizer
-from diffusion_training.training.progress import Progress
-from diffusion_training.training.trained import Trained
+from diffusion_training.training.progress import NextStep, Progress
+from diffusion_training.training.run_folder import Run
 
-# the script's `train_step`, of (models, optimizer, batches, number of micro-batches, data step)
-Step = Callable[..., StepSums]
+# the script's `train_step`
+TrainStep: TypeAlias = Callable[..., StepSums]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How large a step is, and how many there are."""
+    """How large a step is, how many there are, and where the run begins."""
 
     train_batch_size: int  # per process and micro-batch
     gradient_accumulation_steps: int
@@ -43,6 +43,8 @@ class Plan:
     lr_warmup_steps: int
     max_train_steps: int
     is_done: bool  # whether nothing is left to train
+    progress: Progress
+    state: dict[str, Any]  # of the checkpoint; see `read_state`
 
     def settings(self) -> dict[str, Any]:
         """The values to record, under the names of the flags."""
@@ -58,34 +60,42 @@ class Plan:
 
 def plan_run(
     launch: Launch,
+    run: Run,
     models: Models,
-    step: Step,
+    objective: Objective,
+    train_step: TrainStep,
     dataset: Any,
     train_rows: Any,
     order: Order,
-    state: dict[str, Any],
     args: Namespace,
-) -> tuple[Plan, Progress]:
+) -> Plan:
     """Choose batch size, learning rate and number of steps; the same on all processes.
 
-    train_rows: the rows to train on. order: their order. state: see `read_state`.
+    The batch size comes first, because a checkpoint's position in the data is a number of images.
+
+    train_rows: the rows to train on. order: their order.
     """
-    batch_size, accumulation_steps = choose_batch_size(
-        launch, models, step, dataset, train_rows, state["settings"], args
-    )
     num_images = len(order.rows(0))
+    state = run.read_state(num_images, args)
+    batch_size, accumulation_steps = choose_batch_size(
+        launch, models, objective, train_step, dataset, train_rows, state["settings"], args
+    )
     per_micro_batch = batch_size * launch.num_processes
     sized = order if order.num_sizes > 1 else None
     progress = Progress(state, num_images, per_micro_batch, accumulation_steps, sized)
     accelerator = launch.accelerator
-    learning_rate = scale_learning_rate(accelerator, progress.images_per_step, args)
     max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
-    warmup_steps = count_warmup(accelerator, args.lr_warmup_steps, max_train_steps, state)
-    is_done = progress.global_step > max_train_steps and not args.find_lr
     plan = Plan(
-        batch_size, accumulation_steps, learning_rate, warmup_steps, max_train_steps, is_done
+        train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation_steps,
+        learning_rate=scale_learning_rate(accelerator, progress.images_per_step, args),
+        lr_warmup_steps=count_warmup(accelerator, args.lr_warmup_steps, max_train_steps, state),
+        max_train_steps=max_train_steps,
+        is_done=progress.global_step > max_train_steps and not args.find_lr,
+        progress=progress,
+        state=state,
     )
-    if is_done:
+    if plan.is_done:
         accelerator.print(
             f"The checkpoint is beyond step {max_train_steps}: there is nothing left to train"
         )
@@ -93,13 +103,14 @@ def plan_run(
         # with --init_from, a run counts from a later step
         first_step = 0 if state["settings"] else progress.global_step
         report_plan(accelerator, progress, plan, first_step, args)
-    return plan, progress
+    return plan
 
 
 def choose_batch_size(
     launch: Launch,
     models: Models,
-    step: Step,
+    objective: Objective,
+    train_step: TrainStep,
     dataset: Any,
     train_rows: Any,
     before: dict[str, Any],
@@ -121,7 +132,7 @@ def choose_batch_size(
             largest = 0 if sizes is None else np.argmax(sizes[train_rows].prod(axis=1))
             batch = dataset[[(0, int(train_rows[largest]), 1.0)]]
             most = per_process if total else max(num_processes, len(train_rows)) // num_processes
-            fits = largest_batch(launch, models, step, batch, most, args)
+            fits = largest_batch(launch, models, objective, train_step, batch, most, args)
         batch_size = next(n for n in range(fits, 0, -1) if not total or per_process % n == 0)
     if total:
         if accumulation_steps != 1:
@@ -142,7 +153,13 @@ def choose_batch_size(
 
 
 def largest_batch(
-    launch: Launch, models: Models, step: Step, batch: Batch, most: int, args: Namespace
+    launch: Launch,
+    models: Models,
+    objective: Objective,
+    train_step: TrainStep,
+    batch: Batch,
+    most: int,
+    args: Namespace,
 ) -> int:
     """Return how many images like the one in `batch`, up to `most`, fit in a micro-batch.
 
@@ -167,7 +184,15 @@ def largest_batch(
             name: value.repeat_interleave(size, 0).to(device) if torch.is_tensor(value) else value
             for name, value in dict[str, Any](batch).items()
         }
-        return lambda number: (step(trial, optimizer, iter([repeated]), 1, number), copies)
+
+        def take_step(number: int) -> Any:
+            step = NextStep(number, epoch=0, images=size, micro_batches=1)
+            return copies, train_step(
+                accelerator, objective, trial, optimizer, iter([repeated]), step, args.seed,
+                args.max_grad_norm,
+            )  # fmt: skip
+
+        return take_step
 
     scaler = accelerator.scaler and accelerator.scaler.state_dict()
     size = find_largest(accelerator, device, prepare_trial, most)
@@ -275,8 +300,10 @@ class RangeTest(NamedTuple):
 
 def find_learning_rate(
     accelerator: Accelerator,
-    trained: Trained,
-    step: Step,
+    objective: Objective,
+    train_step: TrainStep,
+    models: Models,
+    optimizer: torch.optim.Optimizer,
     batches: Generator[Batch],
     progress: Progress,
     args: Namespace,
@@ -292,11 +319,14 @@ def find_learning_rate(
     rates = np.geomspace(args.find_lr_min, args.find_lr_max, args.find_lr_steps).tolist()
     for rate in tqdm(rates, "Range test", disable=not accelerator.is_main_process):
         end_if_stopped()
-        for group in trained.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = rate
-        images, micro_batches = progress.next_step()
-        sums = step(trained.called, trained.optimizer, batches, micro_batches, progress.data_step)
-        progress.advance(images, stepped=True)
+        step = progress.next_step()
+        sums = train_step(
+            accelerator, objective, models, optimizer, batches, step, args.seed,
+            args.max_grad_norm,
+        )  # fmt: skip
+        progress.advance(step.images, stepped=True)
         total = torch.stack([sums["loss"], sums["weight"]])
         loss, weight = accelerator.reduce(total).tolist()
         if weight == 0:  # no image of the step could be decoded

@@ -49,7 +49,7 @@ def commands(text):
 def find_script(words):
     """(script, its flags) of a command that starts one, else (None, None)."""
     for i, word in enumerate(words):
-        if word in SCRIPTS and "diffusion_training.standalone" not in words:
+        if word in SCRIPTS:
             return word, words[i + 1 :]
     return None, None
 

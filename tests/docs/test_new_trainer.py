@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import types
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from diffusers import UNet2DModel
 from PIL import Image
 
 from diffusion_training.batches import Prepared
-from diffusion_training.standalone import make_standalone
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 PAGE = (ROOT / "docs/new-trainer.md").read_text()
@@ -90,7 +90,12 @@ def test_the_line_leads_from_noise_to_the_image(script):
 
     images, labels = image.expand(6, -1, -1, -1), {"class_labels": torch.zeros(6, dtype=torch.long)}
     prepared = Prepared(images, labels, {})
-    loss = script.compute_loss({"unet": Unet()}, prepared, torch.full((6,), 1 / 6))
+    loss = script.compute_loss(
+        types.SimpleNamespace(predict=script.predict_velocity),
+        {"unet": Unet()},
+        prepared,
+        torch.full((6,), 1 / 6),
+    )
     assert loss < 1e-6
     args = script.parse_args(["--train_data_dir=.", "--num_inference_steps=3"])
     drawn = (
@@ -101,29 +106,22 @@ def test_the_line_leads_from_noise_to_the_image(script):
     assert (drawn - image).abs().max() < 0.01
 
 
-def test_it_obeys_its_flags_as_one_file_too(script, flags, tmp_path, monkeypatch, capsys):
-    """Test the flags that a trainer can forget, in the one file without the package."""
-    path = tmp_path / "one.py"
-    path.write_text(make_standalone(script.__file__))
-    spec = importlib.util.spec_from_file_location("one", path)
-    one = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "one", one)
-    spec.loader.exec_module(one)
-    assert "diffusion_training import" not in path.read_text()
+def test_it_obeys_the_flags_that_a_trainer_can_forget(script, flags, tmp_path, monkeypatch, capsys):
     compiled = []
-    monkeypatch.setattr(one, "compile_model", lambda model, backend: compiled.append(backend))
-    monkeypatch.setattr(one, "draw_curves", lambda *args, **options: None)
-    one.main(one.parse_args([*flags, "--holdout=8", "--save_best", "--no-use_ema", "--compile"]))
+    monkeypatch.setattr(script, "compile_model", lambda model, backend: compiled.append(backend))
+    script.main(
+        script.parse_args([*flags, "--holdout=8", "--save_best", "--no-use_ema", "--compile"])
+    )
     held_out = [record for record in metrics(tmp_path / "out") if "held_out_loss" in record]
     assert len(held_out) == 1 and "held_out_loss_ema" not in held_out[0] and compiled
     assert (tmp_path / "out/best/unet").is_dir()
     assert not list((tmp_path / "out").rglob("unet_ema"))
     reset()
     rate = [*flags, f"--output_dir={tmp_path / 'rate'}", "--find_lr", "--find_lr_steps=10"]
-    one.main(one.parse_args(rate))
+    script.main(script.parse_args(rate))
     assert (tmp_path / "rate/find_lr.json").exists() and not (tmp_path / "rate/unet").exists()
     with pytest.raises(SystemExit):
-        one.parse_args([])
+        script.parse_args([])
     assert "--train_data_dir or --dataset_name is needed" in capsys.readouterr().err
 
 
@@ -134,13 +132,13 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, 
         def train():
             reset()
             if dies_after:
-                step = script.train_step
+                take_step = script.train_step
 
                 def dying(*given):
-                    *_, data_step, _ = given
-                    if data_step == dies_after:
+                    step = given[5]
+                    if step.number == dies_after:
                         os.kill(os.getpid(), signal.SIGKILL)
-                    return step(*given)
+                    return take_step(*given)
 
                 script.train_step = dying
             script.main(script.parse_args([*flags, *more]))

@@ -14,7 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 import precompute_latents
 import train_unconditional
-from diffusion_training.training import trained
+from diffusion_training.training import state
 from diffusion_training.training.progress import Progress
 
 TEXT = (ROOT / "docs/training.md").read_text()
@@ -98,7 +98,7 @@ def test_what_an_image_keeps_for_the_backward_pass(side, checkpointing):
 
 def test_the_trainer_holds_five_numbers_a_weight_in_a_step_and_four_between(tmp_path, monkeypatch):
     """Counted while the gradients exist, and after they are freed."""
-    counts, step, update_ema = [], torch.optim.AdamW.step, trained.update_ema
+    counts, step, update_ema = [], torch.optim.AdamW.step, state.update_ema
 
     def stepping(self, *args, **options):
         step(self, *args, **options)
@@ -121,7 +121,7 @@ def test_the_trainer_holds_five_numbers_a_weight_in_a_step_and_four_between(tmp_
         counts[-1].append(sum(weight.numel() for weight in averaged["unet"].parameters()))
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
-    monkeypatch.setattr(trained, "update_ema", averaging)
+    monkeypatch.setattr(state, "update_ema", averaging)
     flags = [
         "--max_train_steps=2",
         "--report_to=none",

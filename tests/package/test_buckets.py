@@ -117,9 +117,10 @@ def walk(num_rows, sizes, batch_size, accumulation):
     start = {"global_step": 0, "data_step": 0, "images_seen": 0}
     progress, steps = Progress(start, num_rows, batch_size, accumulation, order), []
     while progress.images_seen < num_rows:
-        rows = order.arrange(0, *progress.cuts)[progress.images_seen :][: progress.next_step()[0]]
+        step = progress.next_step()
+        rows = order.arrange(0, *progress.cuts)[progress.images_seen :][: step.images]
         steps.append(order.cut(rows, batch_size))
-        assert len(steps[-1]) == progress.next_step()[1]
+        assert len(steps[-1]) == step.micro_batches
         progress.advance(len(rows), stepped=True)
     return steps
 

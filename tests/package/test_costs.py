@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from test_lora import adapted
 
 import train_text_to_image as script
-from diffusion_training.batches import Prepared
+from diffusion_training.batches import Objective, Prepared
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.launch import Launch
 from diffusion_training.models import call_unet, list_parameters, start_average
-from diffusion_training.training import costs, trained
+from diffusion_training.training import costs, state
 from diffusion_training.training.costs import (
     Costs,
     copy_shapes,
@@ -54,7 +54,7 @@ def args(**flags):
 def loss_of(call):
     """A `compute_loss` with the operations of `call(model, images, timesteps, condition)` alone."""
 
-    def loss(models, prepared, weight):
+    def loss(objective, models, prepared, weight):
         images, condition, _ = prepared
         timesteps = torch.zeros(len(images))
         called = [call(model, images, timesteps, condition) for model in models.values()]
@@ -63,14 +63,19 @@ def loss_of(call):
     return loss
 
 
-def count(models, loss, images, condition=CONDITION):
+def objective_of(loss, predict=None, **frozen):
+    return Objective(None, predict, loss, None, None, frozen)
+
+
+def count(models, loss, images, condition=CONDITION, predict=None):
     """Count the operations on one image."""
-    return count_flops(*copy_shapes((models, loss), models), Prepared(images, condition, {}))
+    copies = copy_shapes((models, objective_of(loss, predict)), models)
+    return count_flops(*copies, Prepared(images, condition, {}))
 
 
 def make_costs(models, loss, accelerator=None, mixed_precision="no"):
     launch = Launch(accelerator or Accelerator(cpu=True), 1, mixed_precision, None, 1)
-    return Costs(launch, models, {}, [], loss, "adamw", False)
+    return Costs(launch, models, {}, objective_of(loss), "adamw", False)
 
 
 PREPARED = Prepared(torch.zeros(3, 4, 8, 8), CONDITION, {})
@@ -153,7 +158,8 @@ def test_a_sharded_run_has_copies_in_bf16_unless_it_is_checkpointed(base, capsys
     ):
         model.enable_gradient_checkpointing() if checkpointed else None
         launch = Launch(Accelerator(cpu=True), 1, precision, None, 1, True)
-        Costs(launch, {"unet": model}, {}, [], loss_of(call_unet), "adamw", False)
+        objective = objective_of(loss_of(call_unet))
+        Costs(launch, {"unet": model}, {}, objective, "adamw", False)
         assert ("copies in bf16" in capsys.readouterr().out) == said
         model.disable_gradient_checkpointing()
 
@@ -208,23 +214,24 @@ def test_the_loss_of_the_script_is_counted_with_the_networks_that_it_alone_uses(
     unet, images = unet_of(base).train(), torch.zeros(3, 4, 8, 8)
     flags = argparse.Namespace(noise_offset=0.1, input_perturbation=0.1, snr_gamma=5.0)
     predict = partial(script.predict_noise, FAMILIES["sd"])
-    real = partial(script.compute_loss, flags, DDPMScheduler(), predict, {})
+    real = partial(script.compute_loss, flags, DDPMScheduler())
     prompts = {"prompt_embeds": CONDITION["encoder_hidden_states"]}
     once = count({"unet": unet}, loss_of(call_unet), images)
-    assert count({"unet": unet}, real, images, prompts) == once
+    assert count({"unet": unet}, real, images, prompts, predict) == once
 
     teacher = unet_of(base).requires_grad_(False)
 
-    def compare(frozen, models, prepared, weight):
+    def compare(objective, models, prepared, weight):
         images, condition, _ = prepared
-        seen = predict({"unet": frozen["teacher"]}, images, torch.zeros(len(images)), condition)
-        return seen.sum() + real(models, prepared, weight)
+        timesteps, frozen = torch.zeros(len(images)), {"unet": objective.frozen["teacher"]}
+        seen = objective.predict(frozen, images, timesteps, condition)
+        return seen.sum() + real(objective, models, prepared, weight)
 
-    loss = partial(compare, {"teacher": teacher})
-    copies = copy_shapes(({"unet": unet}, loss), {"unet": unet}, [teacher])
+    objective = objective_of(compare, predict, teacher=teacher)
+    copies = copy_shapes(({"unet": unet}, objective), {"unet": unet}, [teacher])
     found = count_flops(*copies, Prepared(images, prompts, {}))
     assert 1.3 * once < found < 1.4 * once  # without gradients, so it is a third of one
-    copied = copies[1].args[0]["teacher"]
+    copied = copies[1].frozen["teacher"]
     assert all(weight.is_meta for weight in copied.parameters())
     assert not any(weight.is_meta for weight in (*teacher.parameters(), *unet.parameters()))
 
@@ -268,7 +275,7 @@ def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, ca
 
 
 def test_a_model_that_can_not_be_counted_ends_nothing(base, capsys):
-    loss = lambda models, prepared, weight: F.relu(prepared.images.sum().item())
+    loss = lambda objective, models, prepared, weight: F.relu(prepared.images.sum().item())
     made = make_costs({"unet": unet_of(base)}, loss)
     for _ in range(2):
         made.count_operations(PREPARED)
@@ -369,13 +376,13 @@ def test_too_little_space_for_two_checkpoints_and_the_result_is_one_sentence(
         *([f"--rank={rank}", "--output_kohya_format"] if rank else []),
     ]
     counted = []
-    count = trained.count_disk
+    count = state.count_disk
 
     def note(*args):
         counted.append(count(*args))
         return counted[-1]
 
-    monkeypatch.setattr(trained, "count_disk", note)
+    monkeypatch.setattr(state, "count_disk", note)
 
     def train(*more):
         reset()
@@ -396,8 +403,8 @@ def test_too_little_space_for_two_checkpoints_and_the_result_is_one_sentence(
     train()
     folder = tmp_path / "out/checkpoint-1"
     tensors = [x for path in folder.rglob("*.safetensors") for x in load_file(path).values()]
-    for state in torch.load(folder / "optimizer.bin", weights_only=True)["state"].values():
-        tensors += [x for x in state.values() if torch.is_tensor(x)]
+    for moments in torch.load(folder / "optimizer.bin", weights_only=True)["state"].values():
+        tensors += [x for x in moments.values() if torch.is_tensor(x)]
     # without alphas and numbers of steps
     assert checkpoint == sum(x.nbytes for x in tensors if x.dim() > 0)
     leave(needed - 1)

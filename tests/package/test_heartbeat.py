@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import finish, kill, patch, reset, start, wait_until
 
 from diffusion_training.arguments import Flags
 from diffusion_training.errors import PEER_ENDED
-from diffusion_training.launch import make_launch
+from diffusion_training.launch import accelerator_options, make_launch
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def start_machines(folder, seconds, after=lambda rank: None):
     def work():
         reset()
         os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
-        rank = make_launch(Flags(mixed_precision=None, compile=None)).rank
+        args = Flags(mixed_precision=None, compile=None)
+        rank = make_launch(Accelerator(**accelerator_options(args)), args).rank
         for _ in range(int(seconds / 0.05)):
             time.sleep(0.05)
             torch.distributed.all_reduce(torch.ones(1))

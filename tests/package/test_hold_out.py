@@ -147,10 +147,12 @@ def measure(
     names = ["held_out_loss", "held_out_loss_ema"]
     models = {name: {"unet": unet} for name, unet in zip(names, unets, strict=False)}
     predict = lambda models, *inputs: call_unet(models["unet"], *inputs)
+    objective = argparse.Namespace(
+        measure=measure_epsilon(DDPMScheduler(prediction_type=prediction_type), predict),
+        prepare_held_out=prepare or (lambda batch: Prepared(batch["pixel_values"], {}, {})),
+    )
     log_held_out_loss(
-        Launch(Accelerator(cpu=True), 1, "no", None, 1), told, dataset, held, models,
-        measure_epsilon(DDPMScheduler(prediction_type=prediction_type), predict),
-        prepare or (lambda batch: Prepared(batch["pixel_values"], {}, {})),
+        Launch(Accelerator(cpu=True), 1, "no", None, 1), told, dataset, held, models, objective,
         argparse.Namespace(poll=lambda: received), step,
     )  # fmt: skip
     return told

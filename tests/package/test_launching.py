@@ -19,6 +19,7 @@ from diffusion_training.errors import fail, in_one_sentence
 from diffusion_training.launch import (
     Launch,
     StopSignal,
+    accelerator_options,
     advise_precision,
     end_stopped,
     keep_memory,
@@ -35,8 +36,12 @@ def threads():
     torch.set_num_threads(1)
 
 
+def launch_with(args):
+    return make_launch(Accelerator(**accelerator_options(args)), args)
+
+
 def make(**flags):
-    return make_launch(Flags(**{"mixed_precision": None, "compile": None, **flags}))
+    return launch_with(Flags(**{"mixed_precision": None, "compile": None, **flags}))
 
 
 def test_a_gpu_in_float32_that_nobody_chose_is_told_of_once(monkeypatch, capsys):
@@ -246,7 +251,7 @@ def test_deterministic_kernels_are_for_one_run(tmp_path, monkeypatch):
 
     @in_one_sentence
     def main(args):
-        make_launch(args)
+        launch_with(args)
         seen.append(settings())
         if len(seen) > 2:
             fail("no")
@@ -282,7 +287,7 @@ def test_a_range_test_makes_no_repository(tmp_path, monkeypatch):
     for more, expected in (["--find_lr"], None), ([], "me/it"):
         reset()
         args = train_unconditional.parse_args([*argv, *more])
-        run = open_run(make_launch(args), "train_unconditional.py", args)
+        run = open_run(launch_with(args), "train_unconditional.py", args)
         run.lock.release(force=True)
         assert run.hub_model_id == expected
     assert made == ["out"]

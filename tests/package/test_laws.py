@@ -74,7 +74,7 @@ def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
         last_step = progress.last_step(num_epochs)
         while progress.images_seen < end and steps > 0:
             epoch, steps = progress.epoch, steps - 1
-            images, micro_batches = progress.next_step()
+            _, _, images, micro_batches = progress.next_step()
             step = [[next(batches) for _ in range(micro_batches)] for batches in ranks]
             keys = [key for batches in step for batch in batches for key in batch]
             used = [key[:2] for key in keys if key[2]]
@@ -113,7 +113,7 @@ def test_the_order_of_a_step_is_that_of_seed_and_epoch_whoever_takes_it(
         ]
         taken = []
         while len(taken) < count:
-            images, micro_batches = progress.next_step()
+            _, _, images, micro_batches = progress.next_step()
             for _ in range(micro_batches):
                 turns = itertools.zip_longest(*[next(batches) for batches in ranks])
                 taken += [key[:2] for keys in turns for key in keys if key and key[2]]

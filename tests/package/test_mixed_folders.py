@@ -19,7 +19,8 @@ def load(tmp_path):
         none = ["dataset_name", "dataset_config_name", "image_column", "max_train_samples"]
         args = dict.fromkeys(none) | {"dataset_split": "train", "seed": 0, "mask_column": None}
         args |= {"cache_dir": str(tmp_path / "cached"), "train_data_dir": str(folder)}
-        args |= {"caption_column": "text"} | flags
+        args |= {"caption_column": "text", "caption_extension": "txt"}
+        args |= {"instance_prompt": None, "folder_repeats": False} | flags
         return load_rows(argparse.Namespace(**args), streaming, ["text"] if captions else [])
 
     return load

@@ -49,7 +49,8 @@ def loss_of(script, model, scheduler, images, weight, **flags):
     )
     predict, name = PREDICT[script]
     prepared = Prepared(images, {name: "it"}, {})
-    return script.compute_loss(args, scheduler, predict, {}, {"unet": model}, prepared, weight)
+    objective = argparse.Namespace(predict=predict)
+    return script.compute_loss(args, scheduler, objective, {"unet": model}, prepared, weight)
 
 
 @TRAINERS

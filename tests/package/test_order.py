@@ -34,7 +34,7 @@ def progress_at(images_seen, num_images, batch_size, accumulation=1, num_process
 
 def take_step(ranks, progress):
     """The keys of the next step, a list per process. All have the same number of micro-batches."""
-    images, micro_batches = progress.next_step()
+    _, _, images, micro_batches = progress.next_step()
     step = [[key for _ in range(micro_batches) for key in next(batches)] for batches in ranks]
     progress.advance(images, stepped=True)
     return images, step

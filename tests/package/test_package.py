@@ -1,4 +1,4 @@
-"""The package: layers without cycles, one name for one thing, no code twice, standalone scripts."""
+"""The package and the scripts: layers without cycles, the loop in each trainer, flags."""
 
 import argparse
 import ast
@@ -7,26 +7,25 @@ import importlib
 import math
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
 
 import pytest
-from conftest import MODELS, ROOT, finish, make_captioned, make_unet_config, reset, start
+from conftest import ROOT
 
 import diffusion_training
-from diffusion_training.standalone import make_standalone
 
 PACKAGE = ROOT / "diffusion_training"
 SCRIPTS = [
     "download_images", "precompute_latents", "precompute_latents_ray",
     "train_flow", "train_on_ray", "train_text_to_image", "train_unconditional",
 ]  # fmt: skip
+TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
 # A module imports only from layers above its own line.
 LAYERS = """
-__init__ arguments batches errors library_fixes pillow standalone cluster.supervisor
+__init__ arguments batches errors library_fixes pillow cluster.supervisor
 csv_files files order loading heartbeat cluster.connection memory models web.pictures web.filters
 remote quantization web.downloads families.base families.original_layout
 launch
@@ -57,9 +56,9 @@ training.checkpoints training.costs training.held_out
 training.best training.copies training.records
 training.report
 training.run_folder
-training.trained
-training.metadata training.card training.tuning
-training.loop
+training.metadata training.tuning
+training.card
+training.state
 """
 # Modules that the workers of a download import. torch would take 0.8 GB in each worker.
 LIGHT = (
@@ -144,46 +143,22 @@ def definitions(path):
     return [node for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
 
 
-def test_no_name_means_two_things():
-    own = {"main", "parse_args", "predict_noise", "prepare_batch", "compute_loss", "train_step"}
-    own |= {"make_unet", "make_pipeline", "log_validation", "describe_model"}
-    where = collections.defaultdict(list)  # `own`: names that every script defines
-    for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
-        for node in definitions(path):
-            where[node.name].append(path.name)
-    assert {
-        name: places for name, places in where.items() if len(places) > 1 and name not in own
-    } == {}
-
-
-def list_statements(node):
-    """The statements of a definition without docstrings, one per line."""
+def calls(node):
+    """The names of the functions and methods that a piece of code calls itself."""
+    names = set()
     for part in ast.walk(node):
-        if isinstance(part, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(part):
-            part.body = part.body[1:] or [ast.Pass()]
-    return [line.strip() for line in ast.unparse(node).splitlines() if len(line.strip()) > 3]
+        if isinstance(part, ast.Call):
+            names.add(ast.unparse(part.func))
+    return names
 
 
-def test_nothing_but_the_loss_the_step_and_phases_of_main_is_written_twice():
-    """No five consecutive statements are in two places, except imports and docstrings."""
-    meant, where = (
-        {"compute_loss", "train_step", "main", "parse_args"},
-        collections.defaultdict(set),
-    )
-    for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
-        for node in definitions(path):
-            if node.name in meant:
-                continue
-            lines = list_statements(node)
-            for i in range(len(lines) - 4):
-                where["\n".join(lines[i : i + 5])].add(f"{path.name}: {node.name}")
-    assert [(text, places) for text, places in where.items() if len(places) > 1] == []
-
-
-def test_a_run_is_read_in_one_sitting():
-    for script in SCRIPTS:
-        (main,) = (node for node in definitions(ROOT / f"{script}.py") if node.name == "main")
-        assert main.end_lineno - main.lineno + 1 < 100, script
+@pytest.mark.parametrize("script", TRAINERS)
+def test_a_trainer_shows_its_run(script):
+    """`main` makes the Accelerator, prepares models and optimizer, and has the loop itself."""
+    (main,) = (node for node in definitions(ROOT / f"{script}.py") if node.name == "main")
+    assert {"Accelerator", "accelerator.prepare"} <= calls(main)
+    (loop,) = (node for node in main.body if isinstance(node, ast.While))
+    assert {"train_step", "training.save_checkpoint", "evaluate"} <= calls(loop)
 
 
 def test_downloads_import_no_torch():
@@ -270,6 +245,7 @@ def test_a_bare_copy_says_what_to_do(script, tmp_path):
     *imports, sentence = run.stderr.strip().splitlines()
     assert run.returncode == 1 and all(line.startswith("import time:") for line in imports)
     assert "needs the package diffusion_training: run `pip install" in sentence
+    assert (f"start from minimal/{script}.py" in sentence) == (script in TRAINERS)
     assert not any(line.split()[-1] in ("torch", "numpy", "pyarrow") for line in imports)
 
 
@@ -295,7 +271,6 @@ def test_a_package_that_lacks_what_a_script_imports_is_one_sentence(tmp_path):
 DEFAULTS = {
     "--resolution", "--output_dir", "--lr_scheduler", "--adam_beta1", "--adam_weight_decay",
     "--tracker_project_name", "--model_family", "--guidance_scale", "--num_inference_steps",
-    "--output_kohya_format", "--no-output_kohya_format",
 }  # fmt: skip
 
 
@@ -358,166 +333,3 @@ def test_every_number_has_bounds_and_every_flag_a_chapter(script):
                 action.type(value)
         assert action.type(str(low)) == low and type(action.type(str(low))) is kind
         assert action.default is None or low <= action.default <= high
-
-
-# ------------------------------------------------------------------- one file of a script
-
-
-def names_defined(source):
-    return {node.name for node in ast.parse(source).body if hasattr(node, "name")}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_one_file_has_the_script_what_it_reaches_and_no_more(script):
-    text = make_standalone(ROOT / f"{script}.py")
-    assert "diffusion_training import" not in text and "import precompute_latents" not in text
-    mine, used = (
-        names_defined(text),
-        {x.id for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Name)},
-    )
-    assert mine >= names_defined((ROOT / f"{script}.py").read_text())
-    assert mine - used <= {"parse_args", "main"}  # each function is used
-    everything = set().union(*(names_defined(path.read_text()) for path in MODULES.values()))
-    assert mine & everything < everything  # not all of the package
-    before = ""
-    for line in (ROOT / f"{script}.py").read_text().splitlines():  # the comments too
-        if line.strip().startswith("# ") and "----" not in line + before:  # but for headings
-            assert line in text
-        before = line
-
-
-def test_one_file_is_refused_where_a_name_would_be_two_things(tmp_path):
-    source = (ROOT / "train_unconditional.py").read_text()
-    (tmp_path / "twice.py").write_text(source + "\n\ndef shrink(image):\n    return image\n")
-    with pytest.raises(
-        SystemExit, match="shrink has different meanings in .* and .*: rename one of them"
-    ):
-        make_standalone(tmp_path / "twice.py")
-    renamed = source.replace("import Trained\n", "import Trained as Kept\n").replace(
-        " Trained(", " Kept("
-    )
-    (tmp_path / "renamed.py").write_text(renamed)
-    with pytest.raises(SystemExit, match="imports Trained from .* as a module or under another"):
-        make_standalone(tmp_path / "renamed.py")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    make_captioned(folder / "images", 6)
-    make_unet_config(folder)
-    return folder
-
-
-def run_file(path, flags, folder):
-    """Run a script's file in a fork that can't import the package and the scripts."""
-
-    def work():
-        reset()
-        os.chdir(folder)
-        mine = ("diffusion_training", *SCRIPTS)
-        for name in [name for name in sys.modules if name.split(".")[0] in mine]:
-            del sys.modules[name]
-        sys.path[:] = [
-            str(path.parent),
-            *(place for place in sys.path if not (ROOT / "tests").is_relative_to(place)),
-        ]
-        sys.argv[:] = [str(path), *map(str, flags)]
-        runpy.run_path(str(path), run_name="__main__")
-
-    log = folder.parent / "log"
-    assert finish(start(work, log=log)) == [0], log.read_text()[-2000:]
-
-
-@pytest.mark.ci
-def test_one_file_runs_alone_with_the_same_bits(tmp_path, inputs, without_figures):
-    """Written by the command of the README, in an empty folder, without the package.
-
-    test_precompute_latents_ray.py tests the remaining script, with its own Ray.
-    """
-    data = ["--train_data_dir", inputs / "images"]
-    unet = [
-        "--model_config_name_or_path",
-        inputs / "tiny-unet",
-        "--train_batch_size=2",
-        "--ddpm_num_inference_steps=2",
-    ]
-    encoders = ["--pretrained_model_name_or_path", MODELS, "--resolution=8"]
-    few = ["--max_train_steps=2", "--report_to=none"]
-    drawn = ["--validation_prompts=a", "--num_inference_steps=2", "--num_validation_images=1"]
-    text = [
-        "--unet_config_name_or_path",
-        ROOT / "demo/digits_text_to_image_unet.json",
-        "--latents_dir",
-        "latents",
-    ]
-    flow = [
-        "--transformer_config_name_or_path",
-        ROOT / "demo/digits_flow_transformer.json",
-        "--train_batch_size=2",
-    ]
-    commands = {
-        "train_unconditional": [
-            *data,
-            *unet,
-            *few,
-            "--resolution=16",
-            "--eval_batch_size=1",
-            "--output_dir=ddpm",
-        ],
-        "precompute_latents": [
-            *data,
-            *encoders,
-            "--output_dir=latents",
-            "--dataloader_num_workers=0",
-        ],
-        "train_text_to_image": [*encoders, *text, *few, *drawn, "--output_dir=sd"],
-        "train_flow": [*data, *encoders, *flow, *few, *drawn, "--output_dir=flow"],
-        "download_images": [
-            "--input",
-            tmp_path / "urls.csv",
-            "--output_dir=images",
-            "--num_cpus=1",
-        ],
-    }
-    (tmp_path / "urls.csv").write_text("url,text\nhttp://127.0.0.1:1/x.png,private\n,none\n")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "RAY_AUTH_MODE": "disabled"
-    }
-    alone, here = tmp_path / "alone", tmp_path / "here"
-    for folder in (alone, here):
-        folder.mkdir()
-    for script, flags in commands.items():
-        path = alone / f"{script}.py"
-        one_file = [sys.executable, "-m", "diffusion_training.standalone", f"{script}.py"]
-        with path.open("w") as written:
-            subprocess.run(one_file, cwd=ROOT, env=env, stdout=written, check=True)
-        if script == "download_images":  # its workers import what they need
-            command = map(str, [sys.executable, path, *flags])
-            run = subprocess.run(command, cwd=alone, env=env, capture_output=True, text=True)
-            assert (
-                run.returncode == 1 and "no image could be downloaded from 2 rows" in run.stderr
-            ), run.stderr[-2000:]
-        else:
-            run_file(path, flags, alone)
-            module = importlib.import_module(script)
-
-            def work(module=module, flags=flags):
-                reset()
-                os.chdir(here)
-                module.main(module.parse_args([str(flag) for flag in flags]))
-
-            assert finish(start(work, log=tmp_path / "log")) == [0], (tmp_path / "log").read_text()[
-                -2000:
-            ]
-        path.unlink()  # so that no file imports another
-
-    def read(folder, kinds=(".safetensors", ".arrow", ".png", ".npy", ".bin")):
-        paths = (
-            path for path in folder.rglob("*") if path.suffix in kinds and path.name != "loss.png"
-        )
-        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-    for name in ("ddpm", "latents", "sd", "flow"):
-        assert read(alone / name) == read(here / name) != {}
-    assert (alone / "images/__download__/failures.jsonl").read_text().count("private address") == 1

@@ -21,8 +21,9 @@ def walk(progress, count):
     """Steps, as (images, micro-batches) each."""
     steps = []
     for _ in range(count):
-        steps.append(progress.next_step())
-        progress.advance(steps[-1][0], stepped=True)
+        step = progress.next_step()
+        steps.append((step.images, step.micro_batches))
+        progress.advance(step.images, stepped=True)
     return steps
 
 
@@ -51,8 +52,7 @@ def test_what_comes_every_so_many_steps_or_epochs():
     progress, due = progress_at(), []
     assert not progress.is_due(1) and progress.is_due(None, 1)  # no step has been done yet
     for _ in range(9):
-        images, _ = progress.next_step()
-        progress.advance(images, stepped=True)
+        progress.advance(progress.next_step().images, stepped=True)
         due.append(
             (
                 progress.is_due(3),

@@ -60,7 +60,7 @@ def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
         ranks = [step_batches(rows, progress, rank, num_processes) for rank in range(num_processes)]
         while progress.images_seen < num_epochs * num_images and steps > 0:
             steps -= 1
-            images, micro_batches = progress.next_step()
+            _, _, images, micro_batches = progress.next_step()
             keys = [key for batches in ranks for _ in range(micro_batches) for key in next(batches)]
             seen += [key[:2] for key in keys if key[2]]
             assert math.isclose(sum(key[2] for key in keys), num_processes, rel_tol=1e-9)
@@ -85,7 +85,7 @@ def test_the_order_is_that_of_seed_and_epoch_whoever_takes_it(
         progress = Progress(state, len(ranges), batch_size * num_processes, accumulation, rows)
         ranks = [step_batches(rows, progress, rank, num_processes) for rank in range(num_processes)]
         while len(taken) < count:
-            images, micro_batches = progress.next_step()
+            _, _, images, micro_batches = progress.next_step()
             for _ in range(micro_batches):
                 turns = itertools.zip_longest(*[next(batches) for batches in ranks])
                 taken += [key[:2] for keys in turns for key in keys if key and key[2]]
@@ -144,7 +144,7 @@ def test_what_a_process_meets_is_what_its_plan_says(
         met = collections.defaultdict(set)
         while progress.images_seen < end:
             first = progress.images_seen
-            images, micro_batches = progress.next_step()
+            _, _, images, micro_batches = progress.next_step()
             for batch in [next(batches) for _ in range(micro_batches)]:
                 for _, row, weight in batch:
                     if weight:  # a placeholder may be another process's row

@@ -15,7 +15,8 @@ from conftest import replace
 import train_flow
 import train_text_to_image
 import train_unconditional
-from diffusion_training.batches import Prepared
+from diffusion_training.batches import Objective, Prepared
+from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records, measure_images
 from diffusion_training.training.signs import NUMBERS, find_signs, read_metrics
 
@@ -224,15 +225,17 @@ def test_only_the_first_hundred_images_are_looked_at_and_each_is_prepared_once(r
         prepared.append(len(batch["weight"]))
         return prepare(batch)
 
-    def loss(models, prepared, weight):
+    def loss(objective, models, prepared, weight):
         given.append(prepared)
         return (weight * models["unet"].weight).sum()
 
     batches = records.watch([batch_of(np.ones((30, 3, 1, 1)))] * 9)
     optimizer = torch.optim.SGD(models["unet"].parameters())
     measure = records.measure_inputs
+    objective = Objective(counting, None, loss, None, None)
+    step = NextStep(number=0, epoch=0, images=270, micro_batches=9)
     script.train_step(
-        records.accelerator, counting, loss, 0, 1.0, models, optimizer, batches, 9, 0, measure
+        records.accelerator, objective, models, optimizer, batches, step, 0, 1.0, measure
     )
     assert prepared == [30] * 9 and records.num_measured == 120
     assert records.first_images.count.item() == pytest.approx(4)

@@ -38,6 +38,9 @@ def load(tmp_path):
             "dataset_split": "train",
             "seed": 0,
             "cache_dir": str(tmp_path / "cached"),
+            "caption_extension": "txt",  # this and the next two are read with --caption_column
+            "instance_prompt": None,
+            "folder_repeats": False,
         }
         return load_rows(
             argparse.Namespace(**args | {"train_data_dir": str(folder)} | flags), streaming, others

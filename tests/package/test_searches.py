@@ -50,21 +50,25 @@ def find(tmp_path, loss_at, steps=200, low=1e-7, high=1.0):
     """The result of a range test with steps of three images whose loss is `loss_at(rate)`."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
-    seen, batches = [], (i for i in range(10**9))
+    seen, batches, accelerator = [], (i for i in range(10**9)), Accelerator(cpu=True)
 
-    def take_step(models, given, of, micro_batches, data_step):
-        assert models == {"unet": model} and given is optimizer and of is batches
-        seen.append((optimizer.param_groups[0]["lr"], micro_batches, data_step))
+    def take_step(*given):
+        *given, step, seed, max_grad_norm = given
+        assert given == [accelerator, "objective", {"unet": model}, optimizer, batches]
+        assert (seed, max_grad_norm) == (5, 0.5)
+        seen.append((optimizer.param_groups[0]["lr"], step.micro_batches, step.number))
         loss, weight = loss_at(seen[-1][0]) if callable(loss_at) else loss_at[len(seen) - 1]
         sums = {"loss": loss * weight, "weight": weight, "grad_norm": 0.0}
         return {name: torch.tensor(float(value)) for name, value in sums.items()}
 
     args = argparse.Namespace(
-        find_lr_min=low, find_lr_max=high, find_lr_steps=steps, output_dir=str(tmp_path)
-    )
+        find_lr_min=low, find_lr_max=high, find_lr_steps=steps, output_dir=str(tmp_path),
+        seed=5, max_grad_norm=0.5,
+    )  # fmt: skip
     progress = Progress(START, 7, 2, 2)  # steps of 2 and 2, of 2 and 1
-    trained = argparse.Namespace(called={"unet": model}, optimizer=optimizer)
-    said = find_learning_rate(Accelerator(cpu=True), trained, take_step, batches, progress, args)
+    said = find_learning_rate(
+        accelerator, "objective", take_step, {"unet": model}, optimizer, batches, progress, args
+    )
     with pytest.raises(StopIteration):
         next(batches)  # closed, and with it the loader's processes
     return json.loads((tmp_path / "find_lr.json").read_text()), seen, said
@@ -117,6 +121,7 @@ ADAMW = {
     "adam_epsilon": 1e-8,
 }
 ADAMW |= {"adam_beta1": 0.9, "adam_beta2": 0.999}
+STEP = {**ADAMW, "seed": 0, "max_grad_norm": 1.0}
 
 
 class Device:
@@ -129,10 +134,10 @@ class Device:
         )
         self.model = torch.nn.Linear(3, 1)
 
-    def take_step(self, models, optimizer, batches, micro_batches, data_step):
+    def take_step(self, accelerator, objective, models, optimizer, batches, step, *more):
         (batch,) = batches
         self.tried.append(len(batch["weight"]))
-        assert models["unet"] is not self.model and micro_batches == 1
+        assert models["unet"] is not self.model and step.micro_batches == 1
         if len(batch["weight"]) > self.most:
             raise self.error
         models["unet"](batch["pixel_values"]).sum().backward()
@@ -142,9 +147,9 @@ class Device:
 
     def search(self, limit, **flags):
         batch = {"pixel_values": torch.ones(1, 3), "weight": torch.ones(1), "skipped": []}
-        args = argparse.Namespace(gradient_checkpointing=False, use_ema=True, **(ADAMW | flags))
+        args = argparse.Namespace(gradient_checkpointing=False, use_ema=True, **(STEP | flags))
         models = {"unet": self.model}
-        return largest_batch(make_launch(), models, self.take_step, batch, limit, args)
+        return largest_batch(make_launch(), models, None, self.take_step, batch, limit, args)
 
 
 @pytest.mark.parametrize("most, limit, tried", [
@@ -206,11 +211,12 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
         accelerator = argparse.Namespace(num_processes=num_processes, print=accelerator.print)
     args = argparse.Namespace(
         train_batch_size=train_batch_size, total_batch_size=total,
-        gradient_checkpointing=False, use_ema=True, **ADAMW,
+        gradient_checkpointing=False, use_ema=True, **STEP,
     )  # fmt: skip
     models, rows = {"unet": device.model}, np.arange(4, 16)
     launch, step = make_launch(accelerator, accumulation), device.take_step
-    return choose_batch_size(launch, models, step, Rows(), rows, before or {}, args), device
+    found = choose_batch_size(launch, models, None, step, Rows(), rows, before or {}, args)
+    return found, device
 
 
 def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
@@ -246,7 +252,10 @@ def plan(*argv, steps=100, seen=0, before=None):
     )
     state = {"global_step": seen, "data_step": seen, "images_seen": seen, "settings": before or {}}
     rows = range(10**6)
-    planned, progress = plan_run(make_launch(), {}, None, None, rows, Order(rows, 0), state, args)
+    run = argparse.Namespace(read_state=lambda num_images, args: state)
+    order = Order(rows, 0)
+    planned = plan_run(make_launch(), run, {}, None, None, None, rows, order, args)
+    progress = planned.progress
     assert planned.max_train_steps == steps and planned.learning_rate == args.learning_rate
     assert progress.global_step == seen and progress.num_images == 10**6
     assert planned.settings()["lr_warmup_steps"] == planned.lr_warmup_steps

@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import (
     SHAPES,
     assert_same_weights,
@@ -161,7 +162,8 @@ def test_a_cache_holds_each_size_and_its_mask(tmp_path, data, monkeypatch):
 def load(flags):
     reset()
     args = script.parse_args(flags)
-    return script.open_data(script.make_launch(args), open_base(args), None, {}, args)
+    launch = script.make_launch(Accelerator(**script.accelerator_options(args)), args)
+    return script.open_data(launch, open_base(args), None, {}, args)
 
 
 def test_what_a_mask_hides_does_not_move_the_weights(tmp_path, data):
@@ -228,10 +230,10 @@ def test_resuming_with_another_batch_repeats_and_skips_no_image(tmp_path, data, 
         return {**batch, "keys": keys}
 
     def step(*args):
-        *before, batches, micro_batches, data_step, look = args
-        taken = [next(batches) for _ in range(micro_batches)]
+        *before, batches, step, seed, max_grad_norm, look = args
+        taken = [next(batches) for _ in range(step.micro_batches)]
         seen.extend(key for batch in taken for key in batch["keys"] if key[2])
-        return real(*before, iter(taken), micro_batches, data_step, look)
+        return real(*before, iter(taken), step, seed, max_grad_norm, look)
 
     monkeypatch.setattr(CachedLatents, "__getitem__", note)
     monkeypatch.setattr(script, "train_step", step)
@@ -258,12 +260,12 @@ def test_searches_compile_and_samples_work_with_buckets(tmp_path, data):
     given = [*train_flags(tmp_path, models), f"--latents_dir={cache}"]
 
     def step(*args):
-        batches = list(args[7]) if not hasattr(args[7], "gi_frame") else args[7]
+        batches = list(args[4]) if not hasattr(args[4], "gi_frame") else args[4]
         # batches of the search for a batch size, which have the most pixels
         if isinstance(batches, list):
             tried.append(batches[0]["latents_shape"][1:])
             batches = iter(batches)
-        return real(*args[:7], batches, *args[8:])
+        return real(*args[:4], batches, *args[5:])
 
     with pytest.MonkeyPatch.context() as m:
         m.setattr(script, "train_step", step)

@@ -218,7 +218,7 @@ def test_a_change_trains_and_resumes_to_the_same_bits(
 
     def copy_at_step_3(*given):
         """Copy the folder as a kill would leave it: without step 3, with checkpoint-2."""
-        if given[9] == 3 and not (tmp_path / "killed").exists():
+        if given[5].number == 3 and not (tmp_path / "killed").exists():
             shutil.copytree(tmp_path / "out", tmp_path / "killed")
         return step(*given)
 
@@ -334,7 +334,8 @@ def test_a_masked_loss_counts_where_the_mask_is_white(root, tmp_path):
 
         torch.manual_seed(0)
         weight = torch.ones(2) / 2
-        loss = script.compute_loss(args, noise_scheduler, predict, {}, {}, prepared, weight)
+        objective = types.SimpleNamespace(predict=predict)
+        loss = script.compute_loss(args, noise_scheduler, objective, {}, prepared, weight)
         losses.append(loss.item())
     assert losses == [0.0, 0.0]
 
@@ -343,8 +344,8 @@ def test_what_a_change_adds_is_counted_and_only_models_are_trained(root, tmp_pat
     """Operations and memory of a further trained module, and of a network for the loss."""
     seen = {}
 
-    def spy_on_loss(copies, loss, prepared):
-        seen["operations"] = count_flops(copies, loss, prepared)
+    def spy_on_loss(copies, objective, prepared):
+        seen["operations"] = count_flops(copies, objective, prepared)
         return seen["operations"]
 
     def spy_on_memory(models, averaged, frozen, num_processes, optimizer):

@@ -78,7 +78,7 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, flags, monkeypatch):
     train(*flags, "--max_train_steps=8", "--validation_steps=8")
     reset()
     args = script.parse_args(flags)
-    dataset = script.ImageDataset(load_rows(args), 3, args)
+    dataset = script.ImageDataset(load_rows(args), 3, 0, args)
     rows, held = hold_out(Accelerator(cpu=True), dataset, args.holdout, args.seed)
     names = dataset.names()
     # Rows are identified by their file names

@@ -230,8 +230,9 @@ def test_operations_and_memory_are_counted(inputs):
         return models["unet"](prepared.images, times, embeds).sample.sum()
 
     prepared = Prepared(torch.zeros(1, 4, 8, 8), {"prompt_embeds": torch.zeros(1, 8, 32)}, {})
+    objective = argparse.Namespace(loss=loss)
     flops = [
-        count_flops(*copy_shapes(({"unet": unet}, loss), {"unet": unet}), prepared)
+        count_flops(*copy_shapes(({"unet": unet}, objective), {"unet": unet}), prepared)
         for unet in unets
     ]
     assert flops[0] == flops[1] > 0

@@ -55,7 +55,6 @@ import precompute_latents as single
 import precompute_latents_ray as script
 from diffusion_training.cluster import remote_rows
 from diffusion_training.data.rows import load_rows
-from diffusion_training.standalone import make_standalone
 
 NUM_ROWS, ROWS_PER_SHARD, ROWS_PER_PART = 26, 8, 4
 # The modules that the script sends to its workers
@@ -413,14 +412,14 @@ def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, f
 def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(
     tmp_path, flags, whole, driver
 ):
-    """Ray really runs it, from a single file with another name in another folder.
+    """Ray really runs it, from a copy with another name in another folder.
 
     So workers can only import modules that were sent to them.
     """
-    (tmp_path / "mine.py").write_text(make_standalone(ROOT / "precompute_latents_ray.py"))
+    shutil.copy(ROOT / "precompute_latents_ray.py", tmp_path / "mine.py")
     command = [sys.executable, tmp_path / "mine.py", *flags, f"--address={driver.address}"]
     command += ["--num_encoders=2", "--num_transform_cpus=1"]
-    env = {**os.environ, "PYTHONPATH": CHILDREN}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHILDREN), str(ROOT)])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd="/", env=env, **pipes) as alone:
         output = f"--output_dir={tmp_path / 'two'}"

@@ -9,7 +9,7 @@ from conftest import checkpoints, finish, make_images, reset, start
 
 import train_unconditional as script
 from diffusion_training.training.replicas import check_replicas, list_replicas, sum_bits
-from diffusion_training.training.trained import Trained
+from diffusion_training.training.state import Training
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 
@@ -50,14 +50,14 @@ def test_a_weight_or_an_average_that_changes_in_one_process_ends_the_run(
     """At step 3, in the second process. The checkpoint of step 2 stays, and the run resumes."""
 
     def run():
-        advance = Trained.advance
+        advance = Training.advance
 
-        def corrupted(self, global_step):
-            advance(self, global_step)
-            if part and global_step == 3 and os.environ["RANK"] == "1":
+        def corrupted(self, *given):
+            advance(self, *given)
+            if part and self.step == 3 and os.environ["RANK"] == "1":
                 flip_bit(getattr(self, part)["unet"].conv_out.weight)
 
-        Trained.advance = corrupted
+        Training.advance = corrupted
         reset()
         script.main(script.parse_args(flags))
 

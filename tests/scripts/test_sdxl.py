@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import (
     ROOT,
     assert_same_weights,
@@ -37,12 +38,12 @@ from diffusion_training.data.images import make_time_ids
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents import source
+from diffusion_training.latents import encoding
 from diffusion_training.latents.cache import fingerprint_cache
 from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.latents.source import open_data
-from diffusion_training.launch import make_launch
+from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import step_seed
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -131,9 +132,9 @@ def given(monkeypatch):
     """[(latents, condition)] that the U-Net gets in every micro-batch."""
     seen, compute_loss = [], script.compute_loss
 
-    def watched(args, noise_scheduler, predict, frozen, models, prepared, weight):
+    def watched(args, noise_scheduler, objective, models, prepared, weight):
         seen.append((prepared.images, prepared.condition))
-        return compute_loss(args, noise_scheduler, predict, frozen, models, prepared, weight)
+        return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
     monkeypatch.setattr(script, "compute_loss", watched)
     return seen
@@ -413,7 +414,8 @@ def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
         )
         reset()
         args = script.parse_args([*flags, model, "--mixed_precision=no"])
-        assert open_data(make_launch(args), open_base(args), None, {}, args).resolution == side
+        launch = make_launch(Accelerator(**accelerator_options(args)), args)
+        assert open_data(launch, open_base(args), None, {}, args).resolution == side
     precompute(
         *flags,
         f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}",
@@ -436,7 +438,7 @@ def test_a_vae_that_overflows_stays_in_float32(tmp_path, flags, images, force_up
         dtypes.append(encoders.vae.dtype)
         return encode_images(encoders, pixel_values)
 
-    for module in (precompute_latents, source):
+    for module in (precompute_latents, encoding):
         monkeypatch.setattr(module, "encode_images", watched)
     make_cache(tmp_path, "--mixed_precision=bf16")
     assert len(dtypes) >= 2

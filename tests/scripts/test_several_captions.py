@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import MODELS, make_images, make_models, make_sdxl, metrics, replace, reset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.encoding import encode_batch
 from diffusion_training.latents.source import open_data
-from diffusion_training.launch import make_launch
+from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import Order, draw_caption, step_batches
 from diffusion_training.training.progress import Progress
 
@@ -89,7 +90,8 @@ def read_prompts(family, *argv):
     """The trainer's inputs for the captions of KEYS, in order: {name: tensor}."""
     reset()
     args = replace(script.parse_args([str(arg) for arg in argv]), model_family=family)
-    data = open_data(make_launch(args), open_base(args), None, {}, args)
+    launch = make_launch(Accelerator(**accelerator_options(args)), args)
+    data = open_data(launch, open_base(args), None, {}, args)
     found = []
     for key in KEYS:
         batch = data.dataset[[key]]
@@ -197,14 +199,14 @@ def test_wherever_a_run_goes_on_an_image_gets_the_caption_of_its_epoch(
         ]
         while progress.images_seen < 5 * count and most:
             most -= 1
-            for _ in range(progress.next_step()[1]):
+            for _ in range(progress.next_step().micro_batches):
                 for keys in map(next, ranks):
                     seen += [
                         (epoch, row, draw_caption(seed, epoch, row, weights, there[row]))
                         for epoch, row, weight in keys
                         if weight
                     ]
-            progress.advance(progress.next_step()[0], stepped=True)
+            progress.advance(progress.next_step().images, stepped=True)
         return seen, progress.state()
 
     begin = {"global_step": 0, "data_step": 0, "images_seen": 0}

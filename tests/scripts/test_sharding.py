@@ -43,7 +43,8 @@ import train_text_to_image
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.launch import Launch
 from diffusion_training.models import start_average, update_ema
-from diffusion_training.training import checkpoints, sharding, trained
+from diffusion_training.training import checkpoints, sharding
+from diffusion_training.training import state as training_state
 from diffusion_training.training.costs import count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -173,7 +174,7 @@ def forbid_reading(model_class):
 
     if os.environ["RANK"] != "0":
         model_class.from_pretrained = None
-        trained.shard = shard_empty
+        training_state.shard = shard_empty
 
 
 def send_signal(scheduler, number, script, *argv):

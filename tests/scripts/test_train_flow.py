@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from accelerate import Accelerator
 from conftest import (
     MODELS,
     PRX,
@@ -146,7 +147,8 @@ def open_data(argv):
     """The data of a run."""
     reset()
     args = script.parse_args([str(arg) for arg in argv])
-    return script.open_data(script.make_launch(args), open_base(args), None, {}, args)
+    launch = script.make_launch(Accelerator(**script.accelerator_options(args)), args)
+    return script.open_data(launch, open_base(args), None, {}, args)
 
 
 def refused(capfd, *argv):
@@ -453,11 +455,11 @@ def loss_of(argv, model, latents, shift=1.0, weight=None, **inputs):
         "prompt_mask": torch.ones(len(latents), 1).bool(),
     }
     weight = torch.full((len(latents),), 1 / len(latents)) if weight is None else weight
-    predict = partial(script.predict_velocity, FAMILIES["prx"])
+    objective = Namespace(predict=partial(script.predict_velocity, FAMILIES["prx"]))
     prepared = Prepared(latents, condition, inputs)
     models = {"transformer": model}
     return script.compute_loss(
-        args, lambda height, width: shift, predict, {}, models, prepared, weight
+        args, lambda height, width: shift, objective, models, prepared, weight
     )
 
 
@@ -553,9 +555,11 @@ def test_a_step_stays_on_its_device():
             [f"--weighting_scheme={scheme}"], models["transformer"], *prepared, weight=weight
         )
         batches = iter([{"weight": weight}])
+        objective = Namespace(prepare=lambda batch: [latents], loss=loss)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         sums = script.train_step(
-            accelerator, lambda batch: [latents], loss, 0, 1.0, {"transformer": model},
-            torch.optim.SGD(model.parameters(), 0.1), batches, 1, 0,
+            accelerator, objective, {"transformer": model}, optimizer, batches,
+            script.NextStep(0, epoch=0, images=2, micro_batches=1), 0, 1.0,
         )  # fmt: skip
         assert sums.keys() == {"loss", "weight", "grad_norm"}
         assert all(value.is_meta for value in sums.values())
@@ -819,7 +823,7 @@ def test_models_on_the_hub_are_read_as_the_flags_say(monkeypatch):
         "check_denoiser": lambda *args: [],
         "freeze_unreached": lambda *args: None,
     }.items():
-        monkeypatch.setattr(script, name, value)
+        patch(monkeypatch, name, value)
     monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "from_pretrained", load_scheduler)
     tried = []
     monkeypatch.setattr(script, "try_sampler", lambda *given, **options: tried.append(given))
@@ -852,7 +856,7 @@ def test_samples_are_drawn_one_by_one(monkeypatch):
     """In a batch, the longest caption would change the others' samples."""
     families = [family for family in FAMILIES.values() if family.script == "train_flow.py"]
     counts = []
-    monkeypatch.setattr(script, "draw_samples", lambda *given: counts.append(given[3]))
+    monkeypatch.setattr(script, "draw_prompts", lambda *given: counts.append(given[3]))
     for family in families:
         data, settings = Namespace(family=family), Namespace(train_batch_size=4)
         script.log_validation(None, None, data, 0, None, settings)
@@ -922,7 +926,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
         ),
         (
             ["--latents_dir=x", "--pretrained_model_name_or_path=p", "--output_kohya_format"],
-            "is for U-Nets",
+            "there is no flag --output_kohya_format",
         ),
         (["--latents_dir=x", "--pretrained_model_name_or_path=p", "--logit_std=0"], "--logit_std"),
         (

@@ -47,8 +47,8 @@ from train_unconditional import main, parse_args
 take_step = train_unconditional.train_step
 
 def note(*args):
-    *before, batches, micro_batches, data_step, look = args
-    taken = [next(batches) for _ in range(micro_batches)]
+    *before, batches, step, seed, max_grad_norm, look = args
+    taken = [next(batches) for _ in range(step.micro_batches)]
     rows = [
         int(image.float().mean()) // 20
         for batch in taken
@@ -56,11 +56,11 @@ def note(*args):
         if weight
     ]
     ranks = {name: os.environ.get(name) for name in ("MASTER_PORT", "WORLD_SIZE")}
-    line = json.dumps({"step": data_step, "rows": rows, "pid": os.getpid(), **ranks})
+    line = json.dumps({"step": step.number, "rows": rows, "pid": os.getpid(), **ranks})
     with open(os.environ["NOTES"], "a") as notes:
         notes.write(line + "\\n")
     time.sleep(float(os.environ.get("PACE", "0")))
-    return take_step(*before, iter(taken), micro_batches, data_step, look)
+    return take_step(*before, iter(taken), step, seed, max_grad_norm, look)
 
 train_unconditional.train_step = note
 

@@ -1077,9 +1077,9 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
 def test_training_goes_on_with_dropout_after_samples(tmp_path, cached, monkeypatch):
     training, compute_loss = [], script.compute_loss
 
-    def watched(args, noise_scheduler, predict, frozen, models, prepared, weight):
+    def watched(args, noise_scheduler, objective, models, prepared, weight):
         training.append(models["unet"].training)
-        return compute_loss(args, noise_scheduler, predict, frozen, models, prepared, weight)
+        return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
     monkeypatch.setattr(script, "compute_loss", watched)
     train(

@@ -522,12 +522,12 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
     (tmp_path / "images/7.png").write_bytes(b"not an image")
     compute_loss = script.compute_loss
 
-    def recording(args, noise_scheduler, predict, frozen, models, prepared, weight):
+    def recording(args, noise_scheduler, objective, models, prepared, weight):
         means = prepared.images.mean(dim=(1, 2, 3))
         levels = ((means + 1) * 127.5 / 20).floor()[weight > 0].tolist()
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps([levels, weight.tolist(), torch.initial_seed()]) + "\n")
-        return compute_loss(args, noise_scheduler, predict, frozen, models, prepared, weight)
+        return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
     monkeypatch.setattr(script, "compute_loss", recording)
     pids = start(
@@ -587,7 +587,7 @@ def test_learning_rate_follows_the_curve_in_optimizer_steps(
 def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
     """One step of 5 images in micro-batches of 2, 2 and 1 has the gradient of one batch of 5."""
 
-    def plain(args, noise_scheduler, predict, frozen, models, prepared, weight):
+    def plain(args, noise_scheduler, objective, models, prepared, weight):
         return (weight * models["unet"](prepared.images, 5).sample.mean((1, 2, 3))).sum()
 
     monkeypatch.setattr(script, "compute_loss", plain)
@@ -738,7 +738,7 @@ def images_of(tmp_path):
         args = script.parse_args(
             [f"--train_data_dir={tmp_path / folder}", "--resolution=16", *argv]
         )
-        return script.ImageDataset(load_rows(args), channels, args)
+        return script.ImageDataset(load_rows(args), channels, 0, args)
 
     return images_of
 
@@ -935,9 +935,9 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
 def test_training_goes_on_with_dropout_after_samples(tmp_path, flags, monkeypatch):
     training, compute_loss = [], script.compute_loss
 
-    def watched(args, noise_scheduler, predict, frozen, models, *others):
+    def watched(args, noise_scheduler, objective, models, *others):
         training.append(models["unet"].training)
-        return compute_loss(args, noise_scheduler, predict, frozen, models, *others)
+        return compute_loss(args, noise_scheduler, objective, models, *others)
 
     monkeypatch.setattr(script, "compute_loss", watched)
     train(*flags, "--no-use_ema", "--validation_steps=1", "--max_train_steps=3")

@@ -92,11 +92,11 @@ def test_a_range_test_trains_at_rates_that_grow(tmp_path, flags, monkeypatch, ca
     """The test uses the real optimizer and real steps, and its weights move."""
     seen, train_step = [], script.train_step
 
-    def recording(accelerator, prepare, loss, seed, max_grad_norm, models, optimizer, *rest):
+    def recording(accelerator, objective, models, optimizer, *rest):
         norm = sum(
             weight.detach().double().square().sum() for weight in models["unet"].parameters()
         ).item()
-        sums = train_step(accelerator, prepare, loss, seed, max_grad_norm, models, optimizer, *rest)
+        sums = train_step(accelerator, objective, models, optimizer, *rest)
         mean_loss = (sums["loss"] / sums["weight"]).item()
         seen.append((optimizer.param_groups[0]["lr"], mean_loss, norm))
         return sums
@@ -124,12 +124,12 @@ class FullMemory:
         self.trials, self.compute_loss, self.most = [], script.compute_loss, most
         monkeypatch.setattr(script, "compute_loss", self)
 
-    def __call__(self, args, noise_scheduler, predict, frozen, models, prepared, weight):
+    def __call__(self, args, noise_scheduler, objective, models, prepared, weight):
         count = len(prepared.images)
         self.trials.append(count)
         if count > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return self.compute_loss(args, noise_scheduler, predict, frozen, models, prepared, weight)
+        return self.compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
 
 def settings(folder):

@@ -1,0 +1,385 @@
+"""The state of a training run: models with averages, optimizer, position, records, signal."""
+
+import contextlib
+import importlib.metadata
+import platform
+import shutil
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from accelerate.utils import gather_object
+
+from diffusion_training import __version__
+from diffusion_training.batches import Models, Objective, StepSums
+from diffusion_training.errors import fail
+from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
+from diffusion_training.models import checkpoint_gradients, put_on_device, start_average, update_ema
+from diffusion_training.training.best import keep_best
+from diffusion_training.training.card import save_model_card
+from diffusion_training.training.checkpoints import (
+    find_checkpoints,
+    load_checkpoint,
+    load_start,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from diffusion_training.training.costs import Costs, count_disk, describe_trained
+from diffusion_training.training.held_out import describe_held_out, log_held_out_loss
+from diffusion_training.training.metadata import name_readers
+from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
+from diffusion_training.training.progress import NextStep, format_duration
+from diffusion_training.training.records import Records
+from diffusion_training.training.replicas import check_replicas
+from diffusion_training.training.report import About, Description, save_report
+from diffusion_training.training.run_folder import Run, begin_run, end_run
+from diffusion_training.training.samples import samples_path
+from diffusion_training.training.sharding import gather_model, shard
+from diffusion_training.training.tuning import Plan
+
+DescribeModel: TypeAlias = Callable[[About, Namespace], Description]
+Every: TypeAlias = tuple[int | None, int | None]  # (steps, epochs); see `Training.is_due`
+SaveResult: TypeAlias = Callable[
+    [Models, Path], None
+]  # writes the models as a result, into a folder
+
+
+def draws_samples(args: Namespace) -> bool:
+    """Whether there are samples to draw: only an unconditional model needs no prompt."""
+    is_unconditional = "validation_prompts" not in args
+    return is_unconditional or bool(args.validation_prompts and args.num_validation_images)
+
+
+class Training:
+    """The state of a run. The loop, which says what happens when, is in each trainer's `main`.
+
+    All processes call all methods, because most of them wait for the others.
+
+    models: {name: model} that are trained; each is averaged, and saved in a folder of its name.
+        What is trained is in float32, as are its averages and gradients: autocast only lowers the
+        precision of computations.
+    averaged: {name: its average}; empty without --use_ema.
+    progress: the position in the run and in the data.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        run: Run,
+        plan: Plan,
+        models: Models,
+        objective: Objective,
+        dataset: Any,
+        held_out: dict[int, int],
+        args: Namespace,
+        lora_metadata: dict[str, str] | None = None,
+    ) -> None:
+        """Put the models on the device, make averages and optimizer, and load the checkpoint.
+
+        Call it before Accelerate wraps the models.
+
+        held_out: see `hold_out`. args: see `complete_args`. lora_metadata: see `save_lora`.
+        """
+        self.launch = launch
+        self.run = run
+        self.models = models
+        self.objective = objective
+        self.dataset = dataset
+        self.held_out = held_out
+        self.args = args
+        self.lora_metadata = lora_metadata
+        self.progress = plan.progress
+        self.begun_at = time.monotonic()  # in seconds
+        self.first_step = plan.progress.global_step
+        self.has_folder = False
+        # `data_step` at the last update of the records, and at the last checkpoint
+        self.updated_at = self.saved_at = plan.progress.data_step
+        # what a checkpoint records, for a resumed run to compare
+        self.recorded = {
+            **vars(args),
+            "num_processes": launch.num_processes,
+            "num_images": plan.progress.num_images,
+            "data": dataset.fingerprint,
+            **describe_held_out(launch.accelerator, dataset, held_out, args.holdout),
+        }
+        if launch.is_main and not args.find_lr:  # --find_lr saves nothing
+            check_free_space(models, args)
+        if not launch.shard:
+            for model in models.values():
+                put_on_device(model, launch.device)
+        self.averaged = start_average(models) if args.use_ema else {}
+        if launch.shard:  # before the optimizer, so that it gets the parts
+            for model in self.saved.values():
+                shard(model, launch.device)
+        if args.gradient_checkpointing:
+            checkpoint_gradients(models)
+        self.optimizer = make_optimizer(models, launch.accelerator.scaler, args)
+        if run.checkpoint:
+            load_checkpoint(
+                launch.accelerator, run.checkpoint, self.saved, self.optimizer, plan.state,
+                self.recorded,
+            )  # fmt: skip
+        elif run.start:
+            load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
+        self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)
+        averaged, optimizer = self.averaged, args.optimizer
+        self.costs = Costs(launch, models, averaged, objective, optimizer, args.allow_tf32)
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps taken."""
+        return self.progress.global_step
+
+    @property
+    def saved(self) -> Models:
+        """The models that a checkpoint holds."""
+        return self.models | {f"{name}_ema": model for name, model in self.averaged.items()}
+
+    def best(self, name: str) -> torch.nn.Module:
+        """The model that samples are drawn from: the average, if there is one."""
+        return self.averaged.get(name, self.models[name])
+
+    # ---- before the loop
+
+    def begin(self) -> None:
+        """Start the records and trackers, and train the models from now on.
+
+        A signal then stops the run after its step.
+        """
+        launch = self.launch
+        self.records = Records(
+            launch.accelerator, self.step, self.dataset.num_left_out, self.run.checkpoint,
+            self.args, self.models, self.costs, self.objective,
+        )  # fmt: skip
+        self.stop_signal = StopSignal(launch.num_processes, launch.shard)
+        self.stop_signal.agree()  # one may have come before
+        for model in self.models.values():
+            model.train()
+
+    def starts_with_samples(self, every: Every, is_pretrained: bool) -> bool:
+        """Whether samples are due before the first step.
+
+        A pretrained model is shown as it is before the training, for comparison. A resumed run
+        draws the samples that a kill prevented.
+        """
+        if not self.continues():
+            return False
+        if self.run.checkpoint is None:
+            return is_pretrained and self.args.validate_first
+        # ask the first process: other machines may have an --output_dir of their own
+        has_samples = samples_path(self.args.output_dir, self.step).exists()
+        return self.is_due(*every) and not gather_object([has_samples])[0]
+
+    # ---- in the loop
+
+    def continues(self) -> bool:
+        """Whether steps are left, and no signal has come."""
+        return self.step < self.args.max_train_steps and not self.stop_signal.agreed
+
+    def advance(self, step: NextStep, sums: StepSums) -> None:
+        """Count a step that was taken, and ask all processes whether a signal has come.
+
+        Update averages and learning rate too, except after an fp16 overflow, when the optimizer
+        has skipped the step and the scaler lowers its scale.
+        """
+        stepped = not self.launch.accelerator.optimizer_step_was_skipped
+        self.progress.advance(step.images, stepped)
+        if stepped:
+            self.records.add(sums, step.images, step.epoch, self.lr_scheduler.get_last_lr()[0])
+            if self.averaged:
+                update_ema(self.averaged, self.models, self.step, self.args)
+            self.lr_scheduler.step()
+        self.claim_folder()
+        self.stop_signal.agree()
+
+    def is_due(self, steps: int | None, epochs: int | None = None) -> bool:
+        """Whether something is due that comes every `steps` steps or, if None, `epochs` epochs."""
+        return self.progress.is_due(steps, epochs)
+
+    def log(self) -> None:
+        """Write a record of the steps since the last one. This waits for the device.
+
+        Call it before `save_checkpoint`, which reads the same sums.
+        """
+        self.update_records(log=True)
+
+    def update_records(self, log: bool) -> None:
+        """Wait for the device and check the loss, only once in a step. log: write a record."""
+        if self.updated_at != self.progress.data_step:
+            self.updated_at = self.progress.data_step
+            self.records.update(self.step, log, self.step == self.args.max_train_steps)
+
+    def save_checkpoint(self) -> None:
+        """Write checkpoint-N, if this step has none. After the last step, write its record first.
+
+        Stops with an error if the loss is not finite, or the processes' weights differ.
+        """
+        progress = self.progress
+        if self.saved_at == progress.data_step:
+            return
+        self.saved_at = progress.data_step
+        self.update_records(log=self.step == self.args.max_train_steps and progress.stepped)
+        with self.paused():
+            accelerator = self.launch.accelerator
+            state = progress.state() | {"settings": self.recorded}
+            if not self.launch.shard:
+                check_replicas(accelerator, self.models, self.averaged, self.step)
+            save_checkpoint(
+                accelerator, self.saved, self.optimizer, state, self.args.output_dir,
+                self.lora_metadata,
+            )  # fmt: skip
+            self.prune()
+            if self.run.copies:
+                self.run.copies.wake()
+
+    def prune(self) -> None:
+        """Delete the oldest checkpoints beyond the limit."""
+        saved = Path(self.args.output_dir, f"checkpoint-{self.step}")
+        if self.run.copies:
+            self.run.copies.prune(saved)
+        elif self.launch.is_main:
+            prune_checkpoints(saved, self.args.checkpoints_total_limit)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside, for saving and sampling, from images per second.
+
+        What is inside writes files, so an earlier run's are replaced first.
+        """
+        self.claim_folder()
+        with self.records.paused():
+            yield
+
+    def claim_folder(self) -> None:
+        """Before the first file is written, remove what an earlier run has left."""
+        if self.has_folder:
+            return
+        self.has_folder = True
+        if self.launch.is_main:
+            begin_run(self.run, Path(self.args.output_dir))
+        self.records.begin()
+        if self.run.copies:
+            self.run.copies.begin(self.run.reached)
+
+    # ---- results
+
+    def is_complete(self) -> bool:
+        """After the loop: whether no signal has stopped the run."""
+        return not self.stop_signal.agreed
+
+    def gather_best(self) -> Models:
+        """Gather the models to save as a result on the first process."""
+        return {name: gather_model(self.best(name)) for name in self.models}
+
+    def save_result(self, save: SaveResult) -> None:
+        """Write the result for other programs, on the first process."""
+        self.update_records(log=False)
+        with self.paused():
+            best = self.gather_best()
+            if self.launch.is_main:
+                save(best, Path(self.args.output_dir))
+
+    def measure_held_out(self) -> None:
+        """Measure and record the held-out loss, if images are held out."""
+        models = {"held_out_loss": self.models}
+        if self.averaged:
+            models["held_out_loss_ema"] = self.averaged
+        log_held_out_loss(
+            self.launch, self.records, self.dataset, self.held_out, models, self.objective,
+            self.stop_signal, self.step,
+        )  # fmt: skip
+
+    def keep_best(self, save: SaveResult) -> None:
+        """With --save_best, write best/ if the held-out loss is the lowest so far."""
+        if self.args.save_best:
+            best = partial(save, self.gather_best())
+            if self.launch.is_main:
+                output_dir = Path(self.args.output_dir)
+                keep_best(output_dir, self.records.held_out, self.step, best)
+
+    def report(self, describe: DescribeModel) -> None:
+        """Write report.html, with samples and curves so far; agree whether a signal has come."""
+        if self.launch.is_main:
+            launcher = "accelerate launch" if is_launched() else "python"
+            facts = self.list_facts()
+            save_report(self.run.script, describe, self.step, self.args, facts, launcher)
+        if self.run.copies:
+            self.run.copies.wake()
+        self.stop_signal.agree()
+
+    def list_facts(self) -> dict[str, str]:
+        """Facts about the run for the report, besides its flags."""
+        since = f" since step {self.first_step}" if self.first_step else ""
+        images = f"{self.progress.images_per_step} per step"
+        if self.progress.num_images < sys.maxsize:  # a stream has no epochs
+            images = f"{self.progress.num_images:,}, {images}"
+        libraries = ("torch", "diffusers", "transformers", "accelerate")
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
+        python = f"Python {platform.python_version()}"
+        return {
+            "processes": self.launch.describe(),
+            "memory in use": self.costs.describe().partition(": ")[2],
+            "time": f"{format_duration(time.monotonic() - self.begun_at)}{since}",
+            "images": images,
+            "trained": describe_trained(self.models),
+            "versions": ", ".join([f"diffusion_training {__version__}", python, *versions]),
+        }
+
+    # ---- the end
+
+    def end(self, name: str, files: list[str], describe: DescribeModel) -> None:
+        """End the run: model card, upload, last words. After a signal, exit with its status.
+
+        name: "pipeline" or "LoRA". files: patterns of its files, to upload.
+        """
+        args = self.args
+        accelerator = self.launch.accelerator
+        stop = self.stop_signal.agreed
+        if args.checkpoints_to:
+            if self.run.copies and self.has_folder:  # they have begun
+                self.run.copies.finish()
+            accelerator.wait_for_everyone()  # else torch ends the first process too
+        self.stop_signal.close()
+        if stop:
+            end_stopped(accelerator, stop, self.step, args.max_train_steps)
+        self.prune()  # a kill may have prevented it
+        if self.launch.is_main:
+            save_model_card(self.step, describe, args)
+        samples = "samples/"
+        if not draws_samples(args):
+            has_prompts = bool(args.validation_prompts)
+            why = "--num_validation_images 0" if has_prompts else "no --validation_prompts"
+            samples = f"no samples ({why})"
+        duration = format_duration(time.monotonic() - self.begun_at)
+        done = f"Done in {duration}: {name}, {samples} and report.html are in {args.output_dir}"
+        if readers := name_readers(args, for_unet="unet" in self.models):
+            done += f". {readers.replace('`', '')}"
+        report = Path(args.output_dir, "report.html")
+        done += (
+            f"\nNext: open {report} in a browser. It has the samples, and code that uses the {name}"
+        )
+        end_run(self.launch, self.run, done, files, args)
+
+
+def check_free_space(models: Models, args: Namespace) -> None:
+    """Stop with an error if --output_dir has no room for the checkpoints and the result.
+
+    There are up to two checkpoints, because the next one is written before an old one is deleted,
+    and with --checkpoints_to a third that is being copied. Existing ones need no more room.
+    """
+    checkpoint, result = count_disk(models, args.use_ema, args.optimizer)
+    most = 3 if args.checkpoints_to else 2
+    count = max(1, most - len(find_checkpoints(args.output_dir)))
+    needed = count * checkpoint + result
+    free = shutil.disk_usage(args.output_dir).free
+    if free < needed:
+        what = ("a checkpoint", "two checkpoints", "three checkpoints")[count - 1]
+        fail(
+            f"--output_dir {args.output_dir} has {free / 1e9:.3g} GB free, and {what} and the "
+            f"result take {needed / 1e9:.3g} GB: make room, or choose another folder"
+        )
