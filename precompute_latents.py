@@ -103,7 +103,7 @@ from diffusion_training.latents.cache import (
     open_cache,
     writing_shard,
 )
-from diffusion_training.latents.columns import checksum_row, group_by_checksum
+from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, group_by_checksum
 from diffusion_training.latents.encoders import (
     describe_latents,
     describe_models,
@@ -324,7 +324,7 @@ def describe_encoders(
     latents = describe_latents(family, vae, resolution, kind)
     empty_prompt = encode_empty_prompt(encoders, base)
     settings = {
-        "format_version": 2,  # version 1 had no row checksums
+        "format_version": FORMAT_VERSION,
         "keys": KEYS,
         **describe_models(encoders),
         "latents": kind,

@@ -432,7 +432,7 @@ class RowDataset(torch.utils.data.Dataset):
 
     sizes: Any = None  # of each row, int [rows, 2], if they differ
     num_left_out = 0  # images that could not be decoded when they were cached
-    holds = "images"  # what the second hash of `digest` covers
+    holds = "images"  # what `digest` covers
 
     def __init__(self, images: ImageRows, source: str, shuffle_buffer: int = 0) -> None:
         self.rows, self.column, _ = images
@@ -456,27 +456,15 @@ class RowDataset(torch.utils.data.Dataset):
             paths = [paths[i] for i in self.rows._indices.column(0).to_pylist()]
         return [name_image(row, {"path": path}, self.source) for row, path in enumerate(paths)]
 
-    def digest(self, row: int) -> tuple[str, str]:
-        """Hashes of a row: of all its content, and of its image alone.
-
-        If the row has only the path of an image, the file is read.
-        """
-        digest = xxhash.xxh3_128()
-        digest_of_image = xxhash.xxh3_128()
-        for name, value in self.rows[row].items():
-            if isinstance(value, dict) and "pixels" in value:
-                value = value["pixels"].numpy().tobytes()
-            elif isinstance(value, dict):
-                data = value["bytes"]
-                path = value["path"]
-                # the file may be gone, or the path may be only a name for the bytes
-                with suppressing_row_errors():
-                    if data is None or "size" in value:
-                        with fsspec.open(path) as file:
-                            data = file.read()
-                value = data or path
-            content = value if isinstance(value, bytes) else repr(value).encode()
-            digest.update(content)
-            if name == self.column:
-                digest_of_image.update(content)
-        return digest.hexdigest(), digest_of_image.hexdigest()
+    def digest(self, row: int) -> str:
+        """A hash of a row's image. If the row has only its path, the file is read."""
+        image = self.rows[row][self.column]
+        if "pixels" in image:
+            return xxhash.xxh3_128_hexdigest(image["pixels"].numpy().tobytes())
+        data = image["bytes"]
+        # the file may be gone, or the path may be only a name for the bytes
+        with suppressing_row_errors():
+            if data is None or "size" in image:
+                with fsspec.open(image["path"]) as file:
+                    data = file.read()
+        return xxhash.xxh3_128_hexdigest(data or repr(image["path"]).encode())

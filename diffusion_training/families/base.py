@@ -117,7 +117,6 @@ class Family:
     needs_lengths = False  # does `predict` read prompt_lengths?
     needs_sizes = False  # does the denoiser take the image's original size and crop?
     has_clip_skip = False
-    named_in_cache = True  # does cache.json name the family? False for sd and sdxl
     features: tuple[str, ...] = ("ragged embeddings",)  # those that a reader of its caches needs
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
     precision = "bfloat16"  # that the model card uses on a GPU

@@ -129,11 +129,9 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
         )
     about = os.stat(source)
     place = xxhash.xxh3_64_hexdigest(repr([os.path.realpath(source), config]).encode())
-    key = [about.st_size, about.st_mtime_ns, diffusers.__version__]
-    key += [path.read_text() for path in sorted(Path(config or os.devnull).rglob("*.json"))]
     objective = family.read_objective(names, header)
-    if objective:  # older versions ignored it, so their folders must not be used
-        key += [objective]
+    key = [about.st_size, about.st_mtime_ns, diffusers.__version__, objective]
+    key += [path.read_text() for path in sorted(Path(config or os.devnull).rglob("*.json"))]
     root = Path(cache_dir or HF_HOME) / "single_files"
     prefix = f"{Path(source).stem}-{place}-"
     folder = root / f"{prefix}{xxhash.xxh3_64_hexdigest(repr(key).encode())}"

@@ -46,7 +46,6 @@ class StableDiffusion(Family):
     masked = False
     ragged = False
     has_clip_skip = True
-    named_in_cache = False
     features: tuple[str, ...] = ()
     precision = "float16"  # which all GPUs support
     samples_one_by_one = False

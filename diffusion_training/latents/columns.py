@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from diffusion_training.families.known import FAMILIES
 
-BY_COLUMNS = "records by columns"
+FORMAT_VERSION = 4  # of cache.json
 # Files of the embeddings that replace a dropped caption
 EMPTY = {"prompt_embeds": "empty_prompt", "pooled_prompt_embeds": "empty_pooled"}
 
@@ -90,7 +90,7 @@ EXTRA_COLUMNS: tuple[Column, ...] = ()
 
 def list_columns(cache: dict) -> list[Column]:
     """The columns of numbers in a cache; cache: the content of cache.json."""
-    features = cache.get("features", [])
+    features = cache["features"]
     num_captions = count_captions(cache)
     captions: dict[str, Any] = {"is_of_caption": True, "num_values": num_captions}
     # padding is not stored
@@ -136,14 +136,14 @@ def name_feature(column: Column) -> str:
 
 def list_features() -> set[str]:
     """The features that this version can read, beyond a plain cache of Stable Diffusion."""
-    features = {"ragged latents", "masks", "captions", BY_COLUMNS}
+    features = {"ragged latents", "masks", "captions"}
     features |= {name_feature(column) for column in EXTRA_COLUMNS}
     return features.union(*(family.features for family in FAMILIES.values()))
 
 
 def count_captions(cache: dict) -> int:
     """How many captions each row of a cache can hold."""
-    if "captions" not in cache.get("features", []):
+    if "captions" not in cache["features"]:
         return 1
     return len(cache["transform"]["caption_weights"])
 
@@ -176,7 +176,7 @@ def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
     embeddings = {**cache, "text_cache": "embeddings"}
     sizes = {"ids": count_bytes(ids, tokens)[1], "embeddings": count_bytes(embeddings, tokens)[1]}
     if tokens is not None:
-        plain = [name for name in cache.get("features", []) if name != "ragged embeddings"]
+        plain = [name for name in cache["features"] if name != "ragged embeddings"]
         padded = count_bytes({**embeddings, "features": plain})[1]
         sizes["embeddings with padding"] = padded
     return sizes
@@ -189,7 +189,7 @@ def describe_size(
 
     compare: add the size of captions with each --text_cache.
     """
-    features = cache.get("features", [])
+    features = cache["features"]
     # no size has more pixels than the square
     about = "up to " if "ragged latents" in features else ""
     if "ragged embeddings" in features:

@@ -253,8 +253,9 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
     family = encoders.family
     vae = encoders.vae
     described: dict[str, Any] = {
+        "model_family": family.name,
         "vae": {"class": type(vae).__name__, "sha256": hash_weights(vae)}
-        | family.describe_scale(vae)
+        | family.describe_scale(vae),
     }
     parts = zip(family.suffixes, encoders.text_encoders, encoders.tokenizers, strict=True)
     for suffix, text_encoder, tokenizer in parts:
@@ -266,8 +267,6 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
             text["clip_skip"] = encoders.clip_skip
         described[f"text_encoder{suffix}"] = text
         described[f"tokenizer{suffix}"] = describe_tokenizer(tokenizer)
-    if family.named_in_cache:
-        described["model_family"] = family.name
     return described
 
 

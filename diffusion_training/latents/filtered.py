@@ -16,7 +16,6 @@ from diffusion_training.errors import amount, explained, fail, in_one_sentence
 from diffusion_training.files import clean, delete, lock_folder, write_file
 from diffusion_training.latents.cache import finish_cache, writing_shard
 from diffusion_training.latents.columns import (
-    BY_COLUMNS,
     EMPTY,
     checksum_row,
     group_by_checksum,
@@ -43,9 +42,6 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     # drops other columns, such as one that was added to choose rows
     schema = next(batch.schema for _, batch in opened.shards)
     cache = {name: value for name, value in opened.settings.items() if name not in COUNTED}
-    features = [name for name in cache.get("features", []) if name != BY_COLUMNS]
-    if "features" in cache:
-        cache["features"] = features
     fingerprint = f"filtered {rows._fingerprint}"  # unlike any of precompute_latents.py
     cache["source"] = {"fingerprint": fingerprint, "rows": len(rows)}
     groups = group_by_checksum(list_columns(cache))

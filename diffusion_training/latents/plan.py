@@ -169,13 +169,9 @@ def describe_settings(
 ) -> dict[str, Any]:
     """The settings in a new cache.json. described: those that the models decide."""
     names = (
-        "resolution center_crop image_interpolation_mode random_flip seed min_size "
-        "skip_empty_captions"
+        "resolution center_crop image_interpolation_mode random_flip seed min_size bucket_step "
+        "bucket_max_ratio bucket_no_upscale skip_empty_captions caption_weights"
     ).split()
-    # stored only if used, so that other caches have the same bytes as in older versions
-    if transform.bucket_step:
-        names += ["bucket_step", "bucket_max_ratio"]
-    names += [name for name in ("bucket_no_upscale", "caption_weights") if getattr(transform, name)]
     settings = described | {"transform": {name: getattr(transform, name) for name in names}}
     ragged = ("ragged embeddings", "ragged ids")
     features: dict[str, Any] = {name: True for name in family_features if name not in ragged}
@@ -187,9 +183,7 @@ def describe_settings(
         "captions": transform.caption_weights,
     }
     features |= {name_feature(column): True for column in EXTRA_COLUMNS}
-    present = [name for name, is_present in features.items() if is_present]
-    if present:  # so that a version that knows only format 2 stops
-        settings |= {"format_version": 3, "features": present}
+    settings["features"] = [name for name, is_present in features.items() if is_present]
     num_rows = None if isinstance(rows, datasets.IterableDataset) else len(rows)
     settings["source"] = {"fingerprint": rows._fingerprint, "rows": num_rows}
     settings["rows_per_shard"] = rows_per_shard

@@ -20,7 +20,7 @@ from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.latents.cache import fingerprint_cache
-from diffusion_training.latents.columns import EMPTY, Column, list_features
+from diffusion_training.latents.columns import EMPTY, FORMAT_VERSION, Column, list_features
 from diffusion_training.latents.fetch import Fetcher
 from diffusion_training.latents.shards import OpenShard, Shards
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
@@ -52,12 +52,12 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
             fail(f"{folder} is not finished: to finish it, run the command that made it")
         if state["_fingerprint"] != fingerprint_cache(cache):
             raise ValueError("cache.json has changed since it was written")
-        if cache["format_version"] not in (2, 3):
+        if cache["format_version"] != FORMAT_VERSION:
             fail(
-                f"{folder} has format {cache['format_version']}, but this version reads 2 and 3: "
-                "make the cache again"
+                f"{folder} has format {cache['format_version']}, but this version reads "
+                f"{FORMAT_VERSION}: make the cache again"
             )
-        if unknown := set(cache.get("features", [])) - list_features():
+        if unknown := set(cache["features"]) - list_features():
             fail(
                 f"{folder} holds {', '.join(sorted(unknown))}, which this version can't read: "
                 "install a newer one"
@@ -70,7 +70,7 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
             if hashlib.sha256(content).hexdigest() != cache[f"{file}_sha256"]:
                 raise ValueError(f"{file}.npy has changed since it was written")
             empty_prompt[name] = torch.from_numpy(np.load(io.BytesIO(content)))
-        if "ragged embeddings" in cache.get("features", []):
+        if "ragged embeddings" in cache["features"]:
             column = Column("prompt_embeds", "float16", tuple(cache["prompt_embeds_shape"]))
             padded, mask = column.pad([empty_prompt["prompt_embeds"].numpy().ravel()])
             empty_prompt["prompt_embeds"] = torch.from_numpy(padded).view(column.shape)
@@ -98,7 +98,7 @@ class CachedLatents(torch.utils.data.Dataset):
     """
 
     fetcher: Fetcher  # set by a subclass, for caches at an address
-    holds = "latents"  # what the second hash of `digest` covers
+    holds = "latents"  # what `digest` covers
     num_left_out = 0
 
     def __init__(
@@ -164,15 +164,11 @@ class CachedLatents(torch.utils.data.Dataset):
             opened = self.opened[shard] = shards.open(number, path, alone=True)
         return opened
 
-    def digest(self, row: int) -> tuple[str, str]:
-        """Two hashes of a row: of all its columns, and of its latents alone."""
+    def digest(self, row: int) -> str:
+        """A hash of a row's latents."""
         shard = int(np.searchsorted(self.ends, row, side="right"))
-        opened = self.open(shard)
-        index = row - int(self.ends[shard] - self.lengths[shard])
-        views, index_of_view = opened.view(index)
-        latents = xxhash.xxh3_128_hexdigest(views["latents"][index_of_view].tobytes())
-        chunk, index = opened.find(index)
-        return str(opened.checksums["checksum"][chunk][index]), latents
+        views, index = self.open(shard).view(row - int(self.ends[shard] - self.lengths[shard]))
+        return xxhash.xxh3_128_hexdigest(views["latents"][index].tobytes())
 
     def names(self, shards: Iterable[int] | None = None) -> Iterator[str]:
         for shard in range(len(self.lengths)) if shards is None else shards:

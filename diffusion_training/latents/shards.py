@@ -14,69 +14,12 @@ from diffusion_training.data.texts import Text
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.latents.columns import (
-    BY_COLUMNS,
     Column,
     checksum_row,
     group_by_checksum,
     list_columns,
     view_rows,
 )
-
-
-def list_shards(cache: dict) -> dict[str, np.ndarray]:
-    """Return {"name", "rows", "sha256", ...: array over all shards} of a finished cache.
-
-    Strings are bytes.
-    """
-    shards = cache["shards"]
-    columns = {}
-    if BY_COLUMNS in cache.get("features", []):
-        for name, column in shards.items():
-            if isinstance(column, str):  # strings of a column are stored as one
-                text = column.encode()
-                columns[name] = np.frombuffer(text, f"S{len(text) // len(shards['rows'])}")
-            else:
-                columns[name] = np.array(column)
-        return columns
-    lists = {"name": list(shards)}
-    for name in next(iter(shards.values()), ("rows", "sha256", "checksums")):
-        lists[name] = [record[name] for record in shards.values()]
-    for name, column in lists.items():
-        columns[name] = np.array(column, "S" if column and isinstance(column[0], str) else int)
-    return columns
-
-
-def list_by_columns(cache: dict) -> dict:
-    """Return a finished cache.json with its records by column; strings of a column are joined."""
-    shards = {}
-    for name, column in list_shards(cache).items():
-        is_text = column.dtype.kind == "S"
-        shards[name] = column.tobytes().decode() if is_text else column.tolist()
-    return {
-        **cache,
-        "shards": shards,
-        "format_version": 3,
-        "features": [*cache.get("features", []), BY_COLUMNS],
-    }
-
-
-def list_by_names(cache: dict) -> dict:
-    """Return a finished cache.json with its shards as {name: record}, as in small caches."""
-    if BY_COLUMNS not in cache.get("features", []):
-        return cache
-    features = [name for name in cache["features"] if name != BY_COLUMNS]
-    columns = list_shards(cache)
-    for name, column in columns.items():
-        columns[name] = (column.astype(str) if column.dtype.kind == "S" else column).tolist()
-    names = columns.pop("name")
-    shards = {}
-    for name, *row in zip(names, *columns.values(), strict=True):
-        shards[name] = dict(zip(columns, row, strict=True))
-    cache = {**cache, "shards": shards, "features": features}
-    if not features:
-        del cache["features"]
-        cache["format_version"] = 2
-    return cache
 
 
 class Shards:
@@ -86,12 +29,12 @@ class Shards:
     """
 
     def __init__(self, folder: str | Path, cache: dict) -> None:
-        records = list_shards(cache)
+        records = cache["shards"]
         self.folder = str(folder)
-        self.names = records["name"]
-        self.rows = records["rows"]
-        self.checksums = records["checksums"]
-        self.sha256 = records["sha256"]
+        self.names = np.array(records["name"], "S")
+        self.rows = np.array(records["rows"], int)
+        self.checksums = np.array(records["checksums"], "S")
+        self.sha256 = np.array(records["sha256"], "S")
         if b"/" in self.names.tobytes():
             raise ValueError("it names shards outside the folder")
         self.all_columns = list_columns(cache)

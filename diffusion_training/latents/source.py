@@ -129,9 +129,7 @@ def open_caches(
     optional_columns: Collection[str] = (),
 ) -> Data:
     """The data of latent caches. Text encoders are loaded if a cache holds only tokens."""
-    maker = "precompute_latents.py"
-    if base.family.named_in_cache:  # sd and sdxl need no flag
-        maker += f" --model_family {base.family.name}"
+    maker = f"precompute_latents.py --model_family {base.family.name}"
     caches = {folder: load_cache(folder, maker) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
     text_cache = first.settings["text_cache"]
@@ -139,7 +137,7 @@ def open_caches(
     base = replace(
         base, clip_skip=base.clip_skip or first.settings["text_encoder"].get("clip_skip")
     )
-    caption_weights = args.caption_weights or transform.get("caption_weights")
+    caption_weights = args.caption_weights or transform["caption_weights"]
     resolution = args.resolution or transform["resolution"]
     wants_tags = args.rank and vars(args).get("output_kohya_format")
     exact = None
@@ -163,7 +161,7 @@ def open_caches(
     latents = Latents(
         kind=first.settings["latents"],
         shape=shape,
-        shift=place_scale(first.settings["vae"].get("shift_factor", 0.0), launch.device),
+        shift=place_scale(first.settings["vae"]["shift_factor"], launch.device),
         factor=place_scale(first.settings["vae"]["scaling_factor"], launch.device),
         downscale=resolution // shape[-1],
     )
@@ -189,7 +187,7 @@ def open_caches(
         encoders=encoders,
         validation=validation,
         resolution=resolution,
-        bucket_step=transform.get("bucket_step"),
+        bucket_step=transform["bucket_step"],
         clip_skip=base.clip_skip,
         caption_weights=caption_weights,
         mask_column=args.mask_column,
@@ -294,7 +292,7 @@ def check_caches(
     latents = describe_latents(base.family, encoders.vae, resolution, first["latents"])
     described |= {"latents": latents.kind, "latents_shape": list(latents.shape)}
     described |= describe_prompts(encoders, encode_empty_prompt(encoders, base))
-    described |= {"text_cache": first["text_cache"], "features": first.get("features")}
+    described |= {"text_cache": first["text_cache"], "features": first["features"]}
     for folder, cache in caches.items():
         check_cache(folder, cache.settings, described, caption_weights, args)
     return encoders
@@ -322,7 +320,7 @@ def check_cache(
     length = cache["tokenizer"]["model_max_length"]
     report_cut(cache["captions_cut"], cache["rows"], length, f"{folder}: ")
     num_weights = len(caption_weights or [])
-    num_captions = len(cache["transform"].get("caption_weights") or [])
+    num_captions = len(cache["transform"]["caption_weights"] or [])
     if num_weights != num_captions:
         fail(
             f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"

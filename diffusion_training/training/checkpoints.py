@@ -174,9 +174,9 @@ def read_state(checkpoint: Path | None, num_images: int | None) -> dict[str, Any
         own = state["checksums"].pop("trainer_state.json", None)
         if own != xxhash.xxh3_128(json.dumps(state).encode()).hexdigest():
             raise ValueError("trainer_state.json has changed since it was written")
-        if state.get("keys") != KEYS:
+        if state["keys"] != KEYS:
             fail(
-                f"{checkpoint} was made by version {state.get('version', 'unknown')}, which draws "
+                f"{checkpoint} was made by version {state['version']}, which draws "
                 "other noise and another order: resume with that version"
             )
         before = state["settings"]["num_images"]
@@ -263,19 +263,16 @@ def check_start(start: Path, before: dict[str, Any], settings: dict[str, Any]) -
     Otherwise one run would train on images that the other holds out. before: the settings of the
     checkpoint `start`. settings: those of this run.
     """
-    flags = ("holdout", "seed")
+    names = ("holdout", "seed", "held_out_below")
     holds_out = bool(settings["held_out"])
-    if not before.get("held_out"):
+    if not before["held_out"]:
         if holds_out:
             fail(
                 f"{start} held out no images, so it may have been trained on those that --holdout "
                 "sets aside: remove --holdout"
             )
         return
-    same = all(before.get(flag) == settings.get(flag) for flag in flags)
-    below = settings["held_out_below"]
-    below_before = before.get("held_out_below", below)  # absent from checkpoints of old versions
-    if not (same and holds_out and below == below_before):
+    if not holds_out or any(before[name] != settings[name] for name in names):
         advice = "and keep the images as they were"
         if before["holdout"] < 1:
             advice = "and keep the names of the images"
@@ -319,26 +316,20 @@ def list_changes(before: dict[str, Any], settings: dict[str, Any], names: Iterab
 
 
 def check_held_out(path: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Stop with an error if a resumed run would hold out other images than the checkpoint `path`.
-
-    Checkpoints of old versions have a hash of images with their captions only.
-    """
-    if not settings["held_out"]:
+    """Stop with an error if a resumed run would hold out other images than its checkpoint."""
+    held = settings["held_out"]
+    held_before = before["held_out"]
+    if not held or held == held_before:
         return
-    name = "held_out_images" if "held_out_images" in before else "held_out"
-    held_before = before.get(name)
-    held = settings[name]
-    if held == held_before:
-        return
-    if held_before and name == "held_out_images" and held["of"] != held_before["of"]:
-        fail(
-            f"{path} was trained on {held_before['of']}, this run on {held['of']}, so the held-out "
-            "images can't be compared: keep the data as it was, or remove --holdout"
-        )
     if not held_before:
         fail(
             f"{path} held out no images, so it was trained on those that --holdout sets aside: "
             "remove --holdout"
+        )
+    if held["of"] != held_before["of"]:
+        fail(
+            f"{path} was trained on {held_before['of']}, this run on {held['of']}, so the held-out "
+            "images can't be compared: keep the data as it was, or remove --holdout"
         )
     fail(
         f"{path} held out other images, so it may have been trained on some that this run holds "
@@ -357,7 +348,7 @@ def load_checkpoint(
     """Load checkpoint-N into models, optimizer and fp16 scaler, and print changed settings."""
     before = state["settings"]
     check_held_out(path, before, settings)
-    kind = before.get("optimizer", "adamw")
+    kind = before["optimizer"]
     if kind != settings["optimizer"]:
         fail(
             f"{path} was trained with --optimizer {kind}, not {settings['optimizer']}: keep "

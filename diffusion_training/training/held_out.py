@@ -58,27 +58,22 @@ def describe_held_out(
 ) -> dict[str, Any]:
     """Describe the held-out rows for a checkpoint, in the same way on all processes.
 
-    held_out: a hash of their whole content. Checkpoints of old versions have only this one.
-    held_out_images: a hash of their images ("of": "images") or latents, without captions. With it,
-        a resumed run finds out whether it would train on them, even if they were renamed.
+    held_out: a hash of their images ("of": "images") or latents. With it, a resumed run finds out
+        whether it would train on them, even if they were renamed.
     held_out_below: exactly the rows with a hash below this number were held out. None if whole
         shards were.
     """
     if not held_out:
-        return {"held_out": None, "held_out_images": None, "held_out_below": 0}
+        return {"held_out": None, "held_out_below": 0}
     below = None
     if not has_ranges(dataset):
         below = int(holdout * 2.0**64) if holdout < 1 else max(held_out.values()) + 1
-    sent: list[list[str]] = []
+    digests: list[str] = []
     if accelerator.is_main_process:
-        digests = zip(*map(dataset.digest, held_out), strict=True)
-        sent = [[xxhash.xxh3_128_hexdigest(" ".join(sorted(each)).encode()) for each in digests]]
-    whole, images = gather_object(sent)[0]
-    return {
-        "held_out": whole,
-        "held_out_images": {"of": dataset.holds, "digest": images},
-        "held_out_below": below,
-    }
+        of_rows = " ".join(sorted(map(dataset.digest, held_out)))
+        digests = [xxhash.xxh3_128_hexdigest(of_rows.encode())]
+    digest = gather_object(digests)[0]
+    return {"held_out": {"of": dataset.holds, "digest": digest}, "held_out_below": below}
 
 
 @torch.no_grad()

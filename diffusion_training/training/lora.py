@@ -250,7 +250,7 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     if differences:
         fail(f"{folder} is of another LoRA ({', '.join(differences)}): {advice}")
     weights = {
-        name.removeprefix(PEFT_PREFIX): value  # older versions did not write the prefix
+        name.removeprefix(PEFT_PREFIX): value
         for name, value in load_file(folder / PEFT_FILE).items()
     }
     if weights.keys() != list_adapter(model).keys():

@@ -315,10 +315,9 @@ def make_report(output_dir: str | Path) -> None:
     output_dir = Path(output_dir)
     about = json.loads((output_dir / "report.json").read_text())
     records = read_metrics(output_dir)
-    facts = about.get("facts", {})  # older versions did not write these names
+    facts = about["facts"]
     settings = about["settings"]
-    given = about.get("given", settings)
-    again = about.get("again", f"accelerate launch {about.get('script')} @{output_dir}/run.args")
+    given = about["given"]
     curves = signs = skipped_section = ""
     for names, log in list_curves(records, facts):
         if drawn := draw_curves(records, names, log):
@@ -366,8 +365,8 @@ def make_report(output_dir: str | Path) -> None:
 <h2>Samples</h2><div class="pair">{pair or "None were drawn."}</div><div class="strip">{strip}</div>
 <h2>Use it</h2><pre>{escape(about["usage"])}</pre>
 <h2>The run</h2>{tabulate(facts.items())}
-<p>The command:</p><pre>{escape(about.get("command", ""))}</pre>
-<p>To repeat the run in another folder:</p><pre>{escape(again)}</pre>
+<p>The command:</p><pre>{escape(about["command"])}</pre>
+<p>To repeat the run in another folder:</p><pre>{escape(about["again"])}</pre>
 <h2>Curves</h2><div class="curves">{curves}</div>
 {skipped_section}
 <h2>Settings</h2>{tabulate(given.items())}

@@ -133,7 +133,7 @@ def find_signs(
     enough = last["step"] >= warmup + 100
     ended = last["step"] >= args.max_train_steps
     soon = len(records) > 1 and last["step"] >= 30  # enough for obvious signs
-    clipped = sum(record.get("clipped", 0) for record in after) / max(1, len(after))
+    clipped = sum(record["clipped"] for record in after) / max(1, len(after))
     waiting = sum(record["data_wait"] for record in counted) / len(counted)
     final_decay = 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power
     rest = 1 - min(args.ema_max_decay, final_decay)

@@ -5,7 +5,7 @@ import re
 from conftest import ROOT
 
 from diffusion_training import __version__
-from diffusion_training.latents.columns import list_features
+from diffusion_training.latents.columns import FORMAT_VERSION, list_features
 from diffusion_training.order import KEYS
 
 TEXT = (ROOT / "CHANGELOG.md").read_text()
@@ -20,6 +20,8 @@ def test_formats_are_those_that_are_written():
         row[0]: row
         for row in (line[2:-2].split(" | ") for line in TEXT.splitlines() if line.startswith("| "))
     }
-    assert all(f"`{feature}`" in rows["latent cache"][2] for feature in list_features())
+    written, read = rows["latent cache"][2:4]
+    assert written.split(",")[0] == read.split(",")[0] == str(FORMAT_VERSION)
+    assert all(f"`{feature}`" in written for feature in list_features())
     for what in ("half-made cache", "checkpoint"):
         assert rows[what][2] == str(KEYS) and rows[what][3].split(";")[0] == str(KEYS)

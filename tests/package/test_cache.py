@@ -26,8 +26,7 @@ from diffusion_training.data.rows import ImageRows
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.latents import cache as module
-from diffusion_training.latents import reader, shards
-from diffusion_training.latents.columns import checksum_row
+from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row
 from diffusion_training.latents.passes import EncodedRows
 from diffusion_training.latents.plan import name_shard, plan_caches
 
@@ -49,7 +48,7 @@ def make_args(output_dir, *argv):
 def make_settings(text_cache="embeddings"):
     """Settings like those of `describe_encoders`, for models that do not exist."""
     return {
-        "format_version": 2,
+        "format_version": FORMAT_VERSION,
         "vae": {
             "class": "AutoencoderKL",
             "sha256": "a" * 64,
@@ -355,7 +354,7 @@ def test_whatever_decides_the_content_is_compared(tmp_path):
     before, planned = contents(tmp_path / "out"), plan(make_args(tmp_path / "out"))
     settings = planned.settings
     paths = list(leaves(settings))
-    assert len(paths) == 24 and ("transform", "image_interpolation_mode") in paths
+    assert len(paths) == 29 and ("transform", "image_interpolation_mode") in paths
     for path in paths:
         changed = json.loads(json.dumps(settings))
         parent = changed
@@ -391,32 +390,20 @@ def test_flags_decide_the_transform_and_the_shards(tmp_path):
         refused(rf"holds another cache \({name}\)", make_args(tmp_path / "out", argv))
 
 
-def test_records_of_many_shards_are_written_by_columns_and_say_the_same(tmp_path, monkeypatch):
-    """A resumed cache has the same bytes. A reader that does not know the layout names it."""
-    few = make_cache(tmp_path / "few")
-    monkeypatch.setattr(module, "MANY_SHARDS", 2)
-    many = make_cache(tmp_path / "many")
-    whole = contents(tmp_path / "many")
-    assert (many["format_version"], many["features"]) == (3, ["records by columns"])
-    assert few["format_version"] == 2 and module.read_cache(tmp_path / "many") == module.read_cache(
-        tmp_path / "few"
-    )
-    one, other = shards.list_shards(few), shards.list_shards(many)
-    assert one.keys() == other.keys() and all(
-        np.array_equal(one[name], other[name]) for name in one
-    )
-    make_cache(tmp_path / "many")  # with nothing missing
-    assert contents(tmp_path / "many") == whole
-    opened = [reader.load_cache(tmp_path / name).shards for name in ("few", "many")]
-    assert [batch for _, batch in opened[0]] == [batch for _, batch in opened[1]]
-    # converting back gives the same bytes
-    for cache in few, {"features": ["masks"], **few, "format_version": 3}:
-        packed = shards.list_by_columns(cache)
-        assert json.dumps(shards.list_by_names(packed)) == json.dumps(cache)
-        assert shards.list_by_names(cache) is cache
-    monkeypatch.setattr(reader, "list_features", set)
-    with pytest.raises(SystemExit, match="holds records by columns, which this version can't read"):
-        reader.load_cache(tmp_path / "many")
+def test_records_of_shards_are_columns_and_are_read_back(tmp_path):
+    cache = make_cache(tmp_path / "out")
+    whole = contents(tmp_path / "out")
+    read, records = module.read_cache(tmp_path / "out")
+    assert read == cache and [*records] == cache["shards"]["name"]
+    for name, column in cache["shards"].items():
+        assert name == "name" or column == [record[name] for record in records.values()]
+    assert {name: len(record["skipped"]) for name, record in records.items()} == {
+        "data-00000-of-00003.arrow": 0,
+        "data-00001-of-00003.arrow": 1,
+        "data-00002-of-00003.arrow": 0,
+    }
+    make_cache(tmp_path / "out")  # with nothing missing
+    assert contents(tmp_path / "out") == whole
 
 
 def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path, capsys):
@@ -431,7 +418,7 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
     ]
     _, lock, _, records = open_cache(make_args(tmp_path / "out", *argv))
     lock.release(force=True)
-    assert records.keys() == cache["shards"].keys() and capsys.readouterr().out == ""
+    assert [*records] == cache["shards"]["name"] and capsys.readouterr().out == ""
     now = contents(tmp_path / "out")
     assert (
         "--batch_size=5" in now["run.args"].decode()
@@ -443,7 +430,7 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
     begun = {
         name: value
         for name, value in cache.items()
-        if name in {**make_settings(), "transform": 0, "source": 0}
+        if name in {**make_settings(), "transform": 0, "features": 0, "source": 0}
     }
     begun |= {"rows_per_shard": ROWS_PER_SHARD, "decoder": "pillow 1.0", "made_with": {}}
     (tmp_path / "old/cache.json").write_text(json.dumps(begun))
@@ -464,22 +451,19 @@ def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
     ).exists()
 
 
-def test_a_reader_of_plain_caches_is_kept_from_those_with_more(tmp_path):
+def test_a_cache_lists_what_its_reader_must_know(tmp_path):
     pooled = {"pooled_prompt_embeds_shape": [7], "text_encoder_2": {}}
     sizes = ["--bucket_step=64", "--mask_column=where"]
     several = ["--caption_weights", 1, 2]
     for family, more, flags, features in (
-        ("sd", {}, [], None),
+        ("sd", {}, [], []),
         ("sdxl", pooled, [], ["sdxl"]),
         ("sdxl", pooled, sizes, ["sdxl", "ragged latents", "masks"]),
         ("prx", {"model_family": "prx"}, [], ["ragged embeddings"]),
         ("prx", {"model_family": "prx"}, several, ["ragged embeddings", "captions"]),
     ):
         settings = plan(make_args(tmp_path, *flags), family, **more).settings
-        assert (settings["format_version"], settings.get("features")) == (
-            3 if features else 2,
-            features,
-        )
+        assert settings["features"] == features
 
 
 def test_run_args_are_the_flags_again(tmp_path):

@@ -35,16 +35,16 @@ SETTINGS = {
     "use_ema": True,
     "optimizer": "adamw",
     "resume_from_checkpoint": None,
+    "holdout": 0.0,
     "held_out": None,
-    "held_out_images": None,
     "held_out_below": 0,
 }
 
 
-def holding_out(images, of="images", text="", **others):
+def holding_out(images, of="images", **others):
     """Settings of a run that holds images out."""
-    held_out = {"held_out": f"{images}{text}", "held_out_images": {"of": of, "digest": images}}
-    return SETTINGS | {"holdout": 2.0, "held_out_below": 9} | held_out | others
+    held_out = {"held_out": {"of": of, "digest": images}, "held_out_below": 9}
+    return SETTINGS | {"holdout": 2.0} | held_out | others
 
 
 @pytest.fixture
@@ -269,15 +269,7 @@ def test_a_checkpoint_that_has_seen_the_images_that_would_be_held_out_is_refused
     with pytest.raises(SystemExit, match="was trained on images, this run on latents, so the held"):
         load(tmp_path / "out/checkpoint-2", settings=holding_out("these", of="latents"))
     load(tmp_path / "out/checkpoint-2", settings=holding_out("these"))
-    load(tmp_path / "out/checkpoint-2", settings=holding_out("these", text="a mended caption"))
     load(tmp_path / "out/checkpoint-2")  # without --holdout no trained image is measured
-    # old checkpoints recognize images only with their captions
-    old = holding_out("these")
-    del old["held_out_images"], old["held_out_below"]
-    save(2, settings=old)
-    load(tmp_path / "out/checkpoint-2", settings=holding_out("these"))
-    with pytest.raises(SystemExit, match=advice):
-        load(tmp_path / "out/checkpoint-2", settings=holding_out("these", text="mended"))
 
 
 def test_other_keys_of_what_is_drawn_and_a_stream_where_images_were_counted_are_refused(
@@ -430,8 +422,6 @@ def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_
     before = holding_out("these")
     check_start(start, before, holding_out("others"))
     check_start(start, SETTINGS, SETTINGS)
-    old = {name: value for name, value in before.items() if name != "held_out_below"}
-    check_start(start, old, holding_out("others", held_out_below=8))
     changed = [{"held_out_below": 8}, {"held_out_below": None}, {"seed": 1}, {"holdout": 0.5}]
     for settings in [SETTINGS, *(holding_out("these", **change) for change in changed)]:
         with pytest.raises(SystemExit, match="pass --holdout 2 --seed 0, and keep the images"):
@@ -512,8 +502,7 @@ def test_of_a_checkpoint_that_somebody_made_up_nothing_is_run(
 
 
 def test_an_optimizer_of_another_kind_is_refused(tmp_path, save, load):
-    # of a version without the choice
-    save(2, settings={name: value for name, value in SETTINGS.items() if name != "optimizer"})
+    save(2)
     load(tmp_path / "out/checkpoint-2")
     with pytest.raises(
         SystemExit, match="checkpoint-2 was trained with --optimizer adamw, not prodigy: keep --o"

@@ -13,6 +13,7 @@ from diffusion_training.latents.plan import PlannedCache
 
 HALF = pa.float16()
 CACHE = {
+    "features": [],
     "prompt_embeds_shape": [5, 6], "tokenizer": {"model_max_length": 5}, "latents_shape": [4, 3, 2],
     "text_cache": "embeddings", "transform": {"random_flip": True},
 }  # fmt: skip
@@ -42,7 +43,7 @@ PLAIN = {
 ])  # fmt: skip
 def test_a_cache_says_which_columns_it_has(change, kinds):
     cache = {**CACHE, **change}
-    if "sdxl" in cache.get("features", []):
+    if "sdxl" in cache["features"]:
         cache |= {"text_encoder_2": {}, "pooled_prompt_embeds_shape": [7]}
     columns = module.list_columns(cache)
     assert {column.name: column.arrow_type for column in columns} == kinds

@@ -183,7 +183,7 @@ def test_checkpoints_open_as_a_peftmodel_and_both_spellings_are_read(tmp_path, b
     opened = peft.PeftModel.from_pretrained(open_unet(base), tmp_path / "unet").eval()
     torch.testing.assert_close(predict(opened), predict(trained))
     path = tmp_path / "unet/adapter_model.safetensors"
-    for strip in (False, True):  # the current layout, and that of older versions
+    for strip in (False, True):  # also without PEFT's prefix
         if strip:
             weights = load_file(path).items()
             save_file({name.removeprefix("base_model.model."): x for name, x in weights}, path)

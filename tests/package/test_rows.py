@@ -230,22 +230,18 @@ def test_rows_are_known_by_their_file_in_the_folder_or_their_number(tmp_path, lo
     assert known(load(tmp_path / "table"), tmp_path / "table").names() == ["row 0", "row 1"]
 
 
-def test_a_row_is_digested_by_its_content_and_not_by_name_or_number(tmp_path, load):
+def test_a_row_is_digested_by_its_image_and_not_by_name_number_or_caption(tmp_path, load):
     make_captioned(tmp_path / "images", 3, ["a", "b", "c"])
     rows = known(load(tmp_path / "images", others=["text"]), tmp_path / "images")
     digests = [rows.digest(row) for row in range(3)]
-    assert len({of_all for of_all, of_image in digests}) == 3
-    assert len({of_image for of_all, of_image in digests}) == 3
+    assert len({*digests}) == 3
     pictures = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(3)]
     (tmp_path / "table").mkdir()
-    for texts, same in (("cba", True), ("cbx", False)):
-        table = datasets.Dataset.from_dict({"image": pictures[::-1], "text": list(texts)})
-        table.to_parquet(tmp_path / "table/train.parquet")
-        of_table = known(load(tmp_path / "table", others=["text"]), tmp_path / "table")
-        now = [of_table.digest(row) for row in range(3)]
-        assert (sorted(now) == sorted(digests)) is same
-        # the image's own does not depend on the caption
-        assert {digest[1] for digest in now} == {digest[1] for digest in digests}
+    # another order, and a mended caption
+    table = datasets.Dataset.from_dict({"image": pictures[::-1], "text": list("cbx")})
+    table.to_parquet(tmp_path / "table/train.parquet")
+    of_table = known(load(tmp_path / "table", others=["text"]), tmp_path / "table")
+    assert [of_table.digest(row) for row in range(3)] == digests[::-1]
     (tmp_path / "images/1.png").unlink()
     assert rows.digest(1) not in digests and rows.digest(0) == digests[0]
     full = resource.getrlimit(resource.RLIMIT_NOFILE)
