@@ -7,9 +7,11 @@ VAE on demo/digits (some minutes on a CPU), and prints its error on unseen digit
 is random, which is enough to tell ten captions apart.
 """
 
+import json
 from pathlib import Path
 
 import datasets
+import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -119,6 +121,17 @@ def main():
         steps_offset=1,
     )
     scheduler.save_pretrained(HERE / "models/scheduler")
+    # With it, StableDiffusionPipeline.from_pretrained and PRXPipeline.from_pretrained open the
+    # folder, if they are given a denoiser and a scheduler that fits it.
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "_diffusers_version": diffusers.__version__,
+        "requires_safety_checker": False,
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    (HERE / "models/model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,249 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "accelerate>=1.13,<2", "datasets>=5.1,<6", "diffusers>=0.36,<1", "numpy>=2,<3",
+#   "torch>=2.11,<3", "transformers>=5.17,<6", "xxhash>=3.5,<5",
+# ]
+# ///
+"""Train a flow-matching transformer (PRX) on a latent cache: train_flow.py in one short file.
+
+    accelerate launch precompute_latents.py --model_family prx    # the cache of the demo: digits
+    uv run minimal/train_flow.py                                  # the demo, minutes on a CPU
+    accelerate launch minimal/train_flow.py --latents_dir latents-photos --max_train_steps 100000 \\
+        --pretrained_model_name_or_path Photoroom/prx-256-t2i
+
+At the same flags (on a CPU, with the same OMP_NUM_THREADS) it ends with the same bits as the big
+script, in transformer and average: on one process or several, with accumulation, after a kill. To
+resume, run the same command again. The big script also checks that the cache is intact and fits the
+models. Left out here: LoRA, other families and VAEs, training from images, several sizes or
+captions, masks, size-dependent shifts, fp16, other optimizers, samples, trackers, most errors.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+add = parser.add_argument
+add("--latents_dir", type=Path, help="cache of precompute_latents.py (default: the demo's)")
+add("--pretrained_model_name_or_path", help="the pipeline that the cache was made with")
+add("--transformer_config_name_or_path", help="config of a new one, not the pretrained one")
+add("--resolution", type=int, help="that of the cache")
+add("--random_flip", action="store_true", help="mirror half of the images; the cache must have it")
+add("--caption_dropout", type=float, default=0.1, help="share of captions to leave empty")
+add("--output_dir", type=Path, default="flow-model")
+add("--train_batch_size", type=int, default=16, help="images per process and micro-batch")
+add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per step")
+add("--max_train_steps", type=int)
+add("--learning_rate", type=float, default=1e-4)
+add("--lr_scheduler", default="constant")
+add("--lr_warmup_steps", type=int, default=500)
+add("--shift", type=float, help="of the noise levels; above 1 is more (default: the pipeline's)")
+add("--mixed_precision", choices=["no", "bf16"], help="default: as accelerate launch says")
+add("--checkpointing_steps", type=int, default=500)
+add("--logging_steps", type=int, default=10)
+add("--seed", type=int, default=0)
+args = parser.parse_args()
+if args.latents_dir is None:  # the demo of the big script; flags that are given still win
+    demo = Path(__file__).resolve().parent.parent / "demo"
+    parser.set_defaults(pretrained_model_name_or_path=str(demo / "models"), max_train_steps=1500)
+    parser.set_defaults(transformer_config_name_or_path=demo / "digits_flow_transformer.json")
+    parser.set_defaults(latents_dir="latents-digits-flow", train_batch_size=64, lr_warmup_steps=100)
+    parser.set_defaults(output_dir="flow-digits-minimal", learning_rate=2e-3, lr_scheduler="cosine")
+    args = parser.parse_args()
+if not (args.pretrained_model_name_or_path and args.max_train_steps):
+    parser.error("--pretrained_model_name_or_path and --max_train_steps are needed")
+if not (args.latents_dir / "state.json").is_file():
+    command = "accelerate launch precompute_latents.py --model_family prx"
+    parser.error(f"no cache in {args.latents_dir}: run {command}")
+cache = json.loads((args.latents_dir / "cache.json").read_text())
+kind = [cache.get("model_family"), cache["latents"], cache["text_cache"]]
+if [*kind, *cache.get("features", [])] != ["prx", "moments", "embeddings", "ragged embeddings"]:
+    parser.error(f"{args.latents_dir} is no plain cache of PRX: use the big script")
+made, shape = cache["transform"], cache["latents_shape"]
+if args.random_flip > made["random_flip"] or args.resolution not in (None, made["resolution"]):
+    parser.error(f"{args.latents_dir} was not made with this --random_flip and --resolution")
+STATE = "minimal_train_flow.pt"  # the one file of a checkpoint
+checkpoints = {int(path.name[11:]): path for path in args.output_dir.glob("checkpoint-[0-9]*")}
+if not all((path / STATE).is_file() for path in checkpoints.values()):
+    parser.error(f"{args.output_dir} has checkpoints of another script: choose another folder")
+
+# These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
+import copy
+import os
+import shutil
+import signal
+import sys
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import xxhash
+from accelerate import Accelerator
+from datasets import load_from_disk
+from diffusers import FlowMatchEulerDiscreteScheduler, PRXPipeline, PRXTransformer2DModel
+from diffusers.optimization import get_scheduler
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+accelerator = Accelerator(mixed_precision=args.mixed_precision)
+device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+
+# ---- Ctrl-C and SIGTERM end the run after the current step. The processes have to agree on it, or
+# some would wait for the others. They do so over gloo, on the CPU, so that no GPU has to wait.
+received = [0]
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: received.append(number))
+gloo = torch.distributed.new_group(backend="gloo") if world > 1 else None
+
+
+def agree_on_signal():
+    number = torch.tensor(received[-1])
+    if gloo:
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=gloo)
+    return int(number)
+
+
+# Random numbers are drawn from a seed that is computed from what they are for, for example ("step",
+# seed, step, ...). So a resumed run draws the same ones, and no generator has to be saved.
+def key_seed(purpose, *key):
+    return xxhash.xxh3_64_intdigest(" ".join([purpose, *map(str, key)]).encode())
+
+
+# ---- The data. A row has the distribution that the VAE gave for an image, as mean and standard
+# deviation, and the embeddings of its caption. The files are memory-mapped float16.
+columns = ["latents", "prompt_embeds"] + ["latents_flipped"] * args.random_flip
+rows = load_from_disk(str(args.latents_dir)).select_columns(columns).with_format("torch")
+tokens, width = cache["prompt_embeds_shape"]
+empty_prompt = torch.tensor(np.load(args.latents_dir / "empty_prompt.npy")).float().flatten()
+
+# ---- The model, its average and the optimizer. All are float32, because bf16 is too coarse for the
+# small updates of a weight. Mixed precision lowers only the precision of the computation.
+base, source = args.pretrained_model_name_or_path, args.transformer_config_name_or_path
+torch.manual_seed(args.seed)  # every process starts from the same weights
+if source:
+    transformer = PRXTransformer2DModel.from_config(PRXTransformer2DModel.load_config(source))
+else:
+    transformer = PRXTransformer2DModel.from_pretrained(base, subfolder="transformer")
+layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+transformer.to(device, memory_format=layout)  # on a GPU, another layout gives other bits
+ema = copy.deepcopy(transformer).eval().requires_grad_(False)
+# Betas and weight decay are torch's defaults. `fused` updates all weights in one go.
+optimizer = torch.optim.AdamW(transformer.parameters(), lr=args.learning_rate, fused=True)
+# A larger image needs more noise to be unrecognizable, so its noise levels are shifted up.
+known = FlowMatchEulerDiscreteScheduler.load_config(base, subfolder="scheduler").get("shift")
+shift = args.shift or known or (3.0 if made["resolution"] >= 512 else 1.0)
+config = {name: value for name, value in transformer.config.items() if name[0] != "_"}
+
+# ---- Resume from the newest checkpoint. Step and images seen are the whole position of a run: the
+# order of the data and the noise follow from them.
+step = images_seen = 0
+if checkpoints:
+    newest = checkpoints[max(checkpoints)] / STATE
+    saved = torch.load(newest, map_location="cpu", weights_only=True)
+    if saved["config"] != config:
+        sys.exit(f"{newest} is of another transformer: choose another --output_dir")
+    transformer.load_state_dict(saved["transformer"])
+    ema.load_state_dict(saved["ema"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step, images_seen = saved["step"], saved["images_seen"]
+    accelerator.print(f"Resuming from {newest}")
+# The checkpoint has the learning rate of its last step. The flag may have changed since.
+optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
+# The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
+# not get it, because it would count each step once for each process.
+counts = {"num_warmup_steps": args.lr_warmup_steps, "num_training_steps": args.max_train_steps + 1}
+lr_scheduler = get_scheduler(args.lr_scheduler, optimizer, **counts, last_epoch=step)
+# `model` is `transformer` with autocast, and with several processes in DDP. They share weights.
+model, optimizer = accelerator.prepare(transformer, optimizer)
+
+# ---- The training.
+transformer.train()
+order, losses = None, []
+per_micro_batch = args.train_batch_size * world
+stop = agree_on_signal()
+while step < args.max_train_steps and not stop:
+    # A step takes the next images in the order of the epoch. The last step of an epoch takes those
+    # that are left, so that an epoch has each image once.
+    epoch, start = divmod(images_seen, len(rows))
+    if order is None or start == 0:
+        order = np.random.default_rng(key_seed("epoch", args.seed, epoch)).permutation(len(rows))
+    taken = order[start : start + per_micro_batch * args.gradient_accumulation_steps].tolist()
+    micro_batches = [taken[i : i + per_micro_batch] for i in range(0, len(taken), per_micro_batch)]
+    losses.append(torch.zeros((), device=device))
+    for number, micro in enumerate(micro_batches):
+        # With these weights the sum over micro-batches, averaged over processes by DDP, is the mean
+        # over the step's images, however they are shared out. DDP needs all processes: one that
+        # gets no image computes one with weight 0.
+        own = micro[rank::world] or micro[:1]
+        weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)), device=device)
+        batch = rows[own]
+        moments, captions = batch["latents"], [*batch["prompt_embeds"], empty_prompt]
+        if args.random_flip:  # by the third number of a key; the first two have placed the crop
+            keys = [key_seed("image", args.seed, epoch, row) for row in own]
+            flipped = torch.tensor([np.random.default_rng(key).random(4)[2] < 0.5 for key in keys])
+            moments = torch.where(flipped[:, None], batch["latents_flipped"], moments)
+        torch.manual_seed(key_seed("step", args.seed, step, number, rank))
+        mean, std = moments.to(device, non_blocking=True).unflatten(1, shape).chunk(2, dim=1)
+        latents = mean + std * torch.randn(mean.shape, device=device)  # new ones each time
+        latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
+        # Captions have different lengths. Padding makes them equal, and the mask is False for it.
+        embeds = torch.stack([F.pad(each, (0, tokens * width - len(each))) for each in captions])
+        embeds = embeds.to(device, non_blocking=True).unflatten(1, (tokens, width))
+        lengths = torch.tensor([[len(each) // width] for each in captions])
+        mask = (torch.arange(tokens) < lengths).to(device, non_blocking=True)
+        # Guidance needs a model that also draws without a caption (arXiv:2207.12598).
+        dropped = torch.rand(len(own), device=device) < args.caption_dropout
+        embeds = torch.where(dropped[:, None, None], embeds[-1], embeds[:-1])
+        mask = torch.where(dropped[:, None], mask[-1], mask[:-1])
+        # The loss of rectified flow (arXiv:2209.03003): the model predicts the velocity on the line
+        # from image to noise. More levels are drawn from its middle (arXiv:2403.03206, 3.1).
+        noise = torch.randn(latents.shape, device=device)
+        sigmas = torch.sigmoid(torch.randn(len(own), 1, 1, 1, device=device))
+        sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
+        noisy_latents = (1 - sigmas) * latents + sigmas * noise  # in float32: bf16 is too coarse
+        # Only in the step's last micro-batch the processes exchange their gradients.
+        with accelerator.no_sync(model) if number + 1 < len(micro_batches) else nullcontext():
+            velocity = model(noisy_latents, sigmas.flatten(), embeds, mask).sample.float()
+            loss = F.mse_loss(velocity, noise - latents, reduction="none").mean(dim=(1, 2, 3))
+            loss = (weight * loss).sum()
+            accelerator.backward(loss)
+        losses[-1] += loss.detach()
+    accelerator.clip_grad_norm_(transformer.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    step, images_seen = step + 1, images_seen + len(taken)
+    # The average warms up, as in diffusers' EMAModel: the first step copies the weights.
+    decay = min(0.9999, 1 - step**-0.75)
+    get_ema_multi_avg_fn(decay)([*ema.parameters()], [*transformer.parameters()], None)
+    # Until here nothing has waited for the GPU. A record does, and all processes take part in it.
+    if step % args.logging_steps == 0:
+        loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
+        accelerator.print(f"step {step}, loss {loss:.4f}, lr {lr_scheduler.get_last_lr()[0]:.3g}")
+        losses.clear()
+    lr_scheduler.step()
+    stop = agree_on_signal()
+    is_due = stop or step % args.checkpointing_steps == 0 or step == args.max_train_steps
+    if is_due and accelerator.is_main_process:
+        # A checkpoint is complete or absent: it gets its name when all of it is on the disk.
+        folder = args.output_dir / f"checkpoint-{step}"
+        unfinished = folder.with_name(f".unfinished-{folder.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+        unfinished.mkdir(parents=True)
+        state = {"transformer": transformer.state_dict(), "ema": ema.state_dict()}
+        state |= {"optimizer": optimizer.state_dict(), "config": config}
+        with open(unfinished / STATE, "wb") as file:
+            torch.save(state | {"step": step, "images_seen": images_seen}, file)
+            os.fsync(file.fileno())
+        unfinished.rename(folder)
+
+# ---- The end: the average in a pipeline, or after a signal the status that a shell expects.
+if accelerator.is_main_process and not stop:
+    parts = {"transformer": ema, "scheduler": FlowMatchEulerDiscreteScheduler(shift=shift)}
+    pipeline = PRXPipeline.from_pretrained(base, **parts, default_sample_size=made["resolution"])
+    pipeline.vae.register_to_config(shift_factor=cache["vae"]["shift_factor"])  # a number, not None
+    pipeline.save_pretrained(args.output_dir)
+accelerator.wait_for_everyone()  # or the launcher would end the first process while it saves
+accelerator.print("Stopped: the same command resumes" if stop else f"Done: see {args.output_dir}")
+accelerator.end_training()
+sys.exit(128 + stop if stop else 0)

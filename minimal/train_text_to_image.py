@@ -1,0 +1,249 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "accelerate>=1.13,<2", "datasets>=5.1,<6", "diffusers>=0.36,<1", "numpy>=2,<3",
+#   "torch>=2.11,<3", "transformers>=5.17,<6", "xxhash>=3.5,<5",
+# ]
+# ///
+"""Train the U-Net of Stable Diffusion on a latent cache: train_text_to_image.py in one short file.
+
+    accelerate launch precompute_latents.py      # makes the cache of the demo: digits by name
+    uv run minimal/train_text_to_image.py        # the demo, minutes on a CPU
+    accelerate launch minimal/train_text_to_image.py --latents_dir latents-photos \\
+        --pretrained_model_name_or_path my-pipeline --max_train_steps 10000
+
+At the same flags (on a CPU, with the same OMP_NUM_THREADS) it ends with the same bits as the big
+script, in the U-Net and in its average: on one process or several, with accumulation, and after a
+kill. To resume, run the same command again. The big script also checks that the cache is intact and
+fits the models. Left out here: SDXL, LoRA, training from images, several sizes or captions, masks,
+fp16, other optimizers and losses, samples, held-out loss, trackers, the report, most errors.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+add = parser.add_argument
+add("--latents_dir", type=Path, help="cache of precompute_latents.py (default: the demo's)")
+add("--pretrained_model_name_or_path", help="the pipeline that the cache was made with")
+add("--unet_config_name_or_path", help="train a new U-Net with this config, not the pretrained one")
+add("--resolution", type=int, help="that of the cache")
+add("--random_flip", action="store_true", help="mirror half of the images; the cache must have it")
+add("--caption_dropout", type=float, default=0.1, help="share of captions to leave empty")
+add("--output_dir", type=Path, default="sd-model-finetuned")
+add("--train_batch_size", type=int, default=16, help="images per process and micro-batch")
+add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per step")
+add("--max_train_steps", type=int)
+add("--learning_rate", type=float, default=1e-4)
+add("--lr_scheduler", default="constant")
+add("--lr_warmup_steps", type=int, default=500)
+add("--prediction_type", choices=["epsilon", "v_prediction"], help="default: the pipeline's")
+add("--snr_gamma", type=float, help="min-SNR weighting (arXiv:2303.09556); 5 is usual")
+add("--mixed_precision", choices=["no", "bf16"], help="default: as accelerate launch says")
+add("--checkpointing_steps", type=int, default=500)
+add("--logging_steps", type=int, default=10)
+add("--seed", type=int, default=0)
+args = parser.parse_args()
+if args.latents_dir is None:  # the demo of the big script; flags that are given still win
+    demo = Path(__file__).resolve().parent.parent / "demo"
+    parser.set_defaults(pretrained_model_name_or_path=str(demo / "models"), max_train_steps=2320)
+    parser.set_defaults(unet_config_name_or_path=demo / "digits_text_to_image_unet.json")
+    parser.set_defaults(output_dir="sd-digits-minimal", learning_rate=3e-3, lr_scheduler="cosine")
+    parser.set_defaults(latents_dir="latents-digits", train_batch_size=64, lr_warmup_steps=100)
+    parser.set_defaults(snr_gamma=5)
+    args = parser.parse_args()
+if not (args.pretrained_model_name_or_path and args.max_train_steps):
+    parser.error("--pretrained_model_name_or_path and --max_train_steps are needed")
+if not (args.latents_dir / "state.json").is_file():
+    parser.error(f"no cache in {args.latents_dir}: run accelerate launch precompute_latents.py")
+cache = json.loads((args.latents_dir / "cache.json").read_text())
+if [cache["latents"], cache["text_cache"], *cache.get("features", [])] != ["moments", "embeddings"]:
+    parser.error(f"{args.latents_dir} is no plain cache of embeddings: use the big script")
+made, shape = cache["transform"], cache["latents_shape"]
+if args.random_flip > made["random_flip"] or args.resolution not in (None, made["resolution"]):
+    parser.error(f"{args.latents_dir} was not made with this --random_flip and --resolution")
+STATE = "minimal_train_text_to_image.pt"  # the one file of a checkpoint
+checkpoints = {int(path.name[11:]): path for path in args.output_dir.glob("checkpoint-[0-9]*")}
+if not all((path / STATE).is_file() for path in checkpoints.values()):
+    parser.error(f"{args.output_dir} has checkpoints of another script: choose another folder")
+
+# These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
+import copy
+import os
+import shutil
+import signal
+import sys
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import xxhash
+from accelerate import Accelerator
+from datasets import load_from_disk
+from diffusers import DDIMScheduler, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import compute_snr
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+accelerator = Accelerator(mixed_precision=args.mixed_precision)
+device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+
+# ---- Ctrl-C and SIGTERM end the run after the current step. The processes have to agree on it, or
+# some would wait for the others. They do so over gloo, on the CPU, so that no GPU has to wait.
+received = [0]
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: received.append(number))
+gloo = torch.distributed.new_group(backend="gloo") if world > 1 else None
+
+
+def agree_on_signal():
+    number = torch.tensor(received[-1])
+    if gloo:
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=gloo)
+    return int(number)
+
+
+# Random numbers are drawn from a seed that is computed from what they are for, for example ("step",
+# seed, step, ...). So a resumed run draws the same ones, and no generator has to be saved.
+def key_seed(purpose, *key):
+    return xxhash.xxh3_64_intdigest(" ".join([purpose, *map(str, key)]).encode())
+
+
+# ---- The data. A row has the distribution that the VAE gave for an image, as mean and standard
+# deviation, and the embeddings of its caption. The files are memory-mapped float16.
+columns = ["latents", "prompt_embeds"] + ["latents_flipped"] * args.random_flip
+rows = load_from_disk(str(args.latents_dir)).select_columns(columns).with_format("torch")
+empty_prompt = torch.tensor(np.load(args.latents_dir / "empty_prompt.npy")).float().to(device)
+
+# ---- The model, its average and the optimizer. All are float32, because bf16 is too coarse for the
+# small updates of a weight. Mixed precision lowers only the precision of the computation.
+base, source = args.pretrained_model_name_or_path, args.unet_config_name_or_path
+torch.manual_seed(args.seed)  # every process starts from the same weights
+if source:
+    unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(source))
+else:
+    unet = UNet2DConditionModel.from_pretrained(base, subfolder="unet")
+unet.register_to_config(sample_size=shape[1])  # the size that the pipeline draws
+# On a GPU, convolutions are fastest if the channels of a pixel are neighbours in memory.
+layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+unet.to(device, memory_format=layout)
+ema = copy.deepcopy(unet).eval().requires_grad_(False)
+# Betas and weight decay are torch's defaults. `fused` updates all weights in one go.
+optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate, fused=True)
+flags = {"prediction_type": args.prediction_type} if args.prediction_type else {}
+noise_scheduler = DDPMScheduler.from_pretrained(base, subfolder="scheduler", **flags)
+config = {name: value for name, value in unet.config.items() if name[0] != "_"}  # no paths
+config["prediction_type"] = noise_scheduler.config.prediction_type
+
+# ---- Resume from the newest checkpoint. Step and images seen are the whole position of a run: the
+# order of the data and the noise follow from them.
+step = images_seen = 0
+if checkpoints:
+    newest = checkpoints[max(checkpoints)] / STATE
+    saved = torch.load(newest, map_location="cpu", weights_only=True)
+    if saved["config"] != config:
+        sys.exit(f"{newest} is of another U-Net or objective: choose another --output_dir")
+    unet.load_state_dict(saved["unet"])
+    ema.load_state_dict(saved["ema"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step, images_seen = saved["step"], saved["images_seen"]
+    accelerator.print(f"Resuming from {newest}")
+# The checkpoint has the learning rate of its last step. The flag may have changed since.
+optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
+# The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
+# not get it, because it would count each step once for each process.
+counts = {"num_warmup_steps": args.lr_warmup_steps, "num_training_steps": args.max_train_steps + 1}
+lr_scheduler = get_scheduler(args.lr_scheduler, optimizer, **counts, last_epoch=step)
+# `model` is `unet` with autocast, and with several processes in DDP. They share their weights.
+model, optimizer = accelerator.prepare(unet, optimizer)
+
+# ---- The training.
+unet.train()
+order, losses = None, []
+per_micro_batch = args.train_batch_size * world
+stop = agree_on_signal()
+while step < args.max_train_steps and not stop:
+    # A step takes the next images in the order of the epoch. The last step of an epoch takes those
+    # that are left, so that an epoch has each image once.
+    epoch, start = divmod(images_seen, len(rows))
+    if order is None or start == 0:
+        order = np.random.default_rng(key_seed("epoch", args.seed, epoch)).permutation(len(rows))
+    taken = order[start : start + per_micro_batch * args.gradient_accumulation_steps].tolist()
+    micro_batches = [taken[i : i + per_micro_batch] for i in range(0, len(taken), per_micro_batch)]
+    losses.append(torch.zeros((), device=device))
+    for number, micro in enumerate(micro_batches):
+        # With these weights the sum over micro-batches, averaged over processes by DDP, is the mean
+        # over the step's images, however they are shared out. DDP needs all processes: one that
+        # gets no image computes one with weight 0.
+        own = micro[rank::world] or micro[:1]
+        weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)), device=device)
+        batch = rows[own]
+        moments, prompts = batch["latents"], batch["prompt_embeds"]
+        if args.random_flip:  # by the third number of a key; the first two have placed the crop
+            keys = [key_seed("image", args.seed, epoch, row) for row in own]
+            flipped = torch.tensor([np.random.default_rng(key).random(4)[2] < 0.5 for key in keys])
+            moments = torch.where(flipped[:, None], batch["latents_flipped"], moments)
+        torch.manual_seed(key_seed("step", args.seed, step, number, rank))
+        mean, std = moments.to(device, non_blocking=True).unflatten(1, shape).chunk(2, dim=1)
+        latents = mean + std * torch.randn(mean.shape, device=device)  # new ones each time
+        latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
+        # Guidance needs a model that also draws without a caption (arXiv:2207.12598).
+        dropped = torch.rand(len(own), device=device) < args.caption_dropout
+        prompts = prompts.to(device, non_blocking=True).unflatten(1, empty_prompt.shape)
+        prompts = torch.where(dropped[:, None, None], empty_prompt, prompts)
+        # The loss of DDPM (arXiv:2006.11239, eq. 14). Noise is added in float32: in bf16 the first
+        # timesteps would get none at all.
+        noise = torch.randn(latents.shape, device=device)
+        timesteps = torch.randint(len(noise_scheduler), [len(own)], device=device)
+        noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
+        target, snr = noise, compute_snr(noise_scheduler, timesteps)
+        if config["prediction_type"] == "v_prediction":
+            target, snr = noise_scheduler.get_velocity(latents, noise, timesteps), snr + 1
+        if args.snr_gamma:  # timesteps with little noise count less, or they would dominate
+            weight = weight * snr.clamp(max=args.snr_gamma) / snr
+        # Only in the step's last micro-batch the processes exchange their gradients.
+        with accelerator.no_sync(model) if number + 1 < len(micro_batches) else nullcontext():
+            prediction = model(noisy_latents, timesteps, prompts).sample.float()
+            loss = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
+            loss = (weight * loss).sum()
+            accelerator.backward(loss)
+        losses[-1] += loss.detach()
+    accelerator.clip_grad_norm_(unet.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    step, images_seen = step + 1, images_seen + len(taken)
+    # The average warms up, as in diffusers' EMAModel: the first step copies the weights.
+    decay = min(0.9999, 1 - step**-0.75)
+    get_ema_multi_avg_fn(decay)([*ema.parameters()], [*unet.parameters()], None)
+    # Until here nothing has waited for the GPU. A record does, and all processes take part in it.
+    if step % args.logging_steps == 0:
+        loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
+        accelerator.print(f"step {step}, loss {loss:.4f}, lr {lr_scheduler.get_last_lr()[0]:.3g}")
+        losses.clear()
+    lr_scheduler.step()
+    stop = agree_on_signal()
+    is_due = stop or step % args.checkpointing_steps == 0 or step == args.max_train_steps
+    if is_due and accelerator.is_main_process:
+        # A checkpoint is complete or absent: it gets its name when all of it is on the disk.
+        folder = args.output_dir / f"checkpoint-{step}"
+        unfinished = folder.with_name(f".unfinished-{folder.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+        unfinished.mkdir(parents=True)
+        state = {"unet": unet.state_dict(), "ema": ema.state_dict()}
+        state |= {"optimizer": optimizer.state_dict(), "config": config}
+        with open(unfinished / STATE, "wb") as file:
+            torch.save(state | {"step": step, "images_seen": images_seen}, file)
+            os.fsync(file.fileno())
+        unfinished.rename(folder)
+
+# ---- The end: the average in a pipeline, or after a signal the status that a shell expects.
+if accelerator.is_main_process and not stop:
+    sampler = DDIMScheduler.from_config(noise_scheduler.config)
+    pipeline = StableDiffusionPipeline.from_pretrained(base, unet=ema, scheduler=sampler)
+    pipeline.save_pretrained(args.output_dir)
+accelerator.wait_for_everyone()  # or the launcher would end the first process while it saves
+accelerator.print("Stopped: the same command resumes" if stop else f"Done: see {args.output_dir}")
+accelerator.end_training()
+sys.exit(128 + stop if stop else 0)

@@ -1,0 +1,247 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "accelerate>=1.13,<2", "datasets>=5.1,<6", "diffusers>=0.36,<1", "numpy>=2,<3",
+#   "pillow>=11.3,<14", "torch>=2.11,<3", "torchvision>=0.26,<1", "xxhash>=3.5,<5",
+# ]
+# ///
+"""Train an unconditional diffusion model on images: train_unconditional.py in one short file.
+
+    uv run minimal/train_unconditional.py      # the demo: handwritten digits, minutes on a CPU
+    accelerate launch minimal/train_unconditional.py --train_data_dir photos \\
+        --model_config_name_or_path configs/unet_64.json --max_train_steps 100000
+
+At the same flags (on a CPU, with the same OMP_NUM_THREADS) it ends with the same bits as the big
+script, in the U-Net and in its average: on one process or several, with accumulation, and after a
+kill. To resume, run the same command again.
+
+The big script reads some images differently: it rotates by EXIF, puts transparent images on white,
+scales 16 bits to 8, and skips masks and broken files. Left out here: data sets on the hub, streams
+and arrays, pretrained U-Nets, fp16, other optimizers and losses, samples, held-out loss, trackers,
+the report, the hub, deleting old checkpoints, and most error messages.
+"""
+
+import argparse
+from pathlib import Path
+
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+add = parser.add_argument
+add("--train_data_dir", help="folder of images or parquet files (default: the demo)")
+add("--model_config_name_or_path", help="config of the U-Net: a file, folder or hub id")
+add("--resolution", type=int, default=64, help="side of the square images in pixels")
+add("--random_flip", action="store_true", help="mirror half of the images, at random")
+add("--output_dir", type=Path, default="ddpm-model-64")
+add("--train_batch_size", type=int, default=16, help="images per process and micro-batch")
+add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per step")
+add("--max_train_steps", type=int)
+add("--learning_rate", type=float, default=1e-4)
+add("--lr_scheduler", default="cosine")
+add("--lr_warmup_steps", type=int, default=500)
+add("--prediction_type", choices=["epsilon", "v_prediction"], default="epsilon")
+add("--ddpm_beta_schedule", default="linear", help="noise schedule of DDPMScheduler")
+add("--snr_gamma", type=float, help="min-SNR weighting (arXiv:2303.09556); 5 is usual")
+add("--mixed_precision", choices=["no", "bf16"], help="default: as accelerate launch says")
+add("--checkpointing_steps", type=int, default=500)
+add("--logging_steps", type=int, default=10)
+add("--seed", type=int, default=0)
+args = parser.parse_args()
+if args.train_data_dir is None:  # the demo of the big script; flags that are given still win
+    demo = Path(__file__).resolve().parent.parent / "demo"
+    config = demo / "digits_unet.json"
+    parser.set_defaults(train_data_dir=demo / "digits", model_config_name_or_path=config)
+    parser.set_defaults(output_dir="ddpm-digits-minimal", max_train_steps=2900, resolution=8)
+    parser.set_defaults(train_batch_size=64, learning_rate=4e-3, lr_warmup_steps=100, snr_gamma=5)
+    parser.set_defaults(prediction_type="v_prediction", ddpm_beta_schedule="squaredcos_cap_v2")
+    args = parser.parse_args()
+if not Path(args.train_data_dir).is_dir():
+    parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
+if not (args.model_config_name_or_path and args.max_train_steps):
+    parser.error("--model_config_name_or_path and --max_train_steps are needed")
+STATE = "minimal_train_unconditional.pt"  # the one file of a checkpoint
+checkpoints = {int(path.name[11:]): path for path in args.output_dir.glob("checkpoint-[0-9]*")}
+if not all((path / STATE).is_file() for path in checkpoints.values()):
+    parser.error(f"{args.output_dir} has checkpoints of another script: choose another folder")
+
+# These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
+import copy
+import io
+import os
+import shutil
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import datasets
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torchvision.transforms.v2.functional as TF
+import xxhash
+from accelerate import Accelerator
+from diffusers import DDIMPipeline, DDPMScheduler, UNet2DModel
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import compute_snr
+from PIL import Image
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+accelerator = Accelerator(mixed_precision=args.mixed_precision)
+device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+
+# ---- Ctrl-C and SIGTERM end the run after the current step. The processes have to agree on it, or
+# some would wait for the others. They do so over gloo, on the CPU, so that no GPU has to wait.
+received = [0]
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: received.append(number))
+gloo = torch.distributed.new_group(backend="gloo") if world > 1 else None
+
+
+def agree_on_signal():
+    number = torch.tensor(received[-1])
+    if gloo:
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=gloo)
+    return int(number)
+
+
+# Random numbers are drawn from a seed that is computed from what they are for, for example ("step",
+# seed, step, ...). So a resumed run draws the same ones, and no generator has to be saved.
+def key_seed(purpose, *key):
+    return xxhash.xxh3_64_intdigest(" ".join([purpose, *map(str, key)]).encode())
+
+
+# ---- The model, its average and the optimizer. All are float32, because bf16 is too coarse for the
+# small updates of a weight. Mixed precision lowers only the precision of the computation.
+config = UNet2DModel.load_config(args.model_config_name_or_path) | {"sample_size": args.resolution}
+torch.manual_seed(args.seed)  # every process starts from the same weights
+unet = UNet2DModel.from_config(config)
+# On a GPU, convolutions are fastest if the channels of a pixel are neighbours in memory.
+layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+unet.to(device, memory_format=layout)
+ema = copy.deepcopy(unet).eval().requires_grad_(False)
+# Betas and weight decay are those of diffusers' script. `fused` updates all weights in one go.
+adam = {"betas": (0.95, 0.999), "weight_decay": 1e-6, "fused": True}
+optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate, **adam)
+objective = {"prediction_type": args.prediction_type, "beta_schedule": args.ddpm_beta_schedule}
+noise_scheduler = DDPMScheduler(**objective)
+
+# ---- The data. The rows hold image files, which are decoded when a step needs them.
+try:
+    rows = datasets.load_dataset(str(args.train_data_dir), split="train").select_columns("image")
+except Exception as error:
+    sys.exit(f"{args.train_data_dir} can't be read as a data set of images: {error}")
+rows = rows.cast_column("image", datasets.Image(decode=False))
+threads = ThreadPoolExecutor(8)  # Pillow and torchvision release Python's lock
+
+
+# A file -> uint8 [channels, resolution, resolution]. Crop and flip depend on the epoch and the row,
+# not on who reads it and when.
+def load_image(epoch, row, source):
+    y, x, flip, _ = np.random.default_rng(key_seed("image", args.seed, epoch, row)).random(4)
+    image = Image.open(io.BytesIO(source["bytes"]) if source["bytes"] else source["path"])
+    mode = "L" if unet.config.in_channels == 1 else "RGB"
+    image.draft(mode, image.size)  # a JPEG stores the brightness: take that, not one computed anew
+    side = min(image.size)  # of the largest square, which lies at a random place
+    crop = [round((image.height - side) * y), round((image.width - side) * x), side, side]
+    pixels = TF.pil_to_tensor(image.convert(mode))
+    pixels = TF.resized_crop(pixels, *crop, [args.resolution] * 2, Image.BICUBIC, antialias=True)
+    return pixels.flip(-1) if args.random_flip and flip < 0.5 else pixels
+
+
+# ---- Resume from the newest checkpoint. Step and images seen are the whole position of a run: the
+# order of the data and the noise follow from them.
+step = images_seen = 0
+if checkpoints:
+    newest = checkpoints[max(checkpoints)] / STATE
+    saved = torch.load(newest, map_location="cpu", weights_only=True)
+    if saved["config"] != config | objective:
+        sys.exit(f"{newest} is of another U-Net or objective: choose another --output_dir")
+    unet.load_state_dict(saved["unet"])
+    ema.load_state_dict(saved["ema"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step, images_seen = saved["step"], saved["images_seen"]
+    accelerator.print(f"Resuming from {newest}")
+# The checkpoint has the learning rate of its last step. The flag may have changed since.
+optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
+# The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
+# not get it, because it would count each step once for each process.
+counts = {"num_warmup_steps": args.lr_warmup_steps, "num_training_steps": args.max_train_steps + 1}
+lr_scheduler = get_scheduler(args.lr_scheduler, optimizer, **counts, last_epoch=step)
+# `model` is `unet` with autocast, and with several processes in DDP. They share their weights.
+model, optimizer = accelerator.prepare(unet, optimizer)
+
+# ---- The training.
+unet.train()
+order, losses = None, []
+per_micro_batch = args.train_batch_size * world
+stop = agree_on_signal()
+while step < args.max_train_steps and not stop:
+    # A step takes the next images in the order of the epoch. The last step of an epoch takes those
+    # that are left, so that an epoch has each image once.
+    epoch, start = divmod(images_seen, len(rows))
+    if order is None or start == 0:
+        order = np.random.default_rng(key_seed("epoch", args.seed, epoch)).permutation(len(rows))
+    taken = order[start : start + per_micro_batch * args.gradient_accumulation_steps].tolist()
+    micro_batches = [taken[i : i + per_micro_batch] for i in range(0, len(taken), per_micro_batch)]
+    losses.append(torch.zeros((), device=device))
+    for number, micro in enumerate(micro_batches):
+        # With these weights the sum over micro-batches, averaged over processes by DDP, is the mean
+        # over the step's images, however they are shared out. DDP needs all processes: one that
+        # gets no image computes one with weight 0.
+        own = micro[rank::world] or micro[:1]
+        weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)), device=device)
+        sources = rows[own]["image"]
+        images = torch.stack([*threads.map(load_image, [epoch] * len(own), own, sources)])
+        images = images.to(device, non_blocking=True) / 127.5 - 1  # in [-1, 1]
+        # The loss of DDPM (arXiv:2006.11239, eq. 14). Noise is added in float32: in bf16 the first
+        # timesteps would get none at all.
+        torch.manual_seed(key_seed("step", args.seed, step, number, rank))
+        noise = torch.randn(images.shape, device=device)
+        timesteps = torch.randint(len(noise_scheduler), [len(images)], device=device)
+        noisy_images = noise_scheduler.add_noise(images, noise, timesteps)
+        target, snr = noise, compute_snr(noise_scheduler, timesteps)
+        if args.prediction_type == "v_prediction":
+            target, snr = noise_scheduler.get_velocity(images, noise, timesteps), snr + 1
+        if args.snr_gamma:  # timesteps with little noise count less, or they would dominate
+            weight = weight * snr.clamp(max=args.snr_gamma) / snr
+        # Only in the step's last micro-batch the processes exchange their gradients.
+        with accelerator.no_sync(model) if number + 1 < len(micro_batches) else nullcontext():
+            prediction = model(noisy_images, timesteps).sample.float()
+            loss = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
+            loss = (weight * loss).sum()
+            accelerator.backward(loss)
+        losses[-1] += loss.detach()
+    accelerator.clip_grad_norm_(unet.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    step, images_seen = step + 1, images_seen + len(taken)
+    # The average warms up, as in diffusers' EMAModel: the first step copies the weights.
+    decay = min(0.9999, 1 - step**-0.75)
+    get_ema_multi_avg_fn(decay)([*ema.parameters()], [*unet.parameters()], None)
+    # Until here nothing has waited for the GPU. A record does, and all processes take part in it.
+    if step % args.logging_steps == 0:
+        loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
+        accelerator.print(f"step {step}, loss {loss:.4f}, lr {lr_scheduler.get_last_lr()[0]:.3g}")
+        losses.clear()
+    lr_scheduler.step()
+    stop = agree_on_signal()
+    is_due = stop or step % args.checkpointing_steps == 0 or step == args.max_train_steps
+    if is_due and accelerator.is_main_process:
+        # A checkpoint is complete or absent: it gets its name when all of it is on the disk.
+        folder = args.output_dir / f"checkpoint-{step}"
+        unfinished = folder.with_name(f".unfinished-{folder.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+        unfinished.mkdir(parents=True)
+        state = {"unet": unet.state_dict(), "ema": ema.state_dict()}
+        state |= {"optimizer": optimizer.state_dict(), "config": config | objective}
+        with open(unfinished / STATE, "wb") as file:
+            torch.save(state | {"step": step, "images_seen": images_seen}, file)
+            os.fsync(file.fileno())
+        unfinished.rename(folder)
+
+# ---- The end: the average as a pipeline, or after a signal the status that a shell expects.
+if accelerator.is_main_process and not stop:
+    DDIMPipeline(ema, noise_scheduler).save_pretrained(args.output_dir)
+accelerator.wait_for_everyone()  # or the launcher would end the first process while it saves
+accelerator.print("Stopped: the same command resumes" if stop else f"Done: see {args.output_dir}")
+accelerator.end_training()
+sys.exit(128 + stop if stop else 0)

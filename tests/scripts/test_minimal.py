@@ -1,0 +1,487 @@
+"""minimal/: each twin ends with the bits of its big script, and stays a file that one can read."""
+
+import ast
+import io
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import tokenize
+import tomllib
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    MODELS,
+    ROOT,
+    finish,
+    kill,
+    make_models,
+    make_prx,
+    make_unet_config,
+    reset,
+    start,
+    wait_until,
+)
+from diffusers import DiffusionPipeline, UNet2DConditionModel, UNet2DModel
+from PIL import Image
+from safetensors.torch import load_file
+
+import precompute_latents
+import train_flow
+import train_text_to_image
+import train_unconditional
+
+pytestmark = pytest.mark.usefixtures("without_figures")
+BIG = {script.__name__: script for script in (train_unconditional, train_text_to_image, train_flow)}
+PATHS = {name: ROOT / "minimal" / f"{name}.py" for name in BIG}
+# Flags of the big scripts that change no weights
+FASTER = {
+    "train_unconditional": ["--eval_batch_size=1", "--ddpm_num_inference_steps=1"],
+    "train_text_to_image": ["--num_inference_steps=1"],
+    "train_flow": ["--num_inference_steps=1"],
+}
+WORDS = "a handwritten digit zero one two three".split()
+
+
+def make_pictures(folder):
+    """21 pictures of noise: RGB and grey, PNG and JPEG, upright and wide, with captions.
+
+    Captions have different lengths. 21 is 1 more than 2 steps of 10 images or a step of 20.
+    """
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(21):
+        channels = [] if i % 4 > 1 else [3]
+        pixels = rng.integers(0, 256, [20 + i % 7, 23, *channels], np.uint8)
+        name = f"{i:02}.{'png' if i % 2 else 'jpg'}"
+        Image.fromarray(pixels).save(folder / name)
+    names = sorted(path.name for path in folder.iterdir())
+    captions = [" ".join(WORDS[: 1 + i % 7]) for i in range(len(names))]
+    rows = [f"{name},{caption}" for name, caption in zip(names, captions, strict=True)]
+    (folder / "metadata.csv").write_text("\n".join(["file_name,text", *rows]))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Pictures, a cache of them for each family, and models of 10,000 weights with dropout."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_pictures(folder / "images")
+    make_models(folder)
+    make_unet_config(folder)  # tiny-unet, for RGB
+    grey = UNet2DModel.load_config(folder / "tiny-unet")
+    UNet2DModel.from_config(grey, in_channels=1, out_channels=1).save_config(folder / "grey-unet")
+    conditional = UNet2DConditionModel.load_config(folder / "sd/unet")
+    UNet2DConditionModel.from_config(conditional, norm_num_groups=2).save_config(folder / "unet")
+    make_prx(folder / "prx")
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "datasets-cache"))
+        for family in ("sd", "prx"):
+            flags = [f"--train_data_dir={folder / 'images'}", "--resolution=16", "--random_flip"]
+            flags += [f"--pretrained_model_name_or_path={MODELS}", f"--model_family={family}"]
+            flags += [f"--output_dir={folder / f'cache-{family}'}", "--dataloader_num_workers=0"]
+            reset()
+            precompute_latents.main(precompute_latents.parse_args(flags))
+            reset()
+    return folder
+
+
+def data_flags(name, inputs, pretrained=False):
+    """The flags for data and model of a small run."""
+    if name == "train_unconditional":
+        config = f"--model_config_name_or_path={inputs / 'tiny-unet'}"
+        return [f"--train_data_dir={inputs / 'images'}", "--resolution=16", config]
+    family, model, config = (
+        ("prx", "transformer", "prx") if name == "train_flow" else ("sd", "unet", "unet")
+    )
+    flags = [f"--latents_dir={inputs / f'cache-{family}'}"]
+    flags += [f"--pretrained_model_name_or_path={inputs / 'sd'}"]
+    return flags + ([] if pretrained else [f"--{model}_config_name_or_path={inputs / config}"])
+
+
+def run_big(name, *flags):
+    reset()
+    BIG[name].main(BIG[name].parse_args([*flags, "--report_to=none", *FASTER[name]]))
+
+
+def run_twin(name, *flags, text=None):
+    """Run a twin as a script in this process, which is a fork. text: another text of it."""
+    sys.argv = [str(PATHS[name]), *flags]
+    try:
+        if text is None:
+            runpy.run_path(str(PATHS[name]), run_name="__main__")
+        else:
+            exec(compile(text, PATHS[name], "exec"), {"__file__": str(PATHS[name])})
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code)
+        sys.exit(1 if isinstance(stop.code, str) else stop.code)
+
+
+def train(run, name, folder, flags, num_processes=1, **options):
+    """Run a script in forks, to its end."""
+    flags = [*flags, f"--output_dir={folder}"]
+    log = folder.with_suffix(".log")
+    pids = start(lambda: run(name, *flags, **options), num_processes, log)
+    assert set(finish(pids)) == {0}, log.read_text()
+
+
+def saved_by_big(folder, step):
+    """{name: tensor} of everything that a checkpoint of a big script trains."""
+    tensors = {}
+    for path in sorted((folder / f"checkpoint-{step}").glob("*/*.safetensors")):
+        key = "ema" if path.parent.name.endswith("_ema") else path.parent.name
+        tensors |= {f"{key} {name}": value for name, value in load_file(path).items()}
+    optimizer = torch.load(folder / f"checkpoint-{step}/optimizer.bin", weights_only=True)
+    return tensors | flatten_moments(optimizer)
+
+
+def saved_by_twin(folder, step):
+    (path,) = (folder / f"checkpoint-{step}").iterdir()
+    state = torch.load(path, weights_only=True)
+    tensors = {}
+    for key in {"unet", "transformer", "ema"} & state.keys():
+        tensors |= {f"{key} {name}": value for name, value in state[key].items()}
+    return tensors | flatten_moments(state["optimizer"])
+
+
+def flatten_moments(optimizer):
+    return {
+        f"optimizer {number} {name}": value
+        for number, state in optimizer["state"].items()
+        for name, value in state.items()
+    }
+
+
+def assert_same_bits(big, twin, step):
+    expected, found = saved_by_big(big, step), saved_by_twin(twin, step)
+    assert expected.keys() == found.keys() and any(key.startswith("ema ") for key in found)
+    different = [key for key in expected if not torch.equal(expected[key], found[key])]
+    assert not different, f"{len(different)} of {len(expected)} differ, such as {different[0]}"
+
+
+# -------------------------------------------------------------------------------- the same bits
+
+EXACT = ["--learning_rate=1e-3", "--lr_warmup_steps=2", "--max_train_steps=5",
+         "--checkpointing_steps=2", "--logging_steps=2"]  # fmt: skip
+# 5 steps of 10, 10 and 1 images
+ONE = (1, ["--train_batch_size=10"])
+# 5 steps of 2 x 2 x 5 images and, at an epoch's end, of 1, which the second process does not get
+TWO = (2, ["--train_batch_size=5", "--gradient_accumulation_steps=2"])
+V_PREDICTION = ["--prediction_type=v_prediction", "--snr_gamma=5"]
+EPSILON = ["--prediction_type=epsilon", "--snr_gamma=5"]
+BF16 = ["--mixed_precision=bf16"]
+DROPOUT = ["--caption_dropout=0.4", "--random_flip"]
+UNCONDITIONAL, TEXT, FLOW = BIG
+QUICK = [
+    (
+        UNCONDITIONAL,
+        ONE,
+        [*V_PREDICTION, "--random_flip", "--ddpm_beta_schedule=squaredcos_cap_v2"],
+    ),
+    (TEXT, ONE, [*DROPOUT, *EPSILON]),
+    (FLOW, ONE, DROPOUT),
+]
+SLOW = [
+    (UNCONDITIONAL, TWO, ["--random_flip"]),
+    (UNCONDITIONAL, ONE, [*BF16, *EPSILON, "--lr_scheduler=linear"]),
+    (TEXT, TWO, [*DROPOUT, *V_PREDICTION, "--lr_scheduler=cosine"]),
+    (TEXT, ONE, [*DROPOUT, *BF16, "--seed=3"]),
+    (FLOW, TWO, [*DROPOUT, "--shift=3", "--lr_scheduler=cosine"]),
+    (FLOW, ONE, [*DROPOUT, *BF16, "--shift=1.7"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, batches, flags", QUICK + [pytest.param(*case, marks=pytest.mark.ci) for case in SLOW]
+)
+def test_a_twin_ends_with_the_bits_of_its_big_script(tmp_path, inputs, name, batches, flags):
+    num_processes, sizes = batches
+    flags = [*data_flags(name, inputs), *EXACT, *sizes, *flags]
+    train(run_big, name, tmp_path / "big", flags, num_processes)
+    train(run_twin, name, tmp_path / "twin", flags, num_processes)
+    for step in (2, 4, 5):
+        assert_same_bits(tmp_path / "big", tmp_path / "twin", step)
+    assert_pipeline_has_the_average(tmp_path / "twin")
+
+
+def assert_pipeline_has_the_average(folder):
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    model = getattr(pipeline, "unet", None) or pipeline.transformer
+    average = {
+        key.removeprefix("ema "): value
+        for key, value in saved_by_twin(folder, 5).items()
+        if key.startswith("ema ")
+    }
+    assert all(torch.equal(average[key], value) for key, value in model.state_dict().items())
+    options = {"num_inference_steps": 1, "output_type": "np"}
+    if "tokenizer" in pipeline.components:
+        options["prompt"] = "a digit one"
+    if "transformer" in pipeline.components:
+        options["use_resolution_binning"] = False
+    assert pipeline(**options).images.shape[1:3] == (16, 16)
+
+
+@pytest.mark.ci
+def test_grey_images(tmp_path, inputs):
+    """A U-Net with one channel: JPEGs give their own brightness."""
+    flags = [*data_flags(UNCONDITIONAL, inputs), *EXACT, *ONE[1]]
+    flags += [f"--model_config_name_or_path={inputs / 'grey-unet'}"]
+    train(run_big, UNCONDITIONAL, tmp_path / "big", flags)
+    train(run_twin, UNCONDITIONAL, tmp_path / "twin", flags)
+    assert_same_bits(tmp_path / "big", tmp_path / "twin", 5)
+
+
+@pytest.mark.ci
+def test_a_pretrained_unet(tmp_path, inputs):
+    flags = [*data_flags(TEXT, inputs, pretrained=True), *EXACT, *ONE[1]]
+    train(run_big, TEXT, tmp_path / "big", flags)
+    train(run_twin, TEXT, tmp_path / "twin", flags)
+    assert_same_bits(tmp_path / "big", tmp_path / "twin", 5)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", BIG)
+def test_the_demos_train_alike(tmp_path, name, monkeypatch):
+    """Without flags for data and model, and with the few flags that make it short."""
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    monkeypatch.chdir(tmp_path)
+    if name != UNCONDITIONAL:
+        family = "prx" if name == FLOW else "sd"
+        flags = ["--max_train_samples=70", f"--model_family={family}", "--dataloader_num_workers=0"]
+        reset()
+        precompute_latents.main(precompute_latents.parse_args(flags))
+        reset()
+    flags = ["--max_train_steps=3", "--lr_warmup_steps=2"]
+    train(run_big, name, tmp_path / "big", flags)
+    train(run_twin, name, tmp_path / "twin", flags)
+    assert_same_bits(tmp_path / "big", tmp_path / "twin", 3)
+
+
+def test_the_demos_have_as_many_steps():
+    """29 steps are an epoch of 1,797 digits in batches of 64."""
+    for name, script in BIG.items():
+        demo = script.parse_args([])
+        steps = demo.max_train_steps or demo.num_train_epochs * 29
+        assert re.findall(r"\bmax_train_steps=(\d+)", PATHS[name].read_text()) == [str(steps)]
+
+
+def test_this_test_sees_the_order_of_two_factors(tmp_path, inputs):
+    """weight * (clamp / snr) differs from weight * clamp / snr in the last bits only."""
+    flags = [*data_flags(TEXT, inputs), *EXACT, *ONE[1], *EPSILON]
+    right = "weight * snr.clamp(max=args.snr_gamma) / snr"
+    wrong = "weight * (snr.clamp(max=args.snr_gamma) / snr)"
+    text = PATHS[TEXT].read_text()
+    assert text.count(right) == 1
+    train(run_big, TEXT, tmp_path / "big", flags)
+    train(run_twin, TEXT, tmp_path / "twin", flags, text=text.replace(right, wrong))
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_bits(tmp_path / "big", tmp_path / "twin", 5)
+
+
+# --------------------------------------------------------------------- kills, signals and resume
+
+
+def kill_and_resume(name, folder, flags, num_processes, moments):
+    """Kill a twin some time after each new checkpoint, and let it end."""
+    flags = [*flags, f"--output_dir={folder}"]
+    log = folder.with_suffix(".log")
+    for moment in moments:
+        before = set(folder.glob("checkpoint-*"))
+        pids = start(lambda: run_twin(name, *flags), num_processes, log)
+        wait_until(lambda before=before: set(folder.glob("checkpoint-*")) - before)
+        time.sleep(moment)
+        kill(pids)
+    assert set(finish(start(lambda: run_twin(name, *flags), num_processes, log))) == {0}
+    assert "Resuming from" in log.read_text() and not list(folder.glob(".unfinished-*"))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name, num_processes", [(UNCONDITIONAL, 2), (TEXT, 1), (FLOW, 1)])
+def test_killed_at_random_a_twin_ends_with_the_same_bits(tmp_path, inputs, name, num_processes):
+    sizes = ["--train_batch_size=3", "--gradient_accumulation_steps=2", "--max_train_steps=16"]
+    flags = [*data_flags(name, inputs), *EXACT, *sizes, "--checkpointing_steps=4"]
+    train(run_big, name, tmp_path / "big", flags, num_processes)
+    moments = np.random.default_rng(num_processes).uniform(0, 0.1, 2)
+    kill_and_resume(name, tmp_path / "twin", flags, num_processes, moments)
+    assert_same_bits(tmp_path / "big", tmp_path / "twin", 16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("name", BIG)
+def test_killed_many_times_a_twin_ends_with_the_same_bits(tmp_path, inputs, name, num_processes):
+    sizes = ["--train_batch_size=3", "--gradient_accumulation_steps=2", "--max_train_steps=100"]
+    flags = [*data_flags(name, inputs), *EXACT, *sizes, "--checkpointing_steps=1"]
+    train(run_big, name, tmp_path / "big", flags, num_processes)
+    moments = np.random.default_rng().uniform(0, 0.2, 20)
+    kill_and_resume(name, tmp_path / "twin", flags, num_processes, moments)
+    assert_same_bits(tmp_path / "big", tmp_path / "twin", 100)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name, number", [(TEXT, signal.SIGTERM), (UNCONDITIONAL, signal.SIGINT)])
+def test_a_signal_to_one_process_ends_the_run_with_a_checkpoint(tmp_path, inputs, name, number):
+    """Also of two processes, of which one gets it. The run is then resumed to the same bits."""
+    flags = [*data_flags(name, inputs), *EXACT, "--train_batch_size=3", "--lr_scheduler=constant"]
+    argv = [*flags, "--max_train_steps=10000", f"--output_dir={tmp_path / 'twin'}"]
+    log = tmp_path / "log"
+    pids = start(lambda: run_twin(name, *argv), 2, log)
+    wait_until(lambda: (tmp_path / "twin/checkpoint-2").is_dir())
+    os.kill(pids[1], number)
+    assert set(finish(pids)) == {128 + number}, log.read_text()
+    step = max(int(path.name[11:]) for path in (tmp_path / "twin").glob("checkpoint-*"))
+    assert "Stopped: the same command resumes" in log.read_text()
+    assert not (tmp_path / "twin/model_index.json").exists()
+    flags += [f"--max_train_steps={step + 3}"]
+    train(run_big, name, tmp_path / "big", flags, 2)
+    train(run_twin, name, tmp_path / "twin", flags, 2)
+    assert_same_bits(tmp_path / "big", tmp_path / "twin", step + 3)
+
+
+# ------------------------------------------------------------------------------------- mistakes
+
+
+def refused(name, *flags):
+    """The last line of a twin that ends with status 2 before it imports torch."""
+    command = [sys.executable, "-X", "importtime", str(PATHS[name]), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "torch" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_help_answers_at_once():
+    for path in PATHS.values():
+        command = [sys.executable, "-X", "importtime", str(path), "--help"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0 and "--max_train_steps" in done.stdout
+        assert "torch" not in done.stderr
+
+
+def test_mistakes_end_in_a_sentence_at_once(tmp_path, inputs):
+    said = refused(UNCONDITIONAL, "--train_data_dir", tmp_path / "no")
+    assert said.endswith(f"--train_data_dir {tmp_path / 'no'} is not a folder")
+    said = refused(UNCONDITIONAL, "--train_data_dir", tmp_path)
+    assert said.endswith("--model_config_name_or_path and --max_train_steps are needed")
+    for name in BIG:  # no abbreviations, which would take a typo for another flag
+        assert "unrecognized arguments: --learning_rat 1" in refused(name, "--learning_rat", "1")
+    base = ["--pretrained_model_name_or_path=base", "--max_train_steps=1"]
+    for name, command in {TEXT: "", FLOW: " --model_family prx"}.items():
+        said = refused(name, "--latents_dir", tmp_path / "no", *base)
+        command = f"accelerate launch precompute_latents.py{command}"
+        assert said.endswith(f"no cache in {tmp_path / 'no'}: run {command}")
+    caches = inputs / "cache-sd", inputs / "cache-prx"
+    said = refused(TEXT, "--latents_dir", caches[1], *base)
+    assert said.endswith("is no plain cache of embeddings: use the big script")
+    said = refused(FLOW, "--latents_dir", caches[0], *base)
+    assert said.endswith("is no plain cache of PRX: use the big script")
+    said = refused(TEXT, "--latents_dir", caches[0], *base, "--resolution=32")
+    assert said.endswith("was not made with this --random_flip and --resolution")
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_checkpoints_of_others_are_refused(tmp_path, inputs, name):
+    """They are never resumed, even if there is a newer one of the twin's own."""
+    flags = [*data_flags(name, inputs), "--max_train_steps=1", f"--output_dir={tmp_path}"]
+    (tmp_path / "checkpoint-5").mkdir()
+    for file in ("trainer_state.json", "minimal_other.pt"):
+        (tmp_path / "checkpoint-5" / file).touch()
+        said = refused(name, *flags)
+        assert said.endswith(f"{tmp_path} has checkpoints of another script: choose another folder")
+
+
+def test_a_checkpoint_of_another_unet_is_refused(tmp_path, inputs):
+    flags = [*data_flags(UNCONDITIONAL, inputs), "--max_train_steps=1"]
+    train(run_twin, UNCONDITIONAL, tmp_path / "out", flags)
+    for change in (f"--model_config_name_or_path={inputs / 'grey-unet'}",
+                   "--prediction_type=v_prediction"):  # fmt: skip
+        argv = [*flags, f"--output_dir={tmp_path / 'out'}", change]
+        log = tmp_path / "log"
+        pids = start(lambda argv=argv: run_twin(UNCONDITIONAL, *argv), log=log)
+        assert finish(pids) == [1], log.read_text()
+        assert "is of another U-Net or objective: choose another --output_dir" in log.read_text()
+
+
+def test_a_folder_without_images_is_refused(tmp_path, inputs):
+    (tmp_path / "images").mkdir()
+    flags = [*data_flags(UNCONDITIONAL, inputs), f"--train_data_dir={tmp_path / 'images'}"]
+    flags += ["--max_train_steps=1", f"--output_dir={tmp_path / 'out'}"]
+    log = tmp_path / "log"
+    assert finish(start(lambda: run_twin(UNCONDITIONAL, *flags), log=log)) == [1]
+    said = log.read_text()
+    assert f"{tmp_path / 'images'} can't be read as a data set of images" in said
+    assert "Traceback" not in said and not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------- the files
+
+
+def count_comments(text):
+    """The number of lines with a comment, without the header for uv."""
+    _, body = text.split("# ///\n", 1)
+    tokens = tokenize.generate_tokens(io.StringIO(body).readline)
+    return len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
+
+
+def list_imports(text):
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    return names - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_a_twin_is_short_and_has_comments(name):
+    text = PATHS[name].read_text()
+    num_lines = len(text.splitlines())
+    assert num_lines < 250
+    assert 0.15 <= count_comments(text) / num_lines <= 0.25
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_the_header_names_what_a_twin_imports_with_the_versions_of_requirements(name):
+    text = PATHS[name].read_text()
+    header = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", text)[1]
+    header = tomllib.loads(re.sub(r"^# ?", "", header, flags=re.M))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert header["requires-python"] == project["requires-python"]
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    assert set(header["dependencies"]) <= {line.partition("#")[0].strip() for line in lines}
+    named = {re.match(r"\w+", line)[0] for line in header["dependencies"]}
+    imported = {"pillow" if each == "PIL" else each for each in list_imports(text)}
+    # diffusers imports transformers for a pipeline's text encoder
+    assert named - {"transformers"} == imported
+    assert ("transformers" in named) == (name != UNCONDITIONAL)
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_a_twin_has_flags_of_its_big_script_with_their_defaults(name, tmp_path):
+    for path in ("state.json", "cache.json"):
+        (tmp_path / path).touch()
+    base = ["--pretrained_model_name_or_path=base"]
+    data = "--train_data_dir" if name == UNCONDITIONAL else "--latents_dir"
+    args = vars(BIG[name].parse_args([data, str(tmp_path), *(base if data[2] == "l" else [])]))
+    flags = {}
+    for node in ast.walk(ast.parse(PATHS[name].read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "add":
+            options = {option.arg: option.value for option in node.keywords}
+            default = options.get("default")
+            is_switch = "action" in options
+            flags[node.args[0].value.removeprefix("--")] = (
+                ast.literal_eval(default) if default else (False if is_switch else None)
+            )
+    assert len(flags) >= 16 and flags.keys() <= args.keys()
+    for flag, default in flags.items():
+        if flag in ("prediction_type", "ddpm_beta_schedule"):
+            assert args[flag] is None  # DDPMScheduler's own default, or the pipeline's
+        elif f"--{flag}" != data and flag != "pretrained_model_name_or_path":
+            assert args[flag] == default, flag
