@@ -1,8 +1,8 @@
 """The types of a training step's values: a batch, the inputs of model and loss, the sums."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict, final
+from typing import Any, NamedTuple, NotRequired, Protocol, TypeAlias, TypedDict, final
 
 import torch
 
@@ -21,6 +21,26 @@ class ImageBatch(Batch):
     """A batch of images."""
 
     pixel_values: torch.Tensor  # [N, C, H, W], uint8 from 0 to 255, or float32 from 0 to 1
+
+
+class TrainingData(Protocol):
+    """The rows of a trainer: `RowDataset` and `CachedLatents` have these."""
+
+    sizes: Any  # (height, width) of each row, int [rows, 2]; None if all are equal
+    fingerprint: str  # a resumed run prints that it has changed
+    holds: str  # what `digest` covers: "images" or "latents"
+    num_left_out: int  # images that could not be decoded before the run
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, keys: list) -> Any:
+        """The batch of the keys (epoch, row, weight); see `step_batches`."""
+
+    def names(self) -> Iterable[str]:
+        """The name of each row, by which images are held out."""
+
+    def digest(self, row: int) -> str:
+        """A hash of a row's image, to recognize held-out rows."""
 
 
 class Captions(TypedDict, total=False):

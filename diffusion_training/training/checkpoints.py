@@ -242,9 +242,10 @@ def read_start(start: Path, args: Namespace) -> dict[str, Any]:
             continue
         if not hasattr(args, name):
             fail(f"{start} is of another trainer: this one has no --{name}")
-        if before[name] != getattr(args, name):
+        now = vars(args)[name]
+        if before[name] != now:
             fail(
-                f"{start} was trained with {name} {before[name]}, not {getattr(args, name)}: "
+                f"{start} was trained with {name} {before[name]}, not {now}: "
                 "keep the flag as it was"
             )
     step = state["global_step"]

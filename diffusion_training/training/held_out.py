@@ -9,7 +9,7 @@ import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from diffusion_training.batches import Models, Objective
+from diffusion_training.batches import Models, Objective, TrainingData
 from diffusion_training.errors import fail
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
@@ -54,7 +54,7 @@ def has_ranges(dataset: Any) -> bool:
 
 
 def describe_held_out(
-    accelerator: Accelerator, dataset: Any, held_out: dict[int, int], holdout: float
+    accelerator: Accelerator, dataset: TrainingData, held_out: dict[int, int], holdout: float
 ) -> dict[str, Any]:
     """Describe the held-out rows for a checkpoint, in the same way on all processes.
 
@@ -80,7 +80,7 @@ def describe_held_out(
 def log_held_out_loss(
     launch: Launch,
     records: Any,
-    dataset: Any,
+    dataset: TrainingData,
     held_out: dict[int, int],
     models: dict[str, Models],
     objective: Objective,

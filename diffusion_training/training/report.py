@@ -225,7 +225,7 @@ def save_report(
         described = describe(name_run(step, args, local=True), args)
         skipped = {}
         # rows that a cache lacks, if its list is still there
-        for folder in getattr(args, "latents_dir", None) or []:
+        for folder in vars(args).get("latents_dir") or []:
             path = Path(folder) / "skipped.jsonl"
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
             for row in map(json.loads, text.splitlines()):

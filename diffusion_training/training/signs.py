@@ -138,10 +138,10 @@ def find_signs(
     final_decay = 1 - (1 + args.max_train_steps / args.ema_inv_gamma) ** -args.ema_power
     rest = 1 - min(args.ema_max_decay, final_decay)
     of_peak = last["lr"] / max([record["lr"] for record in records if record["lr"]], default=1)
-    caches = getattr(args, "latents_dir", None) or []
+    caches = vars(args).get("latents_dir") or []
     if any(map(is_address, caches)):
         remedy = "a larger --shards_size, so that more is fetched ahead, or a faster network"
-    elif caches or getattr(args, "cache_images", False):
+    elif caches or vars(args).get("cache_images"):
         remedy = "a faster disk, or more memory for the system's file cache"
     else:
         remedy = "precompute_latents.py" if latents else "--cache_images"

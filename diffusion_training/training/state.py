@@ -10,13 +10,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from accelerate.utils import gather_object
 
 from diffusion_training import __version__
-from diffusion_training.batches import Models, Objective, StepSums
+from diffusion_training.batches import Models, Objective, StepSums, TrainingData
 from diffusion_training.errors import fail
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
 from diffusion_training.models import checkpoint_gradients, put_on_device, start_average, update_ema
@@ -74,7 +74,7 @@ class Training:
         plan: Plan,
         models: Models,
         objective: Objective,
-        dataset: Any,
+        dataset: TrainingData,
         held_out: dict[int, int],
         args: Namespace,
         lora_metadata: dict[str, str] | None = None,

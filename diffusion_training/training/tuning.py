@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from diffusion_training.batches import Batch, Models, Objective, StepSums
+from diffusion_training.batches import Batch, Models, Objective, StepSums, TrainingData
 from diffusion_training.errors import amount, end_if_stopped, fail
 from diffusion_training.files import saving
 from diffusion_training.launch import Launch
@@ -64,7 +64,7 @@ def plan_run(
     models: Models,
     objective: Objective,
     train_step: TrainStep,
-    dataset: Any,
+    dataset: TrainingData,
     train_rows: Any,
     order: Order,
     args: Namespace,
@@ -111,7 +111,7 @@ def choose_batch_size(
     models: Models,
     objective: Objective,
     train_step: TrainStep,
-    dataset: Any,
+    dataset: TrainingData,
     train_rows: Any,
     before: dict[str, Any],
     args: Namespace,
