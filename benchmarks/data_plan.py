@@ -132,6 +132,7 @@ def plan_stages(args):
     row_bytes, _ = count_bytes(
         {
             "text_cache": args.text_cache,
+            "features": [],
             "prompt_embeds_shape": [77, 1024],
             "tokenizer": {"model_max_length": 77},
             "latents_shape": [8, side, side],

@@ -44,9 +44,8 @@ from diffusion_training.training.tuning import Plan
 
 DescribeModel: TypeAlias = Callable[[About, Namespace], Description]
 Every: TypeAlias = tuple[int | None, int | None]  # (steps, epochs); see `Training.is_due`
-SaveResult: TypeAlias = Callable[
-    [Models, Path], None
-]  # writes the models as a result, into a folder
+# writes the models as a result, into a folder
+SaveResult: TypeAlias = Callable[[Models, Path], None]
 
 
 def draws_samples(args: Namespace) -> bool:
