@@ -46,6 +46,8 @@ from diffusion_training import models as package_models  # noqa: E402
 from diffusion_training.errors import SIGNALS  # noqa: E402
 
 torch.set_num_threads(1)
+# If autograd's first call comes after torch.compile, it starts threads, and no fork can train.
+torch.ones((), requires_grad=True).backward()
 # tqdm's default lock is shared by all forks: if a process is killed while holding it, the others
 # hang for good.
 tqdm.set_lock(threading.RLock())
