@@ -34,9 +34,11 @@ from conftest import (
 )
 from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from PIL import Image
+from tqdm.auto import tqdm
 
 import train_unconditional as script
 from diffusion_training.data.rows import load_rows
+from diffusion_training.launch import StopSignal
 from diffusion_training.models import update_ema
 from diffusion_training.order import step_seed
 from diffusion_training.training import checkpoints as checkpoints_module
@@ -450,6 +452,40 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
     for path in (tmp_path / "whole/samples").iterdir():
         assert path.read_bytes() == (tmp_path / "out/samples" / path.name).read_bytes()
     assert len(list((tmp_path / "out/samples").iterdir())) == 3
+
+
+def test_a_signal_before_the_first_step_leaves_the_files_of_an_earlier_run(
+    tmp_path, flags, monkeypatch
+):
+    train(*flags)
+    for name in checkpoints(tmp_path / "out"):
+        shutil.rmtree(tmp_path / "out" / name)
+    files = ["samples/step-0000006.png", "metrics.jsonl", "unet/config.json"]
+    before = [(tmp_path / "out" / name).read_bytes() for name in files]
+    agree = StopSignal.agree
+
+    def signalled(stop_signal):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return agree(stop_signal)
+
+    monkeypatch.setattr(StopSignal, "agree", signalled)
+    with pytest.raises(SystemExit) as stopped:
+        train(*flags, "--seed=1")
+    assert stopped.value.code == 143 and not checkpoints(tmp_path / "out")
+    assert [(tmp_path / "out" / name).read_bytes() for name in files] == before
+
+
+def test_without_a_step_left_the_bar_is_closed_before_the_samples(tmp_path, flags, monkeypatch):
+    train(*flags)
+    shown, log_validation = [], script.log_validation
+
+    def looking(*given):
+        shown.extend(bar.desc.rstrip(": ") for bar in tqdm._instances)
+        return log_validation(*given)
+
+    monkeypatch.setattr(script, "log_validation", looking)
+    train(*flags, "--resume_from_checkpoint=latest")
+    assert "Steps" not in shown
 
 
 @pytest.mark.parametrize("moment, num_processes", [("first sample", 2), ("last sample", 1)])
