@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import io
 import json
 import multiprocessing.util
 import os
@@ -448,6 +449,26 @@ def patch(monkeypatch, name, value):
         monkeypatch.setattr(module, name, value)
 
 
+TRAINING = (
+    "--train_batch_size=1",
+    "--learning_rate=1e-3",
+    "--lr_warmup_steps=2",
+    "--logging_steps=1",
+    "--report_to=none",
+)
+FROM_CAPTIONS = (*TRAINING, "--num_train_epochs=1", "--num_inference_steps=2")
+QUICK = {
+    "train_unconditional.py": (
+        *TRAINING,
+        "--resolution=16",
+        "--ddpm_num_inference_steps=2",
+        "--eval_batch_size=1",
+        "--dataloader_num_workers=0",
+    ),
+    "train_text_to_image.py": FROM_CAPTIONS,
+    "train_flow.py": FROM_CAPTIONS,
+    "precompute_latents.py": ("--resolution=16", "--batch_size=2", "--dataloader_num_workers=0"),
+}  # flags of short runs
 FITTED = {}  # what `check_shapes` has found to fit
 
 
@@ -491,6 +512,39 @@ def reset():
     SIGNALS.clear()
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+
+
+class Script:
+    """A script of this repository, which a test calls with flags instead of a command line.
+
+    `train = Script("train_flow")`, then `train(*flags)`.
+    """
+
+    def __init__(self, name):
+        self.file_name = f"{name}.py"
+        self.module = importlib.import_module(name)
+
+    def __call__(self, *flags):
+        """Run the script in this process."""
+        reset()
+        try:
+            self.module.main(self.module.parse_args([*map(str, flags)]))
+        finally:
+            reset()
+
+    def refused(self, *flags, status=1):
+        """Run the script, which must end with an error in a sentence; returns what it printed."""
+        said = io.StringIO()
+        with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(said):
+            self(*flags)
+        error = said.getvalue()
+        assert stop.value.code == status, error
+        assert error.count(f"{self.file_name}: ") == 1 and "Traceback" not in error, error
+        return error
+
+    def flags(self, output_dir, *more):
+        """Flags of a run that takes a second; later ones override these."""
+        return [*QUICK[self.file_name], f"--output_dir={output_dir}", *map(str, more)]
 
 
 def launch(*argv, env=None):
