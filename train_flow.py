@@ -26,7 +26,7 @@ Layout of this file:
     log_validation, describe_model  the samples, and the text of the model card
     main                            the run from its first line to its last, with the loop
 The code that all trainers share is in diffusion_training/. minimal/train_flow.py
-is one short file without it, which ends with the same bits.
+is one short file without it, which trains the same weights, bit for bit.
 """
 
 from pathlib import Path
@@ -273,7 +273,7 @@ def make_transformer(
     unreached = check_denoiser(models, predict, "transformer", source, data)
     if args.rank:
         adapt_denoiser(transformer, base, base_hash, launch, args)
-    freeze_unreached(transformer, unreached)
+    freeze_unreached(transformer, unreached)  # the prediction does not use them, so DDP would wait
     return transformer
 
 
@@ -340,6 +340,8 @@ def prepare_batch(data: Data, caption_dropout: float, batch: TextToImageBatch) -
     If the VAE gives a distribution, latents are drawn from it anew each time. The condition holds
     prompt_embeds and what else the family needs, see `Prompts`; the inputs of the loss may hold a
     mask [N, 1, h, w]. A share `caption_dropout` of the captions becomes the empty prompt.
+
+    batch: pixels or latents, and captions as tokens or embeddings.
     """
     return encode_batch(batch, data, caption_dropout)
 
@@ -447,7 +449,7 @@ def train_step(
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
             weighted_loss = objective.loss(models, prepared, batch["weight"])
-            accelerator.backward(weighted_loss)
+            accelerator.backward(weighted_loss)  # divides by nothing: `weight` has done so
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
@@ -487,13 +489,14 @@ def log_validation(
     step: int,
     stop_signal: StopSignal,
     args: Namespace,
-) -> float | None:
+) -> None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
-    Returns the roughness of the samples on the first process; see `draw_samples`.
+    The pipeline itself draws. Each process draws a share, and each image has its own seed. A signal
+    stops it. Further inputs of the pipeline are passed as draw_prompts(..., name=value).
     """
     per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
-    return draw_prompts(launch, pipeline, data, per_call, step, stop_signal, args)
+    draw_prompts(launch, pipeline, data, per_call, step, stop_signal, args)
 
 
 def describe_model(family: Family, about: About, args: Namespace) -> Description:
@@ -533,7 +536,8 @@ def main(args: Namespace) -> None:
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_velocity, base.family)
     transformer = make_transformer(base, data, predict, run.configs, launch, args)
-    # Each is trained, averaged, and saved in checkpoints. The pipeline gets only this one.
+    # Each of these is trained, averaged, and saved in checkpoints. The pipeline gets only the
+    # transformer.
     models: Models = {"transformer": transformer}
     frozen: Models = {}  # only for the loss: on the device, without autocast, never saved
     shift_for_size = partial(choose_shift, sampler, base.family.patch_size(transformer))
@@ -541,20 +545,20 @@ def main(args: Namespace) -> None:
         prepare=partial(prepare_batch, data, args.caption_dropout),
         predict=predict,
         compute_loss=partial(compute_loss, args, shift_for_size),
-        # of the held-out loss, which stays as it is when the loss changes, so that runs compare
+        # the held-out loss, which a change of the loss leaves alone, so that runs can be compared
         measure=measure_velocity(predict),
         prepare_held_out=partial(prepare_batch, data, 0.0),
         frozen=freeze_on_device(frozen, launch.device),
         encoders=data.modules(),  # only for the estimate of memory
     )
 
-    # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps. From
-    # here on, `args` has these values.
+    # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps.
     plan = plan_run(
         launch, run, models, objective, train_step, data.dataset, train_rows, order, args
     )
     if plan.is_done:  # the checkpoint is beyond --max_train_steps, which has been printed
         return
+    # From here on, `args` has the values that were found.
     args = complete_args(args, launch, run, data, plan)
 
     # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
@@ -562,8 +566,8 @@ def main(args: Namespace) -> None:
     if launch.compile:
         compile_model(transformer, launch.compile, order.num_sizes)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
-    # of fp16). evaluation_mode means without DDP: sharded models need none, and averages only get
-    # autocast, in place.
+    # of fp16). evaluation_mode means without DDP, which sharded models and averages do not need. It
+    # changes `forward` in place, so the averages stay under their names.
     wrap = partial(accelerator.prepare_model, device_placement=False)
     wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
     for average in training.averaged.values():
@@ -582,37 +586,38 @@ def main(args: Namespace) -> None:
     training.begin()  # records and trackers; from now on, a signal waits for the end of a step
     batches = training.records.watch(loaded)  # notes skipped images, and the wait for each batch
 
-    def save(best: Models, folder: Path) -> None:
+    def save(result: Models, folder: Path) -> None:
         """Write the pipeline, or the LoRA. Only the first process calls it: nothing here may wait.
 
-        best: {name: model}, the averages with --use_ema. A LoRA is taken from `training.saved`.
+        result: {name: model}, the averages with --use_ema. A LoRA is taken from `training.saved`,
+        which holds the trained one and its average.
         """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
                 save_lora(training.saved, unfinished, None)
         else:
-            transformer = best["transformer"]
+            transformer = result["transformer"]
             pipeline = make_pipeline(base, transformer, sampler, args.resolution, with_text=True)
             save_pipeline(pipeline, folder)
 
     describe = partial(describe_model, base.family)
 
     def evaluate(is_result: bool = True) -> None:
-        """Measure the held-out loss, keep the best weights, draw samples, write the report.
+        """Measure the held-out loss, draw samples, write the report.
+
+        With --save_best, keep the weights in best/ if the held-out loss is the lowest so far.
 
         is_result: whether this run has trained the weights.
         """
-        with training.paused():
+        with training.paused():  # this time is not in images_per_second
             training.measure_held_out()
             if is_result:
                 training.keep_best(save)
             if draws_samples(args):
-                transformer = training.best("transformer")
+                transformer = training.ema_or_model("transformer")
                 pipeline = make_pipeline(base, transformer, sampler, args.resolution)
                 signal = training.stop_signal
-                roughness = log_validation(launch, pipeline, data, training.step, signal, args)
-                if is_result:
-                    training.records.check_samples(roughness, training.step)
+                log_validation(launch, pipeline, data, training.step, signal, args)
             training.report(describe)
 
     samples_every = (args.validation_steps, args.validation_epochs)
@@ -630,24 +635,25 @@ def main(args: Namespace) -> None:
             accelerator, objective, wrapped, optimizer, batches, step, args.seed,
             args.max_grad_norm, training.records.measure_inputs,
         )  # fmt: skip
-        # count the step, update averages and learning rate, and agree whether a signal has come
+        # Count the step, update averages and learning rate, and agree whether a signal has come.
+        # After an fp16 overflow, only the position in the data moves.
         training.advance(step, sums)
         # every --logging_steps: wait for the device, and record the steps since the last record
         if training.is_due(args.logging_steps):
             training.log()
-        # every --checkpointing_steps; before the samples, so that a kill meanwhile loses no step
+        # every --checkpointing_steps; before the samples: a kill while they are drawn loses no step
         if training.is_due(args.checkpointing_steps):
             training.save_checkpoint()
-        # every --validation_steps or --validation_epochs; after the last step, see below
+        # every --validation_steps or --validation_epochs; for the last step, see below
         if training.is_due(*samples_every) and training.continues():
             evaluate()
 
     # The end. A run that a signal has stopped only gets its checkpoint.
-    training.save_checkpoint()  # unless this step has one
+    training.save_checkpoint()  # unless this step has one already
     loaded.close()  # ends the thread and the processes that load
     training.records.bar.close()
     if training.is_complete():  # no signal has stopped it
-        training.save_result(save)  # before the samples, so that a kill meanwhile does not lose it
+        training.save_result(save)  # before the samples: a kill while they are drawn can't lose it
         evaluate()
     if args.rank:
         training.end("LoRA", ["pytorch_lora_weights*"], describe)

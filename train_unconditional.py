@@ -20,7 +20,7 @@ Layout of this file:
     log_validation, describe_model   the samples, and the text of the model card
     main                             the run from its first line to its last, with the loop
 The code that all trainers share is in diffusion_training/. minimal/train_unconditional.py
-is one short file without it, which ends with the same bits.
+is one short file without it, which trains the same weights, bit for bit.
 """
 
 from pathlib import Path
@@ -63,7 +63,7 @@ from diffusion_training.batches import Batch, ImageBatch, Models, Objective, Pre
 from diffusion_training.data.arrays import add_array_flags, is_array
 from diffusion_training.data.folders import find_source
 from diffusion_training.data.image_cache import cache_images
-from diffusion_training.data.images import decode_image, measure_roughness, name_image, shrink
+from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
 from diffusion_training.data.streams import add_stream_flags
 from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
@@ -314,7 +314,7 @@ class ImageDataset(RowDataset):
                 # the machine must, or the run would continue without data.
                 if is_machines_fault(error):
                     raise
-                weight[i] = 0.0  # excludes the image from the mean
+                weight[i] = 0.0  # so it adds nothing to the gradient
                 skipped.append((name_image(key[1], item[self.column]), explain(error)))
         return {"pixel_values": pixel_values, "weight": weight, "skipped": skipped}
 
@@ -517,12 +517,12 @@ def train_step(
         if on_batch:
             on_batch(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
-            # DDP averages the gradients only in the step's last micro-batch (--shard: in each).
+            # DDP averages the gradients only in the step's last micro-batch.
             if micro_batch < step.micro_batches - 1:
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
             weighted_loss = objective.loss(models, prepared, batch["weight"])
-            accelerator.backward(weighted_loss)
+            accelerator.backward(weighted_loss)  # divides by nothing: `weight` has done so
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
@@ -539,15 +539,13 @@ def train_step(
 @torch.no_grad()
 def log_validation(
     launch: Launch, pipeline: DiffusionPipeline, step: int, stop_signal: StopSignal, args: Namespace
-) -> float | None:
+) -> None:
     """Draw --eval_batch_size images into samples/step-N.png and the trackers.
 
-    Each process draws a share. Returns the images' mean roughness on the first process; it shows
-    whether a model draws noise, see `measure_roughness`.
-
     The samples equal the pipeline's. Its loop is written out here, so that you can pass further
-    inputs to the U-Net, such as class labels. Image i has its own seed, so the number of processes
-    does not matter. A signal to stop also stops the sampling, and a resumed run draws the samples.
+    inputs to the U-Net, such as class labels. Each process draws a share, and image i has its own
+    seed, so the number of processes does not matter. A signal to stop also stops the sampling; a
+    resumed run draws the samples.
     """
     unet = pipeline.unet
     scheduler = pipeline.scheduler
@@ -578,7 +576,7 @@ def log_validation(
     drawn = [] if stop_signal.received else list(zip(numbers, images, strict=True))
     drawn = gather_object(drawn)
     if not launch.is_main or len(drawn) < count:
-        return None
+        return
     drawn.sort(key=lambda pair: pair[0])
     images = torch.stack([image for _, image in drawn])
     # if images are neither grey nor RGB (arrays), each channel is shown by itself
@@ -588,7 +586,6 @@ def log_validation(
     scale = max(1, 512 // picture.width)  # to show digits of 8 px
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.NEAREST)
     save_samples(launch.accelerator, picture, args.output_dir, step)
-    return measure_roughness(images).mean().item()
 
 
 def describe_model(about: About, args: Namespace) -> Description:
@@ -622,14 +619,14 @@ def main(args: Namespace) -> None:
     noise_scheduler = make_noise_scheduler(args)
     torch.manual_seed(args.seed)  # every process starts from the same weights
     unet = make_unet(args)
-    # Each is trained, averaged, and saved in checkpoints. The pipeline gets only this one.
+    # Each of these is trained, averaged and saved in checkpoints. The pipeline has the U-Net only.
     models: Models = {"unet": unet}
     frozen: Models = {}  # only for the loss: on the device, without autocast, never saved
     objective = Objective(
         prepare=prepare_batch,
         predict=predict_noise,
         compute_loss=partial(compute_loss, args, noise_scheduler),
-        # of the held-out loss, which stays as it is when the loss changes, so that runs compare
+        # the held-out loss, which a change of the loss leaves alone, so that runs can be compared
         measure=measure_epsilon(noise_scheduler, predict_noise),
         prepare_held_out=prepare_batch,
         frozen=freeze_on_device(frozen, launch.device),
@@ -648,11 +645,11 @@ def main(args: Namespace) -> None:
     train_rows, held_out = hold_out(accelerator, dataset, args.holdout, args.seed)
     order = Order(train_rows, args.seed)
 
-    # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps. From
-    # here on, `args` has these values.
+    # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps.
     plan = plan_run(launch, run, models, objective, train_step, dataset, train_rows, order, args)
     if plan.is_done:  # the checkpoint is beyond --max_train_steps, which has been printed
         return
+    # From here on, `args` has the values that were found.
     args = complete_args(args, launch, run, plan, dataloader_num_workers=num_workers)
 
     # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
@@ -660,10 +657,10 @@ def main(args: Namespace) -> None:
     if launch.compile:
         compile_model(unet, launch.compile)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
-    # of fp16). evaluation_mode means without DDP: sharded models need none, and averages only get
-    # autocast, in place.
+    # of fp16). evaluation_mode means without DDP. It changes `forward` in place, so the averages
+    # stay under their names.
     wrap = partial(accelerator.prepare_model, device_placement=False)
-    wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
+    wrapped = {name: wrap(model) for name, model in models.items()}
     for average in training.averaged.values():
         wrap(average, evaluation_mode=True)
     optimizer = accelerator.prepare(training.optimizer)
@@ -680,26 +677,27 @@ def main(args: Namespace) -> None:
     training.begin()  # records and trackers; from now on, a signal waits for the end of a step
     batches = training.records.watch(loaded)  # notes skipped images, and the wait for each batch
 
-    # This pipeline draws the samples and is saved. DDIMPipeline converts the scheduler.
+    # This pipeline draws the samples and is saved. It has the average of the U-Net with --use_ema,
+    # else the U-Net itself. DDIMPipeline converts the scheduler.
     pipeline_class = DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline
-    pipeline = pipeline_class(training.best("unet"), noise_scheduler)
+    pipeline = pipeline_class(training.ema_or_model("unet"), noise_scheduler)
 
-    def save(best: Models, folder: Path) -> None:
-        """Write the pipeline, which holds the averages already. On the first process only."""
+    def save(result: Models, folder: Path) -> None:
+        """Write the pipeline, which holds `result` already. On the first process only."""
         save_pipeline(pipeline, folder)
 
     def evaluate(is_result: bool = True) -> None:
-        """Measure the held-out loss, keep the best weights, draw samples, write the report.
+        """Measure the held-out loss, draw samples, write the report.
+
+        With --save_best, keep the weights in best/ if the held-out loss is the lowest so far.
 
         is_result: whether this run has trained the weights.
         """
-        with training.paused():
+        with training.paused():  # this time is not in images_per_second
             training.measure_held_out()
             if is_result:
                 training.keep_best(save)
-            roughness = log_validation(launch, pipeline, training.step, training.stop_signal, args)
-            if is_result:
-                training.records.check_samples(roughness, training.step)
+            log_validation(launch, pipeline, training.step, training.stop_signal, args)
             training.report(describe_model)
 
     samples_every = (args.validation_steps, args.save_images_epochs)
@@ -717,28 +715,31 @@ def main(args: Namespace) -> None:
             accelerator, objective, wrapped, optimizer, batches, step, args.seed,
             args.max_grad_norm, training.records.measure_inputs,
         )  # fmt: skip
-        # count the step, update averages and learning rate, and agree whether a signal has come
+        # Count the step, update averages and learning rate, and agree whether a signal has come.
+        # After an fp16 overflow, only the position in the data moves.
         training.advance(step, sums)
         # every --logging_steps: wait for the device, and record the steps since the last record
         if training.is_due(args.logging_steps):
             training.log()
-        # every --checkpointing_steps; before the samples, so that a kill meanwhile loses no step
+        # every --checkpointing_steps; before the samples: a kill while they are drawn loses no step
         if training.is_due(args.checkpointing_steps):
             training.save_checkpoint()
         # every --save_model_epochs
         if training.is_due(None, epochs=args.save_model_epochs) and training.continues():
             training.save_result(save)
-        # every --validation_steps or --save_images_epochs; after the last step, see below
+        # every --validation_steps or --save_images_epochs; for the last step, see below
         if training.is_due(*samples_every) and training.continues():
             evaluate()
 
     # The end. A run that a signal has stopped only gets its checkpoint.
-    training.save_checkpoint()  # unless this step has one
+    training.save_checkpoint()  # unless this step has one already
     loaded.close()  # ends the thread and the processes that load
     training.records.bar.close()
     if training.is_complete():  # no signal has stopped it
-        training.save_result(save)  # before the samples, so that a kill meanwhile does not lose it
+        training.save_result(save)  # before the samples: a kill while they are drawn can't lose it
         evaluate()
+    # After a signal, this ends with its status. Else it writes the model card, uploads these files
+    # with --push_to_hub, and says what to do next.
     training.end("pipeline", ["unet/*", "scheduler/*"], describe_model)
 
 

@@ -391,7 +391,7 @@ def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[
     if family.masked:
         prompts["prompt_mask"] = torch.ones(images, model.tokens, dtype=torch.bool)
     if family.needs_lengths:
-        prompts["prompt_lengths"] = torch.zeros(images, device="meta")  # no values: all tokens
+        prompts["prompt_lengths"] = torch.full([images], model.tokens, device="cpu")
     if family.needs_sizes:
         prompts["pooled_prompt_embeds"] = torch.zeros(images, VIT_G["projection_dim"])
         prompts["time_ids"] = torch.zeros(images, 6)

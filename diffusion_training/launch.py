@@ -257,10 +257,6 @@ def read_accumulation(accelerator: Accelerator, args: Namespace) -> int:
     """
     steps = accelerator.gradient_accumulation_steps
     accelerator.gradient_accumulation_steps = 1
-    # the launcher does not pass this flag on, so it is read from the launcher's command line
-    _, flags = read_launcher()
-    if match := re.search(rb"gradient_accumulation_steps[=\0](\d+)", flags):
-        steps = int(match[1])
     if steps < 1:
         fail(f"accelerate launch sets {steps} gradient accumulation steps: set 1 or more")
     wanted = vars(args).get("gradient_accumulation_steps", 1)

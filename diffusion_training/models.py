@@ -126,6 +126,18 @@ def call_unet(
     return unet(noisy_images, timesteps, **others).sample.float()
 
 
+def take_shapes(condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors on the meta device like those of the first image's condition.
+
+    Only prompt_lengths has a value, the longest possible one, because models read it on the CPU.
+    """
+    shapes = {name: torch.empty_like(value[:1], device="meta") for name, value in condition.items()}
+    if "prompt_lengths" in shapes:
+        longest = condition["prompt_embeds"].shape[1]
+        shapes["prompt_lengths"] = torch.tensor([longest], device="cpu")
+    return shapes
+
+
 def check_shapes(
     models: Models,
     predict: Predict,
@@ -141,8 +153,7 @@ def check_shapes(
     """
     with torch.device("meta"), torch.enable_grad(), explained(f"{name} can't be trained here"):
         empty = {key: type(model).from_config(model.config) for key, model in models.items()}
-        shapes = {key: torch.zeros_like(value, device="meta") for key, value in condition.items()}
-        prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), shapes)
+        prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), take_shapes(condition))
         if list(prediction.shape[1:]) != list(shape):
             raise ValueError(
                 f"its prediction has the shape {list(prediction.shape[1:])}, not {list(shape)}"

@@ -148,17 +148,6 @@ def shrink_masks(masks: torch.Tensor, factor: int) -> torch.Tensor:
     return F.avg_pool2d(masks.float(), factor).round().byte()
 
 
-def measure_roughness(images: torch.Tensor) -> torch.Tensor:
-    """How rough images [N, C, H, W], or latents, are: 1 for white noise, near 0 for smooth ones.
-
-    It is the mean squared difference of neighbours over twice the variance. By the Wiener-Khinchin
-    theorem this is the power at high frequencies.
-    """
-    differences = images.diff(dim=-1).square().mean(dim=(1, 2, 3))
-    variance = images.flatten(1).var(dim=1, unbiased=False)
-    return (differences / (2 * variance)).nan_to_num(0, 0, 0)
-
-
 def make_time_ids(
     original_size: torch.Tensor,
     crop_top_left: torch.Tensor,

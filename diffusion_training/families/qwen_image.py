@@ -78,10 +78,7 @@ class QwenImage(Family):
         self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
     ) -> torch.Tensor:
         """Embeddings are cut to the longest caption of the batch, as the pipeline does."""
-        lengths = prompts["prompt_lengths"]
-        longest = prompts["prompt_embeds"].shape[1]
-        if not lengths.is_meta:  # counting FLOPs uses meta tensors, which have no values
-            longest = int(lengths.max())
+        longest = int(prompts["prompt_lengths"].max())
         output = model(
             to_sequence(noisy),
             encoder_hidden_states=prompts["prompt_embeds"][:, :longest],

@@ -44,10 +44,7 @@ class ZImage(Family):
     ) -> torch.Tensor:
         """The model takes lists; its time runs from noise to image, and so does its velocity."""
         embeds = prompts["prompt_embeds"]
-        if prompts["prompt_lengths"].is_meta:  # for counting FLOPs; it has no values
-            lengths = [embeds.shape[1]] * len(embeds)
-        else:
-            lengths = prompts["prompt_lengths"].tolist()
+        lengths = prompts["prompt_lengths"].tolist()
         captions = [rows[:length] for rows, length in zip(embeds, lengths, strict=True)]
         output = model(list(noisy.unsqueeze(2)), 1 - times, captions).sample
         return -torch.stack(output).squeeze(2).float()

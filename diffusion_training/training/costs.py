@@ -15,7 +15,7 @@ from diffusion_training.batches import Models, Objective, Prepared
 from diffusion_training.errors import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import measure_memory
-from diffusion_training.models import is_block_matrix, list_quantized
+from diffusion_training.models import is_block_matrix, list_quantized, take_shapes
 from diffusion_training.training.lora import is_adapted
 from diffusion_training.training.sharding import copy_empty, is_sharded, share_memory
 
@@ -72,12 +72,12 @@ class Costs:
             checkpointed = any(map(is_checkpointed, models.values()))
             keeps_copies = launch.mixed_precision == "bf16" and not checkpointed
             sizes = share_memory(sizes, models, launch.num_processes, keeps_copies)
-        self.held = sum(sizes.values()) / 1e9
+        held = sum(sizes.values()) / 1e9
         self.most = 0.0
-        unit, factor = ("GB", 1e9) if self.held > 0.1 else ("MB", 1e6)
+        unit, factor = ("GB", 1e9) if held > 0.1 else ("MB", 1e6)
         parts = " + ".join(f"{count / factor:.3g} {what}" for what, count in sizes.items() if count)
         launch.accelerator.print(
-            f"Memory needed: {self.held * 1e9 / factor:.3g} {unit} = {parts}, plus activations"
+            f"Memory needed: {held * 1e9 / factor:.3g} {unit} = {parts}, plus activations"
         )
         # not the data, which `prepare` holds
         used = {name: getattr(objective, name) for name in ("compute_loss", "predict", "frozen")}
@@ -262,16 +262,9 @@ def count_flops(copies: Models, objective: Objective, prepared: Prepared) -> int
     copies, objective: from `copy_shapes`. prepared: a batch; only its shapes are used.
     """
 
-    def slice_first(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            name: torch.empty(1, *value.shape[1:], dtype=value.dtype)
-            for name, value in tensors.items()
-        }
-
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        image = slice_first({"images": prepared.images})["images"]
-        condition = slice_first(prepared.condition)
-        loss_inputs = slice_first(prepared.loss_inputs)
-        prepared = Prepared(image, condition, loss_inputs)
+        image = torch.empty_like(prepared.images[:1], device="meta")
+        condition = take_shapes(prepared.condition)
+        prepared = Prepared(image, condition, take_shapes(prepared.loss_inputs))
         objective.loss(copies, prepared, torch.ones(1)).backward()
     return counter.get_total_flops()

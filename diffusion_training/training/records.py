@@ -17,7 +17,6 @@ from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, Models, Objective, Prepared, StepSums
-from diffusion_training.data.images import measure_roughness
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
@@ -26,7 +25,7 @@ from diffusion_training.training.costs import Costs
 from diffusion_training.training.lora import list_lora_b
 from diffusion_training.training.objective import measure_constant
 from diffusion_training.training.sharding import is_sharded, whole
-from diffusion_training.training.signs import find_signs, read_metrics
+from diffusion_training.training.signs import Inputs, find_signs, read_metrics
 
 
 class Records:
@@ -70,7 +69,7 @@ class Records:
         # since the last record; "clipped" and "steps" count steps
         names = ("loss", "weight", "grad_norm", "clipped", "steps")
         self.sums = {name: torch.zeros((), device=accelerator.device) for name in names}
-        self.first_images = ImageSums(*torch.zeros(7, device=accelerator.device))
+        self.first_images = ImageSums(*torch.zeros(4, device=accelerator.device))
         self.num_measured = 0
         self.waits: list[Any] = []
         self.num_images = 0
@@ -82,7 +81,6 @@ class Records:
         self.new_skipped: dict[str, str] = {}
         self.num_left_out = num_left_out
         self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
-        self.sampled: tuple[int, float] | None = None  # see `check_samples`
         self.gathered: dict[str, float] = {}  # for the last record
         self.first_inputs: Prepared | None = None  # some of the first images
         self.objective = objective
@@ -122,14 +120,6 @@ class Records:
         if self.costs and self.accelerator.is_main_process:
             with self.paused():
                 self.costs.count_operations(prepared)
-
-    def check_samples(self, roughness: float | None, step: int) -> None:
-        """Report signs of trouble in a step's samples. roughness: their mean; None without any."""
-        if roughness is None or not self.gathered:  # no data to compare with yet
-            return
-        self.sampled = step, roughness
-        if signs := self.find_new_signs(read_metrics(self.output_dir)):
-            self.write({"step": step, "signs": signs})
 
     def add(self, sums: StepSums, num_images: int, epoch: int, lr: float) -> None:
         """Add the result of `train_step` for a step with `num_images` on all processes together."""
@@ -257,12 +247,11 @@ class Records:
         if not self.accelerator.is_main_process:
             return {}
         sums = self.gathered
-        count = sums["count"]
-        images = [sums[name] / count for name in ImageSums._fields[:-1]] if count else None
-        signs = find_signs(
-            records, images, self.args, sums["learned"], self.costs, self.sampled,
-            self.find_constant_loss,
-        )  # fmt: skip
+        inputs = Inputs()
+        if sums["count"]:
+            inputs = Inputs(*(sums[name] / sums["count"] for name in Inputs._fields))
+        learned = sums["learned"]
+        signs = find_signs(records, inputs, self.args, learned, self.find_constant_loss)
         new = {kind: text for kind, text in signs.items() if kind not in self.signs}
         self.signs |= new.keys()
         for text in new.values():
@@ -326,9 +315,6 @@ class ImageSums(NamedTuple):
     lowest: torch.Tensor  # value
     highest: torch.Tensor
     mean_square: torch.Tensor
-    flat: torch.Tensor  # 1 for an image of one colour
-    roughness: torch.Tensor  # see `measure_roughness`
-    masked: torch.Tensor  # 1 for an image whose mask is all black
     count: torch.Tensor
 
 
@@ -342,17 +328,7 @@ def take_first(prepared: Prepared, count: int) -> Prepared:
 @torch.no_grad()
 def measure_images(prepared: Prepared, weight: torch.Tensor) -> ImageSums:
     """Return sums over images, weighted by `weight` [N]."""
-    images = prepared.images
-    values = images.flatten(1)
+    values = prepared.images.flatten(1)
     low, high = values.aminmax(dim=1)
-    mask = prepared.loss_inputs.get("mask", torch.ones_like(images))
-    measures = [
-        low,
-        high,
-        values.square().mean(dim=1),
-        (low == high).float(),
-        measure_roughness(images),
-        (mask.flatten(1).amax(dim=1) == 0).float(),
-        torch.ones_like(low),
-    ]
+    measures = [low, high, values.square().mean(dim=1), torch.ones_like(low)]
     return ImageSums(*(weight @ torch.stack(measures, dim=1)))

@@ -6,7 +6,7 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw, ImageFont
 
-from diffusion_training.data.images import measure_roughness
 from diffusion_training.files import saving
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
@@ -41,31 +40,23 @@ def save_samples(
             tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 
-class Drawn(NamedTuple):
-    """Samples, and their latents before the VAE decodes them."""
-
-    images: Sequence[np.ndarray]  # float [N, H, W, C] in [0, 1]
-    latents: torch.Tensor  # see `to_square`
-
-
 def draw_samples(
     launch: Launch,
     pipeline: DiffusionPipeline,
-    draw: Callable[[list[int], list[torch.Generator]], Drawn],
+    draw: Callable[[list[int], list[torch.Generator]], Sequence[np.ndarray]],
     per_call: int,
     step: int,
     stop_signal: StopSignal,
     args: Namespace,
-) -> float | None:
+) -> None:
     """Draw --num_validation_images of each prompt, and save them as the samples of a step.
-
-    Returns the mean roughness of their latents on the first process.
 
     Each process draws a share. An image starts from its own seed, whatever the number of processes.
     A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
     them.
 
-    draw: (numbers of up to `per_call` prompts, a generator for each) -> `Drawn`.
+    draw: (numbers of up to `per_call` prompts, a generator for each) -> images, float
+    [N, H, W, C] in [0, 1].
     """
     device = launch.device
     model = getattr(pipeline, "unet", None) or pipeline.transformer
@@ -78,7 +69,6 @@ def draw_samples(
     count = len(prompts) * args.num_validation_images
     own = launch.share(count)
     images: list[Any] = []
-    roughness: list[float] = []
     for start in range(0, len(own), per_call):
         numbers = [number % count for number in own[start : start + per_call]]
         generators = [
@@ -88,19 +78,17 @@ def draw_samples(
         drawn = draw([i // args.num_validation_images for i in numbers], generators)
         if stop_signal.poll():
             break
-        images.extend(drawn.images)
-        roughness += measure_roughness(to_square(drawn.latents).float()).tolist()
+        images.extend(drawn)
     model.train(training)
-    parts = [] if stop_signal.received else list(zip(own, images, roughness, strict=True))
+    parts = [] if stop_signal.received else list(zip(own, images, strict=True))
     parts = [part for part in gather_object(parts) if part[0] < count]
     if not launch.is_main or len(parts) < count:
-        return None
+        return
     parts.sort(key=lambda part: part[0])
-    pixels = np.stack([image for _, image, _ in parts])
+    pixels = np.stack([image for _, image in parts])
     pixels = (pixels * 255).round().astype(np.uint8)
     grid = draw_grid(pixels.reshape(len(prompts), -1, *pixels.shape[1:]), prompts)
     save_samples(launch.accelerator, grid, args.output_dir, step)
-    return sum(rough for _, _, rough in parts) / count
 
 
 class Interrupted(Exception):
@@ -116,22 +104,20 @@ def draw_prompts(
     stop_signal: StopSignal,
     args: Namespace,
     **inputs: Any,
-) -> float | None:
+) -> None:
     """Draw the images of --validation_prompts with a text-to-image pipeline; see `draw_samples`.
 
     inputs: further arguments of the pipeline.
     """
-    seen: dict[str, torch.Tensor] = {}
 
     def interrupt(
         pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
     ) -> dict:
         if stop_signal.poll():
             raise Interrupted
-        seen.update(tensors)
         return tensors
 
-    def draw(numbers: list[int], generators: list[torch.Generator]) -> Drawn:
+    def draw(numbers: list[int], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
         assert data.validation  # samples are drawn only if there are prompts
         prompts, empty = data.validation.choose(numbers, launch.device)
         images: Sequence[np.ndarray] = []
@@ -146,16 +132,9 @@ def draw_prompts(
                 generator=generators,
                 **inputs,
             ).images
-        return Drawn(images, seen.get("latents", torch.zeros(0)))
+        return images
 
-    return draw_samples(launch, pipeline, draw, per_call, step, stop_signal, args)
-
-
-def to_square(latents: torch.Tensor) -> torch.Tensor:
-    """Latents [N, C, h, w] of square images, which some pipelines keep as [N, h * w, C]."""
-    if latents.dim() == 4:
-        return latents
-    return latents.transpose(1, 2).unflatten(2, (math.isqrt(latents.shape[1]), -1))
+    draw_samples(launch, pipeline, draw, per_call, step, stop_signal, args)
 
 
 def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:

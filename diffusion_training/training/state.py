@@ -139,8 +139,8 @@ class Training:
         """The models that a checkpoint holds."""
         return self.models | {f"{name}_ema": model for name, model in self.averaged.items()}
 
-    def best(self, name: str) -> torch.nn.Module:
-        """The model that samples are drawn from: the average, if there is one."""
+    def ema_or_model(self, name: str) -> torch.nn.Module:
+        """The model that is drawn from and saved as a result: the average with --use_ema."""
         return self.averaged.get(name, self.models[name])
 
     # ---- before the loop
@@ -271,17 +271,17 @@ class Training:
         """After the loop: whether no signal has stopped the run."""
         return not self.stop_signal.agreed
 
-    def gather_best(self) -> Models:
+    def gather_result(self) -> Models:
         """Gather the models to save as a result on the first process."""
-        return {name: gather_model(self.best(name)) for name in self.models}
+        return {name: gather_model(self.ema_or_model(name)) for name in self.models}
 
     def save_result(self, save: SaveResult) -> None:
         """Write the result for other programs, on the first process."""
         self.update_records(log=False)
         with self.paused():
-            best = self.gather_best()
+            result = self.gather_result()
             if self.launch.is_main:
-                save(best, Path(self.args.output_dir))
+                save(result, Path(self.args.output_dir))
 
     def measure_held_out(self) -> None:
         """Measure and record the held-out loss, if images are held out."""
@@ -296,7 +296,7 @@ class Training:
     def keep_best(self, save: SaveResult) -> None:
         """With --save_best, write best/ if the held-out loss is the lowest so far."""
         if self.args.save_best:
-            best = partial(save, self.gather_best())
+            best = partial(save, self.gather_result())
             if self.launch.is_main:
                 output_dir = Path(self.args.output_dir)
                 keep_best(output_dir, self.records.held_out, self.step, best)

@@ -87,7 +87,7 @@ def unet_of(base):
 
 @pytest.mark.parametrize("lora", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
-def test_memory_is_what_torch_holds_after_a_step(base, lora, optimizer):
+def test_estimated_memory_equals_the_storage_that_torch_holds(base, lora, optimizer):
     """Counted by storage, so that weights shared with the average count once."""
     model = adapted(base, lora, lora_layers="all") if lora else unet_of(base)
     models, frozen = {"unet": model}, [torch.nn.Linear(3, 5)]
@@ -122,11 +122,11 @@ def test_memory_is_what_torch_holds_after_a_step(base, lora, optimizer):
     ("adamw8bit", 4095, False, 2 * 4 * 4095), ("adamw8bit", 4096, False, 2 * (4096 + 4 * 16)),
     ("adamw8bit", 4097, False, 2 * (4097 + 4 * 17)),
 ])  # fmt: skip
-def test_moments_are_those_of_the_optimizer(optimizer, count, in_block, expected):
+def test_count_moments_equals_the_state_of_the_optimizer(optimizer, count, in_block, expected):
     assert count_moments(torch.zeros(1, count), optimizer, in_block) == expected
 
 
-def test_weights_in_4_bits_count_twice(base, monkeypatch):
+def test_describe_trained_counts_two_weights_per_stored_4_bit_number(base, monkeypatch):
     """One stored number holds two of them."""
     model = adapted(base)
     total = sum(weight.numel() for weight in model.parameters())
@@ -138,7 +138,7 @@ def test_weights_in_4_bits_count_twice(base, monkeypatch):
         assert describe_trained({"unet": model}) == said
 
 
-def test_layers_in_4_bits_are_counted_as_frozen_whole_layers(monkeypatch):
+def test_operations_of_4_bit_layers_count_as_those_of_frozen_layers(monkeypatch):
     packed = torch.nn.Linear(4, 6, bias=False).requires_grad_(False)
     model = torch.nn.Sequential(packed, torch.nn.Linear(6, 2))
     monkeypatch.setattr(costs, "list_quantized", lambda model: [packed])
@@ -148,7 +148,7 @@ def test_layers_in_4_bits_are_counted_as_frozen_whole_layers(monkeypatch):
     assert [weight.requires_grad for weight in copied.parameters()] == [False, True, True]
 
 
-def test_a_sharded_run_has_copies_in_bf16_unless_it_is_checkpointed(base, capsys):
+def test_memory_of_shard_has_bf16_copies_unless_gradients_are_checkpointed(base, capsys):
     model = unet_of(base)
     for precision, checkpointed, said in (
         ("bf16", False, True),
@@ -164,7 +164,7 @@ def test_a_sharded_run_has_copies_in_bf16_unless_it_is_checkpointed(base, capsys
         model.disable_gradient_checkpointing()
 
 
-def test_a_convolution_is_its_closed_form():
+def test_operations_of_a_convolution_follow_the_closed_form():
     """2 x pixels x kernel x input channels x output channels, three times.
 
     Once forward, once for the weights' gradient and once for the input's.
@@ -180,7 +180,7 @@ def test_a_convolution_is_its_closed_form():
     assert both == 3 * forward + 2 * own
 
 
-def test_an_attention_block_is_its_closed_form():
+def test_operations_of_an_attention_block_follow_the_closed_form():
     """Four projections and the products with keys and values; backward takes twice as many."""
     tokens, words, width, others = 40, 7, 16, 24
     block = Attention(width, cross_attention_dim=others, heads=2, dim_head=8)
@@ -193,9 +193,7 @@ def test_an_attention_block_is_its_closed_form():
     assert found == products + 2 * weights + 3 * 2 * tokens * width * width
 
 
-def test_operations_are_of_a_whole_image_and_checkpointing_compiling_and_precision_change_none(
-    base,
-):
+def test_operations_do_not_depend_on_checkpointing_compiling_or_precision(base):
     model = unet_of(base).train()
     images = torch.zeros(3, 4, 8, 8)
     loss = loss_of(call_unet)
@@ -210,7 +208,7 @@ def test_operations_are_of_a_whole_image_and_checkpointing_compiling_and_precisi
     assert exact == half and 0.6 * once < exact < 0.9 * once  # frozen weights need no gradient
 
 
-def test_the_loss_of_the_script_is_counted_with_the_networks_that_it_alone_uses(base):
+def test_operations_include_networks_that_only_the_loss_uses(base):
     unet, images = unet_of(base).train(), torch.zeros(3, 4, 8, 8)
     flags = argparse.Namespace(noise_offset=0.1, input_perturbation=0.1, snr_gamma=5.0)
     predict = partial(script.predict_noise, FAMILIES["sd"])
@@ -236,7 +234,7 @@ def test_the_loss_of_the_script_is_counted_with_the_networks_that_it_alone_uses(
     assert not any(weight.is_meta for weight in (*teacher.parameters(), *unet.parameters()))
 
 
-def test_counting_draws_nothing_and_leaves_the_model_alone(base):
+def test_counting_operations_changes_neither_random_state_nor_model(base):
     model, draw = unet_of(base).train(), torch.get_rng_state()
     before = [weight.clone() for weight in model.parameters()]
     count({"unet": model}, loss_of(call_unet), torch.zeros(1, 4, 8, 8))
@@ -248,18 +246,14 @@ def test_counting_draws_nothing_and_leaves_the_model_alone(base):
     )
 
 
-def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, capsys):
+def test_costs_measures_tflops_per_device_and_mfu(base, capsys):
     made = make_costs({"unet": unet_of(base)}, loss_of(call_unet))
     line = re.fullmatch(
         r"Trains: [\d,]+ weights\n"
         r"Memory needed: (\S+) MB = (\S+) weights \+ (\S+) gradients \+ (\S+) moments, plus .*\n",
         capsys.readouterr().out,
     )
-    assert (
-        float(line[1])
-        == pytest.approx(1000 * made.held, rel=0.01)
-        == pytest.approx(4 * float(line[2]), rel=0.01)
-    )
+    assert float(line[1]) == pytest.approx(4 * float(line[2]), rel=0.01)
     assert (
         made.measure(10.0).keys() == {"memory_gb"} and 0.1 < made.measure(10.0)["memory_gb"] < 100
     )
@@ -274,7 +268,7 @@ def test_a_record_has_operations_a_second_of_one_device_and_their_share(base, ca
     )
 
 
-def test_a_model_that_can_not_be_counted_ends_nothing(base, capsys):
+def test_training_goes_on_if_operations_can_not_be_counted(base, capsys):
     loss = lambda objective, models, prepared, weight: F.relu(prepared.images.sum().item())
     made = make_costs({"unet": unet_of(base)}, loss)
     for _ in range(2):
@@ -297,12 +291,12 @@ def test_a_model_that_can_not_be_counted_ends_nothing(base, capsys):
     ("NVIDIA GeForce RTX 4090 Laptop GPU", (None,) * 3),
     ("AMD Instinct MI300X", (None,) * 3),
 ])  # fmt: skip
-def test_peaks_are_of_the_gpu_and_the_precision(name, peaks):
+def test_find_peak_depends_on_gpu_and_precision(name, peaks):
     found = [find_peak(name, *of) for of in (("fp16", False), ("bf16", True), ("no", True))]
     assert tuple(found) == peaks and find_peak(name, "no", False) is None
 
 
-def test_a_gpu_is_asked_for_its_peaks(base, monkeypatch, capsys):
+def test_costs_reads_memory_and_peak_of_the_gpu(base, monkeypatch, capsys):
     """torch's answers about the GPU are made up."""
     fake = argparse.Namespace(total_memory=80e9)
     resets = []
@@ -321,7 +315,7 @@ def test_a_gpu_is_asked_for_its_peaks(base, monkeypatch, capsys):
     assert made.measure(156.0) == {"memory_gb": 30.0, "tflops": 156.0, "mfu": 0.5}
 
 
-def test_a_run_says_what_it_holds_what_was_tried_and_what_came_of_it(
+def test_a_run_prints_estimated_and_measured_memory_and_batch_size_trials(
     tmp_path, base, without_figures, monkeypatch, capsys
 ):
     """The printed memory is that of training the adapter, beside frozen encoders."""
@@ -361,7 +355,7 @@ def test_a_run_says_what_it_holds_what_was_tried_and_what_came_of_it(
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_too_little_space_for_two_checkpoints_and_the_result_is_one_sentence(
+def test_too_little_disk_space_for_checkpoints_is_refused(
     tmp_path, base, without_figures, monkeypatch, capsys, rank
 ):
     make_captioned(tmp_path / "images", 4)

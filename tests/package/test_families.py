@@ -40,6 +40,7 @@ from diffusion_training.families.known import FAMILIES, find_family
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_features
 from diffusion_training.latents.encoders import encode_empty_prompt, encode_prompts, load_encoders
+from diffusion_training.models import take_shapes
 from diffusion_training.training.lora import (
     add_lora,
     list_adapter,
@@ -515,7 +516,7 @@ def test_predictions_are_made_on_one_device(opened):
     """Tensors on the meta device can't be mixed with others."""
     _, channels = opened.family.count_channels(opened.encoders.vae)
     prompts = begin(opened, "a digit two")
-    prompts = {name: value.to("meta") for name, value in prompts.items()}
+    prompts = take_shapes(prompts)
     noisy, times = torch.zeros(1, channels, 4, 4, device="meta"), torch.ones(1, device="meta")
     model = copy.deepcopy(opened.denoiser).to("meta")
     predicted = opened.family.predict(model, noisy, times, prompts)

@@ -44,7 +44,7 @@ def make(**flags):
     return launch_with(Flags(**{"mixed_precision": None, "compile": None, **flags}))
 
 
-def test_a_gpu_in_float32_that_nobody_chose_is_told_of_once(monkeypatch, capsys):
+def test_float32_by_default_on_a_gpu_prints_advice_once(monkeypatch, capsys):
     """The GPU is made up. The advice changes no setting."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
@@ -66,7 +66,7 @@ def test_a_gpu_in_float32_that_nobody_chose_is_told_of_once(monkeypatch, capsys)
     assert capsys.readouterr().out.count("told of no\n") == 1
 
 
-def test_what_can_not_be_done_is_refused(monkeypatch):
+def test_unsupported_launch_settings_are_refused(monkeypatch):
     with pytest.raises(
         SystemExit,
         match="fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or",
@@ -96,7 +96,7 @@ def test_what_can_not_be_done_is_refused(monkeypatch):
             make()
 
 
-def test_sharding_has_no_config_and_no_cached_copies_of_weights(monkeypatch):
+def test_shard_refuses_fsdp_and_disables_the_autocast_cache(monkeypatch):
     launch = make(shard=True)
     assert launch.accelerator.autocast_handler.cache_enabled is False
     assert launch.shard is False and launch.has_weights  # one process has everything
@@ -114,7 +114,7 @@ def test_sharding_has_no_config_and_no_cached_copies_of_weights(monkeypatch):
             make(shard=True)
 
 
-def test_what_the_launch_says_is_used(monkeypatch, capsys):
+def test_make_launch_reads_the_settings_of_accelerate_launch(monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     launch = make(gradient_accumulation_steps=1)
@@ -136,7 +136,7 @@ def test_what_the_launch_says_is_used(monkeypatch, capsys):
         make(gradient_accumulation_steps=2)
 
 
-def test_all_cores_but_one_load_data_unless_it_is_said():
+def test_loader_processes_default_to_all_cores_but_one():
     for cores, wanted, expected in ((1, None, 0), (5, None, 4), (99, None, 8), (2, 7, 7)):
         launch = Launch(Accelerator(cpu=True), cores, "no", None, 1)
         assert launch.choose_workers(wanted) == expected
@@ -145,7 +145,7 @@ def test_all_cores_but_one_load_data_unless_it_is_said():
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="other allocators have their own ways"
 )
-def test_memory_that_a_step_frees_is_there_for_the_next():
+def test_keep_memory_lets_glibc_keep_freed_memory():
     def touched(megabytes=64):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         b"x" * (megabytes << 20)
@@ -157,7 +157,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next():
     assert touched() < 100
 
 
-def test_a_signal_is_noted_and_who_sends_three_means_it(tmp_path):
+def test_a_signal_is_noted_and_the_third_kills(tmp_path):
     handler = signal.getsignal(signal.SIGTERM)
     stop_signal = StopSignal(1)
     assert stop_signal.agree() == 0
@@ -175,7 +175,7 @@ def test_a_signal_is_noted_and_who_sends_three_means_it(tmp_path):
     assert finish(start(run)) == [-signal.SIGTERM]
 
 
-def test_processes_agree_on_a_signal_that_one_has_got(tmp_path):
+def test_processes_agree_on_a_signal_that_one_received(tmp_path):
     def run():
         accelerator = Accelerator(cpu=True)
         stop_signal = StopSignal(2)
@@ -193,9 +193,7 @@ def test_processes_agree_on_a_signal_that_one_has_got(tmp_path):
     assert (tmp_path / "log").read_text().count(said) == 1
 
 
-def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
-    tmp_path, monkeypatch, capsys
-):
+def test_end_run_unlocks_the_folder_and_uploads_to_the_hub(tmp_path, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(hub, "upload_folder", lambda **options: calls.append(options))
     launch = make()
@@ -236,7 +234,7 @@ def test_at_the_end_the_folder_is_free_and_the_hub_has_what_was_asked_for(
     assert run.settings() == {"hub_model_id": "me/it", "tracker_id": "a1"}
 
 
-def test_deterministic_kernels_are_for_one_run(tmp_path, monkeypatch):
+def test_deterministic_kernels_are_switched_off_after_the_run(tmp_path, monkeypatch):
     """After the run, failed or not, the process has its previous settings."""
 
     def settings():
@@ -278,7 +276,7 @@ def test_deterministic_kernels_are_for_one_run(tmp_path, monkeypatch):
     assert seen[-1] == (*exact[:-1], ":16:8") and settings() == (*before[:-1], ":16:8")
 
 
-def test_a_range_test_makes_no_repository(tmp_path, monkeypatch):
+def test_find_lr_creates_no_hub_repository(tmp_path, monkeypatch):
     made = []
     repository = lambda name, **options: made.append(name) or argparse.Namespace(repo_id="me/it")
     monkeypatch.setattr(hub, "create_repo", repository)

@@ -3,24 +3,19 @@
 import shlex
 
 import pytest
-from conftest import ROOT, make_unet_config, reset
+from conftest import ROOT, Script, make_unet_config
 
-import precompute_latents
-import train_flow
-import train_text_to_image
-import train_unconditional
 from diffusion_training.training.signs import read_metrics
 
 pytestmark = pytest.mark.usefixtures("without_figures")
-OF_THE_LOSS = {"zero", "warmup", "high", "unsteady", "low", "nothing", "clipped"}
+OF_THE_LOSS = {"zero", "high", "nothing"}
 SHORT = """--train_batch_size=16 --max_train_steps=120 --logging_steps=2 --lr_warmup_steps=10
     --no-use_ema --report_to=none --checkpointing_steps=1000000"""
 
 
-def train(script, folder, argv):
-    """The signs in the loss of a run, {kind: sentence}."""
-    reset()
-    script.main(script.parse_args([f"--output_dir={folder}", *shlex.split(argv)]))
+def find_signs(train, folder, argv):
+    """Run a trainer; returns the signs in its loss, {kind: sentence}."""
+    train(f"--output_dir={folder}", *shlex.split(argv))
     signs = {}
     for record in read_metrics(folder):
         signs |= record.get("signs", {})
@@ -33,28 +28,27 @@ def train_digits(tmp_path, argv, name="out"):
     data = f"--train_data_dir={ROOT}/demo/digits --resolution=8 --dataloader_num_workers=0"
     data += f" --model_config_name_or_path={config} --ddpm_num_inference_steps=1"
     data += " --eval_batch_size=1 --save_images_epochs=1000 --save_model_epochs=1000"
-    return train(train_unconditional, tmp_path / name / "out", f"{data} {SHORT} {argv}")
+    return find_signs(
+        Script("train_unconditional"), tmp_path / name / "out", f"{data} {SHORT} {argv}"
+    )
 
 
 @pytest.mark.parametrize("argv, kind, words", [
     ("--learning_rate=3e-3", None, ""),
     ("--learning_rate=0 --max_train_steps=32", "zero", "the learning rate is 0"),
-    ("--learning_rate=1e-3 --max_train_steps=32 --lr_warmup_steps=500", "warmup",
-     "the run ends within its warm-up of 500 steps"),
-    ("--learning_rate=1", "high", "the loss stays high, at "),
     ("--learning_rate=3e-3 --lr_scheduler=piecewise_constant --lr_step_rules=1:62,30:74,1",
-     "unsteady", "the loss rose from 0."),
-    ("--learning_rate=1e-4", "low", "the loss falls slowly, from 1."),
-    ("--learning_rate=1e-12", "nothing", "the loss stays at 1."),
+     "high", "the loss rose from 0."),
+    ("--learning_rate=1", "nothing", "the loss is still 1"),
+    ("--learning_rate=1e-4", "nothing", "try --find_lr, or more steps"),
 ])  # fmt: skip
-def test_a_run_with_a_fault_is_told_of_it_and_of_no_other(tmp_path, argv, kind, words):
+def test_a_run_with_a_fault_has_its_sign_and_no_other(tmp_path, argv, kind, words):
     signs = train_digits(tmp_path, argv)
     assert [*signs] == ([kind] if kind else []), signs
     assert all(words in text and len(text) < 160 for text in signs.values())
 
 
 @pytest.mark.long
-def test_ten_sound_runs_have_no_sign_in_their_loss(tmp_path):
+def test_ten_good_runs_have_no_sign_in_their_loss(tmp_path):
     """Of all objectives and trainers, at rates a factor of ten apart, also with a LoRA."""
     argv = " --max_train_steps=400 --logging_steps=10"
     runs = [
@@ -70,15 +64,21 @@ def test_ten_sound_runs_have_no_sign_in_their_loss(tmp_path):
         assert train_digits(tmp_path, argv + " " + flags, f"out-{i}") == {}, flags
     demo = ROOT / "demo"
     for family, script, model in (
-        ("sd", train_text_to_image, f"--unet_config_name_or_path={demo}/digits_text_to_image_unet"),
-        ("prx", train_flow, f"--transformer_config_name_or_path={demo}/digits_flow_transformer"),
+        (
+            "sd",
+            "train_text_to_image",
+            f"--unet_config_name_or_path={demo}/digits_text_to_image_unet",
+        ),
+        ("prx", "train_flow", f"--transformer_config_name_or_path={demo}/digits_flow_transformer"),
     ):
-        reset()
-        cache = f"--output_dir={tmp_path / family} --model_family={family}"
-        precompute_latents.main(precompute_latents.parse_args(shlex.split(cache)))
+        Script("precompute_latents")(
+            f"--output_dir={tmp_path / family}", f"--model_family={family}"
+        )
         flags = f"--latents_dir={tmp_path / family} --pretrained_model_name_or_path={demo}/models"
         flags += f" {model}.json {SHORT} {argv} --train_batch_size=64 --lr_scheduler=cosine"
         for seed in (1, 2):
             folder = tmp_path / f"{family}-{seed}"
-            signs = train(script, folder, f"{flags} --learning_rate=2e-3 --seed={seed}")
+            signs = find_signs(
+                Script(script), folder, f"{flags} --learning_rate=2e-3 --seed={seed}"
+            )
             assert signs == {}, folder
