@@ -117,7 +117,7 @@ def seen(monkeypatch):
 
 # more images than features, and fewer
 @pytest.mark.parametrize("count, features", [(300, 8), (20, 32)])
-def test_the_fast_fid_is_that_of_torchmetrics(count, features):
+def test_fast_fid_equals_torchmetrics(count, features):
     generator = torch.Generator().manual_seed(0)
     mix = torch.randn(features, features, generator=generator)
     real, fake = (torch.randn(count + n, features, generator=generator) @ mix for n in (0, 7))
@@ -136,7 +136,7 @@ def test_the_fast_fid_is_that_of_torchmetrics(count, features):
         assert measure(real, real) == pytest.approx(0, abs=1e-2 * slow)
 
 
-def test_the_interval_covers_as_often_as_it_says():
+def test_confidence_intervals_cover_95_percent():
     """95 % of the intervals contain the true value: the mean, or 0 for KID between two halves."""
     generator = torch.Generator().manual_seed(0)
     mean = lambda values: values.mean().item()
@@ -169,9 +169,7 @@ def classifier():
 
 
 @pytest.mark.ci
-def test_a_trained_demo_scores_far_better_than_an_untrained_one(
-    tmp_path, monkeypatch, seen, capsys
-):
+def test_a_trained_demo_scores_better_than_an_untrained_one(tmp_path, monkeypatch, seen, capsys):
     """The demo for 200 steps of half the images, with a U-Net of half the width."""
     monkeypatch.chdir(ROOT)
     for name in ("log_held_out_loss", "make_report"):  # they take longer than this short training
@@ -222,7 +220,7 @@ def test_a_trained_demo_scores_far_better_than_an_untrained_one(
     assert f"| FID | {reports['not']['metrics']['FID']['value']:.4g} | " in capsys.readouterr().out
 
 
-def test_real_against_real_is_near_0():
+def test_fid_and_kid_of_real_images_are_near_zero():
     images, _ = evaluate_samples.load_digits()
     extract = evaluate_samples.load_extractor("digits", "cpu")
     with torch.no_grad():
@@ -238,7 +236,7 @@ def test_real_against_real_is_near_0():
     assert evaluate_samples.measure_fid(real, real) == pytest.approx(0, abs=1e-3 * far[0])
 
 
-def test_figures_do_not_depend_on_batch_size_and_processes(
+def test_evaluation_does_not_depend_on_batch_size_and_processes(
     tmp_path, pipeline, extractor, seen, capsys
 ):
     flags = [pipeline, extractor, "--num_samples=7", "--num_inference_steps=2", "--resamples=20"]
@@ -270,7 +268,7 @@ def test_figures_do_not_depend_on_batch_size_and_processes(
     )
 
 
-def test_a_pipeline_without_a_run_is_compared_with_a_folder(
+def test_a_pipeline_without_run_args_is_compared_with_a_folder(
     tmp_path, pipeline, extractor, seen, capsys
 ):
     (pipeline / "run.args").unlink()
@@ -311,7 +309,7 @@ def make_clip(folder):
     return folder
 
 
-def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
+def test_text_to_image_is_evaluated_with_held_out_captions(
     tmp_path, extractor, seen, monkeypatch, capsys
 ):
     captions = [f"a digit {'zero one two'.split()[i % 3]} {i}" for i in range(12)]
@@ -409,7 +407,9 @@ def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
         (["--num_samples=1"], "1 is not between 2 and"),
     ],
 )
-def test_what_can_not_be_measured_is_said(tmp_path, pipeline, argv, sentence, capsys, monkeypatch):
+def test_evaluations_that_are_not_possible_end_in_one_line(
+    tmp_path, pipeline, argv, sentence, capsys, monkeypatch
+):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if "fidelity" in name else find_spec(name)
@@ -420,7 +420,7 @@ def test_what_can_not_be_measured_is_said(tmp_path, pipeline, argv, sentence, ca
     assert not Path(tmp_path / "report.json").exists()
 
 
-def test_torchmetrics_is_named_when_it_is_missing(tmp_path, capsys, monkeypatch):
+def test_a_missing_torchmetrics_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         evaluate(tmp_path, "anywhere", "--feature_extractor=digits")

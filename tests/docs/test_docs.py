@@ -55,7 +55,7 @@ def find_script(words):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_says_what_it_needs_and_every_flag_is_one(page, tmp_path, monkeypatch):
+def test_commands_of_every_page_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("images", "photographs"):
         (tmp_path / "path/to" / name).mkdir(parents=True)
@@ -141,9 +141,7 @@ def run(words, folder, inputs):
         if any(not needs for needs, _, _ in blocks(page)) and "new-trainer" not in page
     ],
 )
-def test_the_commands_of_a_page_run_one_after_the_other(
-    page, tmp_path, monkeypatch, inputs, request
-):
+def test_the_commands_of_a_page_run_in_order(page, tmp_path, monkeypatch, inputs, request):
     if page != "README.md":
         request.getfixturevalue("without_figures")
     for path in ROOT.iterdir():
@@ -175,7 +173,7 @@ def list_anchors(page):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_readme_is_two_screens_and_links_lead_somewhere():
+def test_readme_is_short_and_all_links_exist():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
     for page in PAGES:
         prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
@@ -189,7 +187,7 @@ def test_readme_is_two_screens_and_links_lead_somewhere():
     assert named == {path.name for path in ROOT.glob("docs/*.md")}
 
 
-def test_every_test_that_a_page_names_is_there():
+def test_every_test_named_in_a_page_exists():
     there = {
         node.name
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -215,7 +213,7 @@ def list_strings(tree):
             yield "".join(match[1] if (match := name(part)) else part for part in parts)
 
 
-def test_every_sentence_of_troubleshooting_is_one_that_is_said():
+def test_every_sentence_of_troubleshooting_is_in_the_code():
     """The parts between `...` occur in the strings of the scripts and the package."""
     said = ""
     for path in [*ROOT.glob("*.py"), *(ROOT / "diffusion_training").rglob("*.py")]:
@@ -230,7 +228,7 @@ def test_every_sentence_of_troubleshooting_is_one_that_is_said():
             assert part.strip() in said, f"nothing says {part.strip()!r} of {sentence!r}"
 
 
-def test_every_sign_stands_in_troubleshooting():
+def test_every_sign_is_explained_in_troubleshooting():
     tree = ast.parse((ROOT / "diffusion_training/training/signs.py").read_text())
     (found,) = (
         x

@@ -52,11 +52,11 @@ def flags(tmp_path):
     ]
 
 
-def test_it_is_short():
+def test_new_trainer_is_short():
     assert len(CODE.splitlines()) < 230 and max(map(len, CODE.splitlines())) <= 100
 
 
-def test_it_learns_and_leaves_what_it_says(script, flags, tmp_path):
+def test_new_trainer_learns_and_writes_its_outputs(script, flags, tmp_path):
     more = ["--max_train_samples=400", "--num_train_epochs=4", "--train_batch_size=32"]
     script.main(script.parse_args([*flags, *more, "--validation_epochs=2"]))
     losses = [record["loss"] for record in metrics(tmp_path / "out")]
@@ -75,7 +75,7 @@ def test_it_learns_and_leaves_what_it_says(script, flags, tmp_path):
     assert "rectified-flow" in (tmp_path / "out/README.md").read_text()
 
 
-def test_the_line_leads_from_noise_to_the_image(script):
+def test_new_trainers_flow_leads_from_noise_to_the_image(script):
     """A model that knows the image predicts it at any time, and draws it with any step count."""
     image = torch.rand(1, 1, 8, 8) * 2 - 1
 
@@ -106,7 +106,9 @@ def test_the_line_leads_from_noise_to_the_image(script):
     assert (drawn - image).abs().max() < 0.01
 
 
-def test_it_obeys_the_flags_that_a_trainer_can_forget(script, flags, tmp_path, monkeypatch, capsys):
+def test_new_trainer_supports_holdout_save_best_compile_and_find_lr(
+    script, flags, tmp_path, monkeypatch, capsys
+):
     compiled = []
     monkeypatch.setattr(script, "compile_model", lambda model, backend: compiled.append(backend))
     script.main(
@@ -125,7 +127,9 @@ def test_it_obeys_the_flags_that_a_trainer_can_forget(script, flags, tmp_path, m
     assert "--train_data_dir or --dataset_name is needed" in capsys.readouterr().err
 
 
-def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, num_processes=2):
+def test_new_trainer_resumes_after_a_kill_with_the_same_bits(
+    script, flags, tmp_path, num_processes=2
+):
     flags += ["--gradient_accumulation_steps=2", "--checkpointing_steps=1", "--train_batch_size=4"]
 
     def run(*more, dies_after=None):
@@ -162,7 +166,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, 
 
 
 @pytest.mark.long
-def test_it_is_launched_on_two_processes(script, flags, tmp_path):
+def test_new_trainer_can_be_launched_on_two_processes(script, flags, tmp_path):
     command = [
         "--multi_gpu",
         "--num_processes=2",

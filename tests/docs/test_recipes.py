@@ -64,7 +64,7 @@ MAKE = {
         ),
     ],
 )
-def test_every_recipe_trains(tmp_path, monkeypatch, capsys, page, expected):
+def test_every_recipe_of_a_page_trains(tmp_path, monkeypatch, capsys, page, expected):
     monkeypatch.chdir(tmp_path)
     make_captioned(tmp_path / "images", 3)
     make_images(tmp_path / "photographs", 3)

@@ -34,7 +34,7 @@ def read(args, channels=2):
 
 
 @pytest.mark.parametrize("keep", ["--preserve_input_precision", "--no-preserve_input_precision"])
-def test_every_layout_and_range_is_the_same_images(parse, keep):
+def test_array_layouts_and_ranges_give_the_same_images(parse, keep):
     wanted = torch.from_numpy(VALUES)
     wanted = wanted / 255 if keep.startswith("--pre") else wanted
     shares = VALUES.astype(np.float64) / 255
@@ -52,7 +52,7 @@ def test_every_layout_and_range_is_the_same_images(parse, keep):
     assert len(few) == 2 and all((row == wanted).flatten(1).all(1).any() for row in few)
 
 
-def test_what_does_not_fit_is_one_sentence(parse):
+def test_arrays_of_wrong_shape_type_or_range_are_refused(parse):
     square = np.zeros((3, 2, 2, 2), np.uint8)
     assert read(parse(square, "--array_layout=nhwc")).shape == (3, 2, 2, 2)
     for array, flags, sentence in (
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_one_sentence(parse):
         assert sentence in str(stop.value), sentence
 
 
-def test_a_file_that_is_no_array_is_one_sentence(tmp_path):
+def test_files_that_are_not_npy_arrays_are_refused(tmp_path):
     path = tmp_path / "IMAGES.NPY"  # the suffix in any case
     np.savez(tmp_path / "archive.npz", VALUES)
     for content in (b"no array", (tmp_path / "archive.npz").read_bytes()):
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_array_is_one_sentence(tmp_path):
             load_rows(script.parse_args([f"--train_data_dir={path}"]), channels=2)
 
 
-def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
+def test_bad_array_flags_end_with_one_line(tmp_path, parse, capsys):
     for flags, sentence in (
         (["--cache_images"], "leave --cache_images and --streaming out: an array"),
         (
@@ -97,7 +97,7 @@ def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
         assert stop.value.code == 2 and sentence in capsys.readouterr().err
 
 
-def test_an_array_is_never_copied_whole(tmp_path, parse):
+def test_an_array_is_never_copied_into_memory(tmp_path, parse):
     """Two images of 256 MB are read, also by a reader that was sent to another process."""
     array = np.lib.format.open_memmap(tmp_path / "large.npy", "w+", np.uint8, (2**16, 1, 64, 64))
     array[-1] = 7
@@ -112,7 +112,9 @@ def test_an_array_is_never_copied_whole(tmp_path, parse):
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_a_model_of_two_channels_trains_holds_out_and_draws(tmp_path, parse, unet_config, capfd):
+def test_a_two_channel_model_trains_holds_out_images_and_samples(
+    tmp_path, parse, unet_config, capfd
+):
     """A value out of range ends the run with a sentence, also in a loader process."""
     config = script.UNet2DModel.load_config(unet_config) | {"in_channels": 2, "out_channels": 2}
     script.UNet2DModel.from_config(config).save_config(tmp_path / "two")

@@ -42,7 +42,7 @@ def read(folder, optional=(), random_flip=False):
     return dataset[[(0, row, 1.0) for row in range(len(dataset))]]
 
 
-def test_it_is_read_only_where_it_is_asked_for(cached):
+def test_extra_columns_are_read_only_on_request(cached):
     assert "brightness" not in read(cached)
     values = read(cached, ["brightness"])["brightness"]
     assert values.shape == (6, 4) and values.dtype == torch.float16
@@ -67,7 +67,7 @@ def rewrite(folder, name, change):
     path.write_bytes(sink.getvalue().to_pybytes())
 
 
-def test_damage_of_it_is_seen_by_who_reads_it_and_by_nobody_else(cached):
+def test_damage_of_an_extra_column_is_found_only_when_it_is_read(cached):
     def reverse(column):
         return pa.FixedSizeListArray.from_arrays(column.flatten()[::-1], 4)
 
@@ -77,7 +77,7 @@ def test_damage_of_it_is_seen_by_who_reads_it_and_by_nobody_else(cached):
         read(cached, ["brightness"])
 
 
-def test_a_version_without_the_entry_refuses_the_cache(cached, monkeypatch, capsys):
+def test_a_cache_with_an_unknown_extra_column_is_refused(cached, monkeypatch, capsys):
     patch(monkeypatch, "EXTRA_COLUMNS", ())
     with pytest.raises(SystemExit, match="brightness.*which this version can't read"):
         load_cache(cached)

@@ -56,7 +56,7 @@ def tensors(optimizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_to_the_bit(kind):
+def test_a_resumed_optimizer_continues_bit_for_bit(kind):
     models, optimizer = make(kind)
     train(models, optimizer, range(3))
     others, other = make(kind, seed=1)
@@ -76,7 +76,7 @@ def test_it_goes_on_to_the_bit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_flags_of_this_run_count_and_all_else_is_loaded_whole(kind):
+def test_load_optimizer_takes_this_runs_flags_and_the_saved_state(kind):
     models, optimizer = make(kind)
     train(models, optimizer, range(1))
     optimizer.param_groups[0]["d_of_prodigy"] = 0.7  # an optimizer's own value
@@ -90,7 +90,7 @@ def test_the_flags_of_this_run_count_and_all_else_is_loaded_whole(kind):
         assert tuple(group["betas"]) == (0.5, 0.99) and group["eps"] == 1e-3
 
 
-def test_with_a_scaler_nothing_is_fused_also_if_it_was():
+def test_adamw_is_not_fused_with_a_scaler_even_if_saved_so():
     models, optimizer = make("adamw")
     train(models, optimizer, range(1))
     _, other = make("adamw", scaler="one")
@@ -123,14 +123,14 @@ def test_moments_get_the_layout_of_their_parameters(kind):
             assert value.is_contiguous() and torch.equal(value, optimizer.state[weight][name])
 
 
-def test_another_model_is_an_error():
+def test_load_optimizer_refuses_another_model():
     _, optimizer = make("adamw")
     other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError):
         go_on(optimizer, other)
 
 
-def test_any_optimizer_that_somebody_puts_there_has_a_schedule_and_goes_on_with_it():
+def test_any_torch_optimizer_works_with_the_lr_schedule_and_resumes():
     args = argparse.Namespace(
         lr_scheduler="linear", lr_warmup_steps=0, max_train_steps=9, lr_step_rules=None
     )

@@ -47,7 +47,7 @@ def take(args):
     return run.checkpoint
 
 
-def test_a_run_leaves_its_command(tmp_path, args):
+def test_a_run_writes_run_args_and_removes_old_samples_and_best(tmp_path, args):
     flags = [
         "--random_flip",
         "--no-use_ema",
@@ -72,7 +72,7 @@ def test_a_run_leaves_its_command(tmp_path, args):
     assert len(list((tmp_path / "out/samples").iterdir())) == 1
 
 
-def test_folders_of_others_are_left_alone(tmp_path, args):
+def test_output_dirs_with_foreign_files_are_refused_and_unchanged(tmp_path, args):
     """An output folder is empty, or has a run in it."""
     for name in ("README.md", "unet/notes.txt", "photo.jpg", "cache.json"):
         folder = tmp_path / name.split(".")[0]
@@ -110,7 +110,7 @@ def test_folders_of_others_are_left_alone(tmp_path, args):
         take(args(f"--output_dir={tmp_path / 'copied'}", "--resume_from_checkpoint=latest"))
 
 
-def test_two_runs_do_not_write_into_one_folder(tmp_path, args):
+def test_two_runs_can_not_use_one_output_dir(tmp_path, args):
     def hold():
         held = open_folder(args())
         (tmp_path / "held").write_text(str(held))
@@ -129,7 +129,7 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, args):
         pass
 
 
-def test_a_failure_that_is_looked_at_in_a_notebook_does_not_lock_the_folder(tmp_path, args):
+def test_a_failed_run_in_the_same_process_leaves_no_lock(tmp_path, args):
     # a traceback would keep a reference to the lock
     run = open_folder(args())
     assert run.lock.is_locked and take(args()) is None
@@ -137,7 +137,7 @@ def test_a_failure_that_is_looked_at_in_a_notebook_does_not_lock_the_folder(tmp_
         pass
 
 
-def test_what_a_kill_left_is_tidied_up(tmp_path, args):
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path, args):
     take(args())
     (tmp_path / "out/.tmp-saving").mkdir()
     (tmp_path / "out/.tmp-old-metrics.jsonl").write_text("old")
@@ -145,7 +145,7 @@ def test_what_a_kill_left_is_tidied_up(tmp_path, args):
     assert sorted(os.listdir(tmp_path / "out")) == [".lock", "metrics.jsonl", "run.args"]
 
 
-def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeypatch):
+def test_push_to_hub_creates_the_repository_before_training(tmp_path, args, monkeypatch):
     made, info = [], argparse.Namespace(private=True)
 
     def create_repo(name, **options):
@@ -203,7 +203,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["unet"]
 
 
-def test_samples_are_whole_or_not_there_and_passed_to_trackers(tmp_path, monkeypatch):
+def test_samples_are_complete_or_absent_and_passed_to_trackers(tmp_path, monkeypatch):
     shown, picture = [], Image.new("RGB", (8, 4))
 
     def log_images(images, step, **layout):
@@ -228,7 +228,7 @@ def test_samples_are_whole_or_not_there_and_passed_to_trackers(tmp_path, monkeyp
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-0000012.png"]
 
 
-def test_a_row_of_pictures_stands_beside_its_prompt_however_long():
+def test_draw_grid_labels_each_row_with_its_prompt_of_any_length():
     begin, images = time.time(), np.zeros((2, 3, 8, 8, 1), np.uint8)
     images[1, 2] = 255
     grid = np.array(draw_grid(images, ["w " * 500_000, "a"]))

@@ -28,7 +28,7 @@ def folder(request, tmp_path):
     return url, files
 
 
-def test_what_is_an_address():
+def test_is_address_recognizes_urls():
     assert (
         module.is_address("s3://a/b")
         and module.is_address("file:///a")
@@ -36,7 +36,7 @@ def test_what_is_an_address():
     )
 
 
-def test_files_are_written_read_listed_and_removed(folder, tmp_path):
+def test_remote_files_are_written_read_listed_and_removed(folder, tmp_path):
     url, files = folder
     for name, data in {"b": b"2", "a": b"1", "x.part": b"3"}.items():
         with module.writing(f"{url}/{name}") as path:
@@ -55,7 +55,7 @@ def test_files_are_written_read_listed_and_removed(folder, tmp_path):
     assert module.list_files(f"{url}/none") == []
 
 
-def test_what_could_not_be_written_leaves_what_was_there(folder):
+def test_a_failed_write_leaves_the_earlier_file(folder):
     url, files = folder
     with module.writing(f"{url}/a") as path:
         path.write_bytes(b"before")
@@ -68,7 +68,7 @@ def test_what_could_not_be_written_leaves_what_was_there(folder):
     assert files() == {"a": b"before"}
 
 
-def test_a_folder_is_named_as_files_in_it_are_written(folder, tmp_path, monkeypatch):
+def test_open_folder_returns_a_path_that_its_files_share(folder, tmp_path, monkeypatch):
     url, files = folder
     fs, path, name = module.open_folder(url + "/")
     assert (
@@ -87,7 +87,7 @@ def test_a_folder_is_named_as_files_in_it_are_written(folder, tmp_path, monkeypa
     )
 
 
-def test_files_are_written_beside_their_place_and_synced(tmp_path, monkeypatch):
+def test_writing_uses_a_temporary_file_in_the_same_folder_and_syncs_it(tmp_path, monkeypatch):
     """The folder for temporary files may lie on another disk."""
     monkeypatch.setattr(module.tempfile, "TemporaryDirectory", None)
     synced, fsync = [], os.fsync
@@ -124,7 +124,7 @@ def ask(monkeypatch):
     return ask
 
 
-def test_what_can_not_be_read_is_asked_for_again_for_a_minute(ask):
+def test_persist_retries_failed_reads_for_a_minute(ask):
     assert ask(OSError("reset by peer"), 0) == "/bucket/x" and ask.slept == []
     known = ask.tried[0]
     assert ask(OSError("reset by peer"), 7) == "/bucket/x" and ask.slept == [
@@ -149,13 +149,13 @@ def test_what_can_not_be_read_is_asked_for_again_for_a_minute(ask):
 @pytest.mark.parametrize(
     "error", [ImportError("no s3fs"), ModuleNotFoundError("no s3fs"), PermissionError("denied")]
 )
-def test_what_no_waiting_mends_is_said_at_once(ask, error):
+def test_persist_does_not_retry_permanent_errors(ask, error):
     with pytest.raises(SystemExit, match="can't be read .no s3fs|can't be read .denied"):
         ask(error, 1, "FileNotFoundError", "PermissionError")
     assert ask.slept == []
 
 
-def test_small_files_are_read_and_one_that_is_not_there_is_said_at_once(folder, monkeypatch):
+def test_read_bytes_raises_at_once_for_missing_files(folder, monkeypatch):
     url, _ = folder
     monkeypatch.setattr(module.time, "sleep", None)
     with module.writing(f"{url}/a") as path:
@@ -173,7 +173,7 @@ def test_small_files_are_read_and_one_that_is_not_there_is_said_at_once(folder, 
             module.read_bytes(f"{url}/a")
 
 
-def test_an_address_of_no_kind_is_refused_at_once(monkeypatch):
+def test_an_address_with_an_unknown_protocol_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(module.time, "sleep", None)
     with pytest.raises(SystemExit, match="nowhere://x can't be read .*Protocol not known"):
         module.read_bytes("nowhere://x")

@@ -92,7 +92,7 @@ def test_a_killed_worker_lets_the_trainer_save_and_leaves_no_process(worker):
     assert (it.folder / "saved").exists()
 
 
-def test_a_trainer_that_does_not_end_is_killed(worker):
+def test_a_trainer_that_ignores_sigterm_is_killed(worker):
     it = worker(stubborn=True, save_seconds=1)
     begin = time.time()
     os.kill(it.pid, signal.SIGKILL)
@@ -100,14 +100,14 @@ def test_a_trainer_that_does_not_end_is_killed(worker):
     assert (it.folder / "saved").exists() and 0.9 < time.time() - begin < 5
 
 
-def test_a_job_that_is_over_ends_the_trainer(worker):
+def test_the_end_of_a_job_ends_the_trainer(worker):
     it = worker()
     (it.folder / "over").touch()
     assert it.ended() == repr(Ended(143, SAID))
     assert (it.folder / "saved").exists() and not it.is_left()
 
 
-def test_a_killed_trainer_is_reported_with_what_it_said_and_its_loaders_end(worker):
+def test_a_killed_trainer_is_reported_with_its_output_and_its_loaders_end(worker):
     it = worker()
     os.kill(it.trainer, signal.SIGKILL)
     assert it.ended() == repr(Ended(-9, SAID))
@@ -116,7 +116,7 @@ def test_a_killed_trainer_is_reported_with_what_it_said_and_its_loaders_end(work
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_a_killed_supervisor_takes_the_trainer_with_it(worker):
+def test_a_killed_supervisor_ends_the_trainer(worker):
     it = worker()
     os.kill(it.supervisor, signal.SIGKILL)
     assert it.ended() == "None"
