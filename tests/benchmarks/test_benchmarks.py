@@ -166,7 +166,7 @@ def test_storage_benchmark_prints_its_table(capsys, tmp_path):
 
 
 def test_synthetic_caches_pass_the_trainers_checks(tmp_path):
-    """It passes every check of the trainer, also that of each row."""
+    """This includes the checksum of each row."""
     models = bench.make_models(tmp_path / "sd", "toy")
     for kind in ("embeddings", "ids"):
         cache = load_cache(
@@ -195,7 +195,7 @@ def test_step_overhead_times_the_parts_of_a_step_and_a_bare_loop(tmp_path):
 
 
 def test_peers_runs_scripts_in_turns_and_compares_them(tmp_path, capsys, monkeypatch):
-    """Our scripts accept the flags. The times of steps are made up."""
+    """Our scripts parse the flags. The times of steps are made up."""
     seconds, started = {"embeddings": 1, "ids": 2, "pixels": 4, "theirs": 5}, []
 
     def run(script, argv, steps):
@@ -379,7 +379,7 @@ def compare_with_pages(said):
 
 
 def test_quality_benchmark_compares_choices(tmp_path, capsys, monkeypatch):
-    """Training and drawing are made up; right digits and FID are computed from real digits."""
+    """Training and sampling are faked; accuracy and FID are computed from real digits."""
     images, labels = quality.load_digits()
     order = sorted(quality.NAMES)
     trained, given = [], []
@@ -482,7 +482,7 @@ def test_training_benchmarks_print_their_tables(tmp_path, capsys):
 
 @pytest.mark.long
 def test_downloads_benchmark_measures_plain_and_resized_images(ramp, capsys, monkeypatch):
-    """Shrunk images are really downloaded; for the others only the command is checked."""
+    """Resized images are really downloaded; for the others only the command is checked."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
     measure = downloads.measure
 

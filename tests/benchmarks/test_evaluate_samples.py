@@ -1,6 +1,6 @@
-"""benchmarks/evaluate_samples.py: its figures are right and tell good from bad.
+"""benchmarks/evaluate_samples.py: its metrics are right and tell good samples from bad ones.
 
-They are computed on the right images.
+The real images are those that were held out.
 """
 
 import functools
@@ -97,7 +97,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def pipeline(tmp_path, trained):
-    """A copy of it; run.args names the images that it was trained on."""
+    """A copy of `trained`, with its images at the path in run.args."""
     for name in ("images", "out"):
         shutil.copytree(trained / name, tmp_path / name)
     return tmp_path / "out"

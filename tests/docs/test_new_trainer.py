@@ -1,4 +1,4 @@
-"""docs/new-trainer.md: the trainer on the page works, with all that the package adds."""
+"""docs/new-trainer.md: the trainer on the page works, with all features of the package."""
 
 import importlib.util
 import json

@@ -69,7 +69,7 @@ def test_notebook_cells_compile_and_use_existing_flags(tmp_path, monkeypatch):
 
 
 def test_notebook_fits_into_the_hosts_memory():
-    """In GB: first encoders in float32, then the base in 16 bits; for drawing all in 16 bits."""
+    """GB of the encoders in float32, then of the base in 16 bits; for samples, all in 16 bits."""
     ((_, encoders, base, _),) = memory.list_host(["SDXL"])
     drawing = float(base) + float(encoders) / 2
     text = " ".join(nbformat.read(PATH, as_version=4).cells[0].source.split())

@@ -97,7 +97,7 @@ def test_documented_activations_per_image_are_correct(side, checkpointing):
 
 
 def test_the_trainer_holds_five_numbers_per_weight_in_a_step(tmp_path, monkeypatch):
-    """Counted while the gradients exist, and after they are freed."""
+    """Four remain between steps, after the gradients are freed."""
     counts, step, update_ema = [], torch.optim.AdamW.step, state.update_ema
 
     def stepping(self, *args, **options):

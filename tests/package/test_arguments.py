@@ -106,7 +106,7 @@ def test_numbers_out_of_bounds_are_refused(parser, capsys):
     }.items():
         with pytest.raises(SystemExit) as stop:
             parser.parse_args([flag])
-        # a hundred flags would hide the sentence
+        # the usage does not list all flags, which would hide the error
         usage, error = capsys.readouterr().err.splitlines()
         assert stop.value.code == 2 and sentence in error and "--help" in usage, flag
     assert number(1, 2, int).bounds == (1, 2, int)  # for tests of all flags

@@ -1,4 +1,4 @@
-"""Arrays of images: memory-mapped, of any layout and range, and refused in a sentence."""
+"""Arrays of images: memory-mapped, of any layout and value range; unusable ones are refused."""
 
 import pickle
 import resource
@@ -98,7 +98,7 @@ def test_bad_array_flags_end_with_one_line(tmp_path, parse, capsys):
 
 
 def test_an_array_is_never_copied_into_memory(tmp_path, parse):
-    """Two images of 256 MB are read, also by a reader that was sent to another process."""
+    """One row of a file of 256 MB is read, also by a reader that was pickled."""
     array = np.lib.format.open_memmap(tmp_path / "large.npy", "w+", np.uint8, (2**16, 1, 64, 64))
     array[-1] = 7
     args = script.parse_args([f"--train_data_dir={tmp_path}/large.npy"])

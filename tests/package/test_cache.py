@@ -122,7 +122,7 @@ EMPTY = {"prompt_embeds": np.zeros(PROMPT, np.float16)}
 ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_ROWS})()
 
 
-# 64 pixels a side of a latent
+# a side of a latent is 64 pixels
 VAE = argparse.Namespace(
     device=torch.device("cpu"),
     config=FrozenDict(
@@ -180,7 +180,7 @@ def refused(match, args):
         open_cache(args)
 
 
-# ------------------------------------------------------------------- a shard and its record
+# ------------------------------------------------------------------- shards and their records
 
 
 def test_a_shard_holds_good_rows_and_its_record_lists_the_skipped_ones(tmp_path):
@@ -304,7 +304,7 @@ def test_more_rows_skipped_than_max_skipped_end_the_run():
     assert stop.value.alone  # the process that made the last shard prints it
 
 
-# ------------------------------------------------------------------- planned and opened
+# ------------------------------------------------------------------- planning and opening a cache
 
 
 def test_a_planned_cache_lists_its_shards_and_its_size(tmp_path):
@@ -425,7 +425,7 @@ def test_flags_that_change_no_number_may_differ_when_a_cache_resumes(tmp_path, c
         and "max_skipped" not in now["run.args"].decode()
     )
     assert now | {"run.args": b""} == whole | {"run.args": b"", ".lock": b""}
-    # half-made by a version without the entry, and with another JPEG decoder
+    # begun by a version without the new entries, and with another JPEG decoder
     make_cache(tmp_path / "old")
     begun = {
         name: value
@@ -518,7 +518,7 @@ def test_files_half_written_at_a_kill_are_deleted_and_made_again(tmp_path):
     # as after a power cut without fsync
     (unfinished / f"{shards[1]}.json").write_text('{"rows": 3, "sha')
     (unfinished / f".tmp-{shards[2]}.json").write_text("")
-    # as a program that synchronizes folders names a second version
+    # as a program that synchronizes folders names a conflicting copy
     shutil.copy(unfinished / f"{shards[0]}.json", unfinished / f"{shards[0]} 2.json")
     (tmp_path / f"out/.tmp-{shards[2]}").write_bytes(b"half")
     (tmp_path / "out/.tmp-folder").mkdir()
@@ -572,7 +572,7 @@ def test_a_finished_cache_with_changed_metadata_is_refused(tmp_path, file, chang
     make_cache(tmp_path / "out")
 
 
-# ------------------------------------------------------------------- finished
+# ------------------------------------------------------------------- finishing a cache
 
 
 def test_datasets_opens_a_finished_cache_with_the_same_bits(tmp_path):
@@ -615,7 +615,7 @@ def test_skipped_rows_are_listed_in_order_and_too_many_stop_finish_cache(tmp_pat
 
 
 def test_a_kill_in_finish_cache_loses_nothing_and_state_json_is_last(tmp_path, monkeypatch):
-    """Without state.json it does not open."""
+    """Without state.json a cache can't be opened."""
     make_cache(tmp_path / "whole")
     whole = contents(tmp_path / "whole")
     finish_cache, replace, rmtree = module.finish_cache, Path.replace, shutil.rmtree

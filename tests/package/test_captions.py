@@ -69,7 +69,7 @@ def test_the_crop_of_a_row_follows_from_its_random_key(row, tmp_path):
 
 
 def test_image_and_mask_are_resized_to_the_target_size(row):
-    """The crop of 24 x 20 pixels has 10 x 20."""
+    """From 24 x 20 pixels, 10 x 20 are cropped."""
     image = decode_image({"bytes": None, "path": f"{row.folder}/3.png"}, 3)
     mask = Image.new("L", (24, 20))
     mask.paste(255, (0, 0, 12, 20))
@@ -88,7 +88,7 @@ def test_image_and_mask_are_resized_to_the_target_size(row):
     assert torch.equal(
         row("--center_crop", target=(16, 40))["pixel_values"], shrink(image, (16, 40), (0.5, 0.5))
     )
-    for nothing in (None, {"bytes": None, "path": None}):  # counts everywhere
+    for nothing in (None, {"bytes": None, "path": None}):  # the whole image counts
         mask = row("--mask_column=where", target=(16, 8), where=nothing)["mask"]
         assert mask.shape == (1, 16, 8) and (mask == 255).all()
     broken = row("--mask_column=where", target=(16, 8), text=None)

@@ -134,7 +134,7 @@ def test_a_loaded_checkpoint_equals_the_saved_one_bit_for_bit(tmp_path, save, lo
     assert other["param_groups"][0]["lr"] == 0.01 != one["param_groups"][0]["lr"]
     folders = {path.name for path in (tmp_path / "out/checkpoint-3").iterdir() if path.is_dir()}
     assert folders == {"unet", "unet_ema", "projection", "projection_ema"}
-    assert UNet2DModel.from_pretrained(tmp_path / "out/checkpoint-3/unet")  # as users open it
+    assert UNet2DModel.from_pretrained(tmp_path / "out/checkpoint-3/unet")  # as users load it
 
 
 def test_use_ema_can_begin_at_a_checkpoint_without_ema(tmp_path, save, load, capsys):
@@ -283,7 +283,7 @@ def test_a_checkpoint_with_other_random_keys_or_no_stream_is_refused(tmp_path, s
         read_state(tmp_path / "out/checkpoint-3", 6)
 
 
-# ------------------------------------------------------------------- saved, pruned, found
+# ------------------------------------------------------------------- saving, pruning and finding
 
 
 def test_pruning_deletes_the_oldest_and_never_the_new_checkpoint(tmp_path, save):
@@ -334,7 +334,7 @@ def test_find_checkpoint_ignores_incomplete_checkpoints(
     assert find_checkpoint(None, str(out)) is None and find_checkpoint("latest", str(out)) is None
     assert f"No checkpoint in {out} yet: starting afresh" in capsys.readouterr().out
     save(4, 6)
-    (out / "checkpoint-500").mkdir()  # half of one
+    (out / "checkpoint-500").mkdir()  # an incomplete one
     for name in ("checkpoint_backup", "checkpoint-6-backup", "checkpoint-x", ".tmp-checkpoint-7"):
         shutil.copytree(out / "checkpoint-4", out / name)
     assert find_checkpoint("latest", str(out)) == out / "checkpoint-6"
@@ -473,7 +473,7 @@ def test_init_from_loads_weights_but_not_the_batches_of_the_other_run(
 
 
 class Harm:
-    """An object that pickle turns into a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path

@@ -60,7 +60,7 @@ def reasons(urls, *flags):
     return [failure and failure["reason"] for failure in fetch(urls, *flags)[1]]
 
 
-# ------------------------------------------------------------------- what comes
+# ------------------------------------------------------------------- images and failures
 
 
 def test_good_images_arrive_unchanged_and_failures_have_reasons(server, monkeypatch):
@@ -89,7 +89,9 @@ def test_requests_that_time_out_are_tried_again(server, monkeypatch):
     flags = ["--timeout", 0.6, "--idle_timeout", 0.3]
     _, failures = fetch([f"{server.url}/{kind}/{i}" for i, kind in enumerate(SLOW)], *flags)
     assert failures == [{"reason": "timed out", "tries": 3}] * 3
-    assert 1.8 <= time.monotonic() - start < 6  # the one that drips is never idle, but times out
+    assert (
+        1.8 <= time.monotonic() - start < 6
+    )  # the host that sends drop by drop is never idle, but reaches --timeout
     assert [server.requests[f"/{kind}/{i}"] for i, kind in enumerate(SLOW)] == [3] * 3
 
 
@@ -142,7 +144,7 @@ def test_retries_wait_as_long_as_retry_after_asks(server):
 
 
 def test_failed_connections_have_reasons_and_tls_checks_host_names(server, tmp_path, monkeypatch):
-    """TLS to a server without it, a self-signed certificate, a closed port, an unknown host."""
+    """For example, TLS to a plain server, a self-signed certificate, and a closed port."""
     x509 = pytest.importorskip(
         "cryptography.x509", reason="needs cryptography, which comes with moto"
     )
@@ -306,11 +308,11 @@ def test_dns_rebinding_never_connects_to_a_private_address(server, monkeypatch):
     assert set(connected) == {"192.88.98.1"}  # only the checked address
     allowed = make_args("--allow_private_addresses")
     images, _, _ = asyncio.run(module.fetch_rows({0: urls[2]}, io.BytesIO(), allowed))
-    assert images and "127.0.0.1" in connected  # if allowed, the test sees it
+    assert images and "127.0.0.1" in connected  # the test would notice a connection
 
 
 def test_an_environment_proxy_is_not_asked_for_private_hosts(server, monkeypatch):
-    """But the proxy itself may have a private address."""
+    """The proxy itself may have a private address."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, server.url)
     assert (
@@ -337,11 +339,11 @@ def test_opt_out_directives_respected_by_default():
     assert sorted(make_args().opt_out) == ["noai", "noimageai", "noimageindex", "noindex"]
 
 
-# ------------------------------------------------------------------- whose fault it is
+# ------------------------------------------------------------------- machine faults
 
 
 def test_many_hosts_open_no_more_sockets_than_connections(server):
-    """Also if hosts keep connections open: at most one per request in work."""
+    """At most one for each active request, also if hosts keep connections open."""
     most, end, process = [0], threading.Event(), psutil.Process()
 
     def watch():
@@ -392,7 +394,7 @@ def test_a_machine_without_network_raises_instead_of_failing_rows(server, monkey
         OSError, match="none of 25 hosts could be reached: is this machine on the network"
     ):
         fetch(urls)
-    # one host answers, or too few hosts fail to blame this machine
+    # one host answers, or too few rows or hosts fail to blame this machine
     for fine in ([*urls, f"{server.url}/missing/1"], urls[:15], urls[:1] * 25):
         assert reasons(fine)[0].startswith("host not found")
 
@@ -466,7 +468,7 @@ def test_only_redirect_statuses_are_followed_and_all_hops_share_a_timeout(server
     assert reasons([f"{server.url}/moved-302"]) == ["HTTP 302"]
     server.delay = 0.35
     assert reasons([f"{server.url}/hop/7"], "--timeout", 0.6, "--retries", 0) == ["timed out"]
-    assert server.requests["/image/7"] == 1  # it was on its way
+    assert server.requests["/image/7"] == 1  # the redirect was followed before the timeout
 
 
 def test_bodies_up_to_max_bytes_are_accepted_and_compressed_ones_refused(server):

@@ -1,4 +1,4 @@
-"""Tiny VAE, text encoder and tokenizer: loaded completely or refused, tried, recognized."""
+"""A tiny VAE, text encoder and tokenizer: loaded completely or refused, tried and hashed."""
 
 import hashlib
 import json
@@ -91,7 +91,7 @@ def test_autoencoder_tiny_and_models_from_several_folders_load(tmp_path, models)
     assert {k: v for k, v in described.items() if k != "vae"} == {
         k: v for k, v in whole.items() if k != "vae"
     }
-    # A tokenizer lies beside a text encoder of one's own
+    # a custom text encoder needs a tokenizer in its folder
     shutil.copytree(MODELS / "text_encoder", tmp_path / "both")
     refused(
         f"{tmp_path / 'both'} does not hold the model of",

@@ -136,13 +136,13 @@ def test_a_signal_ends_the_run_even_if_its_exception_is_swallowed(capsys):
             os.kill(os.getpid(), signal.SIGTERM)
         end_if_stopped()
 
-    def taken_for_a_fault(args):
+    def caught_as_an_error(args):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except BaseException:
             fail("it holds no model")
 
-    for main in (swallowed, taken_for_a_fault):
+    for main in (swallowed, caught_as_an_error):
         with pytest.raises(SystemExit) as stop:
             in_one_sentence(main)(None)
         said = capsys.readouterr()

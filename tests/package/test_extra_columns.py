@@ -1,4 +1,4 @@
-"""A further column of a cache: an entry in EXTRA_COLUMNS, and the line that computes it."""
+"""An extra column of a cache: an entry in EXTRA_COLUMNS, and the line that computes it."""
 
 import pyarrow as pa
 import pytest
@@ -14,7 +14,7 @@ COLUMN = Column("brightness", "float16", (2, 2), is_optional=True, is_map=True)
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-    """A cache with a further column: four means of each image."""
+    """A cache with an extra column: four means of each image."""
     make_captioned(tmp_path / "images", 6)
     models = make_models(tmp_path)
     patch(monkeypatch, "EXTRA_COLUMNS", (COLUMN,))

@@ -48,7 +48,7 @@ from diffusion_training.training.lora import (
     save_lora,
 )
 
-# ------------------------------------------------------------------- no other file names a family
+# ------------------------------------------------------------------- names in other files
 
 # Allowed elsewhere: the class that train_text_to_image.py trains for any family.
 ALLOWED = {("train_text_to_image.py", "UNet2DConditionModel")}
@@ -261,7 +261,7 @@ def test_no_diffusers_pipeline_belongs_to_two_families():
     assert len(names) > 100 and max(counts.values()) == 1
 
 
-# ------------------------------------------------------------------- each does as its pipeline
+# ------------------------------------------------------------------- equal to the pipeline
 
 
 def make_prx_pipeline(folder):
@@ -442,8 +442,8 @@ def guide(opened, scale):
     return {"guidance_scale": scale - 1 if opened.family.name == "z-image" else scale}
 
 
-def begin(opened, caption):
-    """The package's inputs of a denoiser for one caption and an image of SIDE pixels."""
+def make_inputs(opened, caption):
+    """The denoiser's inputs for one caption and an image of SIDE pixels, from the package."""
     tokens = tokenize(opened.encoders.tokenizers, [caption])
     prompts = dict(encode_prompts(opened.encoders, tokens))
     if opened.family.needs_lengths:
@@ -495,7 +495,7 @@ def test_predictions_equal_the_pipelines(opened):
     hook.remove()
     is_flow = isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler)
     times = scheduler.sigmas if is_flow else scheduler.timesteps
-    prompts = begin(opened, caption)
+    prompts = make_inputs(opened, caption)
     ours = [
         opened.family.predict(opened.denoiser, noisy[i], times[i : i + 1], prompts)
         for i in range(3)
@@ -505,7 +505,7 @@ def test_predictions_equal_the_pipelines(opened):
         assert prediction.dtype == torch.float32
         assert torch.allclose(prediction, theirs, atol=1e-4)
     assert not torch.allclose(ours[0], ours[2], atol=1e-2)  # the time matters
-    others = opened.family.predict(opened.denoiser, noisy[0], times[:1], begin(opened, "one"))
+    others = opened.family.predict(opened.denoiser, noisy[0], times[:1], make_inputs(opened, "one"))
     assert not torch.allclose(ours[0], others, atol=1e-4)  # and so does the caption
 
 
@@ -514,7 +514,7 @@ def test_predictions_equal_the_pipelines(opened):
 def test_predict_keeps_all_tensors_on_one_device(opened):
     """Tensors on the meta device can't be mixed with others."""
     _, channels = opened.family.count_channels(opened.encoders.vae)
-    prompts = begin(opened, "a digit two")
+    prompts = make_inputs(opened, "a digit two")
     prompts = {name: value.to("meta") for name, value in prompts.items()}
     noisy, times = torch.zeros(1, channels, 4, 4, device="meta"), torch.ones(1, device="meta")
     model = copy.deepcopy(opened.denoiser).to("meta")

@@ -204,7 +204,7 @@ def test_write_file_replaces_a_file_completely_or_not_at_all(tmp_path, monkeypat
     with pytest.raises(Killed):
         write_file(path, b"new")
     assert digest_file(path) == digest and digest_file(tmp_path / "gone") is None
-    # as after a kill, the temporary file is left
+    # a kill leaves the temporary file
     assert len([name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]) == 1
     for error in (OSError(28, "No space left on device"), MemoryError()):
         monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(error))

@@ -42,7 +42,7 @@ def test_rows_chosen_with_datasets_become_a_cache(tmp_path, text_cache):
 
 
 def test_rows_mapped_through_torch_become_a_cache(tmp_path):
-    """They have other precisions, and checksums that do not fit their columns."""
+    """These rows have another precision, and checksums that do not fit."""
     make_cache(tmp_path / "cache")
     rows = datasets.load_from_disk(str(tmp_path / "cache"))
     rows.with_format("torch").map(dict).save_to_disk(tmp_path / "chosen")

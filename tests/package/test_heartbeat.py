@@ -44,7 +44,7 @@ def start_machines(folder, seconds, after=lambda rank: None):
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_silent_machine_ends_the_job_in_one_sentence(tmp_path, quick, stopped):
-    """Also the machine with the store (0), which then does not even answer."""
+    """This includes machine 0, whose store then does not even answer."""
     pids = start_machines(tmp_path, 60)
     wait_until(lambda: (tmp_path / f"met-{stopped}").exists())
     time.sleep(1)  # they have received each other's beats

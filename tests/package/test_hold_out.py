@@ -19,7 +19,7 @@ from diffusion_training.training.records import Records
 
 
 class Named:
-    """A data set with known names, whose images follow from the row."""
+    """A data set with given names. Each image is random, with its row as the seed."""
 
     def __init__(self, names, broken=()):
         self.all, self.broken, self.asked = list(names), broken, []
@@ -114,8 +114,8 @@ def test_holding_out_all_or_no_images_is_refused(holdout, count):
         split([f"{i}.png" for i in range(12)], holdout)
 
 
-class Told(argparse.Namespace):
-    """What a run tells."""
+class FakeRecords(argparse.Namespace):
+    """Keeps the records that a run would write."""
 
     def __init__(self):
         super().__init__(held_out={}, new_skipped={}, records=[])
@@ -135,9 +135,9 @@ def unets(tmp_path_factory):
 
 
 def measure(
-    unets, dataset, held, told=None, prediction_type="epsilon", received=0, prepare=None, step=4
+    unets, dataset, held, fake=None, prediction_type="epsilon", received=0, prepare=None, step=4
 ):
-    told = told or Told()
+    fake = fake or FakeRecords()
     names = ["held_out_loss", "held_out_loss_ema"]
     models = {name: {"unet": unet} for name, unet in zip(names, unets, strict=False)}
     predict = lambda models, *inputs: call_unet(models["unet"], *inputs)
@@ -146,10 +146,10 @@ def measure(
         prepare_held_out=prepare or (lambda batch: Prepared(batch["pixel_values"], {}, {})),
     )
     log_held_out_loss(
-        Launch(Accelerator(cpu=True), 1, "no", None, 1), told, dataset, held, models, objective,
+        Launch(Accelerator(cpu=True), 1, "no", None, 1), fake, dataset, held, models, objective,
         argparse.Namespace(poll=lambda: received), step,
     )  # fmt: skip
-    return told
+    return fake
 
 
 HELD = {1: 12345678901234567, 4: 987654321987654321, 6: 55}
@@ -159,11 +159,11 @@ HELD = {1: 12345678901234567, 4: 987654321987654321, 6: 55}
 def test_the_held_out_loss_is_the_epsilon_error_of_uncropped_images(unets, prediction_type):
     """Computed again from the weights and the documented keys, for any prediction type."""
     dataset = Named(range(7))
-    told = measure(unets, dataset, HELD, prediction_type=prediction_type)
-    (record,) = told.records
+    fake = measure(unets, dataset, HELD, prediction_type=prediction_type)
+    (record,) = fake.records
     assert (
         record["step"] == 4
-        and told.held_out == record
+        and fake.held_out == record
         and [unet.training for unet in unets] == [True, False]
     )
     # epoch None: never randomly cropped or mirrored
@@ -195,13 +195,13 @@ def test_the_held_out_loss_is_the_epsilon_error_of_uncropped_images(unets, predi
 
 def test_the_held_out_loss_is_reproducible_and_recorded_once_per_step(unets):
     torch.manual_seed(1)
-    told = measure(unets, Named(range(7)), HELD)
+    fake = measure(unets, Named(range(7)), HELD)
     torch.manual_seed(2)
-    measure(unets, Named(range(7)), HELD, told)  # as after a resume at the same step
-    assert len(told.records) == 1
-    measure(unets, Named(range(7)), HELD, told, step=5)
-    assert [record["step"] for record in told.records] == [4, 5]
-    assert {**told.records[0], "step": 5} == told.records[1]
+    measure(unets, Named(range(7)), HELD, fake)  # as after a resume at the same step
+    assert len(fake.records) == 1
+    measure(unets, Named(range(7)), HELD, fake, step=5)
+    assert [record["step"] for record in fake.records] == [4, 5]
+    assert {**fake.records[0], "step": 5} == fake.records[1]
 
 
 def test_held_out_conditions_are_repeated_for_nine_timesteps(unets):
@@ -228,11 +228,11 @@ def test_held_out_conditions_are_repeated_for_nine_timesteps(unets):
 
 
 def test_a_signal_stops_the_held_out_loss_without_a_record(unets):
-    told, dataset = Told(), Named(range(7))
-    measure(unets, dataset, HELD, told, received=15)
-    assert told.records == [] and told.held_out == {}
-    measure(unets, dataset, {}, told)  # nothing is held out
-    assert told.records == []
+    fake, dataset = FakeRecords(), Named(range(7))
+    measure(unets, dataset, HELD, fake, received=15)
+    assert fake.records == [] and fake.held_out == {}
+    measure(unets, dataset, {}, fake)  # nothing is held out
+    assert fake.records == []
 
 
 def test_broken_held_out_images_are_skipped_but_all_broken_end_the_run(unets):

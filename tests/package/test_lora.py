@@ -33,7 +33,7 @@ def base(tmp_path_factory):
 
 
 def adapted(base, dtype=torch.float32, sha256="base", seed=0, **flags):
-    """A U-Net with an adapter whose B are random, as after training."""
+    """A U-Net with an adapter whose B matrices are random, as after training."""
     flags = {
         "rank": 4,
         "lora_alpha": None,
@@ -81,7 +81,7 @@ def test_only_the_adapter_is_trained_in_float32(base, layers, dtype):
 
 
 def test_dora_magnitudes_are_computed_from_float32_weights(base):
-    """So a DoRA begins equal to its base, also if the base is in bfloat16."""
+    """So a DoRA starts equal to its base, also if the base is in bfloat16."""
     exact, half = (adapted(base, dtype, use_dora=True) for dtype in (torch.float32, torch.bfloat16))
     pairs = zip(exact.named_parameters(), half.named_parameters(), strict=True)
     found = [torch.equal(one, other) for (name, one), (_, other) in pairs if "magnitude" in name]
@@ -168,7 +168,7 @@ def test_save_lora_writes_the_ema_adapter(tmp_path, base):
     )
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     with torch.no_grad():
-        # one number of the average's is beyond float16
+        # one number of the EMA adapter is beyond float16
         list_lora_b(models)[-1].view(-1)[0] = 70000.0
     with pytest.raises(ValueError, match="the weights of the adapter are not finite in float16"):
         save_lora(models, tmp_path, None)
@@ -186,7 +186,7 @@ def test_fold_scale_below_1_balances_the_largest_values_of_a_and_b():
             torch.testing.assert_close(found_a.abs().max(), found_b.abs().max())
         else:
             assert torch.equal(found_a, a)
-    for name in adapter:  # zeros have no share
+    for name in adapter:  # an adapter of zeros can't be balanced
         nothing = fold_scale(adapter | {name: torch.zeros_like(adapter[name])}, 0.5)
         assert all(value.isfinite().all() for value in nothing.values())
 

@@ -39,7 +39,7 @@ def base(tmp_path_factory):
 
 
 def adapt(unet, layers="attention", seed=0, **flags):
-    """An adapter whose B and magnitudes are random, as after training."""
+    """An adapter whose B matrices and magnitudes are random, as after training."""
     flags = {"rank": 4, "lora_alpha": None, "lora_dropout": 0.0, "use_dora": False} | flags
     args = argparse.Namespace(**flags, lora_layers=layers)
     torch.manual_seed(seed)
@@ -76,12 +76,12 @@ def refused(unet, path):
     return str(stop.value)
 
 
-# ------------------------------------------------------------------- what others look for
+# ------------------------------------------------------------------- files for other programs
 
 
 @pytest.fixture(scope="module")
 def known():
-    """The U-Net of Stable Diffusion 1.5 without numbers."""
+    """The U-Net of Stable Diffusion 1.5, on the meta device."""
     with torch.device("meta"):
         return UNet2DConditionModel(cross_attention_dim=768, attention_head_dim=8)
 
@@ -90,7 +90,7 @@ def known():
 def test_comfyui_and_sd_scripts_apply_all_layers_of_the_kohya_file_only(
     known, which, plain, layers
 ):
-    """So loading the wrong file would be noticed."""
+    """So users notice if they load the wrong file."""
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(known.config)
         adapter = list_adapter(adapt(unet, which))
@@ -129,7 +129,7 @@ def test_lora_files_with_a_small_alpha_stay_exact_in_float16(tmp_path, base, alp
             assert (one - other).norm() < 1e-3 * one.norm()
 
 
-# ------------------------------------------------------------------- what others write
+# ------------------------------------------------------------------- files of other programs
 
 
 def save_peft(unet, folder, settings):
@@ -246,7 +246,7 @@ def test_sdxl_kohya_files_have_names_that_comfyui_knows(tmp_path):
         assert len(applied) == len(list_lora_b({"unet": unet})) and not left_out
 
 
-# ------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------- refused files
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 KOHYA_LAYER = f"lora_unet_{LAYER.replace('.', '_')}"

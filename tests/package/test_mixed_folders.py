@@ -1,4 +1,4 @@
-"""Folders of images from other programs: with further files and archives."""
+"""Folders of images from other programs, with other files and archives."""
 
 import argparse
 import json

@@ -14,7 +14,7 @@ from diffusion_training.training.checkpoints import read_weights, save_weights
 
 
 def test_update_ema_equals_diffusers_ema():
-    """For all trained models. The first step copies."""
+    """For all trained models. The first step copies the weights."""
     torch.manual_seed(0)
     models = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}
     averaged = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}

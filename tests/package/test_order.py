@@ -120,7 +120,7 @@ def test_micro_batches_are_full_and_shared_in_turns_by_processes():
 def test_step_batches_cover_each_epoch_once_from_any_start(
     num_images, batch_size, accumulation, num_processes
 ):
-    """The order depends on seed and epoch only, whichever image a run resumes at."""
+    """The order depends only on seed and epoch, at whichever image a run resumes."""
     orders = {
         (seed, e): np.random.default_rng(step_seed("epoch", seed, e))
         .permutation(num_images)
@@ -268,4 +268,4 @@ def test_a_stream_error_is_reported_by_the_process_that_meets_it():
 
     with pytest.raises(SystemExit, match=r"reading the stream failed \(cut off\)") as stop:
         take(datasets.IterableDataset.from_generator(read), 0, 1, 2)
-    assert stop.value.alone  # the other processes have enough
+    assert stop.value.alone  # the other processes print nothing

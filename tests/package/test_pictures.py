@@ -1,4 +1,4 @@
-"""Downloaded files -> complete images, perhaps shrunk as the trainers shrink them."""
+"""Downloaded files become complete images, resized as in the trainers if asked."""
 
 import contextlib
 import hashlib

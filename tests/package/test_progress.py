@@ -71,7 +71,7 @@ def test_a_skipped_step_advances_only_the_data():
     assert progress.is_due(3) and progress.is_due(None, 1)
     progress.advance(5, stepped=False)
     assert progress.state() == {"global_step": 3, "data_step": 4, "images_seen": 15}
-    assert not progress.is_due(3)  # again
+    assert not progress.is_due(3)  # it was due before
     progress.advance(5, stepped=False)
     assert progress.is_due(None, 1) and progress.epoch == 2  # an epoch has ended nevertheless
     progress.advance(5, stepped=True)

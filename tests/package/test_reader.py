@@ -63,7 +63,7 @@ def rewrite(cache, change):
     (cache / "state.json").write_text(json.dumps(state))
 
 
-# ------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------- reading rows
 
 
 @pytest.mark.parametrize("text", ["prompt_embeds", "input_ids"])
@@ -182,7 +182,7 @@ def test_fingerprints_of_caches_depend_on_their_content(tmp_path, cache):
     )
 
 
-# ------------------------------------------------------------------- which rows an epoch takes
+# ------------------------------------------------------------------- the rows of an epoch
 
 
 def count_rows(epochs, weights, holdout=(), seed=0):
@@ -213,10 +213,10 @@ def test_latents_weights_set_how_often_an_epoch_uses_each_cache():
     assert (np.diff(numbers[0]) > 0).all()
     held = {"weights": [0.5, 1.4], "holdout": (0, 1)}
     counts, _ = count_rows(10, **held)
-    assert (counts[:, :2] == 0).all()  # what is held out
+    assert (counts[:, :2] == 0).all()  # the held-out rows
     assert (counts[:, 2:6].sum(axis=1) == 2).all() and (counts[:, 6:].sum(axis=1) == 7).all()
     assert (counts[:, 2:6] <= 1).all() and set(counts[:, 6:].flat) == {1, 2}
-    assert len(np.unique(counts, axis=0)) > 3  # epochs differ, but all rows are as frequent
+    assert len(np.unique(counts, axis=0)) > 3  # epochs differ, but all rows are equally frequent
     assert (counts[:, 2:6].sum(axis=0) == 5).all() and (counts[:, 6:].sum(axis=0) == 14).all()
     # 16.2 and 4.5 of 20.7 rows: epochs round up or down in turns
     counts, _ = count_rows(10, [2.7, 0.9])
@@ -240,7 +240,7 @@ def test_apportion_rounds_by_the_largest_remainder():
     assert module.apportion([1.2, 5.8, 3.0], 3) == [4, 17, 9]
 
 
-# ------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------- refused caches
 
 
 def test_missing_unfinished_or_damaged_caches_are_refused(tmp_path, cache):
@@ -363,7 +363,7 @@ def test_exchanged_shards_and_wrong_layouts_are_refused(tmp_path, cache):
     write_rows(two, table.set_column(0, "latents", holes).to_batches(), table.schema)
     refused(cache, f"{two} is damaged (latents does not have 128 numbers in each row)")
     two.write_bytes(second)
-    # A name that leads out of the folder
+    # a name that points outside the folder
     shutil.copytree(cache, tmp_path / "equal")
     names = [f"../equal/{one.name}", two.name]
     rewrite(cache, lambda content: content["shards"].update(name=names))
@@ -393,7 +393,7 @@ def test_a_cache_of_another_format_version_is_refused(cache):
         )
 
 
-# ------------------------------------------------------------------- models and caches that fit
+# ------------------------------------------------------------------- caches that fit the models
 
 
 def read_args(*argv):

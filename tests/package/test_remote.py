@@ -99,35 +99,35 @@ def test_writing_uses_a_temporary_file_in_the_same_folder_and_syncs_it(tmp_path,
 
 
 @pytest.fixture
-def ask(monkeypatch):
-    """ask(error, times, *hopeless) does an action that fails `times` times with `error`.
+def persist(monkeypatch):
+    """persist(error, times, *permanent) does an action that fails `times` times with `error`.
 
-    ask.tried keeps the file system of each try, ask.slept the seconds between tries.
+    persist.tried keeps the file system of each try, persist.slept the seconds between tries.
     """
-    ask = lambda error, times, *hopeless: module.persist(
-        "memory://bucket/x", action(error, times), hopeless
+    persist = lambda error, times, *permanent: module.persist(
+        "memory://bucket/x", action(error, times), permanent
     )
-    ask.tried, ask.slept = [], []
-    monkeypatch.setattr(module.time, "sleep", ask.slept.append)
+    persist.tried, persist.slept = [], []
+    monkeypatch.setattr(module.time, "sleep", persist.slept.append)
 
     def action(error, times):
-        ask.tried.clear(), ask.slept.clear()
+        persist.tried.clear(), persist.slept.clear()
 
         def act(fs, path):
-            ask.tried.append(fs)
-            if len(ask.tried) <= times:
+            persist.tried.append(fs)
+            if len(persist.tried) <= times:
                 raise error
             return path
 
         return act
 
-    return ask
+    return persist
 
 
-def test_persist_retries_failed_reads_for_a_minute(ask):
-    assert ask(OSError("reset by peer"), 0) == "/bucket/x" and ask.slept == []
-    known = ask.tried[0]
-    assert ask(OSError("reset by peer"), 7) == "/bucket/x" and ask.slept == [
+def test_persist_retries_failed_reads_for_a_minute(persist):
+    assert persist(OSError("reset by peer"), 0) == "/bucket/x" and persist.slept == []
+    known = persist.tried[0]
+    assert persist(OSError("reset by peer"), 7) == "/bucket/x" and persist.slept == [
         0.5,
         1,
         2,
@@ -137,22 +137,22 @@ def test_persist_retries_failed_reads_for_a_minute(ask):
         32,
     ]
     # each further try opens a new file system, which reads the credentials again
-    assert ask.tried[0] is known and len({*map(id, ask.tried)}) == 8
+    assert persist.tried[0] is known and len({*map(id, persist.tried)}) == 8
     with pytest.raises(
         SystemExit, match=r"memory://bucket/x can't be read \(reset by peer\): saved files"
     ) as stop:
-        ask(OSError("reset by peer"), 8)
-    assert stop.value.alone and len(ask.tried) == 8
-    assert ask(FileNotFoundError(), 2) == ask(PermissionError(), 2) == "/bucket/x"
+        persist(OSError("reset by peer"), 8)
+    assert stop.value.alone and len(persist.tried) == 8
+    assert persist(FileNotFoundError(), 2) == persist(PermissionError(), 2) == "/bucket/x"
 
 
 @pytest.mark.parametrize(
     "error", [ImportError("no s3fs"), ModuleNotFoundError("no s3fs"), PermissionError("denied")]
 )
-def test_persist_does_not_retry_permanent_errors(ask, error):
+def test_persist_does_not_retry_permanent_errors(persist, error):
     with pytest.raises(SystemExit, match="can't be read .no s3fs|can't be read .denied"):
-        ask(error, 1, "FileNotFoundError", "PermissionError")
-    assert ask.slept == []
+        persist(error, 1, "FileNotFoundError", "PermissionError")
+    assert persist.slept == []
 
 
 def test_read_bytes_raises_at_once_for_missing_files(folder, monkeypatch):

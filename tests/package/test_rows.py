@@ -56,7 +56,7 @@ def add_member(tar, name, content):
 
 
 def test_a_datasets_cache_that_is_not_writable_is_reported(tmp_path, load, monkeypatch):
-    """The cache of `datasets` is there, unless --cache_dir is given."""
+    """By default the cache of `datasets` is in the home folder."""
     make_images(tmp_path / "images", 2)
     (tmp_path / "home").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", f"{tmp_path}/home/datasets")
@@ -181,7 +181,7 @@ def test_unused_files_are_counted_and_one_is_named(tmp_path, load, capsys, monke
     shutil.copy(tmp_path / "images/0.png", tmp_path / "images/left.png")
     # a link to a folder is not followed
     (tmp_path / "images/linked").symlink_to(tmp_path / "images/more")
-    (tmp_path / "images/shut").mkdir()  # to us
+    (tmp_path / "images/shut").mkdir()  # not accessible
     access = os.access
     monkeypatch.setattr(
         os, "access", lambda path, *how, **more: "shut" not in f"{path}" and access(path, *how)
@@ -202,45 +202,45 @@ def test_unused_files_are_counted_and_one_is_named(tmp_path, load, capsys, monke
     assert capsys.readouterr().out == f"{tmp_path / 'all'}: {said}\n"
 
 
-def known(images, folder):
+def make_dataset(images, folder):
     args = argparse.Namespace(train_data_dir=str(folder), dataset_name=None)
     return RowDataset(images, find_source(args))
 
 
 def test_names_of_rows_are_file_paths_or_row_numbers(tmp_path, load):
     make_images(tmp_path / "images/a", 3)
-    assert known(load(tmp_path / "images"), tmp_path / "images").names() == [
+    assert make_dataset(load(tmp_path / "images"), tmp_path / "images").names() == [
         "a/0.png",
         "a/1.png",
         "a/2.png",
     ]
     (tmp_path / "link").symlink_to("images")
-    assert known(load(tmp_path / "link"), tmp_path / "link").names() == [
+    assert make_dataset(load(tmp_path / "link"), tmp_path / "link").names() == [
         "a/0.png",
         "a/1.png",
         "a/2.png",
     ]
     drawn = load(tmp_path / "images", max_train_samples=2, seed=1)
     expected = [Path(row[drawn.column]["path"]).name for row in drawn.rows]
-    found = known(drawn, tmp_path / "images").names()
+    found = make_dataset(drawn, tmp_path / "images").names()
     assert [Path(name).name for name in found] == expected
     (tmp_path / "table").mkdir()
     png = (tmp_path / "images/a/0.png").read_bytes()
     datasets.Dataset.from_dict({"image": [png, png]}).to_parquet(tmp_path / "table/train.parquet")
-    assert known(load(tmp_path / "table"), tmp_path / "table").names() == ["row 0", "row 1"]
+    assert make_dataset(load(tmp_path / "table"), tmp_path / "table").names() == ["row 0", "row 1"]
 
 
 def test_digests_of_rows_depend_only_on_the_image(tmp_path, load):
     make_captioned(tmp_path / "images", 3, ["a", "b", "c"])
-    rows = known(load(tmp_path / "images", others=["text"]), tmp_path / "images")
+    rows = make_dataset(load(tmp_path / "images", others=["text"]), tmp_path / "images")
     digests = [rows.digest(row) for row in range(3)]
     assert len({*digests}) == 3
     pictures = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(3)]
     (tmp_path / "table").mkdir()
-    # another order, and a mended caption
+    # another order, and a corrected caption
     table = datasets.Dataset.from_dict({"image": pictures[::-1], "text": list("cbx")})
     table.to_parquet(tmp_path / "table/train.parquet")
-    of_table = known(load(tmp_path / "table", others=["text"]), tmp_path / "table")
+    of_table = make_dataset(load(tmp_path / "table", others=["text"]), tmp_path / "table")
     assert [of_table.digest(row) for row in range(3)] == digests[::-1]
     (tmp_path / "images/1.png").unlink()
     assert rows.digest(1) not in digests and rows.digest(0) == digests[0]

@@ -70,7 +70,7 @@ def find(tmp_path, loss_at, steps=200, low=1e-7, high=1.0):
         accelerator, "objective", take_step, {"unet": model}, optimizer, batches, progress, args
     )
     with pytest.raises(StopIteration):
-        next(batches)  # closed, and with it the loader's processes
+        next(batches)  # closed, so the loader's processes have ended
     return json.loads((tmp_path / "find_lr.json").read_text()), seen, said
 
 

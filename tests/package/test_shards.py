@@ -110,7 +110,7 @@ def test_row_groups_have_at_most_100_rows_and_limited_bytes(tmp_path):
 
 
 def test_read_shard_rejects_damaged_files(tmp_path):
-    """Missing, cut or changed files, those of another range, and files that are no shards."""
+    """Missing, cut off or changed files, another range of rows, and files that are not shards."""
     path = tmp_path / "data.parquet"
     assert read_shard(path) is None
     make_shard(path)
@@ -134,7 +134,7 @@ def test_read_shard_rejects_damaged_files(tmp_path):
 
 @pytest.fixture(params=["disk", "address"])
 def folder(request, tmp_path):
-    """(file system, folder, pieces of work) of a finished download of four shards."""
+    """(file system, folder, items) of a finished download of four shards."""
     MemoryFileSystem.store.clear()
     url = f"file://{tmp_path}" if request.param == "disk" else "memory://bucket/out"
     fs, root = fsspec.core.url_to_fs(url)

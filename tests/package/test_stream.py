@@ -47,13 +47,13 @@ def few_threads(monkeypatch):
 
 
 def accelerator(rank=0, num_processes=1):
-    told = []
+    printed = []
     return SimpleNamespace(
         process_index=rank,
         num_processes=num_processes,
         local_process_index=rank,
-        print=told.append,
-        told=told,
+        print=printed.append,
+        printed=printed,
     )
 
 
@@ -77,7 +77,7 @@ def list_settings(dataset):
     ).settings()
 
 
-def in_ranges(monkeypatch, ranges=2):
+def use_ranges(monkeypatch, ranges=2):
     monkeypatch.setattr(stream, "MOST_PERMUTED", 0)
     monkeypatch.setattr(stream, "LEAST_RANGES", ranges)
 
@@ -95,7 +95,7 @@ def take_epochs(dataset, rows, epochs=2):
         yield keys[0][1], dataset[keys]
 
 
-# ------------------------------------------------------------------- which order
+# ------------------------------------------------------------------- the order of rows
 
 
 def test_small_caches_are_permuted_and_large_ones_ordered_in_ranges(cache, monkeypatch):
@@ -122,7 +122,7 @@ def test_small_caches_are_permuted_and_large_ones_ordered_in_ranges(cache, monke
 
 
 def test_changed_shards_are_refused_in_the_middle_of_an_epoch(cache, monkeypatch):
-    in_ranges(monkeypatch)
+    use_ranges(monkeypatch)
     kept = open_caches(cache).order
     changed = {"order": {**kept, "shards": "0" * 16}}
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_too_small_shards_size_is_refused_with_the_needed_size(tmp_path, addre
         open_caches(address, **flags, shards_size=total // 2, state={})
 
 
-# ------------------------------------------------------------------- what is opened
+# ------------------------------------------------------------------- open shards
 
 
 def test_shards_are_opened_on_demand_and_damage_is_found_then(cache, monkeypatch):
@@ -192,7 +192,7 @@ def test_at_most_most_open_shards_are_open_at_once(cache, monkeypatch):
 def test_with_ranges_a_shard_is_open_only_during_its_window(
     tmp_path, cache, address, monkeypatch, where
 ):
-    in_ranges(monkeypatch)
+    use_ranges(monkeypatch)
     expected = read(CachedLatents({cache: load_cache(cache)}, 0, False), range(6))
     folder = cache if where == "disk" else address
     dataset = open_caches(folder, shards_dir=tmp_path / "shards")
@@ -210,13 +210,13 @@ def test_with_ranges_a_shard_is_open_only_during_its_window(
 def test_with_ranges_held_out_rows_come_from_shards_of_lowest_hash(
     tmp_path, cache, address, monkeypatch
 ):
-    in_ranges(monkeypatch)
+    use_ranges(monkeypatch)
     found = {}
     for folder in (cache, address):
         dataset = open_caches(folder, shards_dir=tmp_path / "shards", shards_size=10**9)
-        told = accelerator()
-        rows, found[folder] = dataset.hold_out(told, 2, 7)
-        assert told.told == ["Held out: 2 of 6 images"] and len(rows) == 4
+        fake = accelerator()
+        rows, found[folder] = dataset.hold_out(fake, 2, 7)
+        assert fake.printed == ["Held out: 2 of 6 images"] and len(rows) == 4
         opened = {*dataset.opened}
         trained = {row for row, _ in take_epochs(dataset, rows)}
         assert trained == set(range(6)) - found[folder].keys()
@@ -236,7 +236,7 @@ def test_with_ranges_held_out_rows_come_from_shards_of_lowest_hash(
             dataset.hold_out(accelerator(), count, 7)
 
 
-# ------------------------------------------------------------------- what is fetched
+# ------------------------------------------------------------------- fetched shards
 
 
 class Bucket:
@@ -269,7 +269,7 @@ def test_shards_are_fetched_ahead_within_shards_size_and_then_deleted(tmp_path):
     wait_until(lambda: bucket.here() == {1, 2, 3, 4})
     assert fetcher.reach(40) == {1, 2, 3, 4}
     assert fetcher.path(9).read_bytes() == bucket.data[9]
-    assert bucket.here() == {2, 3, 4, 9}  # past ones stay while there is room
+    assert bucket.here() == {2, 3, 4, 9}  # passed shards stay while there is room
 
 
 def test_fetcher_prefers_needed_shards_and_skips_passed_ones(tmp_path, monkeypatch):
@@ -289,7 +289,7 @@ def test_fetcher_prefers_needed_shards_and_skips_passed_ones(tmp_path, monkeypat
     assert bucket.fetcher.reach(4) == {0, 1, 2, 3, 7}
     gate.set()
     assert bucket.fetcher.path(5).read_bytes() == bucket.data[5]
-    wait_until(lambda: bucket.here() == {4, 5})  # 0 and 1, which were on their way, are deleted
+    wait_until(lambda: bucket.here() == {4, 5})  # 0 and 1, which were being fetched, are deleted
     assert order[2:] in ([5, 4], [4, 5]) and not needed.done()
 
 
@@ -359,7 +359,7 @@ def test_a_failed_fetch_of_a_passed_shard_ends_no_thread(tmp_path, monkeypatch):
 
 
 def test_processes_on_one_machine_share_shards_size(tmp_path, address, monkeypatch):
-    in_ranges(monkeypatch)
+    use_ranges(monkeypatch)
 
     def needs(num_processes):
         with pytest.raises(SystemExit) as stop:
@@ -394,7 +394,7 @@ def test_a_remade_cache_replaces_the_fetched_copies(tmp_path, address, cache):
 
 
 def test_with_ranges_shards_that_all_fit_are_fetched_once(tmp_path, address, monkeypatch):
-    in_ranges(monkeypatch)
+    use_ranges(monkeypatch)
     got, get_file = [], MemoryFileSystem.get_file
     monkeypatch.setattr(
         MemoryFileSystem, "get_file", lambda fs, *args: got.append(args[0]) or get_file(fs, *args)
@@ -453,5 +453,5 @@ def test_shards_size_must_hold_two_windows_per_range_and_held_out_shards(monkeyp
 
 
 def test_with_ranges_holdout_may_be_a_share(cache, monkeypatch):
-    in_ranges(monkeypatch)
+    use_ranges(monkeypatch)
     assert len(open_caches(cache).hold_out(accelerator(), 0.3, 7)[1]) == 2

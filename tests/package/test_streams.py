@@ -1,4 +1,4 @@
-"""The rows of a stream for a cache: each comes once, with any processes and existing shards."""
+"""Streamed rows for a cache: each comes once, with any processes and any existing shards."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def name(shard):
 
 
 def work(opened, missing, many, rank, num_processes, folder, records, stop_after=10**9):
-    """Consume keys as precompute_latents.py does, for at most `stop_after` batches.
+    """Take keys as precompute_latents.py does, for at most `stop_after` batches.
 
     Adds {shard: its rows} to records.
     """

@@ -1,4 +1,4 @@
-"""Tables of URLs and captions: found, copied to parquet, read in ranges, refused in a sentence."""
+"""Tables of URLs and captions: found, copied to parquet and read in ranges, or refused."""
 
 import argparse
 import gzip
@@ -78,7 +78,7 @@ def test_tables_of_all_formats_give_the_same_rows(tmp_path):
             items[2]["table"] == opened["source"] == f"file://{tmp_path / name}"
             and items[2]["group"] == 2
         )
-    # A copy is made once; another content has another one
+    # a copy is made once; changed content gets a new copy
     copies = {path: path.stat().st_ino for path in (tmp_path / COPIES).iterdir()}
     assert len(copies) == len(names)
     again = copy_table(tmp_path / "a.csv", tmp_path)
@@ -103,13 +103,13 @@ def test_tables_of_all_formats_give_the_same_rows(tmp_path):
         module.digest_table(LOCAL, str(tmp_path / "a.parquet"))
         == hashlib.sha256(footer).hexdigest()
     )
-    # The same for other columns and rows
+    # other columns or row counts get a copy of their own
     other = copy_table(tmp_path / "a.csv", tmp_path, ["text", "url"], 4)
     assert other["schema"].names == ["text", "url"] and len(read_copy(other, 4)[1]) == 7
 
 
 def test_csv_columns_stay_unchanged_text(tmp_path):
-    """Also if the first megabyte has only numbers. Unused columns may hold anything."""
+    """This holds even if the first megabyte has only numbers. Unused columns may hold anything."""
     rows = [
         f"http://a/{i},{i if i < 60_000 else 'a word'},{i:07d},{i % 60_000 or 'x'}\n"
         for i in range(60_001)
@@ -194,7 +194,7 @@ def test_list_tables_accepts_a_file_a_folder_or_a_glob(tmp_path):
     ]
 
 
-def of_dataset(name, split="train", config=None):
+def list_dataset_tables(name, split="train", config=None):
     args = argparse.Namespace(
         input=None, dataset_name=str(name), dataset_config_name=config, dataset_split=split
     )
@@ -211,7 +211,9 @@ def test_list_tables_takes_the_split_and_config_of_a_data_set(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         make_table(tmp_path / name)
     (tmp_path / "more/train.csv").write_text("url,text\n")
-    paths = lambda *more: [path.removeprefix(f"{tmp_path}/") for path in of_dataset(*more)[1]]
+    paths = lambda *more: [
+        path.removeprefix(f"{tmp_path}/") for path in list_dataset_tables(*more)[1]
+    ]
     assert paths(tmp_path / "data") == ["data/train-0.parquet", "data/train-1.parquet"]
     assert paths(tmp_path / "data", "test") == ["data/test-0.parquet"]
     configs = (
@@ -224,23 +226,23 @@ def test_list_tables_takes_the_split_and_config_of_a_data_set(tmp_path):
         SystemExit,
         match="--dataset_name .* can't be read .it has no split 'dev'; its splits: train",
     ):
-        of_dataset(tmp_path / "data", "dev")
+        list_dataset_tables(tmp_path / "data", "dev")
     with pytest.raises(SystemExit, match="can't be read .*Config name is missing"):
-        of_dataset(tmp_path)
+        list_dataset_tables(tmp_path)
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("no table")
     with pytest.raises(
         SystemExit, match="a.txt is not a table of URLs, whose name ends in .parquet"
     ):
-        of_dataset(tmp_path / "text")
+        list_dataset_tables(tmp_path / "text")
 
 
 def test_hub_data_sets_are_read_at_one_commit(monkeypatch):
-    """Through its listing, which names the commit, and which workers open without the data set."""
+    """The listing names the commit. Workers open the files without loading the data set."""
     urls = [f"hf://datasets/a/b@0123abc/data/{i}.parquet" for i in range(2)]
     said = argparse.Namespace(config=argparse.Namespace(data_files={"train": urls}))
     monkeypatch.setattr(module.datasets, "load_dataset_builder", lambda name, config: said)
-    fs, paths = of_dataset("a/b")
+    fs, paths = list_dataset_tables("a/b")
     assert [fs.unstrip_protocol(path) for path in paths] == urls and type(
         fs
     ).__name__ == "HfFileSystem"
