@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from conftest import (
     MODELS,
     ROOT,
+    Script,
     finish,
     make_captioned,
     make_images,
@@ -31,16 +32,16 @@ from conftest import (
 from diffusers import StableDiffusionPipeline
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-import precompute_latents
-import train_text_to_image
-import train_unconditional
-
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import evaluate_samples
 
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.training.held_out import hold_out
+
+train_unconditional = Script("train_unconditional")
+train_text_to_image = Script("train_text_to_image")
+precompute = Script("precompute_latents")
 
 
 class Moments(torch.nn.Module):
@@ -59,11 +60,6 @@ def extractor(tmp_path):
     return f"--feature_extractor={tmp_path / 'moments.pt'}"
 
 
-def run(script, *argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
 def evaluate(tmp_path, *argv):
     reset()
     evaluate_samples.main([*map(str, argv), f"--output={tmp_path / 'report.json'}"])
@@ -75,23 +71,19 @@ def trained(tmp_path_factory):
     """A run on 12 images, 5 of them held out, which leaves the weights unchanged."""
     folder = tmp_path_factory.mktemp("trained")
     make_images(folder / "images", 12)
-    run(
-        train_unconditional,
+    flags = train_unconditional.flags(
+        folder / "out",
         f"--train_data_dir={folder / 'images'}",
-        f"--output_dir={folder / 'out'}",
         f"--model_config_name_or_path={make_unet_config(folder)}",
         f"--cache_dir={folder / 'cache'}",
-        "--resolution=16",
         "--train_batch_size=4",
         "--max_train_steps=1",
         "--learning_rate=0",
         "--ddpm_num_inference_steps=1",
-        "--eval_batch_size=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
         "--holdout=5",
         "--random_flip",
     )
+    train_unconditional(*flags)
     return folder
 
 
@@ -106,9 +98,10 @@ def pipeline(tmp_path, trained):
 @pytest.fixture
 def seen(monkeypatch):
     """The rows that were read as real images."""
-    rows, load = [], train_unconditional.ImageDataset.load
+    rows, dataset = [], train_unconditional.module.ImageDataset
+    load = dataset.load
     monkeypatch.setattr(
-        train_unconditional.ImageDataset,
+        dataset,
         "load",
         lambda self, epoch, row, item: rows.append((epoch, row)) or load(self, epoch, row, item),
     )
@@ -183,8 +176,7 @@ def test_a_trained_demo_scores_better_than_an_untrained_one(tmp_path, monkeypatc
         ("trained", ["--max_train_steps=200"]),
         ("not", ["--max_train_steps=1", "--learning_rate=0"]),
     ):
-        run(
-            train_unconditional,
+        train_unconditional(
             *flags,
             f"--output_dir={tmp_path / name}",
             "--lr_warmup_steps=20",
@@ -314,19 +306,10 @@ def test_text_to_image_is_evaluated_with_held_out_captions(
 ):
     captions = [f"a digit {'zero one two'.split()[i % 3]} {i}" for i in range(12)]
     make_captioned(tmp_path / "images", 12, captions)
-    models, shared = (
-        make_models(tmp_path),
-        ["--resolution=16", "--dataloader_num_workers=0", "--rows_per_shard=5"],
-    )
-    run(
-        precompute_latents,
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--pretrained_model_name_or_path={MODELS}",
-        f"--output_dir={tmp_path / 'cache'}",
-        *shared,
-    )
-    run(
-        train_text_to_image,
+    models = make_models(tmp_path)
+    flags = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}"]
+    precompute(*precompute.flags(tmp_path / "cache", *flags, "--rows_per_shard=5"))
+    train_text_to_image(
         f"--pretrained_model_name_or_path={models}",
         f"--latents_dir={tmp_path / 'cache'}",
         f"--output_dir={tmp_path / 'out'}",
@@ -365,7 +348,7 @@ def test_text_to_image_is_evaluated_with_held_out_captions(
         and report["real"] == 4 == len(seen)
         and report["held_out"]
     )
-    args = train_text_to_image.parse_args([f"@{tmp_path / 'out/run.args'}"])
+    args = train_text_to_image.module.parse_args([f"@{tmp_path / 'out/run.args'}"])
     data = CachedLatents({"cache": load_cache(tmp_path / "cache")}, args.seed, args.random_flip)
     _, held_out = hold_out(Accelerator(cpu=True), data, args.holdout, args.seed)
     of_cache = {list(data.names())[row] for row in held_out}  # as the trainer chose them

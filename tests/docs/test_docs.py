@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, finish, make_captioned, make_unet_config, reset, start
+from conftest import ROOT, Script, finish, make_captioned, make_unet_config, start
 
 PAGES = [
     "README.md",
@@ -95,12 +95,7 @@ def run(words, folder, inputs):
                 "--resolution",
                 "16",
             ]
-        module = importlib.import_module(script.removesuffix(".py"))
-
-        def work():
-            reset()
-            module.main(module.parse_args(flags))
-
+        work = functools.partial(Script(script.removesuffix(".py")), *flags)
         if "--num_processes" in words:
             assert finish(start(work, 2, folder / "log")) == [0, 0], (folder / "log").read_text()
         else:

@@ -8,15 +8,15 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import MODELS, ROOT, make_captioned, make_sdxl, reset
+from conftest import MODELS, ROOT, Script, make_captioned, make_sdxl
 from diffusers import AutoencoderKL, UNet2DModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-import precompute_latents
-import train_unconditional
 from diffusion_training.training import state
 from diffusion_training.training.progress import Progress
 
+train = Script("train_unconditional")
+precompute = Script("precompute_latents")
 TEXT = (ROOT / "docs/training.md").read_text()
 U_NETS = re.findall(
     r"^\| \[unet_(\d+)\.json\].*?\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", TEXT, re.M
@@ -30,7 +30,7 @@ def integer(text):
 
 def make_unet(side, *flags):
     flags = [f"--train_data_dir={ROOT / 'demo'}", f"--resolution={side}", *flags]
-    return train_unconditional.make_unet(train_unconditional.parse_args(flags))
+    return train.module.make_unet(train.module.parse_args(flags))
 
 
 def test_all_unet_configs_are_in_the_table():
@@ -122,14 +122,8 @@ def test_the_trainer_holds_five_numbers_per_weight_in_a_step(tmp_path, monkeypat
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
     monkeypatch.setattr(state, "update_ema", averaging)
-    flags = [
-        "--max_train_steps=2",
-        "--report_to=none",
-        f"--output_dir={tmp_path / 'out'}",
-        "--eval_batch_size=1",
-        "--ddpm_num_inference_steps=1",
-    ]
-    train_unconditional.main(train_unconditional.parse_args(flags))
+    flags = ["--max_train_steps=2", "--report_to=none", "--eval_batch_size=1"]
+    train(*flags, f"--output_dir={tmp_path / 'out'}", "--ddpm_num_inference_steps=1")
     assert len(counts) == 2
     for weights, moments, grads, averaged in counts:
         assert (moments, grads, averaged) == (2 * weights, weights, weights)
@@ -196,19 +190,14 @@ def test_documented_sdxl_cache_sizes_equal_a_dry_run(tmp_path, capsys):
     for kind in ("embeddings", "ids"):
         rows = []
         for side in (512, 1024):
-            precompute_latents.main(
-                precompute_latents.parse_args(
-                    [
-                        f"--pretrained_model_name_or_path={folder}",
-                        f"--train_data_dir={tmp_path / 'images'}",
-                        f"--resolution={side}",
-                        f"--text_cache={kind}",
-                        f"--output_dir={tmp_path / 'cache'}",
-                        "--dry_run",
-                    ]
-                )
+            precompute(
+                f"--pretrained_model_name_or_path={folder}",
+                f"--train_data_dir={tmp_path / 'images'}",
+                f"--resolution={side}",
+                f"--text_cache={kind}",
+                f"--output_dir={tmp_path / 'cache'}",
+                "--dry_run",
             )
-            reset()
             rows.append(float(re.search(r"rows of ([\d.]+)kB", capsys.readouterr().out)[1]))
         table.append((kind, *(f"{row * 1000 / 1024:.0f}" for row in rows), f"{rows[1]:.0f}"))
     page = (ROOT / "docs/latent-cache.md").read_text()

@@ -3,12 +3,12 @@
 import pyarrow as pa
 import pytest
 import torch
-from conftest import make_captioned, make_models, patch
+from conftest import Script, make_captioned, make_models, patch
 
-import precompute_latents
 from diffusion_training.latents.columns import Column
 from diffusion_training.latents.reader import CachedLatents, load_cache
 
+precompute = Script("precompute_latents")
 COLUMN = Column("brightness", "float16", (2, 2), is_optional=True, is_map=True)
 
 
@@ -18,7 +18,7 @@ def cached(tmp_path, monkeypatch):
     make_captioned(tmp_path / "images", 6)
     models = make_models(tmp_path)
     patch(monkeypatch, "EXTRA_COLUMNS", (COLUMN,))
-    encode = precompute_latents.encode
+    encode = precompute.module.encode
 
     def encode_more(batch, *given):
         encoded = encode(batch, *given)
@@ -29,10 +29,9 @@ def cached(tmp_path, monkeypatch):
         encoded.columns["brightness"] = [values.half().flatten(1) for values in pooled]
         return encoded
 
-    monkeypatch.setattr(precompute_latents, "encode", encode_more)
-    flags = ["--train_data_dir", tmp_path / "images", "--pretrained_model_name_or_path", models]
-    flags += ["--output_dir", tmp_path / "cache", "--resolution", 16, "--center_crop"]
-    precompute_latents.main(precompute_latents.parse_args([*map(str, flags)]))
+    monkeypatch.setattr(precompute.module, "encode", encode_more)
+    flags = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={models}"]
+    precompute(*precompute.flags(tmp_path / "cache", *flags, "--center_crop"))
     return tmp_path / "cache"
 
 
