@@ -335,7 +335,7 @@ def test_redirects_are_checked_like_any_other_url(server):
     assert collections.Counter(server.requests)["/image/0"] == 0
 
 
-def test_opt_out_directives_respected_by_default():
+def test_four_opt_out_directives_are_respected_by_default():
     assert sorted(make_args().opt_out) == ["noai", "noimageai", "noimageindex", "noindex"]
 
 
@@ -446,7 +446,7 @@ def test_waits_between_tries_double_up_to_a_minute_with_random_jitter(server, mo
     assert slept == [0.5]
 
 
-def test_request_headers_and_received_bytes(server):
+def test_requests_name_the_user_agent_and_count_received_bytes(server):
     args = make_args(*FAST)
     urls = dict(enumerate(good_urls(server, 2, "chunked")))
     *_, received = asyncio.run(module.fetch_rows(urls, io.BytesIO(), args))

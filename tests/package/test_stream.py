@@ -180,7 +180,7 @@ def test_a_damaged_local_copy_is_named_and_fetched_again_once_deleted(tmp_path, 
     assert torch.equal(read(open_caches(address, shards_dir=tmp_path), range(6)), expected)
 
 
-def test_at_most_most_open_shards_are_open_at_once(cache, monkeypatch):
+def test_open_shards_are_limited_by_most_open(cache, monkeypatch):
     expected = read(CachedLatents({cache: load_cache(cache)}, 0, False), range(6))
     monkeypatch.setattr(reader, "MOST_OPEN", 1)
     dataset = CachedLatents({cache: load_cache(cache)}, 0, False)

@@ -187,7 +187,7 @@ def test_a_stream_that_ends_at_the_resume_position_is_counted(tmp_path):
     assert list(describe().keys({}, 2, 0, 1)) == [] and describe().count == 8 and describe().ended
 
 
-def test_streaming_flags_of_trainers_and_caches(capsys):
+def test_streaming_caches_have_no_shuffle_buffer_and_one_resolution(capsys):
     own = ["--streaming", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"]
     assert train_text_to_image.parse_args([*own, "--max_train_steps=1"]).shuffle_buffer == 1000
     assert "shuffle_buffer" not in precompute_latents.parse_args(own)  # a cache keeps the order
