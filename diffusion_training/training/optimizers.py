@@ -119,11 +119,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
         group |= {name: own[name] for name in FLAGS if name in own}
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for number, state in saved["state"].items():
+        own = parameters[number]
         for name, value in state.items():
-            state[name] = take_part(value, parameters[number])
+            if torch.is_tensor(value) and value.shape == own.shape:
+                # a state saved on CUDA is channels_last, which other devices do not use
+                state[name] = torch.empty_like(own, dtype=value.dtype).copy_(take_part(value, own))
     optimizer.load_state_dict(saved)
-    # a state saved on CUDA is channels_last, which other devices do not use
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if torch.is_tensor(value) and value.shape == parameter.shape:
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
