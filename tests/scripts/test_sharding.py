@@ -16,6 +16,8 @@ import torch
 from conftest import (
     MODELS,
     PRX,
+    QUICK,
+    Script,
     assert_same_weights,
     finish,
     free_port,
@@ -24,7 +26,6 @@ from conftest import (
     make_models,
     make_prx,
     metrics,
-    reset,
     start,
     wait_until,
     weights,
@@ -37,7 +38,6 @@ from diffusers import (
 )
 from PIL import Image
 
-import precompute_latents
 import train_flow
 import train_text_to_image
 from diffusion_training.families.known import FAMILIES
@@ -47,6 +47,7 @@ from diffusion_training.training import checkpoints, sharding
 from diffusion_training.training import state as training_state
 from diffusion_training.training.costs import count_memory
 
+precompute = Script("precompute_latents")
 pytestmark = pytest.mark.usefixtures("without_figures")
 PORTS = []  # of the jobs that forks start, one after the other
 EMA = {"ema_max_decay": 0.9999, "ema_inv_gamma": 1.0, "ema_power": 0.75}
@@ -59,19 +60,13 @@ def make_flags(tmp_path, script):
     3 samples and 3 held-out images are uneven shares of two processes.
     """
     make_captioned(tmp_path / "images", 9)
-    models = make_models(tmp_path)
     flags = [
-        f"--pretrained_model_name_or_path={models}",
+        *QUICK[f"{script.__name__}.py"],
+        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
         f"--latents_dir={tmp_path / 'cache'}",
-        "--train_batch_size=1",
         "--total_batch_size=4",
         "--max_train_steps=6",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
         "--max_grad_norm=0.1",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         "--holdout=3",
         "--validation_steps=3",
@@ -86,27 +81,15 @@ def make_flags(tmp_path, script):
     if script is train_flow:
         flags.append(f"--transformer_config_name_or_path={make_prx(tmp_path / 'config')}")
         family = "prx"
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args(
-            [
-                f"--train_data_dir={tmp_path / 'images'}",
-                f"--pretrained_model_name_or_path={MODELS}",
-                f"--model_family={family}",
-                "--resolution=16",
-                f"--output_dir={tmp_path / 'cache'}",
-                "--dataloader_num_workers=0",
-            ]
-        )
-    )
+    data = f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}"
+    precompute(*precompute.flags(tmp_path / "cache", *data, f"--model_family={family}"))
     return flags
 
 
-def train(script, *argv):
-    reset()
+def train(script, *flags):
     if PORTS:  # jobs of the same forks would receive each other's messages
         os.environ["MASTER_PORT"] = str(PORTS.pop())
-    script.main(script.parse_args([str(arg) for arg in argv]))
+    Script(script.__name__)(*flags)
 
 
 @pytest.fixture
@@ -131,14 +114,7 @@ def assert_near(one, other, script):
             other_value = found["state"][number][name]
             assert type(other_value) is torch.Tensor and other_value.shape == value.shape
             assert torch.allclose(other_value, value, rtol=1e-3, atol=1e-6)
-    losses = [
-        {
-            record["step"]: record["held_out_loss_ema"]
-            for record in metrics(folder)
-            if "held_out_loss" in record
-        }
-        for folder in (one, other)
-    ]
+    losses = [list_held_out(folder) for folder in (one, other)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and 6 in losses[0]
     norms = [metrics(folder)[-2]["grad_norm"] for folder in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
