@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from diffusion_training.batches import Models
@@ -82,12 +82,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def gather_state(source: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
     """Gather the state of a model or an optimizer, tensor by tensor, on the first process's CPU.
 
-    Call it on every process. The others get None for each sharded tensor.
+    Call it on every process. The others get sharded tensors without their numbers.
     """
 
-    def gather_tensor(part: DTensor) -> torch.Tensor | None:
-        gathered = part.full_tensor()
-        return gathered.cpu() if torch.distributed.get_rank() == 0 else None
+    def gather_tensor(part: DTensor) -> torch.Tensor:
+        return part.full_tensor().to("meta" if torch.distributed.get_rank() else "cpu")
 
     return tree_map_only(DTensor, gather_tensor, source.state_dict())
 
@@ -95,23 +94,13 @@ def gather_state(source: torch.nn.Module | torch.optim.Optimizer) -> dict[str, A
 def gather_model(model: torch.nn.Module) -> torch.nn.Module:
     """Gather a sharded model on the first process; return other models unchanged.
 
-    Call it on every process.
+    Call it on every process. The others get a model without numbers.
     """
     if not is_sharded(model):
         return model
-    weights = gather_state(model)
     whole = copy_empty(model)
-    if torch.distributed.get_rank() == 0:
-        whole.load_state_dict(weights, assign=True)
+    whole.load_state_dict(gather_state(model), assign=True)
     return whole
-
-
-def take_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor of the optimizer's state that has the parameter's shape."""
-    if not isinstance(parameter, DTensor):
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
 
 def share_memory(
@@ -125,7 +114,6 @@ def share_memory(
     sizes: those without sharding, see `count_memory`.
     keeps_copies: whether all weights have 16-bit copies from the forward to the backward pass.
     """
-    shared = ("weights", "averaged", "gradients", "moments")
     whole = kept = 0
     for model in models.values():
         counted: set[torch.Tensor] = set()
@@ -137,6 +125,6 @@ def share_memory(
         *blocks, outside = counts
         whole += 4 * (2 * outside + 4 * max(blocks, default=0))
         kept += keeps_copies * 2 * sum(counts)
+    shared = ("weights", "averaged", "gradients", "moments")
     parts = {what: sizes[what] // num_processes for what in shared}
-    whole_ones = {"exchanged gradients": 0, "whole blocks": whole, "copies in bf16": kept}
-    return sizes | parts | whole_ones
+    return sizes | parts | {"exchanged gradients": 0, "whole blocks": whole, "copies in bf16": kept}
