@@ -21,12 +21,7 @@ from diffusion_training.files import checksum_files, delete, saving
 from diffusion_training.order import KEYS
 from diffusion_training.training.lora import is_adapted, load_adapter, save_adapter, save_lora
 from diffusion_training.training.optimizers import load_optimizer
-from diffusion_training.training.sharding import (
-    gather_model,
-    gather_state,
-    is_sharded,
-    load_weights_of,
-)
+from diffusion_training.training.sharding import gather_model, gather_state, load_weights_of
 
 # Settings that decide what a model learns: --init_from prints which have changed
 OBJECTIVE = (
@@ -363,8 +358,7 @@ def load_checkpoint(
     try:
         load_models_from(path, models, state)
         # the processes of a machine share mapped memory
-        options = {"weights_only": True, "mmap": any(map(is_sharded, models.values()))}
-        saved = torch.load(path / "optimizer.bin", map_location="cpu", **options)
+        saved = torch.load(path / "optimizer.bin", map_location="cpu", weights_only=True, mmap=True)
         load_optimizer(optimizer, saved)
         scale = torch.load(path / "scaler.bin", weights_only=True)
         if accelerator.scaler is not None and scale:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail
 from diffusion_training.models import is_block_matrix, list_parameters
-from diffusion_training.training.sharding import take_part
 
 # Options that a resumed run takes from its own flags, if its optimizer has them; all others are
 # restored. Without `fused`, a run saved in bf16 and resumed in fp16 would ignore the scaler.
@@ -119,11 +119,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
         group |= {name: own[name] for name in FLAGS if name in own}
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for number, state in saved["state"].items():
+        own = parameters[number]
         for name, value in state.items():
-            state[name] = take_part(value, parameters[number])
+            if torch.is_tensor(value) and value.shape == own.shape:
+                if isinstance(own, DTensor):  # --shard: take this process's part
+                    value = distribute_tensor(
+                        value, own.device_mesh, own.placements, src_data_rank=None
+                    )
+                # a state saved on CUDA is channels_last, which other devices do not use
+                state[name] = torch.empty_like(own, dtype=value.dtype).copy_(value)
     optimizer.load_state_dict(saved)
-    # a state saved on CUDA is channels_last, which other devices do not use
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if torch.is_tensor(value) and value.shape == parameter.shape:
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -4,13 +4,16 @@ The results are the same as with DDP. A block of the model is whole only while i
 with "on every process" in their docstrings wait until all processes call them.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from diffusion_training.batches import Models
 
@@ -25,10 +28,8 @@ def list_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     diffusers names their classes, or the model has `blocks`.
     """
     names = {*(getattr(model, "_no_split_modules", None) or ())}
-    named = []
-    for part in model.modules():
-        if names & {kind.__name__ for kind in type(part).__mro__}:  # sharding makes a subclass
-            named.append(part)
+    # sharding makes a subclass of a module's class
+    named = [x for x in model.modules() if names & {kind.__name__ for kind in type(x).__mro__}]
     return named[::-1] or [*getattr(model, "blocks", ())]
 
 
@@ -43,31 +44,17 @@ def shard(model: torch.nn.Module, device: torch.device) -> None:
         # Also the model itself: otherwise its own weights would stay whole after sampling.
         part = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         part.set_force_sum_reduction_for_comms(True)  # older versions of gloo have no mean
-    scatter_weights(model, weights, assign=True)
+    scatter_weights(model, weights)
 
 
-def scatter_weights(model: torch.nn.Module, weights: dict[str, Any], assign: bool = False) -> None:
+def scatter_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
     """Load weights into a sharded model. Call it on every process.
 
     weights: {name: whole tensor}; only those of the first process are read.
-    assign: whether the model gets new tensors, because it has none yet.
     """
-    parts = {}
-    for name, own in model.state_dict().items():
-        if isinstance(own, DTensor):
-            device: Any = own.device_mesh.device_type
-        else:
-            device = own.device
-        if torch.distributed.get_rank() == 0:
-            whole = weights[name].to(device)
-        else:
-            whole = torch.empty(own.shape, dtype=own.dtype, device=device)
-        if isinstance(own, DTensor):
-            parts[name] = distribute_tensor(whole, own.device_mesh, own.placements)
-        else:  # a buffer
-            torch.distributed.broadcast(whole, 0)
-            parts[name] = whole
-    model.load_state_dict(parts, assign=assign)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with warnings.catch_warnings(action="ignore"):  # torch warns about a function of its own
+        set_model_state_dict(model, weights, options=options)
 
 
 def copy_empty(model: torch.nn.Module) -> torch.nn.Module:
@@ -92,47 +79,28 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gather_tensor(value: Any) -> Any:
-    """Gather a sharded tensor on the first process's CPU; return other values unchanged.
+def gather_state(source: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
+    """Gather the state of a model or an optimizer, tensor by tensor, on the first process's CPU.
 
-    Call it on every process. The others get None for a sharded tensor.
+    Call it on every process. The others get sharded tensors without their numbers.
     """
-    if not isinstance(value, DTensor):
-        return value
-    gathered = whole(value)
-    return gathered.cpu() if torch.distributed.get_rank() == 0 else None
+
+    def gather_tensor(part: DTensor) -> torch.Tensor:
+        return part.full_tensor().to("meta" if torch.distributed.get_rank() else "cpu")
+
+    return tree_map_only(DTensor, gather_tensor, source.state_dict())
 
 
 def gather_model(model: torch.nn.Module) -> torch.nn.Module:
     """Gather a sharded model on the first process; return other models unchanged.
 
-    Call it on every process.
+    Call it on every process. The others get a model without numbers.
     """
     if not is_sharded(model):
         return model
-    weights = {name: gather_tensor(value) for name, value in model.state_dict().items()}
     whole = copy_empty(model)
-    if torch.distributed.get_rank() == 0:
-        whole.load_state_dict(weights, assign=True)
+    whole.load_state_dict(gather_state(model), assign=True)
     return whole
-
-
-def gather_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Gather an optimizer's state on the first process. Call it on every process."""
-    saved = optimizer.state_dict()
-    saved["state"] = {
-        index: {name: gather_tensor(value) for name, value in state.items()}
-        for index, state in saved["state"].items()
-    }
-    return saved
-
-
-def take_part(value: Any, parameter: torch.Tensor) -> Any:
-    """This process's part of an entry of the optimizer's state for `parameter`."""
-    if not isinstance(parameter, DTensor) or not torch.is_tensor(value) or value.dim() == 0:
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
 
 def share_memory(
@@ -146,18 +114,17 @@ def share_memory(
     sizes: those without sharding, see `count_memory`.
     keeps_copies: whether all weights have 16-bit copies from the forward to the backward pass.
     """
-    shared = ("weights", "averaged", "gradients", "moments")
     whole = kept = 0
     for model in models.values():
-        largest = 0
-        counted: set[int] = set()
+        counted: set[torch.Tensor] = set()
+        counts = []
         for module in (*list_blocks(model), model):
-            own = {id(x): x.numel() for x in module.parameters() if id(x) not in counted}
-            counted |= own.keys()
-            if module is not model:
-                largest = max(largest, sum(own.values()))
-        whole += 4 * (2 * sum(own.values()) + 4 * largest)
-        kept += keeps_copies * 2 * sum(weight.numel() for weight in model.parameters())
+            own = {*module.parameters()} - counted
+            counted |= own
+            counts.append(sum(weight.numel() for weight in own))
+        *blocks, outside = counts
+        whole += 4 * (2 * outside + 4 * max(blocks, default=0))
+        kept += keeps_copies * 2 * sum(counts)
+    shared = ("weights", "averaged", "gradients", "moments")
     parts = {what: sizes[what] // num_processes for what in shared}
-    whole_ones = {"exchanged gradients": 0, "whole blocks": whole, "copies in bf16": kept}
-    return sizes | parts | whole_ones
+    return sizes | parts | {"exchanged gradients": 0, "whole blocks": whole, "copies in bf16": kept}

@@ -1,4 +1,4 @@
-"""--shard: weights, EMA weights and moments in parts, everything else as without it.
+"""--shard: it splits weights, EMA weights and moments, and changes nothing else.
 
 Each test forks its processes once and trains several times in them.
 """
@@ -16,6 +16,8 @@ import torch
 from conftest import (
     MODELS,
     PRX,
+    QUICK,
+    Script,
     assert_same_weights,
     finish,
     free_port,
@@ -24,7 +26,6 @@ from conftest import (
     make_models,
     make_prx,
     metrics,
-    reset,
     start,
     wait_until,
     weights,
@@ -37,7 +38,6 @@ from diffusers import (
 )
 from PIL import Image
 
-import precompute_latents
 import train_flow
 import train_text_to_image
 from diffusion_training.families.known import FAMILIES
@@ -47,6 +47,7 @@ from diffusion_training.training import checkpoints, sharding
 from diffusion_training.training import state as training_state
 from diffusion_training.training.costs import count_memory
 
+precompute = Script("precompute_latents")
 pytestmark = pytest.mark.usefixtures("without_figures")
 PORTS = []  # of the jobs that forks start, one after the other
 EMA = {"ema_max_decay": 0.9999, "ema_inv_gamma": 1.0, "ema_power": 0.75}
@@ -59,19 +60,13 @@ def make_flags(tmp_path, script):
     3 samples and 3 held-out images are uneven shares of two processes.
     """
     make_captioned(tmp_path / "images", 9)
-    models = make_models(tmp_path)
     flags = [
-        f"--pretrained_model_name_or_path={models}",
+        *QUICK[f"{script.__name__}.py"],
+        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
         f"--latents_dir={tmp_path / 'cache'}",
-        "--train_batch_size=1",
         "--total_batch_size=4",
         "--max_train_steps=6",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
         "--max_grad_norm=0.1",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         "--holdout=3",
         "--validation_steps=3",
@@ -86,38 +81,26 @@ def make_flags(tmp_path, script):
     if script is train_flow:
         flags.append(f"--transformer_config_name_or_path={make_prx(tmp_path / 'config')}")
         family = "prx"
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args(
-            [
-                f"--train_data_dir={tmp_path / 'images'}",
-                f"--pretrained_model_name_or_path={MODELS}",
-                f"--model_family={family}",
-                "--resolution=16",
-                f"--output_dir={tmp_path / 'cache'}",
-                "--dataloader_num_workers=0",
-            ]
-        )
-    )
+    data = f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}"
+    precompute(*precompute.flags(tmp_path / "cache", *data, f"--model_family={family}"))
     return flags
 
 
-def train(script, *argv):
-    reset()
+def train(script, *flags):
     if PORTS:  # jobs of the same forks would receive each other's messages
         os.environ["MASTER_PORT"] = str(PORTS.pop())
-    script.main(script.parse_args([str(arg) for arg in argv]))
+    Script(script.__name__)(*flags)
 
 
 @pytest.fixture
 def same_draws(monkeypatch):
-    """Noise depends on the step alone, so that any number of processes draws the same."""
+    """Draw noise by the step alone, so that any number of processes draws the same."""
     for script in PARTS:
         monkeypatch.setattr(script, "step_seed", lambda kind, seed, data_step, *others: data_step)
 
 
 def assert_near(one, other, script):
-    """The same run except for rounding: weights, EMA, moments, pipeline, best, losses."""
+    """Check that two runs differ only by rounding: weights, EMA, moments, best, losses."""
     part = PARTS[script]
     for path in (f"checkpoint-6/{part}", f"checkpoint-6/{part}_ema", part, f"best/{part}"):
         found, expected = weights(other / path), weights(one / path)
@@ -131,14 +114,7 @@ def assert_near(one, other, script):
             other_value = found["state"][number][name]
             assert type(other_value) is torch.Tensor and other_value.shape == value.shape
             assert torch.allclose(other_value, value, rtol=1e-3, atol=1e-6)
-    losses = [
-        {
-            record["step"]: record["held_out_loss_ema"]
-            for record in metrics(folder)
-            if "held_out_loss" in record
-        }
-        for folder in (one, other)
-    ]
+    losses = [list_held_out(folder) for folder in (one, other)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and 6 in losses[0]
     norms = [metrics(folder)[-2]["grad_norm"] for folder in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
@@ -177,7 +153,7 @@ def forbid_reading(model_class):
         training_state.shard = shard_empty
 
 
-def send_signal(scheduler, number, script, *argv):
+def train_until_signal(scheduler, number, script, *argv):
     """Train. The second process gets a signal while it samples, and all processes stop."""
     denoise, calls = scheduler.step, []
     script.try_sampler = lambda *args, **options: None  # its steps are not samples
@@ -195,10 +171,12 @@ def send_signal(scheduler, number, script, *argv):
     scheduler.step = denoise
 
 
-def test_a_sharded_run_is_an_unsharded_one_and_either_goes_on_from_the_other(tmp_path, same_draws):
-    """In two processes: a whole run; one with a signal in a sample that only keeps the second
-    process in step, which resumed has the same bits; and one that goes on from an unsharded run, is
-    killed while it gathers a checkpoint, and goes on unsharded.
+def test_shard_trains_the_same_transformer_and_resumes_both_ways(tmp_path, same_draws):
+    """Three runs of two processes: `whole`, `resumed` and `crossed`.
+
+    `resumed` gets a signal in a sample that the second process draws only to keep in step with the
+    first one; resumed, it ends with the bits of `whole`. `crossed` resumes from an unsharded run,
+    is killed while it gathers a checkpoint, and is resumed unsharded.
     """
     script = train_flow
     flags = make_flags(tmp_path, script)
@@ -220,7 +198,7 @@ def test_a_sharded_run_is_an_unsharded_one_and_either_goes_on_from_the_other(tmp
         sharded = [*flags, "--shard"]
         train(script, *sharded, f"--output_dir={whole}")
         again = [*sharded, f"--output_dir={resumed}", "--resume_from_checkpoint=latest"]
-        send_signal(FlowMatchEulerDiscreteScheduler, 3, script, *again)
+        train_until_signal(FlowMatchEulerDiscreteScheduler, 3, script, *again)
         assert not (resumed / "samples/step-0000003.png").exists()
         train(script, *again)
         checkpoints.gather_state = die
@@ -246,9 +224,9 @@ def test_a_sharded_run_is_an_unsharded_one_and_either_goes_on_from_the_other(tmp
 
 
 @pytest.mark.long
-def test_a_sharded_unet_is_an_unsharded_one_and_stops_on_a_signal(tmp_path, same_draws):
+def test_shard_trains_the_same_unet_and_stops_on_a_signal(tmp_path, same_draws):
     script = train_text_to_image
-    # With a smaller one, Adam amplifies rounding where the gradient is almost 0.
+    # with a smaller --adam_epsilon, Adam amplifies rounding where the gradient is almost 0
     flags = [*make_flags(tmp_path, script), "--adam_epsilon=1e-6"]
     plain, sharded = tmp_path / "plain", tmp_path / "sharded"
     train(script, *flags, f"--output_dir={plain}")
@@ -258,7 +236,7 @@ def test_a_sharded_unet_is_an_unsharded_one_and_stops_on_a_signal(tmp_path, same
         PORTS.extend(ports)
         forbid_reading(UNet2DConditionModel)
         argv = [*flags, "--shard", f"--output_dir={sharded}", "--resume_from_checkpoint=latest"]
-        send_signal(DDIMScheduler, 7, script, *argv)
+        train_until_signal(DDIMScheduler, 7, script, *argv)
         train(script, *argv)
 
     assert finish(start(run, 2, tmp_path / "log"), 300) == [0, 0], (tmp_path / "log").read_text()
@@ -266,8 +244,8 @@ def test_a_sharded_unet_is_an_unsharded_one_and_stops_on_a_signal(tmp_path, same
     assert_same_samples(plain, sharded)
 
 
-def test_parts_of_a_unet_give_its_gradients_and_make_it_whole_again(tmp_path):
-    """Blocks are inside blocks. In a job of one process, which holds all parts."""
+def test_sharded_unet_has_the_same_gradients_and_can_be_gathered(tmp_path):
+    """The U-Net's blocks contain other blocks. The job has one process, which holds all parts."""
     unet = UNet2DConditionModel.from_pretrained(make_models(tmp_path) / "unet")
     expected, average = copy.deepcopy(unet), start_average({"unet": unet})["unet"]
     torch.distributed.init_process_group(
@@ -284,7 +262,7 @@ def test_parts_of_a_unet_give_its_gradients_and_make_it_whole_again(tmp_path):
         for name, weight in unet.named_parameters():
             found = sharding.whole(weight.grad)
             assert torch.allclose(found, weights_of[name].grad, rtol=1e-4, atol=1e-7), name
-        with torch.no_grad():  # the average's outermost weights must not stay whole
+        with torch.no_grad():  # the average's weights outside the blocks must not stay whole
             average.eval()(*inputs)
         update_ema({"unet": average}, {"unet": unet}, 2, argparse.Namespace(**EMA))
         for model in (unet, average):
@@ -296,7 +274,7 @@ def test_parts_of_a_unet_give_its_gradients_and_make_it_whole_again(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_what_does_not_go_with_it_is_refused(capsys):
+def test_shard_is_refused_with_flags_that_it_does_not_support(capsys):
     flags = ["--latents_dir=a", "--pretrained_model_name_or_path=b", "--shard"]
     for more in (
         "--rank 4",
@@ -316,7 +294,7 @@ def test_what_does_not_go_with_it_is_refused(capsys):
     assert train_flow.parse_args([*flags, "--gradient_checkpointing"]).shard
 
 
-def test_blocks_are_those_of_the_model_and_inner_ones_come_first(tmp_path):
+def test_list_blocks_returns_inner_blocks_before_outer_ones(tmp_path):
     for family in FAMILIES.values():
         model_class = getattr(diffusers, family.model)
         assert model_class._no_split_modules or family.name == "prx"
@@ -329,7 +307,7 @@ def test_blocks_are_those_of_the_model_and_inner_ones_come_first(tmp_path):
         assert not {*block.modules()} & {*blocks[number + 1 :]}
 
 
-def test_memory_is_a_part_of_everything_and_some_whole_blocks():
+def test_share_memory_counts_parts_and_some_whole_blocks():
     model = PRXTransformer2DModel(**PRX)
     models = {"transformer": model}
     sizes = count_memory(models, start_average(models), [torch.nn.Linear(3, 5)], 4, "adamw")
@@ -351,7 +329,7 @@ def test_memory_is_a_part_of_everything_and_some_whole_blocks():
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
-def test_all_processes_take_as_many_shares(num_processes):
+def test_launch_share_gives_all_processes_equally_many_numbers(num_processes):
     class World(Launch):
         rank = property(lambda self: self.accelerator)
         num_processes = property(lambda self: num_processes)
@@ -367,8 +345,8 @@ def test_all_processes_take_as_many_shares(num_processes):
 @pytest.mark.long
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("script", PARTS)
-def test_killed_100_times_it_ends_with_the_same_bits(tmp_path, script, num_processes):
-    """KILLS=5 for fewer."""
+def test_sharded_run_killed_100_times_ends_with_the_same_bits(tmp_path, script, num_processes):
+    """Set KILLS=5 to kill it only five times."""
     num_kills = int(os.environ.get("KILLS", 100))
     flags = [
         *make_flags(tmp_path, script),
