@@ -49,7 +49,7 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def truly_eight_bits(monkeypatch):
+def eight_bits_for_small_tensors(monkeypatch):
     """Use 8 bits for small tensors too: bitsandbytes keeps 32 bits below 4,096 numbers."""
     import bitsandbytes
 
@@ -86,7 +86,7 @@ def train(*argv):
     script.main(script.parse_args([str(arg) for arg in argv]))
 
 
-def test_a_row_takes_what_is_said(inputs, capfd):
+def test_dry_run_row_size_matches_the_cache(inputs, capfd):
     """Latents of 8 x 8, plain and mirrored, tokens of two encoders, sizes, and a mask.
 
     Checksum, key and text are added to these.
@@ -110,7 +110,9 @@ def test_a_row_takes_what_is_said(inputs, capfd):
     (1, "cache", []), (2, "cache", ["--lora_dropout=0.1"]),
     (1, "images", ["--use_dora"]),
 ])  # fmt: skip
-def test_killed_and_resumed_is_bit_identical(tmp_path, request, flags, num_processes, source, more):
+def test_all_features_together_resume_bit_identically(
+    tmp_path, request, flags, num_processes, source, more
+):
     flags = [
         *flags, *request.getfixturevalue(source), *ALL, *more, "--holdout=2",
         "--checkpointing_steps=1", "--validation_prompts=a digit", "--validation_epochs=1",
@@ -141,7 +143,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, request, flags, num_proce
         )
 
 
-def test_training_from_the_cache_equals_training_on_the_images(tmp_path, flags, cache, images):
+def test_all_features_together_train_alike_from_cache_and_images(tmp_path, flags, cache, images):
     found = []
     for name, source in (("cache", cache), ("images", images)):
         train(*flags, *source, *ALL, "--holdout=2", f"--output_dir={tmp_path / name}")
@@ -152,7 +154,7 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, flags, 
 
 
 @pytest.mark.parametrize("more", [[], ["--use_dora"]])
-def test_the_file_draws_in_the_pipeline_what_the_run_drew(
+def test_sdxl_lora_file_redraws_the_samples_in_the_pipeline(
     tmp_path, flags, cache, inputs, more, monkeypatch
 ):
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
@@ -187,7 +189,7 @@ def test_the_file_draws_in_the_pipeline_what_the_run_drew(
         assert {value.item() for name, value in weights.items() if name.endswith("alpha")} == {4}
 
 
-def test_searches(tmp_path, flags, cache, images):
+def test_find_lr_and_auto_batch_size_work_with_all_features(tmp_path, flags, cache, images):
     train(*flags, *cache, *ALL, "--find_lr", "--find_lr_steps=10")
     assert 0 < json.loads((tmp_path / "out/find_lr.json").read_text())["suggestion"] < 1
     auto = [
@@ -255,7 +257,7 @@ TABLE = """
 RUNS = [dict(zip(FLAGS, line.split(), strict=True)) for line in TABLE.strip().splitlines()]
 
 
-def test_the_table_has_every_pair():
+def test_feature_table_contains_every_pair():
     for (one, ones), (other, others) in itertools.combinations(FLAGS.items(), 2):
         assert {(run[one], run[other]) for run in RUNS} == {*itertools.product(ones, others)}, (
             one,
@@ -300,7 +302,7 @@ def caches(tmp_path_factory):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(run.values()))
-def test_each_pair_trains(tmp_path, run, caches):
+def test_each_row_of_the_feature_table_trains(tmp_path, run, caches):
     out = tmp_path / "out"
     flags = itertools.chain.from_iterable(FLAGS[name][kind] for name, kind in run.items())
     common = [

@@ -1,4 +1,4 @@
-"""The held-out loss: its images are not trained on, it is reproducible, and kills lose no value."""
+"""The held-out loss: its images are not trained on, it is reproducible, and survives kills."""
 
 import os
 import shutil
@@ -66,15 +66,15 @@ def held_out(folder):
     return [record for record in metrics(folder) if "held_out_loss" in record]
 
 
-def test_what_is_held_out_is_not_trained_on(tmp_path, flags, monkeypatch):
+def test_held_out_images_are_not_trained_on(tmp_path, flags, monkeypatch):
     seen, compute_loss = [], script.compute_loss
 
-    def recording(*given):
+    def record(*given):
         images = given[-2].images
         seen.extend(((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().int().tolist())
         return compute_loss(*given)
 
-    monkeypatch.setattr(script, "compute_loss", recording)
+    monkeypatch.setattr(script, "compute_loss", record)
     train(*flags, "--max_train_steps=8", "--validation_steps=8")
     reset()
     args = script.parse_args(flags)
@@ -89,8 +89,11 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, flags, monkeypatch):
     )
 
 
-def test_it_does_not_depend_on_batch_size_and_processes_and_changes_no_training(tmp_path, flags):
-    """The weights stay as they are drawn, so that all runs measure the same model."""
+def test_held_out_loss_is_independent_of_batch_size_and_process_count(tmp_path, flags):
+    """A learning rate of 0 lets all runs measure the same model.
+
+    Measuring more often does not change the training.
+    """
     still = [*flags, "--learning_rate=0", "--max_train_steps=2"]
     train(*still)
     (one,) = held_out(tmp_path / "out")
@@ -115,7 +118,7 @@ def test_it_does_not_depend_on_batch_size_and_processes_and_changes_no_training(
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.ci)])
-def test_what_a_kill_kept_from_a_checkpoint_comes_when_it_is_resumed(
+def test_resuming_measures_the_held_out_loss_that_a_kill_prevented(
     tmp_path, flags, monkeypatch, num_processes
 ):
     flags = [*flags, "--checkpointing_steps=2", "--resume_from_checkpoint=latest"]
@@ -123,13 +126,13 @@ def test_what_a_kill_kept_from_a_checkpoint_comes_when_it_is_resumed(
         finish(start(lambda: train(*flags, f"--output_dir={tmp_path / 'whole'}"), num_processes))
     ) == {0}
 
-    def killed(*args):
+    def die_at_step_4(*args):
         if args[-1] == 4:
             os._exit(9)
         log_held_out_loss(*args)
 
     with monkeypatch.context() as at_four:
-        patch(at_four, "log_held_out_loss", killed)
+        patch(at_four, "log_held_out_loss", die_at_step_4)
         assert 9 in finish(start(lambda: train(*flags), num_processes))
     assert checkpoints(tmp_path / "out") == {"checkpoint-2", "checkpoint-4"}
     assert [record["step"] for record in held_out(tmp_path / "out")] == [2]
@@ -143,18 +146,18 @@ def test_what_a_kill_kept_from_a_checkpoint_comes_when_it_is_resumed(
         assert [record["step"] for record in held_out(tmp_path / "out")] == [2, 4, 6]
 
 
-def test_a_signal_does_not_wait_for_it(tmp_path, flags, monkeypatch):
+def test_signal_interrupts_the_held_out_loss(tmp_path, flags, monkeypatch):
     """An interrupted measurement leaves no record, and is repeated when the run is resumed."""
     flags, signals = [*flags, "--max_train_steps=4"], []
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
 
-    def sending(*key):
+    def send_once(*key):
         if key[0] == "held out" and not signals:  # the first noise of the held-out loss
             signals.append(os.kill(os.getpid(), signal.SIGTERM))
         return step_seed(*key)
 
     with monkeypatch.context() as signalled:
-        patch(signalled, "step_seed", sending)
+        patch(signalled, "step_seed", send_once)
         assert finish(start(lambda: train(*flags))) == [143]
     assert held_out(tmp_path / "out") == []
     train(*flags, "--resume_from_checkpoint=latest")
@@ -164,7 +167,7 @@ def test_a_signal_does_not_wait_for_it(tmp_path, flags, monkeypatch):
     )
 
 
-def test_bar_card_and_curve_tell_of_it(tmp_path, flags, capfd):
+def test_progress_bar_and_card_show_the_held_out_loss(tmp_path, flags, capfd):
     train(*flags, "--max_train_steps=4")
     assert "held out" in capfd.readouterr().err
     last = held_out(tmp_path / "out")[-1]
@@ -180,7 +183,7 @@ def test_bar_card_and_curve_tell_of_it(tmp_path, flags, capfd):
     )
 
 
-def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
+def test_cache_and_images_give_the_same_held_out_loss(tmp_path):
     """Also with several captions per image and flips; captions are dropped only in training."""
     captions = [
         [f"a digit {word}" for word in "zero one two".split()[: 1 + i % 3]] for i in range(12)
@@ -236,9 +239,7 @@ def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["deleted", "more", "order", "parent", "sample"])
-def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held_out(
-    tmp_path, flags, way, capfd
-):
+def test_renamed_or_renumbered_rows_never_hold_out_trained_images(tmp_path, flags, way, capfd):
     """The checkpoint recognizes held-out images by their content."""
     flags += ["--max_train_steps=2", "--resume_from_checkpoint=latest", "--validation_steps=99"]
     files = sorted((tmp_path / "images").iterdir())
@@ -270,7 +271,7 @@ def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held
     train(*flags, "--max_train_steps=3", "--holdout=0")
 
 
-def test_the_same_images_elsewhere_or_packed_anew_are_held_out_alike(tmp_path, flags):
+def test_moved_or_cached_images_are_held_out_the_same_way(tmp_path, flags):
     flags += ["--max_train_steps=2", "--resume_from_checkpoint=latest", "--validation_steps=99"]
     train(*flags)
     (tmp_path / "images").rename(tmp_path / "moved")

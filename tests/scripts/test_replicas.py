@@ -44,7 +44,7 @@ def flip_bit(weight):
 @pytest.mark.parametrize("part, named", [
     (None, None), ("models", "unet/conv_out.weight"), ("averaged", "unet_ema/conv_out.weight"),
 ])  # fmt: skip
-def test_a_weight_or_an_average_that_changes_in_one_process_ends_the_run(
+def test_flipped_bit_in_one_process_ends_the_run_at_the_next_checkpoint(
     tmp_path, flags, part, named
 ):
     """At step 3, in the second process. The checkpoint of step 2 stays, and the run resumes."""
@@ -52,12 +52,12 @@ def test_a_weight_or_an_average_that_changes_in_one_process_ends_the_run(
     def run():
         advance = Training.advance
 
-        def corrupted(self, *given):
+        def advance_and_corrupt(self, *given):
             advance(self, *given)
             if part and self.step == 3 and os.environ["RANK"] == "1":
                 flip_bit(getattr(self, part)["unet"].conv_out.weight)
 
-        Training.advance = corrupted
+        Training.advance = advance_and_corrupt
         reset()
         script.main(script.parse_args(flags))
 
@@ -74,7 +74,7 @@ def test_a_weight_or_an_average_that_changes_in_one_process_ends_the_run(
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
 
-def test_every_bit_counts_and_frozen_weights_do_not(tmp_path):
+def test_replica_checksums_see_every_bit_and_skip_frozen_weights(tmp_path):
     """The error names the first tensor that differs. A single process compares nothing."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     model[0].bias.requires_grad_(False)

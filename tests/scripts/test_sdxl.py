@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("without_figures")
 
 @pytest.fixture
 def sdxl(tmp_path):
-    """A tiny one. Its second tokenizer pads with "!", like the published one."""
+    """A tiny SDXL pipeline. Its second tokenizer pads with "!", like the published one."""
     folder = make_sdxl(tmp_path)
     change(folder / "tokenizer_2/tokenizer_config.json", pad_token="!")
     return folder
@@ -132,18 +132,18 @@ def given(monkeypatch):
     """[(latents, condition)] that the U-Net gets in every micro-batch."""
     seen, compute_loss = [], script.compute_loss
 
-    def watched(args, noise_scheduler, objective, models, prepared, weight):
+    def record(args, noise_scheduler, objective, models, prepared, weight):
         seen.append((prepared.images, prepared.condition))
         return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
-    monkeypatch.setattr(script, "compute_loss", watched)
+    monkeypatch.setattr(script, "compute_loss", record)
     return seen
 
 
 # ------------------------------------------------------------------- what the U-Net is given
 
 
-def test_embeddings_are_those_of_the_pipeline(sdxl, flags, images):
+def test_sdxl_embeddings_equal_the_pipelines(sdxl, flags, images):
     captions = ["a digit one", "", "two " * 50, "the number three, drawn by hand"]
     encoders = load_encoders(open_base(script.parse_args(images)), torch.float32)
     ids = tokenize(encoders.tokenizers, captions)
@@ -179,7 +179,7 @@ def make_ramps(folder):
 
 
 @pytest.mark.parametrize("source", ["images", "cache"])
-def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
+def test_sdxl_crop_conditioning_matches_the_pixels(
     tmp_path, images, flags, source, given, monkeypatch
 ):
     """Mirrored crops too, which diffusers' own script gets wrong.
@@ -190,11 +190,11 @@ def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
     make_ramps(tmp_path / "images")
     change(tmp_path / "sdxl/vae/config.json", scaling_factor=1.0)
 
-    def look(encoders, pixel_values):  # means are every other pixel, deviations 0
+    def copy_pixels(encoders, pixel_values):  # means are every other pixel, deviations 0
         means = pixel_values[:, :, ::2, ::2].float()
         return torch.cat([means, torch.zeros(len(means), 5, *means.shape[2:])], dim=1)
 
-    patch(monkeypatch, "encode_images", look)
+    patch(monkeypatch, "encode_images", copy_pixels)
     if source == "cache":
         images = [*flags, make_cache(tmp_path, "--random_flip")]
         args = precompute_latents.parse_args([f"@{tmp_path / 'cache/run.args'}"])
@@ -225,7 +225,7 @@ def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
     assert len(seen) > (18 if source == "images" else 9)
 
 
-def test_sizes_are_told_in_the_pipelines_order_and_in_float32(tmp_path, sdxl, images, monkeypatch):
+def test_sdxl_time_ids_have_the_pipelines_order_in_float32(tmp_path, sdxl, images, monkeypatch):
     """bfloat16 would round 1365 to 1368."""
     pipeline = StableDiffusionXLPipeline.from_pretrained(sdxl)
     theirs = pipeline._get_add_time_ids((1365, 2049), (0, 341), (1024, 512), torch.float32, 24)
@@ -236,14 +236,14 @@ def test_sizes_are_told_in_the_pipelines_order_and_in_float32(tmp_path, sdxl, im
     assert ours.tolist() == [[1365, 2049, 0, 341, 1024, 512]]
     told, make_unet = [], script.make_unet
 
-    def watched(*args):
+    def hook_unet(*args):
         unet = make_unet(*args)
         unet.add_time_proj.register_forward_hook(
             lambda module, given, found: told.append((given[0], found))
         )
         return unet
 
-    monkeypatch.setattr(script, "make_unet", watched)
+    monkeypatch.setattr(script, "make_unet", hook_unet)
     patch(monkeypatch, "make_time_ids", lambda *args: ours)
     train(*images, "--mixed_precision=bf16", "--max_train_steps=1", "--no-use_ema")
     sizes, sinusoids = told[-1]
@@ -251,7 +251,9 @@ def test_sizes_are_told_in_the_pipelines_order_and_in_float32(tmp_path, sdxl, im
 
 
 @pytest.mark.parametrize("zeros", [False, None])
-def test_dropped_captions_are_what_the_pipeline_has_for_none(tmp_path, flags, images, zeros, given):
+def test_sdxl_caption_dropout_uses_the_pipelines_empty_prompt(
+    tmp_path, flags, images, zeros, given
+):
     """Zeros, or the encoded "" if model_index.json asks for it; the sizes are kept.
 
     Tested with images and with both kinds of cache.
@@ -289,10 +291,8 @@ def test_dropped_captions_are_what_the_pipeline_has_for_none(tmp_path, flags, im
 
 
 @pytest.mark.parametrize("flip, crop", [(["--random_flip"], ["--center_crop"]), ([], [])])
-def test_training_from_the_cache_equals_training_on_the_images(
-    tmp_path, images, flags, flip, crop, given
-):
-    """From embeddings and from tokens; random crops of a cache are those of epoch 0."""
+def test_sdxl_cache_trains_like_its_images(tmp_path, images, flags, flip, crop, given):
+    """Caches of embeddings and of token ids. A cache has the random crops of epoch 0."""
     epochs, of, told = f"--num_train_epochs={2 if crop else 1}", {}, {}
     kinds = ("embeddings", "ids") if crop else ("embeddings",)
     for kind in ("images", *kinds):
@@ -312,7 +312,7 @@ def test_training_from_the_cache_equals_training_on_the_images(
         assert torch.equal(told[kind], told["images"])
 
 
-def test_killed_and_resumed_is_bit_identical_on_two_processes(tmp_path, flags):
+def test_sdxl_run_killed_and_resumed_is_bit_identical(tmp_path, flags):
     make_captioned(tmp_path / "images", 7)
     flags = [
         *flags,
@@ -350,10 +350,10 @@ def test_killed_and_resumed_is_bit_identical_on_two_processes(tmp_path, flags):
     assert shown[0] == shown[1] and len(shown[0]) == 6
 
 
-# ------------------------------------------------------------------- the run and what it leaves
+# ------------------------------------------------------------------- the output of a run
 
 
-def test_a_run_leaves_a_pipeline_that_draws_what_it_drew_and_trains_on(tmp_path, flags, sdxl):
+def test_sdxl_pipeline_redraws_the_samples_and_can_be_trained_further(tmp_path, flags, sdxl):
     argv = [
         *flags,
         make_cache(tmp_path, "--random_flip", "--text_cache=ids"),
@@ -400,7 +400,7 @@ def test_a_run_leaves_a_pipeline_that_draws_what_it_drew_and_trains_on(tmp_path,
     assert 0 < json.loads((tmp_path / "rate/find_lr.json").read_text())["suggestion"] < 1
 
 
-def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
+def test_default_resolution_is_1024_for_sdxl_and_512_for_sd(tmp_path, flags, images, capfd):
     """512 for Stable Diffusion. `--dry_run` prints the size of a row, and writes nothing."""
     make_models(tmp_path)
     flags = [f"--train_data_dir={tmp_path / 'images'}", f"--output_dir={tmp_path / 'cache'}"]
@@ -426,20 +426,20 @@ def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
 
 
 @pytest.mark.parametrize("force_upcast", [False, None])
-def test_a_vae_that_overflows_stays_in_float32(tmp_path, flags, images, force_upcast, monkeypatch):
-    """None: not in its config, where diffusers' default is True."""
+def test_vae_with_force_upcast_stays_in_float32(tmp_path, flags, images, force_upcast, monkeypatch):
+    """None stands for a config without the entry, where diffusers' default is True."""
     config = tmp_path / "sdxl/vae/config.json"
     change(config, force_upcast=force_upcast)
     config.write_text(config.read_text().replace('"force_upcast": null, ', ""))
     assert ("force_upcast" in config.read_text()) == (force_upcast is False)
     dtypes = []
 
-    def watched(encoders, pixel_values):
+    def record_dtype(encoders, pixel_values):
         dtypes.append(encoders.vae.dtype)
         return encode_images(encoders, pixel_values)
 
     for module in (precompute_latents, encoding):
-        monkeypatch.setattr(module, "encode_images", watched)
+        monkeypatch.setattr(module, "encode_images", record_dtype)
     make_cache(tmp_path, "--mixed_precision=bf16")
     assert len(dtypes) >= 2
     train(*images, "--mixed_precision=bf16", "--max_train_steps=1", "--no-use_ema")
@@ -448,10 +448,10 @@ def test_a_vae_that_overflows_stays_in_float32(tmp_path, flags, images, force_up
     assert json.loads((tmp_path / "cache/cache.json").read_text())["dtype"] == "bfloat16"
 
 
-# ------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------- errors
 
 
-def test_models_that_can_not_be_trained_are_one_sentence(tmp_path, flags, images, capfd):
+def test_untrainable_sdxl_pipelines_give_a_one_sentence_error(tmp_path, flags, images, capfd):
     index = tmp_path / "sdxl/model_index.json"
     whole = index.read_text()
     argv = [
@@ -496,7 +496,7 @@ def test_models_that_can_not_be_trained_are_one_sentence(tmp_path, flags, images
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_unet_of_another_kind_is_one_sentence(tmp_path, flags, images, capfd):
+def test_unet_of_another_family_gives_a_one_sentence_error(tmp_path, flags, images, capfd):
     sd = make_models(tmp_path)
     config = json.loads((tmp_path / "sdxl/unet/config.json").read_text())
     (tmp_path / "xl.json").write_text(json.dumps({**config, "cross_attention_dim": 32}))
@@ -520,7 +520,7 @@ def test_a_unet_of_another_kind_is_one_sentence(tmp_path, flags, images, capfd):
     )
 
 
-def test_a_cache_of_the_other_kind_is_one_sentence(tmp_path, flags, capfd):
+def test_sd_and_sdxl_caches_can_not_be_exchanged(tmp_path, flags, capfd):
     make_models(tmp_path)
     sdxl, sd = make_cache(tmp_path, name="xl"), make_cache(tmp_path, name="plain", sdxl="sd")
     model = f"--pretrained_model_name_or_path={tmp_path / 'sd'}"
@@ -542,13 +542,13 @@ def test_a_cache_of_the_other_kind_is_one_sentence(tmp_path, flags, capfd):
 
 
 def rewrite(folder, **values):
-    """Change cache.json so that it is as it was written."""
+    """Change cache.json together with its fingerprint, as if it had been written like this."""
     change(folder / "cache.json", **values)
     cache = json.loads((folder / "cache.json").read_text())
     change(folder / "state.json", _fingerprint=fingerprint_cache(cache))
 
 
-def test_formats_of_caches(tmp_path, flags, capfd):
+def test_cache_lists_its_features_and_unknown_ones_are_refused(tmp_path, flags, capfd):
     """A cache lists what goes beyond Stable Diffusion; an unknown entry or format is an error."""
     make_models(tmp_path)
     sdxl, sd = make_cache(tmp_path, name="xl"), make_cache(tmp_path, name="plain", sdxl="sd")
@@ -567,7 +567,7 @@ def test_formats_of_caches(tmp_path, flags, capfd):
         "empty_pooled_sha256",
     }
     assert not set(plain) - set(xl)
-    rewrite(tmp_path / "plain", keys=1)  # an older version, whose rows are equally good
+    rewrite(tmp_path / "plain", keys=1)  # an older version, whose rows can still be used
     train(*flags, f"--pretrained_model_name_or_path={tmp_path / 'sd'}", sd, "--max_train_steps=1")
     other = [*flags, f"--output_dir={tmp_path / 'other'}"]
     rewrite(tmp_path / "xl", features=["sdxl", "odour", "masks2"])
@@ -616,7 +616,7 @@ BEYOND = {
 }
 
 
-def test_diffusers_command_for_sdxl_means_here_what_it_means_there(tmp_path, flags, sdxl):
+def test_diffusers_sdxl_command_is_accepted_with_the_same_meaning(tmp_path, flags, sdxl):
     command = COMMAND.format(model=sdxl, vae=tmp_path / "fixed", data=tmp_path / "images")
     args = script.parse_args(shlex.split(command))
     assert (args.vae_name_or_path, args.caption_dropout) == (str(tmp_path / "fixed"), 0.2)
@@ -646,7 +646,7 @@ def test_diffusers_command_for_sdxl_means_here_what_it_means_there(tmp_path, fla
     )
 
 
-def test_every_flag_of_diffusers_for_sdxl_is_explained():
+def test_diffusers_sdxl_flags_are_explained_in_the_docs():
     page = (ROOT / "docs/from-diffusers.md").read_text()
     for name in BEYOND:
         assert f"`--{name}`" in page, name

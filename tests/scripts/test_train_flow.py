@@ -164,10 +164,10 @@ def losses(folder):
     return [record["loss"] for record in metrics(folder) if "loss" in record]
 
 
-# ------------------------------------------------------------------- what is made of captions
+# ------------------------------------------------------------------- captions
 
 
-def test_embeddings_are_those_of_the_pipeline_without_padding(tmp_path, cached):
+def test_prx_embeddings_equal_the_pipelines_without_padding(tmp_path, cached):
     """Captions are cleaned as by the pipeline and stored unpadded; zeros pad a batch."""
     captions = ["A Digit ONE!", "@someone a digit", "", *CAPTIONS]
     pipeline = PRXPipeline(None, None, *load_text(), None)
@@ -200,7 +200,7 @@ def load_text():
     return encoder, transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
 
 
-def test_a_tokenizer_that_fills_up_on_the_left_gives_the_same_tokens(cached):
+def test_left_padding_tokenizer_gives_the_same_tokens(cached):
     encoders = load_encoders(open_base(script.parse_args(cached)), torch.float32)
     tokenizers = encoders.tokenizers
     right = tokenize(tokenizers, CAPTIONS)
@@ -221,7 +221,7 @@ def test_a_tokenizer_that_fills_up_on_the_left_gives_the_same_tokens(cached):
     )
 
 
-def test_captions_that_cleaning_empties_and_sizes_are_said(tmp_path, flags, capfd):
+def test_dry_run_reports_captions_emptied_by_cleaning_and_text_sizes(tmp_path, flags, capfd):
     make_captioned(tmp_path / "images", 6, ["一张照片", *CAPTIONS[1:]])
     make_cache(tmp_path, "--dry_run")
     said = capfd.readouterr().out
@@ -235,12 +235,10 @@ def test_captions_that_cleaning_empties_and_sizes_are_said(tmp_path, flags, capf
     assert not (tmp_path / "cache").exists()
 
 
-# ------------------------------------------------------------------- what a run leaves
+# ------------------------------------------------------------------- the output of a run
 
 
-def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
-    tmp_path, cached, num_processes=2
-):
+def test_flow_pipeline_redraws_the_last_validation_samples(tmp_path, cached, num_processes=2):
     prompts = ["a digit one", "a digit two"]
     argv = [*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2"]
     pids = start(lambda: train(*argv), num_processes, tmp_path / "log")
@@ -301,7 +299,9 @@ EXACT = [
 @pytest.mark.parametrize(
     "source, optimizer, num_processes", [("images", "adamw", 1), ("cache", "muon", 2)]
 )
-def test_killed_and_resumed_is_bit_identical(tmp_path, flags, source, optimizer, num_processes):
+def test_flow_run_killed_and_resumed_is_bit_identical(
+    tmp_path, flags, source, optimizer, num_processes
+):
     make_captioned(tmp_path / "images", 8, CAPTIONS + ["one", "a digit"])
     flags = [*flags, *EXACT, f"--optimizer={optimizer}"]
     if source == "cache":
@@ -338,7 +338,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, flags, source, optimizer,
 
 
 @pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
-def test_training_from_a_cache_equals_training_on_the_images(tmp_path, images, flags, text_cache):
+def test_flow_cache_trains_like_its_images(tmp_path, images, flags, text_cache):
     make_cache(tmp_path, "--random_flip", "--center_crop", f"--text_cache={text_cache}")
     shared = ["--random_flip", "--num_train_epochs=2", "--caption_dropout=0.3"]
     train(*images, *shared, "--center_crop", f"--output_dir={tmp_path / 'images-out'}")
@@ -352,7 +352,7 @@ def test_training_from_a_cache_equals_training_on_the_images(tmp_path, images, f
     assert len(one) == 12 and one == pytest.approx(other, rel=5e-4)
 
 
-def test_several_sizes_and_masks_train_alike_from_cache_and_images(tmp_path, flags):
+def test_flow_cache_with_buckets_and_masks_trains_like_its_images(tmp_path, flags):
     make_masked(tmp_path / "masked")
     data = [
         f"--train_data_dir={tmp_path / 'masked'}",
@@ -368,11 +368,8 @@ def test_several_sizes_and_masks_train_alike_from_cache_and_images(tmp_path, fla
     assert len(one) >= 6 and one == pytest.approx(other, rel=5e-4)
 
 
-def test_what_a_mask_leaves_out_changes_nothing(cached):
-    """Neither the values nor the length of the padding matter.
-
-    A caption without a token equals no caption.
-    """
+def test_predict_velocity_ignores_masked_tokens_and_padding_length(cached):
+    """Neither the values nor the length of the padding matter, even without any token."""
     torch.manual_seed(0)
     model, latents, sigmas = PRXTransformer2DModel(**PRX), torch.randn(2, 4, 4, 4), torch.rand(2)
     for weight in model.parameters():  # new weights ignore the text
@@ -394,8 +391,8 @@ def test_what_a_mask_leaves_out_changes_nothing(cached):
         assert not torch.allclose(call(embeds, torch.ones_like(mask)), found, atol=1e-3)
 
 
-def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, cached, monkeypatch):
-    """Also in ranges, which have another order."""
+def test_flow_training_from_a_remote_cache_is_bit_identical(tmp_path, cached, monkeypatch):
+    """Also if rows are shuffled within ranges, which gives another order."""
     fsspec.filesystem("memory").put(f"{tmp_path / 'cache'}/", "/flow/", recursive=True)
     stored = [*cached, "--latents_dir=memory://flow", f"--shards_dir={tmp_path / 'shards'}"]
     for order in ("full", "ranges"):
@@ -409,13 +406,13 @@ def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, cac
     assert losses(tmp_path / "full") != losses(tmp_path / "ranges")
 
 
-def test_a_signal_finishes_the_step_and_breaks_samples_off(tmp_path, cached):
-    def interrupted(*args, **options):
+def test_signal_interrupts_flow_sampling_after_the_checkpoint(tmp_path, cached):
+    def send_and_step(*args, **options):
         signal.raise_signal(signal.SIGTERM)
         return script.FlowMatchEulerDiscreteScheduler.step_(*args, **options)
 
     kind = FlowMatchEulerDiscreteScheduler
-    kind.step_, kind.step = kind.step, interrupted
+    kind.step_, kind.step = kind.step, send_and_step
     try:
         with pytest.raises(SystemExit) as stop:
             train(
@@ -434,7 +431,7 @@ def test_a_signal_finishes_the_step_and_breaks_samples_off(tmp_path, cached):
 # ------------------------------------------------------------------- the loss
 
 
-class Straight(torch.nn.Module):
+class ExactVelocity(torch.nn.Module):
     """Predicts the exact velocity from one image to any noise."""
 
     def __init__(self, latents):
@@ -468,7 +465,7 @@ class Output:
         self.sample = sample
 
 
-def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
+def test_exact_velocity_has_loss_0_and_sigmas_follow_their_distribution():
     torch.manual_seed(0)
     latents = torch.randn(4000, 2, 2, 2)
     for argv, shift, quantiles in [
@@ -480,7 +477,7 @@ def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
         ),
         (["--weighting_scheme=uniform"], 3.0, lambda q: 3 * q / (1 + 2 * q)),
     ]:
-        model = Straight(latents)
+        model = ExactVelocity(latents)
         assert loss_of(argv, model, latents, shift).item() < 1e-4
         ((noisy, sigmas),) = model.seen
         q = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
@@ -492,12 +489,12 @@ def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
         assert abs(spread) < 0.05  # a share of noise, the rest image
 
 
-def test_the_held_out_loss_is_the_error_of_the_velocity_at_tenths_of_noise():
+def test_flow_held_out_loss_is_the_velocity_error_at_nine_noise_levels():
     torch.manual_seed(0)
     latents, noise, wrong = torch.randn(3, 9, 2, 2, 2).unbind()
     tenths = torch.arange(1, 10)
     condition = {"prompt_embeds": torch.zeros(9, 1, 1), "prompt_mask": torch.ones(9, 1).bool()}
-    model = Straight(latents)
+    model = ExactVelocity(latents)
     measure = script.measure_velocity(partial(script.predict_velocity, FAMILIES["prx"]))
     noisy = measure.add_noise(latents, noise, tenths)
     share = (tenths / 10).view(-1, 1, 1, 1)
@@ -509,7 +506,7 @@ def test_the_held_out_loss_is_the_error_of_the_velocity_at_tenths_of_noise():
     assert torch.allclose(error, (((latents - wrong) / share) ** 2).mean(dim=(1, 2, 3)))
 
 
-def test_weights_and_masks_count():
+def test_flow_loss_applies_weights_and_masks():
 
     class Zero(torch.nn.Module):
         def forward(self, noisy, sigmas, **given):
@@ -531,7 +528,7 @@ def test_weights_and_masks_count():
     )
 
 
-def test_a_step_stays_on_its_device():
+def test_flow_train_step_stays_on_its_device():
     """Tensors on the meta device can't be mixed with others."""
 
     class Twice(torch.nn.Module):
@@ -565,7 +562,7 @@ def test_a_step_stays_on_its_device():
         assert all(value.is_meta for value in sums.values())
 
 
-def test_a_dropped_caption_is_the_empty_one(tmp_path, cached):
+def test_flow_caption_dropout_uses_the_empty_prompt(tmp_path, cached):
     data = open_data(cached)
     batch = data.dataset[[(0, row, 1.0) for row in range(6)]]
     torch.manual_seed(0)
@@ -614,7 +611,7 @@ def make_t5(folder):
     ]
 
 
-def test_from_scratch_with_t5_and_a_vae_that_shifts(tmp_path, flags):
+def test_flow_trains_from_scratch_with_t5_and_a_vae_with_shift(tmp_path, flags):
     parts = [*make_t5(tmp_path), "--max_sequence_length=12"]
     make_prx(tmp_path / "config", in_channels=16, context_in_dim=24)
     flags = [flag for flag in flags if "pretrained" not in flag]
@@ -650,7 +647,7 @@ def test_from_scratch_with_t5_and_a_vae_that_shifts(tmp_path, flags):
     assert torch.allclose(latents / 0.5 + 0.25, mean, atol=1e-6)
 
 
-def test_an_autoencoder_dc_gives_latents_without_moments(tmp_path, flags, capfd):
+def test_autoencoder_dc_is_cached_as_samples_without_moments(tmp_path, flags, capfd):
     blocks = {
         "encoder_block_out_channels": (8, 8),
         "decoder_block_out_channels": (8, 8),
@@ -686,7 +683,7 @@ def test_an_autoencoder_dc_gives_latents_without_moments(tmp_path, flags, capfd)
     assert "an AutoencoderDC has no moments" in capfd.readouterr().err
 
 
-def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
+def test_flow_init_from_continues_at_another_resolution(tmp_path, cached, flags, capfd):
     """Weights, averaged weights and the step count continue; optimizer and data start afresh.
 
     A checkpoint of the second phase takes precedence over --init_from.
@@ -708,7 +705,7 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
     ]
     begun = []
 
-    def starting(accelerator, start, models, state, settings):
+    def record_start(accelerator, start, models, state, settings):
         load_start(accelerator, start, models, state, settings)
         begun.append(
             {
@@ -719,7 +716,7 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
         begun.append(dict(state))
 
     with pytest.MonkeyPatch.context() as m:
-        patch(m, "load_start", starting)
+        patch(m, "load_start", record_start)
         train(*second, "--max_train_steps=6")
         for name, model in begun[0].items():
             before = weights(tmp_path / f"out/checkpoint-4/{name}")
@@ -754,7 +751,7 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
     )
 
 
-def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached):
+def test_muon_trains_block_matrices_and_adamw_the_rest(tmp_path, cached):
     args = script.parse_args([*cached, "--optimizer=muon", "--adam_weight_decay=0.1"])
     torch.manual_seed(1)
     model = PRXTransformer2DModel(**PRX)
@@ -764,7 +761,7 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
         assert id(weight) in (
             muon if name.startswith("blocks.") and weight.dim() == 2 else adamw
         ), name
-    # As torch's two optimizers would step
+    # torch's two optimizers take the same steps
     twin = PRXTransformer2DModel(**PRX)
     twin.load_state_dict(model.state_dict())
     named = list(twin.named_parameters())
@@ -792,7 +789,7 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
         assert torch.allclose(one, other, atol=2e-5), name
 
 
-def test_the_card_says_what_was_trained_and_opens_the_base_as_the_run_did():
+def test_flow_card_names_the_kind_of_training_and_loads_the_variant():
     def describe(*flags):
         base = ["--pretrained_model_name_or_path=x", "--model_family=z-image"]
         args = script.parse_args([*base, "--latents_dir=y", "--output_dir=z", *flags])
@@ -808,7 +805,7 @@ def test_the_card_says_what_was_trained_and_opens_the_base_as_the_run_did():
     assert 'variant="fp16"' in describe("--rank=2", "--variant=fp16").usage
 
 
-def test_models_on_the_hub_are_read_as_the_flags_say(monkeypatch):
+def test_hub_models_load_with_revision_variant_and_cache_dir(monkeypatch):
     asked = []
 
     def load(model_class, source, **options):
@@ -843,7 +840,7 @@ def test_models_on_the_hub_are_read_as_the_flags_say(monkeypatch):
     ]
 
 
-def test_a_compiled_transformer_is_compiled_for_its_sizes(tmp_path, cached, monkeypatch):
+def test_compile_gets_the_transformer_and_the_number_of_sizes(tmp_path, cached, monkeypatch):
     compiled = []
     monkeypatch.setattr(script, "compile_model", lambda *given: compiled.append(given))
     train(*cached, "--max_train_steps=1", "--compile=eager")
@@ -852,7 +849,7 @@ def test_a_compiled_transformer_is_compiled_for_its_sizes(tmp_path, cached, monk
     assert [record["skipped_images"] for record in metrics(tmp_path / "out")] == [0]
 
 
-def test_samples_are_drawn_one_by_one(monkeypatch):
+def test_flow_samples_are_drawn_one_at_a_time(monkeypatch):
     """In a batch, the longest caption would change the others' samples."""
     families = [family for family in FAMILIES.values() if family.script == "train_flow.py"]
     counts = []
@@ -863,16 +860,16 @@ def test_samples_are_drawn_one_by_one(monkeypatch):
     assert counts == [1] * len(families)
 
 
-def test_tokenizers_are_told_of_the_loaders_processes(monkeypatch):
+def test_train_flow_turns_tokenizers_parallelism_off(monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     runpy.run_path(script.__file__)
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
-# ------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------- errors
 
 
-def test_a_lora_needs_a_family_with_one_and_a_pretrained_transformer(capfd):
+def test_flow_rank_needs_a_lora_family_and_a_pretrained_transformer(capfd):
     for flag, sentence in {
         "--model_family=prx": "--rank needs --model_family z-image or flux2-klein or qwen-image "
         "(PRX has no LoRA)",
@@ -885,7 +882,7 @@ def test_a_lora_needs_a_family_with_one_and_a_pretrained_transformer(capfd):
         assert sentence in capfd.readouterr().err
 
 
-def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
+def test_mismatched_flow_models_or_caches_give_a_one_sentence_error(tmp_path, cached, flags, capfd):
     make_prx(tmp_path / "wide", context_in_dim=48)
     config = f"--transformer_config_name_or_path={tmp_path / 'wide'}"
     assert "takes 4 channels and embeddings of 48, but the data has 4 and 32" in refused(
@@ -940,17 +937,17 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
         ),
     ],
 )
-def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
+def test_bad_flow_arguments_end_in_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(argv)
     assert stop.value.code == 2 and sentence in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------- launched, and the demo
+# ------------------------------------------------------------------- launching, and the demo
 
 
 @pytest.mark.ci
-def test_launched_for_real_on_one_and_two_processes(tmp_path, cached):
+def test_accelerate_launch_trains_flow_on_one_and_two_processes(tmp_path, cached):
     argv = [*cached, "--mixed_precision=bf16", "--max_train_steps=2"]
     two = ["--multi_gpu", "--num_processes=2", "--main_process_port=0"]
     for count, options in ((1, []), (2, two)):
@@ -990,7 +987,7 @@ def judge(pipeline, guidance_scale, count):
 
 
 @pytest.mark.long
-def test_the_demo_draws_the_digits_that_it_is_asked_for(tmp_path):
+def test_flow_demo_draws_the_digits_of_its_prompts(tmp_path):
     """The whole demo, some minutes."""
     cache = f"--output_dir={tmp_path / 'latents'}"
     run = launch("precompute_latents.py", "--model_family=prx", cache)

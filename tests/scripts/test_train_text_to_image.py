@@ -140,10 +140,10 @@ def refused(capfd, *argv):
     return error
 
 
-# ------------------------------------------------------------------- commands and what they leave
+# ------------------------------------------------------------------- commands and their output
 
 
-def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, models):
+def test_diffusers_text_to_image_commands_save_the_same_checkpoints(tmp_path, flags, models):
     """The command lines of diffusers' example test with local paths.
 
     Resuming a finished run trains no further.
@@ -195,7 +195,7 @@ def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, models):
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-def test_weights_with_nan_are_named(models, images, capfd, part):
+def test_pretrained_weights_with_nan_are_named_in_the_error(models, images, capfd, part):
     """Otherwise a run would only report that the loss is not finite."""
     (path,) = (models / part).glob("*.safetensors")
     values = load_file(path)
@@ -210,7 +210,9 @@ def change_config(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_odd_parts_of_a_base_end_in_a_sentence(tmp_path, models, images, capfd, monkeypatch):
+def test_broken_parts_of_a_base_pipeline_give_a_one_sentence_error(
+    tmp_path, models, images, capfd, monkeypatch
+):
     for part, name, changes, sentence in (
         ("vae", "config", {"scaling_factor": None}, "its config has no scaling_factor"),
         (
@@ -235,7 +237,7 @@ def test_odd_parts_of_a_base_end_in_a_sentence(tmp_path, models, images, capfd, 
     assert "the launched processes can't be set up" in refused(capfd, *images)
 
 
-def test_no_samples_are_drawn_if_none_are_wanted(tmp_path, images, capfd):
+def test_num_validation_images_0_draws_no_samples(tmp_path, images, capfd):
     """diffusers' own tests use this flag."""
     train(*images, "--max_train_steps=1", "--validation_prompts=a", "--num_validation_images=0")
     assert not (tmp_path / "out/samples").exists()
@@ -305,7 +307,7 @@ EXPLAINED = {
 }
 
 
-def test_every_flag_of_diffusers_has_its_default_or_is_explained(tmp_path):
+def test_diffusers_text_to_image_flags_keep_defaults_or_are_explained(tmp_path):
     args = script.parse_args(["--pretrained_model_name_or_path=sd", f"--train_data_dir={tmp_path}"])
     assert {name: getattr(args, name) for name in DIFFUSERS} == DIFFUSERS
     assert "image_column" in args
@@ -314,14 +316,14 @@ def test_every_flag_of_diffusers_has_its_default_or_is_explained(tmp_path):
         assert f"`--{name}`" in table, name
 
 
-def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
+def test_text_to_image_demo_prints_its_command_and_flags_override_it(tmp_path, capsys):
     args = script.parse_args(["--num_train_epochs", "3", "--output_dir", str(tmp_path)])
     printed = capsys.readouterr().out.strip().split("\n")[-1]
     assert args.num_train_epochs == 3 and len(args.validation_prompts) == 10
     assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
 
 
-def test_demo_trains_from_the_demo_cache(tmp_path, capfd):
+def test_text_to_image_demo_trains_from_the_demo_cache(tmp_path, capfd):
     quick = [
         "--max_train_steps=2",
         "--num_inference_steps=1",
@@ -342,7 +344,7 @@ def test_demo_trains_from_the_demo_cache(tmp_path, capfd):
     assert pipeline("a handwritten digit seven", num_inference_steps=1).images[0].size == (8, 8)
 
 
-def test_output_is_a_whole_pipeline_with_card_samples_and_curve(
+def test_text_to_image_output_has_pipeline_card_samples_and_curve(
     tmp_path, cached, models, monkeypatch
 ):
     from huggingface_hub.utils import filter_repo_objects
@@ -411,7 +413,7 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(
 
 
 @pytest.mark.ci
-def test_launched_for_real_with_bf16_and_wandb(tmp_path, cached):
+def test_accelerate_launch_trains_with_bf16_and_wandb(tmp_path, cached):
     """In a separate process, because wandb starts a service that would outlive a test.
 
     The launcher sets the number of threads.
@@ -454,7 +456,9 @@ EXACT = [
 
 
 @pytest.mark.parametrize("source, num_processes", [("images", 1), ("cache", 2)])
-def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, source, num_processes):
+def test_text_to_image_run_killed_and_resumed_is_bit_identical(
+    tmp_path, flags, source, num_processes
+):
     """SIGKILL at random moments, also while a checkpoint is saved.
 
     With 7 images, some steps and batches are short.
@@ -504,7 +508,9 @@ def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, sour
 
 
 @pytest.mark.parametrize("optimizer, num_processes", [("adafactor", 1), ("adamw8bit", 2)])
-def test_with_any_optimizer_a_run_goes_on_to_the_bit(tmp_path, cached, optimizer, num_processes):
+def test_adafactor_and_8bit_adamw_resume_bit_identically(
+    tmp_path, cached, optimizer, num_processes
+):
     cached = [
         *cached,
         f"--optimizer={optimizer}",
@@ -527,9 +533,7 @@ def test_with_any_optimizer_a_run_goes_on_to_the_bit(tmp_path, cached, optimizer
     assert moments[0] == moments[1]
 
 
-def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
-    tmp_path, cached, monkeypatch
-):
+def test_text_to_image_resume_draws_samples_that_a_kill_prevented(tmp_path, cached, monkeypatch):
     cached = [*cached, "--checkpointing_steps=2", "--validation_steps=2", "--max_train_steps=4",
               "--validation_prompts", "a digit one", "--no-validate_first"]  # fmt: skip
     train(*cached, f"--output_dir={tmp_path / 'whole'}")
@@ -548,7 +552,7 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
     assert len(list((tmp_path / "out/samples").iterdir())) == 2
 
 
-def test_a_signal_finishes_the_step_and_saves(tmp_path, cached):
+def test_text_to_image_signal_finishes_the_step_and_saves(tmp_path, cached):
     pids = start(lambda: train(*cached, "--num_train_epochs=400"), log=tmp_path / "log")
     path = tmp_path / "out/metrics.jsonl"
     wait_until(lambda: path.is_file() and len(path.read_text().splitlines()) > 3)
@@ -559,21 +563,21 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, cached):
     assert said in (tmp_path / "log").read_text()
 
 
-def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached, monkeypatch):
+def test_two_processes_split_the_cache_rows_and_draw_different_noise(tmp_path, cached, monkeypatch):
     """The loss records the rows of each process: 6 rows in steps of 2 x 2, for two epochs."""
     compute_loss, prepare_batch, rows = script.compute_loss, script.prepare_batch, []
 
-    def preparing(data, caption_dropout, batch):
+    def record_rows(data, caption_dropout, batch):
         rows[:] = batch["latents"].double().mean(1).tolist()
         return prepare_batch(data, caption_dropout, batch)
 
-    def recording(*given):
+    def record(*given):
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps([rows, given[-1].tolist(), torch.initial_seed()]) + "\n")
         return compute_loss(*given)
 
-    monkeypatch.setattr(script, "prepare_batch", preparing)
-    monkeypatch.setattr(script, "compute_loss", recording)
+    monkeypatch.setattr(script, "prepare_batch", record_rows)
+    monkeypatch.setattr(script, "compute_loss", record)
     argv = [
         *cached,
         "--train_batch_size=2",
@@ -601,7 +605,7 @@ def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached,
 
 
 @pytest.mark.parametrize("flip, crop", [(["--random_flip"], ["--center_crop"]), ([], [])])
-def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images, flags, flip, crop):
+def test_text_to_image_cache_trains_like_its_images(tmp_path, images, flags, flip, crop):
     """A cache has the crops of epoch 0: random crops agree for one epoch, centered ones always."""
     make_cache(tmp_path, *flip, *crop)
     epochs = f"--num_train_epochs={3 if crop else 1}"
@@ -628,8 +632,8 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images,
         assert others != pytest.approx([record["loss"] for record in one], rel=2e-3)
 
 
-def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
-    """It is smaller by the size of the embeddings."""
+def test_text_cache_of_ids_is_smaller_and_trains_like_embeddings(tmp_path, cached):
+    """The cache is smaller by the size of the embeddings."""
     make_cache(tmp_path, "--text_cache=ids", name="ids")
     sizes = [
         sum(path.stat().st_size for path in (tmp_path / name).glob("data-*"))
@@ -643,19 +647,21 @@ def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0] != losses[1]
 
 
-def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, capfd):
+def test_text_to_image_init_from_continues_at_another_resolution(
+    tmp_path, images, monkeypatch, capfd
+):
     """Weights, EMA weights and step count continue. Its own checkpoint takes precedence."""
     train(*images, "--max_train_steps=2")
     begun = []
 
-    def starting(accelerator, start, models, state, settings):
+    def record_start(accelerator, start, models, state, settings):
         load_start(accelerator, start, models, state, settings)
         begun.append(state)
         for name, model in models.items():
             before = weights(tmp_path / f"out/checkpoint-2/{name}")
             assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
-    patch(monkeypatch, "load_start", starting)
+    patch(monkeypatch, "load_start", record_start)
     second = [*images, f"--init_from={tmp_path / 'out'}", f"--output_dir={tmp_path / 'second'}"]
     second += ["--resolution=32", "--checkpointing_steps=1", "--resume_from_checkpoint=latest"]
     train(*second, "--max_train_steps=3")
@@ -674,7 +680,7 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, c
     )
 
 
-def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags, capfd):
+def test_latents_weights_set_the_share_of_each_cache_and_resume_exactly(tmp_path, flags, capfd):
     """An epoch of about 7 of 11 rows, in steps of 2, resumed within it and at its end."""
     make_captioned(tmp_path / "more", 5)
     make_cache(tmp_path, "--random_flip")
@@ -698,8 +704,10 @@ def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags,
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached, num_processes):
-    """With any number of processes that share the samples."""
+def test_text_to_image_pipeline_redraws_the_last_validation_samples(
+    tmp_path, cached, num_processes
+):
+    """One process, or two that share the samples."""
     prompts = ["a digit one", "a digit two"]
     argv = [
         *cached,
@@ -724,7 +732,7 @@ def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached, num_
         assert np.abs(grid[y : y + 64, x : x + 64] - image).max() <= 1
 
 
-def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models):
+def test_prediction_type_applies_to_training_sampling_and_saving(tmp_path, cached, models):
     config = json.loads((models / "scheduler/scheduler_config.json").read_text())
     config |= {"_class_name": "PNDMScheduler", "prediction_type": "epsilon", "skip_prk_steps": True}
     (models / "scheduler/scheduler_config.json").write_text(json.dumps(config))
@@ -770,7 +778,7 @@ def make_data(latents, embeds_shape=(8, 32)):
     )
 
 
-def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
+def test_prepare_batch_samples_and_scales_latents_and_drops_captions():
     torch.manual_seed(0)
     mean, std = torch.randn(1000, 4, 2, 2), torch.rand(1000, 4, 2, 2) + 0.5
     moments = Latents("moments", (8, 2, 2), shift=0.0, factor=0.5, downscale=2)
@@ -800,7 +808,7 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     assert embeds.min() == 1
 
 
-def test_latents_are_the_same_whatever_the_layout_of_a_vaes_output(monkeypatch):
+def test_prepare_batch_ignores_the_memory_format_of_vae_output(monkeypatch):
     moments = torch.cat([torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)], 1)
     data = make_data(Latents("moments", (8, 8, 8), shift=0.0, factor=1.0, downscale=2))
     patch(monkeypatch, "encode_prompts", lambda *given: {"prompt_embeds": torch.ones(2, 8, 32)})
@@ -830,7 +838,7 @@ def open_images(*argv):
     return CaptionedImages(images, transform.source, transform, tokenizers, choice, None, 0)
 
 
-def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
+def test_captioned_images_batch_equals_its_rows_and_names_skipped_ones(tmp_path, images):
     make_captioned(tmp_path / "images", 6, ["one", "", "two " * 50, "four", "five", "six"])
     (tmp_path / "images/4.png").write_bytes(b"no image")
     data = open_images(*images, "--random_flip", "--skip_empty_captions")
@@ -853,7 +861,7 @@ def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
     assert data[[(0, 0, 1.0)]]["skipped"][0][1].startswith("not read: [Errno 2]")
 
 
-def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, flags, capfd):
+def test_odd_captions_and_broken_images_are_reported_once(tmp_path, images, flags, capfd):
     make_captioned(
         tmp_path / "images",
         6,
@@ -882,7 +890,7 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
 # ------------------------------------------------------------------- models
 
 
-def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
+def make_unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
     latents = Latents("moments", latents_shape, shift=0.0, factor=1.0, downscale=2)
     base, predict = open_base(args), partial(script.predict_noise, FAMILIES["sd"])
     launch = SimpleNamespace(has_weights=True, dtype=torch.float32)
@@ -890,7 +898,7 @@ def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_the_pipeline_draws_the_size_that_was_trained(tmp_path, flags, models, new):
+def test_pipeline_sample_size_is_the_trained_resolution(tmp_path, flags, models, new):
     """Also if the U-Net's config is of an old version, like SD 1.5's.
 
     For such versions, diffusers ignores a sample size below 64.
@@ -904,14 +912,14 @@ def test_the_pipeline_draws_the_size_that_was_trained(tmp_path, flags, models, n
     args = script.parse_args([*flags, "--latents_dir=cache"])
     base = open_base(args)
     sampler = script.make_schedulers(base, args)[1]
-    pipeline = script.make_pipeline(base, unet_for(args), sampler, with_text=True)
+    pipeline = script.make_pipeline(base, make_unet_for(args), sampler, with_text=True)
     pipeline.save_pretrained(tmp_path / "pipeline")
     assert (
         StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline").unet.config.sample_size == 8
     )
 
 
-def test_configs_of_real_models_are_those_models():
+def test_stable_diffusion_config_has_the_published_parameter_count():
     with torch.device("meta"):
         config = UNet2DConditionModel.load_config(
             ROOT / "configs/stable_diffusion_v2_base_unet.json"
@@ -920,14 +928,14 @@ def test_configs_of_real_models_are_those_models():
     assert sum(p.numel() for p in unet.parameters()) == 865_910_724  # as published
 
 
-def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd):
+def test_mismatched_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags, models, capfd):
     args = script.parse_args([*flags, "--latents_dir=cache"])
     base = open_base(args)
-    assert unet_for(args).config.in_channels == 4
+    assert make_unet_for(args).config.in_channels == 4
     with pytest.raises(
         SystemExit, match="takes 4 channels and embeddings of 32, but the data has 8 and 48"
     ):
-        unet_for(args, (16, 8, 8), 48)
+        make_unet_for(args, (16, 8, 8), 48)
     config = json.loads((models / "unet/config.json").read_text())
     for change in (
         {"num_class_embeds": 10},
@@ -939,7 +947,7 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         with pytest.raises(
             SystemExit, match="unet.json can't be trained here|unet.json holds no UNet2D"
         ):
-            unet_for(wrong)
+            make_unet_for(wrong)
     path = models / "scheduler/scheduler_config.json"
     scheduler = path.read_text()
     for change in (
@@ -968,7 +976,7 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         script.make_schedulers(base, args)
     shutil.rmtree(models / "unet")
     with pytest.raises(SystemExit, match="holds no UNet2DConditionModel"):
-        unet_for(args)
+        make_unet_for(args)
     error = refused(capfd, *flags, "--latents_dir=cache", f"--output_dir={models}")
     assert f"lies in --pretrained_model_name_or_path {models}" in error
 
@@ -1005,7 +1013,7 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         (["--lr_scheduler=piecewise_constant", "--latents_dir=a"], "needs --lr_step_rules"),
     ],
 )
-def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
+def test_bad_text_to_image_arguments_end_in_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(["--pretrained_model_name_or_path=sd", *argv])
     assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
@@ -1015,7 +1023,7 @@ def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
 
 
 @pytest.mark.ci
-def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monkeypatch):
+def test_step_spends_under_4_percent_outside_the_model(tmp_path, cached, monkeypatch):
     """Training from a cache spends at most 4 % of the main thread's time outside the model.
 
     Forward, backward, clipping and the optimizer count as the model. EMA is off. The share is 1 to
@@ -1042,11 +1050,11 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
 
         return wrapper
 
-    def marked(*args, **options):  # a step lasts from one loss to the next
+    def mark_step(*args, **options):  # a step lasts from one loss to the next
         marks.append((time.thread_time(), sum(inside)))
         return timed(compute_loss)(*args, **options)
 
-    monkeypatch.setattr(script, "compute_loss", marked)
+    monkeypatch.setattr(script, "compute_loss", mark_step)
     for owner, name in (
         (Accelerator, "backward"),
         (Accelerator, "clip_grad_norm_"),
@@ -1074,14 +1082,14 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
     assert duration > 0.1 and outside < 0.04 * duration, steps
 
 
-def test_training_goes_on_with_dropout_after_samples(tmp_path, cached, monkeypatch):
+def test_text_to_image_training_keeps_dropout_after_sampling(tmp_path, cached, monkeypatch):
     training, compute_loss = [], script.compute_loss
 
-    def watched(args, noise_scheduler, objective, models, prepared, weight):
+    def record_mode(args, noise_scheduler, objective, models, prepared, weight):
         training.append(models["unet"].training)
         return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
-    monkeypatch.setattr(script, "compute_loss", watched)
+    monkeypatch.setattr(script, "compute_loss", record_mode)
     train(
         *cached,
         "--no-use_ema",
@@ -1092,7 +1100,9 @@ def test_training_goes_on_with_dropout_after_samples(tmp_path, cached, monkeypat
     assert training == [True] * 3
 
 
-def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, cached, monkeypatch):
+def test_text_to_image_images_per_second_excludes_saving_and_sampling(
+    tmp_path, cached, monkeypatch
+):
     late, clock = [0], time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
 

@@ -87,10 +87,10 @@ def refused(capfd, *argv):
     return error
 
 
-# ------------------------------------------------------------------- commands and what they leave
+# ------------------------------------------------------------------- commands and their output
 
 
-def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, unet_config):
+def test_diffusers_unconditional_commands_save_the_same_checkpoints(tmp_path, flags, unet_config):
     """The command lines of diffusers' example test, with local paths."""
     shared = f"""
         --dataset_name {tmp_path / "images"}
@@ -160,7 +160,7 @@ DIFFUSERS = {
 }
 
 
-def test_every_flag_of_diffusers_has_its_default(tmp_path, capsys):
+def test_train_unconditional_has_diffusers_flags_and_defaults(tmp_path, capsys):
     args = script.parse_args(["--train_data_dir", str(tmp_path)])
     # Objective flags that are not set get their values here
     scheduler = script.make_noise_scheduler(args).config
@@ -183,7 +183,7 @@ def test_every_flag_of_diffusers_has_its_default(tmp_path, capsys):
         assert f"--{flag}" in printed, flag
 
 
-def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
+def test_unconditional_demo_prints_its_command_and_flags_override_it(tmp_path, capsys):
     args = script.parse_args(["--num_epochs", "3", "--output_dir", str(tmp_path)])
     printed = capsys.readouterr().out.strip().split("\n")[-1]
     assert args.num_train_epochs == 3 and args.train_batch_size == 64
@@ -192,7 +192,7 @@ def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
     assert len(datasets.load_dataset(args.train_data_dir, split="train")) == 1797
 
 
-def test_output_opens_as_a_pipeline_and_has_card_samples_and_curve(tmp_path, flags, monkeypatch):
+def test_unconditional_output_has_pipeline_card_samples_and_curve(tmp_path, flags, monkeypatch):
     patch(monkeypatch, "draw_curves", draw_curves)
     argv = [
         *flags,
@@ -238,7 +238,7 @@ def test_output_opens_as_a_pipeline_and_has_card_samples_and_curve(tmp_path, fla
     assert again == {**vars(given), "mixed_precision": "no"}
 
 
-def test_ddim_and_v_prediction_and_zero_snr_are_saved_as_trained(tmp_path, flags):
+def test_saved_scheduler_keeps_ddim_v_prediction_and_zero_snr(tmp_path, flags):
     train(
         *flags,
         "--prediction_type=v_prediction",
@@ -293,7 +293,7 @@ def test_accelerate_configs_launch(name, tmp_path, flags):
     assert len(metrics(tmp_path / "out")) == (3 if name == "multi_gpu" else 6)
 
 
-def test_trackers_and_hub_get_the_pipeline_and_no_secret(tmp_path, flags, monkeypatch):
+def test_tensorboard_and_hub_get_the_pipeline_and_no_secrets(tmp_path, flags, monkeypatch):
     from huggingface_hub.utils import filter_repo_objects
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -343,7 +343,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize("num_processes, accumulation", [(1, 3), (2, 1)])
-def test_killed_at_any_moment_and_resumed_is_bit_identical(
+def test_unconditional_run_killed_and_resumed_is_bit_identical(
     tmp_path, flags, accumulation, num_processes
 ):
     """SIGKILL at random moments, also while a checkpoint is saved.
@@ -395,7 +395,7 @@ def test_killed_at_any_moment_and_resumed_is_bit_identical(
 @pytest.mark.parametrize(
     "num_processes, number, code", [(1, signal.SIGINT, 130), (2, signal.SIGTERM, 143)]
 )
-def test_signal_finishes_the_step_saves_and_says_how_to_resume(
+def test_signal_finishes_the_step_saves_and_prints_how_to_resume(
     tmp_path, flags, number, code, num_processes
 ):
     """One process gets the signal; all of them stop after the same step."""
@@ -413,9 +413,7 @@ def test_signal_finishes_the_step_saves_and_says_how_to_resume(
     assert re.search(said, (tmp_path / "log").read_text())
 
 
-def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
-    tmp_path, flags, monkeypatch
-):
+def test_unconditional_resume_draws_samples_that_a_kill_prevented(tmp_path, flags, monkeypatch):
     """The checkpoint is written first, because samples may take minutes.
 
     Samples that are missing then are drawn when the run is resumed.
@@ -433,13 +431,13 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
     )
     log_validation = script.log_validation
 
-    def stopped(*args):
+    def stop_and_draw(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         log_validation(*args)
 
     # Killed again while the missing samples are drawn: no step may be trained before them
     with monkeypatch.context() as killed:
-        killed.setattr(script, "log_validation", stopped)
+        killed.setattr(script, "log_validation", stop_and_draw)
         resumed = start(
             lambda: train(*flags, "--resume_from_checkpoint=latest"), log=tmp_path / "log"
         )
@@ -454,9 +452,7 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
     assert len(list((tmp_path / "out/samples").iterdir())) == 3
 
 
-def test_a_signal_before_the_first_step_leaves_the_files_of_an_earlier_run(
-    tmp_path, flags, monkeypatch
-):
+def test_signal_before_the_first_step_keeps_files_of_an_earlier_run(tmp_path, flags, monkeypatch):
     train(*flags)
     for name in checkpoints(tmp_path / "out"):
         shutil.rmtree(tmp_path / "out" / name)
@@ -464,35 +460,37 @@ def test_a_signal_before_the_first_step_leaves_the_files_of_an_earlier_run(
     before = [(tmp_path / "out" / name).read_bytes() for name in files]
     agree = StopSignal.agree
 
-    def signalled(stop_signal):
+    def send_and_agree(stop_signal):
         os.kill(os.getpid(), signal.SIGTERM)
         return agree(stop_signal)
 
-    monkeypatch.setattr(StopSignal, "agree", signalled)
+    monkeypatch.setattr(StopSignal, "agree", send_and_agree)
     with pytest.raises(SystemExit) as stopped:
         train(*flags, "--seed=1")
     assert stopped.value.code == 143 and not checkpoints(tmp_path / "out")
     assert [(tmp_path / "out" / name).read_bytes() for name in files] == before
 
 
-def test_without_a_step_left_the_bar_is_closed_before_the_samples(tmp_path, flags, monkeypatch):
+def test_progress_bar_closes_before_samples_if_no_step_is_left(tmp_path, flags, monkeypatch):
     train(*flags)
     shown, log_validation = [], script.log_validation
 
-    def looking(*given):
+    def record_bars(*given):
         shown.extend(bar.desc.rstrip(": ") for bar in tqdm._instances)
         return log_validation(*given)
 
-    monkeypatch.setattr(script, "log_validation", looking)
+    monkeypatch.setattr(script, "log_validation", record_bars)
     train(*flags, "--resume_from_checkpoint=latest")
     assert "Steps" not in shown
 
 
 @pytest.mark.parametrize("moment, num_processes", [("first sample", 2), ("last sample", 1)])
-def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_processes, monkeypatch):
-    """The signal comes in the first sampling step, to one process, and all processes end.
+def test_signal_interrupts_sampling_in_all_processes(
+    tmp_path, flags, moment, num_processes, monkeypatch
+):
+    """One process gets a signal in its first sampling step, and all processes end.
 
-    Missing samples are drawn when the run is resumed.
+    The missing samples are drawn when the run is resumed.
     """
     step, count = DDPMScheduler.step, []
     steps = (
@@ -502,7 +500,7 @@ def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_process
     )
     flags = [*flags, *steps, "--eval_batch_size=2", "--checkpointing_steps=3"]
 
-    def signalled(*args, **options):
+    def send_and_step(*args, **options):
         if os.environ.get("RANK", "0") == str(num_processes - 1):
             count.append(1)
             if len(count) == 1:
@@ -511,7 +509,7 @@ def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_process
         return step(*args, **options)
 
     with monkeypatch.context() as sampling:
-        sampling.setattr(DDPMScheduler, "step", signalled)
+        sampling.setattr(DDPMScheduler, "step", send_and_step)
         many = [*flags, "--ddpm_num_inference_steps=30"]
         pids = start(lambda: train(*many), num_processes, tmp_path / "log")
         assert set(finish(pids)) == {143}, (tmp_path / "log").read_text()
@@ -524,7 +522,7 @@ def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_process
     assert drawn == (["2", "4"] if moment == "first sample" else ["2"])
 
 
-def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags, capfd):
+def test_more_epochs_continue_a_finished_run_and_fewer_change_nothing(tmp_path, flags, capfd):
     train(*flags, "--num_epochs=2", "--resume_from_checkpoint=latest")
     assert "starting afresh" in capfd.readouterr().out
     assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # there is always one at the end
@@ -549,7 +547,7 @@ def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags,
     assert_same_weights(tmp_path / "out/unet", tmp_path / "new/unet")
 
 
-def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags, monkeypatch):
+def test_two_processes_split_the_images_and_draw_different_noise(tmp_path, flags, monkeypatch):
     """The loss records the images of each process.
 
     8 images, one of them broken, are trained on in steps of 2 x 2 for two epochs.
@@ -558,14 +556,14 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
     (tmp_path / "images/7.png").write_bytes(b"not an image")
     compute_loss = script.compute_loss
 
-    def recording(args, noise_scheduler, objective, models, prepared, weight):
+    def record(args, noise_scheduler, objective, models, prepared, weight):
         means = prepared.images.mean(dim=(1, 2, 3))
         levels = ((means + 1) * 127.5 / 20).floor()[weight > 0].tolist()
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps([levels, weight.tolist(), torch.initial_seed()]) + "\n")
         return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
-    monkeypatch.setattr(script, "compute_loss", recording)
+    monkeypatch.setattr(script, "compute_loss", record)
     pids = start(
         lambda: train(*flags, "--train_batch_size=2", "--num_epochs=2"), 2, tmp_path / "log"
     )
@@ -602,7 +600,7 @@ def test_another_seed_gives_other_weights(tmp_path, flags):
 
 
 @pytest.mark.parametrize("num_processes, accumulation", [(1, 2), (2, 1)])
-def test_learning_rate_follows_the_curve_in_optimizer_steps(
+def test_learning_rate_schedule_counts_optimizer_steps(
     tmp_path, flags, num_processes, accumulation
 ):
     make_images(tmp_path / "images", 8)
@@ -620,13 +618,13 @@ def test_learning_rate_follows_the_curve_in_optimizer_steps(
     assert [record["lr"] for record in metrics(tmp_path / "out")] == pytest.approx(expected)
 
 
-def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
+def test_gradient_accumulation_equals_a_larger_batch(tmp_path, flags, monkeypatch):
     """One step of 5 images in micro-batches of 2, 2 and 1 has the gradient of one batch of 5."""
 
-    def plain(args, noise_scheduler, objective, models, prepared, weight):
+    def mean_output(args, noise_scheduler, objective, models, prepared, weight):
         return (weight * models["unet"](prepared.images, 5).sample.mean((1, 2, 3))).sum()
 
-    monkeypatch.setattr(script, "compute_loss", plain)
+    monkeypatch.setattr(script, "compute_loss", mean_output)
     shared = [*flags, "--center_crop", "--num_epochs=1", "--max_grad_norm=0"]
     config = tmp_path / "tiny-unet/config.json"
     config.write_text(config.read_text().replace('"dropout": 0.1', '"dropout": 0.0'))
@@ -647,7 +645,9 @@ def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
 @pytest.mark.parametrize(
     "flag", ["--gradient_checkpointing", pytest.param("--compile=eager", marks=pytest.mark.ci)]
 )
-def test_memory_and_compile_flags_do_not_change_the_training(tmp_path, flags, unet_config, flag):
+def test_gradient_checkpointing_and_compile_do_not_change_weights(
+    tmp_path, flags, unet_config, flag
+):
     config = json.loads(Path(unet_config, "config.json").read_text())
     Path(unet_config, "config.json").write_text(json.dumps({**config, "dropout": 0.0}))
     train(*flags, "--max_train_steps=2", f"--output_dir={tmp_path / 'plain'}")
@@ -662,18 +662,18 @@ def test_skipped_fp16_steps_advance_neither_step_nor_ema(tmp_path, flags, monkey
 
     calls, ema_steps, step = [], [], AcceleratedOptimizer.step
 
-    def overflowing(self, closure=None):
+    def overflow_twice(self, closure=None):
         calls.append(1)
         self._is_overflow = len(calls) in (2, 3)
         if not self._is_overflow:
             step(self, closure)
 
-    def averaging(averaged, models, step, args):
+    def record_ema(averaged, models, step, args):
         ema_steps.append(step)
         update_ema(averaged, models, step, args)
 
-    monkeypatch.setattr(AcceleratedOptimizer, "step", overflowing)
-    patch(monkeypatch, "update_ema", averaging)
+    monkeypatch.setattr(AcceleratedOptimizer, "step", overflow_twice)
+    patch(monkeypatch, "update_ema", record_ema)
     train(*flags, "--max_train_steps=4", "--checkpointing_steps=4")
     assert len(calls) == 6 and ema_steps == [1, 2, 3, 4]
     state = json.loads((tmp_path / "out/checkpoint-4/trainer_state.json").read_text())
@@ -685,7 +685,7 @@ def test_skipped_fp16_steps_advance_neither_step_nor_ema(tmp_path, flags, monkey
         train(*flags, f"--output_dir={tmp_path / 'never'}")
 
 
-def test_without_ema_samples_come_from_the_weights_without_dropout(tmp_path, flags, monkeypatch):
+def test_no_use_ema_samples_from_trained_weights_without_dropout(tmp_path, flags, monkeypatch):
     states, drawn, pipelines, made = [], DDPMScheduler.step, [], script.DDPMPipeline
     monkeypatch.setattr(
         script, "DDPMPipeline", lambda *parts: (pipelines.append(made(*parts)), pipelines[-1])[1]
@@ -725,7 +725,7 @@ def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, flags, num_p
 # ------------------------------------------------------------------- data
 
 
-def test_stream_trains_and_resumes_exactly(tmp_path, flags):
+def test_unconditional_streaming_run_resumes_exactly(tmp_path, flags):
     (tmp_path / "parquet").mkdir()
     png = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(6)]
     kinds = datasets.Features({"image": datasets.Image()})
@@ -755,7 +755,7 @@ def test_stream_trains_and_resumes_exactly(tmp_path, flags):
     assert_same_weights(tmp_path / "out/unet", tmp_path / "again/unet")
 
 
-def test_cached_images_train_the_same(tmp_path, flags, capfd):
+def test_cache_images_flag_does_not_change_the_training(tmp_path, flags, capfd):
     (tmp_path / "images/broken.png").write_bytes(b"not an image")
     flags = [*flags, "--center_crop", "--random_flip", "--num_epochs=2"]
     train(*flags, "--cache_images")
@@ -779,7 +779,7 @@ def images_of(tmp_path):
     return images_of
 
 
-def test_crops_are_keyed_by_epoch_and_row(tmp_path, images_of):
+def test_random_crops_depend_on_epoch_and_row(tmp_path, images_of):
     make_images(tmp_path / "images", 2, size=(60, 20))
     data = images_of()
     crops = [data[[(epoch, 1, 1.0)]]["pixel_values"][0] for epoch in (0, 0, 1, 2)]
@@ -789,7 +789,7 @@ def test_crops_are_keyed_by_epoch_and_row(tmp_path, images_of):
     assert torch.equal(data[[(0, 1, 1.0)]]["pixel_values"], data[[(1, 1, 1.0)]]["pixel_values"])
 
 
-def test_a_batch_in_any_order_is_its_rows(tmp_path, images_of):
+def test_image_dataset_batch_equals_its_rows_in_any_order(tmp_path, images_of):
     make_images(tmp_path / "images", 6, size=(60, 20))
     data, keys = images_of("--random_flip"), [(1, row, row / 10) for row in (4, 0, 5, 2, 2, 1)]
     batch, alone = data[keys], [data[[key]] for key in keys]
@@ -797,7 +797,7 @@ def test_a_batch_in_any_order_is_its_rows(tmp_path, images_of):
         assert torch.equal(batch[name], torch.cat([one[name] for one in alone])), name
 
 
-def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path, images_of):
+def test_pixels_are_scaled_to_1_and_random_flip_mirrors_half(tmp_path, images_of):
     images = torch.tensor([0, 255], dtype=torch.uint8).expand(200, 3, 4, 2)
     for pixel_values in (images, images / 255):
         prepared, condition, loss_inputs = script.prepare_batch({"pixel_values": pixel_values})
@@ -815,7 +815,7 @@ def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path, images_of)
     assert set(left()) == {0}
 
 
-def test_what_can_not_be_decoded_is_black_without_weight_and_named(
+def test_undecodable_images_become_black_with_weight_0_and_are_named(
     tmp_path, images_of, monkeypatch
 ):
     make_images(tmp_path / "images", 2)
@@ -847,7 +847,7 @@ def test_what_can_not_be_decoded_is_black_without_weight_and_named(
         data[[(0, 1, 1.0)]]
 
 
-def test_a_bad_image_is_named_once_skipped_and_counted(tmp_path, flags, capfd):
+def test_broken_image_is_skipped_counted_and_reported_once(tmp_path, flags, capfd):
     (tmp_path / "images/3.png").write_bytes(b"not an image")
     train(*flags, "--num_epochs=3", "--dataloader_num_workers=1")
     assert capfd.readouterr().err.count("images/3.png") == 1
@@ -862,20 +862,18 @@ def test_a_bad_image_is_named_once_skipped_and_counted(tmp_path, flags, capfd):
     assert not (tmp_path / "none/unet").exists()
 
 
-# ------------------------------------------------------------------- things that go wrong
+# ------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("saves", ["checkpoints", "pipelines"])
-def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(
-    tmp_path, flags, capfd, monkeypatch, saves
-):
+def test_nonfinite_loss_stops_the_run_before_saving(tmp_path, flags, capfd, monkeypatch, saves):
     compute_loss, calls, at = script.compute_loss, [], 4 if saves == "checkpoints" else 8
 
-    def breaking(*args):
+    def break_one_loss(*args):
         calls.append(1)
         return compute_loss(*args) * (float("nan") if len(calls) == at else 1)
 
-    monkeypatch.setattr(script, "compute_loss", breaking)
+    monkeypatch.setattr(script, "compute_loss", break_one_loss)
     flags = [*flags, "--logging_steps=100", "--save_images_epochs=100"]
     if saves == "checkpoints":
         error = refused(capfd, *flags, "--checkpointing_steps=1")
@@ -916,7 +914,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(
         ),
     ],
 )
-def test_bad_arguments_end_with_one_line_before_anything_is_written(
+def test_bad_unconditional_arguments_end_in_one_line_and_write_nothing(
     argv, sentence, tmp_path, capsys
 ):
     with pytest.raises(SystemExit) as stop:
@@ -925,7 +923,7 @@ def test_bad_arguments_end_with_one_line_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config):
+def test_unusable_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags, unet_config):
     def make(*argv, of=script.make_unet):
         return of(script.parse_args([*flags, *map(str, argv)]))
 
@@ -955,7 +953,7 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
     flags = [flag for flag in flags if "model_config" not in flag]
     with pytest.raises(SystemExit, match="pipeline holds no scheduler"):
         make(f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}", of=scheduler)
-    # else it would train with betas that it never had
+    # Otherwise it would train with betas that the base never had
     config = {"_class_name": "ScoreSdeVeScheduler", "_diffusers_version": "0.42.1"}
     (tmp_path / "pipeline/scheduler/scheduler_config.json").write_text(json.dumps(config))
     base = f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}"
@@ -968,19 +966,19 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
         make(base, "--validation_scheduler=ddim", of=scheduler)
 
 
-def test_training_goes_on_with_dropout_after_samples(tmp_path, flags, monkeypatch):
+def test_unconditional_training_keeps_dropout_after_sampling(tmp_path, flags, monkeypatch):
     training, compute_loss = [], script.compute_loss
 
-    def watched(args, noise_scheduler, objective, models, *others):
+    def record_mode(args, noise_scheduler, objective, models, *others):
         training.append(models["unet"].training)
         return compute_loss(args, noise_scheduler, objective, models, *others)
 
-    monkeypatch.setattr(script, "compute_loss", watched)
+    monkeypatch.setattr(script, "compute_loss", record_mode)
     train(*flags, "--no-use_ema", "--validation_steps=1", "--max_train_steps=3")
     assert training == [True] * 3
 
 
-def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, flags, monkeypatch):
+def test_unconditional_images_per_second_excludes_saving_and_sampling(tmp_path, flags, monkeypatch):
     late, clock = [0], time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
 
@@ -1000,7 +998,7 @@ def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, flags, monkeypatc
     )
 
 
-def test_a_resumed_run_takes_the_optimizers_flags_that_it_is_given(tmp_path, flags):
+def test_resumed_run_uses_the_optimizer_flags_of_its_command(tmp_path, flags):
     given = {
         "adam_beta1": 0.5,
         "adam_beta2": 0.75,
@@ -1024,7 +1022,7 @@ def test_a_resumed_run_takes_the_optimizers_flags_that_it_is_given(tmp_path, fla
     assert (*group["betas"], group["weight_decay"], group["eps"]) == tuple(given.values())
 
 
-def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, monkeypatch):
+def test_bf16_keeps_noise_weights_and_optimizer_state_in_float32(tmp_path, flags, monkeypatch):
     noised, computed, add_noise, conv2d = (
         set(),
         set(),
@@ -1032,18 +1030,18 @@ def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, mon
         torch.nn.Conv2d.forward,
     )
 
-    def adding(self, images, noise, timesteps):
+    def record_noise(self, images, noise, timesteps):
         noisy = add_noise(self, images, noise, timesteps)
         noised.update({images.dtype, noise.dtype, noisy.dtype})
         return noisy
 
-    def convolving(self, x):
+    def record_output(self, x):
         out = conv2d(self, x)
         computed.add(out.dtype)
         return out
 
-    monkeypatch.setattr(DDPMScheduler, "add_noise", adding)
-    monkeypatch.setattr(torch.nn.Conv2d, "forward", convolving)
+    monkeypatch.setattr(DDPMScheduler, "add_noise", record_noise)
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", record_output)
     train(*flags, "--mixed_precision=bf16", "--max_train_steps=2", "--checkpointing_steps=2")
     assert noised == {torch.float32} and torch.bfloat16 in computed
     checkpoint = tmp_path / "out/checkpoint-2"
@@ -1053,7 +1051,7 @@ def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, mon
     assert {tensor.dtype for tensor in held} == {torch.float32}
 
 
-def test_main_runs_in_a_thread_and_twice_with_the_same_arguments(tmp_path, flags):
+def test_main_runs_in_a_thread_and_leaves_its_arguments_unchanged(tmp_path, flags):
     args = script.parse_args([*flags, "--scale_lr", "--max_train_steps=1"])
     rates = []
     for name in ("one", "two"):
@@ -1068,9 +1066,7 @@ def test_main_runs_in_a_thread_and_twice_with_the_same_arguments(tmp_path, flags
     assert len(rates) == 2 and rates[0] == rates[1]
 
 
-def test_a_run_that_fails_at_its_model_leaves_no_folder_and_spares_one_that_was_there(
-    tmp_path, flags, capfd
-):
+def test_failed_model_loading_removes_only_a_new_output_folder(tmp_path, flags, capfd):
     wrong = [*flags, "--model_config_name_or_path=nowhere"]
     assert "nowhere holds no UNet2DModel" in refused(capfd, *wrong)
     assert not (tmp_path / "out").exists()
@@ -1079,7 +1075,7 @@ def test_a_run_that_fails_at_its_model_leaves_no_folder_and_spares_one_that_was_
     assert (tmp_path / "out/run.args").exists()
 
 
-def test_samples_of_a_run_without_a_checkpoint_do_not_stay_in_the_next(tmp_path, flags):
+def test_new_run_deletes_samples_of_a_run_without_checkpoints(tmp_path, flags):
     train(*flags, "--max_train_steps=2", "--validation_steps=1")
     shutil.rmtree(tmp_path / "out/checkpoint-2")
     assert len(list((tmp_path / "out/samples").iterdir())) == 2
@@ -1089,7 +1085,7 @@ def test_samples_of_a_run_without_a_checkpoint_do_not_stay_in_the_next(tmp_path,
 
 
 @pytest.mark.parametrize("damage", ["empty", "broken", "schema"])
-def test_a_stream_that_can_not_be_read_on_is_one_sentence(tmp_path, flags, capfd, damage):
+def test_damaged_shard_of_a_stream_gives_a_one_sentence_error(tmp_path, flags, capfd, damage):
     (tmp_path / "shards").mkdir()
     images = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(4)]
     for i in range(2):

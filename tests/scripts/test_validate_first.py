@@ -1,4 +1,4 @@
-"""Step 0: measuring and sampling a pretrained model before training changes nothing."""
+"""--validate_first: measuring and sampling a pretrained model at step 0 changes nothing else."""
 
 import os
 import re
@@ -90,7 +90,7 @@ def outcome(folder):
     return files, records
 
 
-def test_it_adds_a_record_and_a_picture_and_changes_nothing_else(tmp_path, flags, monkeypatch):
+def test_validate_first_adds_a_record_and_samples_and_nothing_else(tmp_path, flags, monkeypatch):
     """Step 0 is not a result of the run, so it is never the best, even with the lowest loss."""
 
     def measure(accelerator, records, *rest):
@@ -114,7 +114,7 @@ def test_it_adds_a_record_and_a_picture_and_changes_nothing_else(tmp_path, flags
     assert re.findall(steps, (without / "report.html").read_text()) == ["4", "2"]
 
 
-def test_it_shows_the_pretrained_model(tmp_path, flags):
+def test_validate_first_measures_the_pretrained_model(tmp_path, flags):
     """With a learning rate of 0 the model of step 2 is still the pretrained one."""
     train(*flags, "--learning_rate=0", "--lr_scheduler=constant", "--max_train_steps=2")
     files, records = outcome(tmp_path / "out")
@@ -123,8 +123,8 @@ def test_it_shows_the_pretrained_model(tmp_path, flags):
     assert {**first, "step": 2} == last
 
 
-def test_a_run_that_is_stopped_in_it_saves_nothing_and_begins_again(tmp_path, flags, monkeypatch):
-    """In the first noise of the held-out loss, in the first sample, and right before step 1."""
+def test_run_stopped_during_validate_first_starts_over(tmp_path, flags, monkeypatch):
+    """Stopped in the held-out loss, in the first sample, and right before step 1."""
     sent = []
     log = tmp_path / "log"
     whole, out = tmp_path / "whole/out", tmp_path / "out"  # the same name, as above
@@ -136,13 +136,13 @@ def test_a_run_that_is_stopped_in_it_saves_nothing_and_begins_again(tmp_path, fl
         ("step", signal.SIGKILL, 1, -signal.SIGKILL),
     ):
 
-        def sending(*key, moment=moment, number=number):
+        def send_once(*key, moment=moment, number=number):
             if key[0] == moment and os.environ.get("RANK", "0") == "0" and not sent:
                 sent.append(os.kill(os.getpid(), number))
             return step_seed(*key)
 
         with monkeypatch.context() as stopped:
-            patch(stopped, "step_seed", sending)
+            patch(stopped, "step_seed", send_once)
             codes = finish(start(lambda: train(*again), num_processes, log))
         assert set(codes) == {code}, log.read_text()
         assert checkpoints(out) == set() and not list(out.glob("*.safetensors"))
@@ -152,22 +152,22 @@ def test_a_run_that_is_stopped_in_it_saves_nothing_and_begins_again(tmp_path, fl
     assert outcome(out) == outcome(whole)
 
 
-def test_a_resumed_run_has_it_already(tmp_path, flags, monkeypatch):
+def test_resumed_run_does_not_repeat_validate_first(tmp_path, flags, monkeypatch):
     drawn = []
     log_validation = script.log_validation
 
-    def drawing(*args):
+    def record_step(*args):
         drawn.append(args[3])
         return log_validation(*args)
 
-    monkeypatch.setattr(script, "log_validation", drawing)
+    monkeypatch.setattr(script, "log_validation", record_step)
     train(*flags, "--max_train_steps=2")
     train(*flags, "--resume_from_checkpoint=latest")
     assert drawn == [0, 2, 4]
     assert [r["step"] for r in metrics(tmp_path / "out") if "held_out_loss" in r] == [0, 2, 4]
 
 
-def test_a_new_model_has_none_and_a_pretrained_one_has(tmp_path, inputs, unet_config):
+def test_validate_first_applies_to_pretrained_models_only(tmp_path, inputs, unet_config):
     argv = [
         f"--train_data_dir={inputs / 'images'}",
         "--resolution=16",
