@@ -26,6 +26,7 @@ from conftest import (
     MODELS,
     PRX,
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -53,7 +54,6 @@ from diffusers import (
 )
 from PIL import Image
 
-import precompute_latents
 import train_flow as script
 from diffusion_training.batches import Prepared
 from diffusion_training.data.captions import tokenize
@@ -72,6 +72,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import evaluate_samples
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_flow"), Script("precompute_latents")
 CAPTIONS = [
     "a digit zero",
     "a handwritten digit one",
@@ -87,19 +88,12 @@ def flags(tmp_path):
     """A run of 6 steps on 6 images; later flags override these."""
     make_captioned(tmp_path / "images", 6, CAPTIONS)
     make_prx(tmp_path / "config")
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={MODELS}",
         f"--transformer_config_name_or_path={tmp_path / 'config'}",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=2",
-    ]
+    )
 
 
 @pytest.fixture
@@ -118,29 +112,20 @@ def cached(tmp_path, flags):
     return [*flags, f"--latents_dir={tmp_path / 'cache'}"]
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([str(arg) for arg in argv]))
-    reset()
-
-
-def make_cache(tmp_path, *argv, name="cache"):
-    precompute(
+def list_cache_flags(tmp_path, *argv, name="cache"):
+    return precompute.flags(
+        tmp_path / name,
         f"--train_data_dir={tmp_path / 'images'}",
         f"--pretrained_model_name_or_path={MODELS}",
-        "--resolution=16",
         "--model_family=prx",
-        f"--output_dir={tmp_path / name}",
         "--rows_per_shard=4",
         "--batch_size=3",
-        "--dataloader_num_workers=0",
         *argv,
     )
 
 
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
+def make_cache(tmp_path, *argv, name="cache"):
+    precompute(*list_cache_flags(tmp_path, *argv, name=name))
 
 
 def open_data(argv):
@@ -149,15 +134,6 @@ def open_data(argv):
     args = script.parse_args([str(arg) for arg in argv])
     launch = script.make_launch(Accelerator(**script.accelerator_options(args)), args)
     return script.open_data(launch, open_base(args), None, {}, args)
-
-
-def refused(capfd, *argv):
-    """The error of a run that ends with status 1."""
-    with pytest.raises(SystemExit) as stop:
-        train(*argv)
-    error = capfd.readouterr().err
-    assert stop.value.code == 1 and error.count("train_flow.py: ") == 1 and "Traceback" not in error
-    return error
 
 
 def losses(folder):
@@ -647,7 +623,7 @@ def test_flow_trains_from_scratch_with_t5_and_a_vae_with_shift(tmp_path, flags):
     assert torch.allclose(latents / 0.5 + 0.25, mean, atol=1e-6)
 
 
-def test_autoencoder_dc_is_cached_as_samples_without_moments(tmp_path, flags, capfd):
+def test_autoencoder_dc_is_cached_as_samples_without_moments(tmp_path, flags):
     blocks = {
         "encoder_block_out_channels": (8, 8),
         "decoder_block_out_channels": (8, 8),
@@ -676,11 +652,9 @@ def test_autoencoder_dc_is_cached_as_samples_without_moments(tmp_path, flags, ca
     assert torch.equal(encode_images(encoders, pixels), vae.encode(pixels / 127.5 - 1).latent)
     train(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--vae_name_or_path={tmp_path / 'dc'}")
     assert type(DiffusionPipeline.from_pretrained(tmp_path / "out").vae) is AutoencoderDC
-    with pytest.raises(SystemExit):
-        make_cache(
-            tmp_path, f"--vae_name_or_path={tmp_path / 'dc'}", "--latents=moments", name="other"
-        )
-    assert "an AutoencoderDC has no moments" in capfd.readouterr().err
+    moments = [f"--vae_name_or_path={tmp_path / 'dc'}", "--latents=moments"]
+    error = precompute.refused(*list_cache_flags(tmp_path, *moments, name="other"))
+    assert "an AutoencoderDC has no moments" in error
 
 
 def test_flow_init_from_continues_at_another_resolution(tmp_path, cached, flags, capfd):
@@ -740,14 +714,14 @@ def test_flow_init_from_continues_at_another_resolution(tmp_path, cached, flags,
     assert pipeline.config.default_sample_size == 32
 
     other = [*second, f"--output_dir={tmp_path / 'third'}"]
-    assert "held out other images than this run, so one run would be measured on" in refused(
-        capfd, *other, "--holdout=0"
+    assert "held out other images than this run, so one run would be measured on" in train.refused(
+        *other, "--holdout=0"
     )
-    assert "is neither a complete checkpoint nor a run with one" in refused(
-        capfd, *other, f"--init_from={tmp_path / 'images'}"
+    assert "is neither a complete checkpoint nor a run with one" in train.refused(
+        *other, f"--init_from={tmp_path / 'images'}"
     )
-    assert "must be above 4: this run counts from the step of" in refused(
-        capfd, *other, "--max_train_steps=4"
+    assert "must be above 4: this run counts from the step of" in train.refused(
+        *other, "--max_train_steps=4"
     )
 
 
@@ -869,7 +843,7 @@ def test_train_flow_turns_tokenizers_parallelism_off(monkeypatch):
 # ------------------------------------------------------------------- errors
 
 
-def test_flow_rank_needs_a_lora_family_and_a_pretrained_transformer(capfd):
+def test_flow_rank_needs_a_lora_family_and_a_pretrained_transformer():
     for flag, sentence in {
         "--model_family=prx": "--rank needs --model_family z-image or flux2-klein or qwen-image "
         "(PRX has no LoRA)",
@@ -877,35 +851,30 @@ def test_flow_rank_needs_a_lora_family_and_a_pretrained_transformer(capfd):
         "--transformer_config_name_or_path out",
     }.items():
         argv = ["--latents_dir=x", "--pretrained_model_name_or_path=x", "--rank=2"]
-        with pytest.raises(SystemExit):
-            script.parse_args([*argv, "--model_family=z-image", flag])
-        assert sentence in capfd.readouterr().err
+        assert sentence in train.refused(*argv, "--model_family=z-image", flag, status=2)
 
 
-def test_mismatched_flow_models_or_caches_give_a_one_sentence_error(tmp_path, cached, flags, capfd):
+def test_mismatched_flow_models_or_caches_give_a_one_sentence_error(tmp_path, cached, flags):
     make_prx(tmp_path / "wide", context_in_dim=48)
     config = f"--transformer_config_name_or_path={tmp_path / 'wide'}"
-    assert "takes 4 channels and embeddings of 48, but the data has 4 and 32" in refused(
-        capfd, *cached, config
+    assert "takes 4 channels and embeddings of 48, but the data has 4 and 32" in train.refused(
+        *cached, config
     )
     make_prx(tmp_path / "coarse", patch_size=3)
     config = f"--transformer_config_name_or_path={tmp_path / 'coarse'}"
-    assert "needs sides that are multiples of 6 pixels, not 16" in refused(capfd, *cached, config)
+    assert "needs sides that are multiples of 6 pixels, not 16" in train.refused(*cached, config)
     config = f"--transformer_config_name_or_path={ROOT / 'configs/unet_32.json'}"
-    assert "holds no PRXTransformer2DModel" in refused(capfd, *cached, config)
+    assert "holds no PRXTransformer2DModel" in train.refused(*cached, config)
     make_cache(tmp_path, "--model_family=sd", name="clip")
-    error = refused(capfd, *flags, f"--latents_dir={tmp_path / 'clip'}")
+    error = train.refused(*flags, f"--latents_dir={tmp_path / 'clip'}")
     assert "does not fit these models" in error and "model_family" in error
-    with pytest.raises(SystemExit):
-        make_cache(tmp_path, "--model_family=sd", "--max_sequence_length=4", name="other")
-    assert (
-        "--max_sequence_length 4 does nothing for Stable Diffusion: leave it out"
-        in capfd.readouterr().err
-    )
-    error = refused(capfd, *cached, "--max_sequence_length=9")
+    wrong = ["--model_family=sd", "--max_sequence_length=4"]
+    error = precompute.refused(*list_cache_flags(tmp_path, *wrong, name="other"))
+    assert "--max_sequence_length 4 does nothing for Stable Diffusion: leave it out" in error
+    error = train.refused(*cached, "--max_sequence_length=9")
     assert "--max_sequence_length 9 is too large: the text encoder takes 8 tokens" in error
     base = make_z_image(tmp_path / "z")
-    error = refused(capfd, *cached, f"--pretrained_model_name_or_path={base}")
+    error = train.refused(*cached, f"--pretrained_model_name_or_path={base}")
     assert f"--model_family prx does not fit {base}, a ZImagePipeline: leave it out" in error
     assert not (tmp_path / "out").exists()
 
@@ -937,10 +906,8 @@ def test_mismatched_flow_models_or_caches_give_a_one_sentence_error(tmp_path, ca
         ),
     ],
 )
-def test_bad_flow_arguments_end_in_one_line(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(argv)
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err
+def test_bad_flow_arguments_end_in_one_line(argv, sentence):
+    assert sentence in train.refused(*argv, status=2)
 
 
 # ------------------------------------------------------------------- launching, and the demo

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from conftest import (
     MODELS,
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -31,7 +32,6 @@ from conftest import (
     metrics,
     patch,
     replace,
-    reset,
     start,
     wait_until,
     weights,
@@ -47,7 +47,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
-import precompute_latents
 import train_text_to_image as script
 from diffusion_training.batches import Prepared
 from diffusion_training.data.captioned_images import CaptionedImages
@@ -62,6 +61,7 @@ from diffusion_training.training.checkpoints import load_start, save_checkpoint
 from diffusion_training.training.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 
 
 @pytest.fixture
@@ -73,18 +73,9 @@ def models(tmp_path):
 def flags(tmp_path, models):
     """A run of 6 steps on 6 images that takes a second; later flags override these."""
     make_captioned(tmp_path / "images", 6)
-    return [
-        f"--pretrained_model_name_or_path={models}",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
-        "--num_validation_images=2",
-    ]
+    return train.flags(
+        tmp_path / "out", f"--pretrained_model_name_or_path={models}", "--num_validation_images=2"
+    )
 
 
 @pytest.fixture
@@ -104,40 +95,16 @@ def cached(tmp_path, flags):
 
 
 def make_cache(tmp_path, *argv, name="cache", images="images"):
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args(
-            [
-                f"--train_data_dir={tmp_path / images}",
-                f"--pretrained_model_name_or_path={MODELS}",
-                "--resolution=16",
-                f"--output_dir={tmp_path / name}",
-                "--rows_per_shard=4",
-                "--batch_size=3",
-                "--dataloader_num_workers=0",
-                *argv,
-            ]
+    precompute(
+        *precompute.flags(
+            tmp_path / name,
+            f"--train_data_dir={tmp_path / images}",
+            f"--pretrained_model_name_or_path={MODELS}",
+            "--rows_per_shard=4",
+            "--batch_size=3",
+            *argv,
         )
     )
-    reset()
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def refused(capfd, *argv):
-    """The error of a run that ends with status 1."""
-    with pytest.raises(SystemExit) as stop:
-        train(*argv)
-    error = capfd.readouterr().err
-    assert (
-        stop.value.code == 1
-        and error.count("train_text_to_image.py: ") == 1
-        and "Traceback" not in error
-    )
-    return error
 
 
 # ------------------------------------------------------------------- commands and their output
@@ -195,14 +162,14 @@ def test_diffusers_text_to_image_commands_save_the_same_checkpoints(tmp_path, fl
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-def test_pretrained_weights_with_nan_are_named_in_the_error(models, images, capfd, part):
+def test_pretrained_weights_with_nan_are_named_in_the_error(models, images, part):
     """Otherwise a run would only report that the loss is not finite."""
     (path,) = (models / part).glob("*.safetensors")
     values = load_file(path)
     name = sorted(values)[0]
     values[name][0] = math.nan
     save_file(values, path, {"format": "pt"})
-    error = refused(capfd, *images)
+    error = train.refused(*images)
     assert f"1 weights with NaN or infinity, such as {name}" in error
 
 
@@ -211,7 +178,7 @@ def change_config(path, **changes):
 
 
 def test_broken_parts_of_a_base_pipeline_give_a_one_sentence_error(
-    tmp_path, models, images, capfd, monkeypatch
+    tmp_path, models, images, monkeypatch
 ):
     for part, name, changes, sentence in (
         ("vae", "config", {"scaling_factor": None}, "its config has no scaling_factor"),
@@ -225,16 +192,16 @@ def test_broken_parts_of_a_base_pipeline_give_a_one_sentence_error(
         path = models / part / f"{name}.json"
         content = path.read_text()
         change_config(path, **changes)
-        assert sentence in refused(capfd, *images)
+        assert sentence in train.refused(*images)
         path.write_text(content)
     index = models / "model_index.json"
     for entry in (None, 5, ["transformers"]):
         content = {"_class_name": "StableDiffusionPipeline", "text_encoder": entry}
         index.write_text(json.dumps(content))
-        assert f"model_index.json has {entry!r} for text_encoder" in refused(capfd, *images)
+        assert f"model_index.json has {entry!r} for text_encoder" in train.refused(*images)
     index.unlink()
     monkeypatch.setenv("RANK", "x")
-    assert "the launched processes can't be set up" in refused(capfd, *images)
+    assert "the launched processes can't be set up" in train.refused(*images)
 
 
 def test_num_validation_images_0_draws_no_samples(tmp_path, images, capfd):
@@ -323,7 +290,7 @@ def test_text_to_image_demo_prints_its_command_and_flags_override_it(tmp_path, c
     assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
 
 
-def test_text_to_image_demo_trains_from_the_demo_cache(tmp_path, capfd):
+def test_text_to_image_demo_trains_from_the_demo_cache(tmp_path):
     quick = [
         "--max_train_steps=2",
         "--num_inference_steps=1",
@@ -336,9 +303,8 @@ def test_text_to_image_demo_trains_from_the_demo_cache(tmp_path, capfd):
         ("pretrained_model_name_or_path", "unet_config_name_or_path"),
     )
     quick += [f"--{name}={getattr(args, name)}" for name in names]
-    assert "make the cache with precompute_latents.py" in refused(capfd, *quick)
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([f"--output_dir={tmp_path / 'latents'}"]))
+    assert "make the cache with precompute_latents.py" in train.refused(*quick)
+    precompute(f"--output_dir={tmp_path / 'latents'}")
     train(*quick)
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
     assert pipeline("a handwritten digit seven", num_inference_steps=1).images[0].size == (8, 8)
@@ -647,9 +613,7 @@ def test_text_cache_of_ids_is_smaller_and_trains_like_embeddings(tmp_path, cache
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0] != losses[1]
 
 
-def test_text_to_image_init_from_continues_at_another_resolution(
-    tmp_path, images, monkeypatch, capfd
-):
+def test_text_to_image_init_from_continues_at_another_resolution(tmp_path, images, monkeypatch):
     """Weights, EMA weights and step count continue. Its own checkpoint takes precedence."""
     train(*images, "--max_train_steps=2")
     begun = []
@@ -673,10 +637,11 @@ def test_text_to_image_init_from_continues_at_another_resolution(
     assert unet.config.sample_size == 16
     # the first phase may have trained on the images held out now
     third = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3", "--holdout=2"]
-    assert "checkpoint-2 held out no images" in refused(capfd, *third)
+    assert "checkpoint-2 held out no images" in train.refused(*third)
     other = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3"]
-    assert "was trained with prediction_type None, not v_prediction: keep the flag" in refused(
-        capfd, *other, "--prediction_type=v_prediction"
+    assert (
+        "was trained with prediction_type None, not v_prediction: keep the flag"
+        in train.refused(*other, "--prediction_type=v_prediction")
     )
 
 
@@ -883,7 +848,7 @@ def test_odd_captions_and_broken_images_are_reported_once(tmp_path, images, flag
     same = "All captions that were checked are 'a photo': is --caption_column right?"
     said = capfd.readouterr().out
     assert said.count(same) == 2 and "the rest is cut off" not in said
-    error = refused(capfd, *images, "--caption_column=caption", f"--output_dir={tmp_path / 'c'}")
+    error = train.refused(*images, "--caption_column=caption", f"--output_dir={tmp_path / 'c'}")
     assert "has no column 'caption', only image, text" in error
 
 
@@ -928,7 +893,7 @@ def test_stable_diffusion_config_has_the_published_parameter_count():
     assert sum(p.numel() for p in unet.parameters()) == 865_910_724  # as published
 
 
-def test_mismatched_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags, models, capfd):
+def test_mismatched_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags, models):
     args = script.parse_args([*flags, "--latents_dir=cache"])
     base = open_base(args)
     assert make_unet_for(args).config.in_channels == 4
@@ -977,7 +942,7 @@ def test_mismatched_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags
     shutil.rmtree(models / "unet")
     with pytest.raises(SystemExit, match="holds no UNet2DConditionModel"):
         make_unet_for(args)
-    error = refused(capfd, *flags, "--latents_dir=cache", f"--output_dir={models}")
+    error = train.refused(*flags, "--latents_dir=cache", f"--output_dir={models}")
     assert f"lies in --pretrained_model_name_or_path {models}" in error
 
 
@@ -1013,13 +978,11 @@ def test_mismatched_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags
         (["--lr_scheduler=piecewise_constant", "--latents_dir=a"], "needs --lr_step_rules"),
     ],
 )
-def test_bad_text_to_image_arguments_end_in_one_line(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(["--pretrained_model_name_or_path=sd", *argv])
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
-    with pytest.raises(SystemExit):
-        script.parse_args(["--latents_dir=a"])
-    assert "--pretrained_model_name_or_path is needed" in capsys.readouterr().err
+def test_bad_text_to_image_arguments_end_in_one_line(argv, sentence):
+    error = train.refused("--pretrained_model_name_or_path=sd", *argv, status=2)
+    assert sentence in error.splitlines()[-1]
+    error = train.refused("--latents_dir=a", status=2)
+    assert "--pretrained_model_name_or_path is needed" in error
 
 
 @pytest.mark.ci

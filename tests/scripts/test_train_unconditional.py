@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -46,45 +47,20 @@ from diffusion_training.training import pipelines
 from diffusion_training.training.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train = Script("train_unconditional")
 
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
     """A run of 6 steps on 6 images that takes a second; later flags override these."""
     make_images(tmp_path / "images", 6)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
         "--num_epochs=1",
-        "--ddpm_num_inference_steps=2",
         "--eval_batch_size=3",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
-    ]
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def refused(capfd, *argv):
-    """The error of a run that ends with status 1."""
-    with pytest.raises(SystemExit) as stop:
-        train(*argv)
-    error = capfd.readouterr().err
-    assert (
-        stop.value.code == 1
-        and error.count("train_unconditional.py: ") == 1
-        and "Traceback" not in error
     )
-    return error
 
 
 # ------------------------------------------------------------------- commands and their output
@@ -540,7 +516,7 @@ def test_more_epochs_continue_a_finished_run_and_fewer_change_nothing(tmp_path, 
         in said
     )
     assert len(metrics(tmp_path / "out")) == 14 and "checkpoint-14" in checkpoints(tmp_path / "out")
-    assert "holds checkpoint-14 of an earlier run" in refused(capfd, *flags)
+    assert "holds checkpoint-14 of an earlier run" in train.refused(*flags)
     elsewhere = ["--num_epochs=3", f"--output_dir={tmp_path / 'new'}", "--resume_from_checkpoint"]
     train(*flags, "--train_batch_size=4", *elsewhere, tmp_path / "out/checkpoint-12")
     assert [record["step"] for record in metrics(tmp_path / "new")] == [*range(1, 15)]
@@ -858,7 +834,7 @@ def test_broken_image_is_skipped_counted_and_reported_once(tmp_path, flags, capf
     for path in (tmp_path / "images").iterdir():
         path.write_bytes(b"no image at all")
     none = [*flags, "--logging_steps=10", f"--output_dir={tmp_path / 'none'}"]
-    assert "none of the last 6 images could be used, for example " in refused(capfd, *none)
+    assert "none of the last 6 images could be used, for example " in train.refused(*none)
     assert not (tmp_path / "none/unet").exists()
 
 
@@ -866,7 +842,7 @@ def test_broken_image_is_skipped_counted_and_reported_once(tmp_path, flags, capf
 
 
 @pytest.mark.parametrize("saves", ["checkpoints", "pipelines"])
-def test_nonfinite_loss_stops_the_run_before_saving(tmp_path, flags, capfd, monkeypatch, saves):
+def test_nonfinite_loss_stops_the_run_before_saving(tmp_path, flags, monkeypatch, saves):
     compute_loss, calls, at = script.compute_loss, [], 4 if saves == "checkpoints" else 8
 
     def break_one_loss(*args):
@@ -876,12 +852,12 @@ def test_nonfinite_loss_stops_the_run_before_saving(tmp_path, flags, capfd, monk
     monkeypatch.setattr(script, "compute_loss", break_one_loss)
     flags = [*flags, "--logging_steps=100", "--save_images_epochs=100"]
     if saves == "checkpoints":
-        error = refused(capfd, *flags, "--checkpointing_steps=1")
+        error = train.refused(*flags, "--checkpointing_steps=1")
         assert "not finite at step 4" in error and "checkpoint-3" in error
         assert checkpoints(tmp_path / "out") == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     else:
-        assert "not finite at step 12" in refused(
-            capfd, *flags, "--num_epochs=3", "--save_model_epochs=1"
+        assert "not finite at step 12" in train.refused(
+            *flags, "--num_epochs=3", "--save_model_epochs=1"
         )
         assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out/unet").values())
 
@@ -914,12 +890,9 @@ def test_nonfinite_loss_stops_the_run_before_saving(tmp_path, flags, capfd, monk
         ),
     ],
 )
-def test_bad_unconditional_arguments_end_in_one_line_and_write_nothing(
-    argv, sentence, tmp_path, capsys
-):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(["--output_dir", str(tmp_path / "out"), *argv])
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err.strip().split("\n")[-1]
+def test_bad_unconditional_arguments_end_in_one_line_and_write_nothing(argv, sentence, tmp_path):
+    error = train.refused(f"--output_dir={tmp_path / 'out'}", *argv, status=2)
+    assert sentence in error.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
@@ -1066,12 +1039,12 @@ def test_main_runs_in_a_thread_and_leaves_its_arguments_unchanged(tmp_path, flag
     assert len(rates) == 2 and rates[0] == rates[1]
 
 
-def test_failed_model_loading_removes_only_a_new_output_folder(tmp_path, flags, capfd):
+def test_failed_model_loading_removes_only_a_new_output_folder(tmp_path, flags):
     wrong = [*flags, "--model_config_name_or_path=nowhere"]
-    assert "nowhere holds no UNet2DModel" in refused(capfd, *wrong)
+    assert "nowhere holds no UNet2DModel" in train.refused(*wrong)
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
-    refused(capfd, *wrong)
+    train.refused(*wrong)
     assert (tmp_path / "out/run.args").exists()
 
 
@@ -1085,7 +1058,7 @@ def test_new_run_deletes_samples_of_a_run_without_checkpoints(tmp_path, flags):
 
 
 @pytest.mark.parametrize("damage", ["empty", "broken", "schema"])
-def test_damaged_shard_of_a_stream_gives_a_one_sentence_error(tmp_path, flags, capfd, damage):
+def test_damaged_shard_of_a_stream_gives_a_one_sentence_error(tmp_path, flags, damage):
     (tmp_path / "shards").mkdir()
     images = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(4)]
     for i in range(2):
@@ -1106,10 +1079,9 @@ def test_damaged_shard_of_a_stream_gives_a_one_sentence_error(tmp_path, flags, c
         path.write_bytes(path.read_bytes()[:-30])
     else:
         pq.write_table(pa.table({"other": [1, 2]}), path)
-    assert "reading the stream failed (" in refused(capfd, *stream)
+    assert "reading the stream failed (" in train.refused(*stream)
     train(*flags, "--max_train_steps=1", f"--output_dir={tmp_path / 'counted'}")
-    said = refused(
-        capfd,
+    said = train.refused(
         *flags,
         "--streaming",
         "--max_train_steps=9",
