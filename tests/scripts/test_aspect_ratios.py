@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from conftest import (
     SHAPES,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -31,6 +32,7 @@ from diffusion_training.latents.encoders import encode_images
 from diffusion_training.latents.reader import CachedLatents
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 
 
 @pytest.fixture
@@ -45,39 +47,23 @@ def transform_flags(tmp_path, *flags):
     ]  # fmt: skip
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(precompute_latents.parse_args(list(map(str, argv))))
-    reset()
+def cache_flags(tmp_path, models, *flags, name="cache"):
+    models = f"--pretrained_model_name_or_path={models}"
+    return precompute.flags(
+        tmp_path / name, *transform_flags(tmp_path), models, "--rows_per_shard=5", *flags
+    )
 
 
 def make_cache(tmp_path, models, *flags, name="cache"):
-    options = ["--batch_size=2", "--rows_per_shard=5", f"--output_dir={tmp_path / name}"]
-    precompute(
-        *transform_flags(tmp_path), f"--pretrained_model_name_or_path={models}", *options, *flags
-    )
+    precompute(*cache_flags(tmp_path, models, *flags, name=name))
     return tmp_path / name
 
 
 def train_flags(tmp_path, models, out="out", *flags):
-    return [
-        f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / out}",
-        "--train_batch_size=2", "--num_train_epochs=2", "--learning_rate=1e-3",
-        "--lr_warmup_steps=0", "--logging_steps=1", "--report_to=none", *flags,
-    ]  # fmt: skip
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def refused(capfd, function, *argv):
-    with pytest.raises(SystemExit) as stop:
-        function(*argv)
-    error = capfd.readouterr().err
-    assert stop.value.code in (1, 2) and "Traceback" not in error
-    return error
+    return train.flags(
+        tmp_path / out, f"--pretrained_model_name_or_path={models}", "--train_batch_size=2",
+        "--num_train_epochs=2", "--lr_warmup_steps=0", *flags,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [make_models, make_sdxl])
@@ -97,7 +83,7 @@ def test_cache_with_buckets_and_masks_trains_like_its_images(tmp_path, data, mak
         assert len(values[0]) >= 1 and values[0] == pytest.approx(values[1], rel=1e-3), name
 
 
-def test_bucket_no_upscale_keeps_small_images_small(tmp_path, data, capfd):
+def test_bucket_no_upscale_keeps_small_images_small(tmp_path, data):
     """At 32 px none of (20, 24), (40, 20), (18, 50) and (30, 30) reaches its bucket."""
     models, small = (
         make_models(tmp_path),
@@ -115,7 +101,7 @@ def test_bucket_no_upscale_keeps_small_images_small(tmp_path, data, capfd):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 3
     squares = transform_flags(tmp_path, *small)
     squares.remove("--bucket_step=4")
-    said = refused(capfd, train, *train_flags(tmp_path, models, "three"), *squares)
+    said = train.refused(*train_flags(tmp_path, models, "three"), *squares, status=2)
     assert "--bucket_no_upscale does nothing without --bucket_step: give both" in said
 
 
@@ -300,7 +286,9 @@ def test_mask_files_are_not_rows_and_bad_masks_are_named(tmp_path, data, capfd):
     precompute(*args, f"--output_dir={cache}")
     assert (cache / "state.json").stat().st_mtime_ns >= before
     os.utime(data / "06.mask.png", (1, 1))
-    assert "source.fingerprint" in refused(capfd, make_cache, tmp_path, models, "--max_skipped=0.5")
+    assert "source.fingerprint" in precompute.refused(
+        *cache_flags(tmp_path, models, "--max_skipped=0.5")
+    )
 
 
 def test_masks_are_found_beside_images_listed_in_metadata(tmp_path, data):
@@ -344,26 +332,26 @@ def test_mask_column_supplies_the_masks(tmp_path):
     (["--mask_column=nothing"],
      "has no column 'nothing', only image, text: choose with --mask_column"),
 ])  # fmt: skip
-def test_bad_bucket_step_or_mask_column_is_refused(tmp_path, data, capfd, flags, said):
-    assert said in refused(capfd, make_cache, tmp_path, make_models(tmp_path), *flags)
+def test_bad_bucket_step_or_mask_column_is_refused(tmp_path, data, flags, said):
+    assert said in precompute.refused(*cache_flags(tmp_path, make_models(tmp_path), *flags))
     assert not (tmp_path / "cache").exists()
 
 
-def test_caches_with_different_buckets_or_masks_are_refused(tmp_path, data, capfd):
+def test_caches_with_different_buckets_or_masks_are_refused(tmp_path, data):
     models = make_models(tmp_path)
     make_cache(tmp_path, models)
-    assert "transform.bucket_step 4 -> 8" in refused(
-        capfd, make_cache, tmp_path, models, "--bucket_step=8"
+    assert "transform.bucket_step 4 -> 8" in precompute.refused(
+        *cache_flags(tmp_path, models, "--bucket_step=8")
     )
     for path in data.glob("*.mask.png"):
         path.unlink()
     make_cache(tmp_path, models, name="other")
     both = ["--latents_dir", str(tmp_path / "cache"), str(tmp_path / "other")]
-    error = refused(capfd, train, *train_flags(tmp_path, models), *both)
+    error = train.refused(*train_flags(tmp_path, models), *both)
     assert "features ['ragged latents'] -> ['ragged latents', 'masks']" in error
     both = ["--use_aspect_ratio_buckets", "--latents_dir", str(tmp_path / "cache")]
-    assert "--bucket_step does nothing with --latents_dir" in refused(
-        capfd, train, *train_flags(tmp_path, models), *both
+    assert "--bucket_step does nothing with --latents_dir" in train.refused(
+        *train_flags(tmp_path, models), *both, status=2
     )
     args = precompute_latents.parse_args([
         "--train_data_dir=.", "--use_aspect_ratio_buckets", "--vae_name_or_path=a",
@@ -375,12 +363,7 @@ def test_caches_with_different_buckets_or_masks_are_refused(tmp_path, data, capf
 def test_bucketed_cache_bytes_are_the_same_on_one_and_two_processes(tmp_path, data):
     models = make_models(tmp_path)
     one = make_cache(tmp_path, models)
-    flags = [
-        *transform_flags(tmp_path),
-        f"--pretrained_model_name_or_path={models}",
-        "--batch_size=2",
-    ]
-    flags += ["--rows_per_shard=5", f"--output_dir={tmp_path / 'two'}"]
+    flags = cache_flags(tmp_path, models, name="two")
     pids = start(lambda: precompute(*flags), 2, log=tmp_path / "log")
     assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
     for path in one.glob("data-*"):

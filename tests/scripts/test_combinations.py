@@ -8,17 +8,16 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import finish, make_masked, make_models, make_sdxl, metrics, reset, start
+from conftest import Script, finish, make_masked, make_models, make_sdxl, metrics, start
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
 from safetensors.torch import load_file
 from test_train_lora import FILE, contents
 
-import precompute_latents
-import train_text_to_image as script
 from diffusion_training.order import step_seed
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 KOHYA = "pytorch_lora_weights_kohya.safetensors"
 # All features together. EMA needs no flag.
 ALL = ["--rank=4", "--lora_alpha=8", "--mixed_precision=bf16", "--optimizer=adamw8bit",
@@ -26,15 +25,13 @@ ALL = ["--rank=4", "--lora_alpha=8", "--mixed_precision=bf16", "--optimizer=adam
        "--gradient_accumulation_steps=2", "--train_batch_size=2"]  # fmt: skip
 
 
-def precompute(folder, name, *more):
+def make_cache(folder, name, *more):
     """A cache of images of four sizes, a third of them with a mask."""
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([
-        f"--train_data_dir={folder / 'data'}", f"--pretrained_model_name_or_path={folder / 'sdxl'}",
-        "--resolution=16", f"--output_dir={folder / name}", f"--cache_dir={folder / 'datasets'}",
-        "--dataloader_num_workers=0", "--rows_per_shard=5", "--batch_size=3", *more,
-    ]))  # fmt: skip
-    reset()
+    precompute(*precompute.flags(
+        folder / name, f"--train_data_dir={folder / 'data'}",
+        f"--pretrained_model_name_or_path={folder / 'sdxl'}", f"--cache_dir={folder / 'datasets'}",
+        "--rows_per_shard=5", "--batch_size=3", *more,
+    ))  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     make_sdxl(folder)
     make_masked(folder / "data")
-    precompute(
+    make_cache(
         folder, "cache", "--bucket_step=4", "--random_flip", "--text_cache=ids", "--center_crop"
     )
     return folder
@@ -60,12 +57,11 @@ def eight_bits_for_small_tensors(monkeypatch):
 @pytest.fixture
 def flags(tmp_path, inputs):
     """Steps of four images out of twelve; later flags override these."""
-    return [
-        f"--pretrained_model_name_or_path={inputs / 'sdxl'}", f"--output_dir={tmp_path / 'out'}",
-        "--max_train_steps=4", "--learning_rate=1e-2", "--lr_warmup_steps=0", "--logging_steps=1",
-        "--report_to=none", "--num_inference_steps=2", "--num_validation_images=1",
-        "--guidance_scale=3",
-    ]  # fmt: skip
+    return train.flags(
+        tmp_path / "out", f"--pretrained_model_name_or_path={inputs / 'sdxl'}",
+        "--max_train_steps=4", "--learning_rate=1e-2", "--lr_warmup_steps=0",
+        "--num_validation_images=1", "--guidance_scale=3",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -81,11 +77,6 @@ def images(inputs):
     ]  # fmt: skip
 
 
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
 def test_dry_run_row_size_matches_the_cache(inputs, capfd):
     """Latents of 8 x 8, plain and mirrored, tokens of two encoders, sizes, and a mask.
 
@@ -93,7 +84,7 @@ def test_dry_run_row_size_matches_the_cache(inputs, capfd):
     """
     flags = ["--bucket_step=4", "--random_flip", "--text_cache=ids", "--dry_run"]
     for more, mask, wanted in ((flags, 64, 8 + 16), (flags[1:], 64, 16)):
-        precompute(inputs, "none", *more)
+        make_cache(inputs, "none", *more)
         each = 2 * 2 * 8 * 64 + 2 * 4 * 8 + wanted + mask
         said = f"12 rows of {'up to ' * (wanted > 16)}{each / 1e3:.2f}kB (64.0B for the caption)"
         assert said in capfd.readouterr().out
@@ -292,9 +283,8 @@ def caches(tmp_path_factory):
             )
             path = folder / "-".join([run["model"], run["mask"], run["shape"], kind, *more])
             if not path.exists():
-                reset()
                 argv = [*found, *source, f"--text_cache={kind}", f"--output_dir={path}", *more]
-                precompute_latents.main(precompute_latents.parse_args(argv))
+                precompute(*argv)
             paths.append(str(path))
         return [*found, "--random_flip", "--latents_dir", *paths]
 
@@ -305,19 +295,18 @@ def caches(tmp_path_factory):
 def test_each_row_of_the_feature_table_trains(tmp_path, run, caches):
     out = tmp_path / "out"
     flags = itertools.chain.from_iterable(FLAGS[name][kind] for name, kind in run.items())
-    common = [
-        "--max_train_steps=2",
-        "--learning_rate=1e-2",
-        "--lr_warmup_steps=0",
-        "--logging_steps=1",
-    ]
-    common += [
-        "--report_to=none",
-        "--num_inference_steps=1",
-        "--num_validation_images=1",
-        f"--output_dir={out}",
-    ]
-    train(*caches(run), *flags, *common)
+    train(
+        *train.flags(
+            out,
+            *caches(run),
+            *flags,
+            "--max_train_steps=2",
+            "--learning_rate=1e-2",
+            "--lr_warmup_steps=0",
+            "--num_inference_steps=1",
+            "--num_validation_images=1",
+        )
+    )
     records = metrics(out)
     assert [record["step"] for record in records if "loss" in record] == [1, 2]
     assert all(

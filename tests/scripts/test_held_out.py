@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from conftest import (
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -17,13 +18,10 @@ from conftest import (
     make_images,
     metrics,
     patch,
-    reset,
     start,
 )
 from diffusers import UNet2DConditionModel
 
-import precompute_latents
-import train_text_to_image
 import train_unconditional as script
 from diffusion_training.data.rows import load_rows
 from diffusion_training.order import step_seed
@@ -31,35 +29,24 @@ from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.report import save_loss
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_unconditional"), Script("precompute_latents")
+train_text_to_image = Script("train_text_to_image")
 
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
     """6 steps on 12 images, 4 of which are held out."""
     make_images(tmp_path / "images", 12)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
         "--max_train_steps=6",
-        "--learning_rate=1e-3",
-        "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=1",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
         "--holdout=4",
         "--validation_steps=2",
         "--random_flip",
-    ]
-
-
-def train(*argv, script=script):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
+    )
 
 
 def held_out(folder):
@@ -76,7 +63,6 @@ def test_held_out_images_are_not_trained_on(tmp_path, flags, monkeypatch):
 
     monkeypatch.setattr(script, "compute_loss", record)
     train(*flags, "--max_train_steps=8", "--validation_steps=8")
-    reset()
     args = script.parse_args(flags)
     dataset = script.ImageDataset(load_rows(args), 3, 0, args)
     rows, held = hold_out(Accelerator(cpu=True), dataset, args.holdout, args.seed)
@@ -176,11 +162,8 @@ def test_progress_bar_and_card_show_the_held_out_loss(tmp_path, flags, capfd):
         assert f"| {name} | {last[name]:.4g} |" in card
     # The training loss is in the last but one record
     assert save_loss(tmp_path / "out") == metrics(tmp_path / "out")[-2]["loss"]
-    with pytest.raises(SystemExit):
-        train(*flags, "--holdout=3", "--resume_from_checkpoint=latest")
-    assert (
-        "checkpoint-4 held out other images, so it may have been trained" in capfd.readouterr().err
-    )
+    error = train.refused(*flags, "--holdout=3", "--resume_from_checkpoint=latest")
+    assert "checkpoint-4 held out other images, so it may have been trained" in error
 
 
 def test_cache_and_images_give_the_same_held_out_loss(tmp_path):
@@ -206,13 +189,12 @@ def test_cache_and_images_give_the_same_held_out_loss(tmp_path):
         "--resolution=16",
         "--dataloader_num_workers=0",
     ]
-    train(
+    precompute(
         *shared,
         *images,
         "--center_crop",
         "--rows_per_shard=5",
         f"--output_dir={tmp_path / 'cache'}",
-        script=precompute_latents,
     )
     flags = [
         *shared,
@@ -230,8 +212,8 @@ def test_cache_and_images_give_the_same_held_out_loss(tmp_path):
         ("a", images, 0.9),
         ("b", [f"--latents_dir={tmp_path / 'cache'}"], 0),
     ):
-        train(*flags, *source, f"--caption_dropout={dropout}", f"--output_dir={tmp_path / name}",
-              script=train_text_to_image)  # fmt: skip
+        argv = [*flags, *source, f"--caption_dropout={dropout}"]
+        train_text_to_image(*argv, f"--output_dir={tmp_path / name}")
     a, b = held_out(tmp_path / "a"), held_out(tmp_path / "b")
     assert len(a) == len(b) == 2 and a[1] == pytest.approx(b[1], rel=1e-3)
     # The weights did not change, and the loss depends on nothing else
@@ -239,7 +221,7 @@ def test_cache_and_images_give_the_same_held_out_loss(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["deleted", "more", "order", "parent", "sample"])
-def test_renamed_or_renumbered_rows_never_hold_out_trained_images(tmp_path, flags, way, capfd):
+def test_renamed_or_renumbered_rows_never_hold_out_trained_images(tmp_path, flags, way):
     """The checkpoint recognizes held-out images by their content."""
     flags += ["--max_train_steps=2", "--resume_from_checkpoint=latest", "--validation_steps=99"]
     files = sorted((tmp_path / "images").iterdir())
@@ -265,9 +247,8 @@ def test_renamed_or_renumbered_rows_never_hold_out_trained_images(tmp_path, flag
         (tmp_path / "data").mkdir()
         (tmp_path / "images").rename(tmp_path / "data/images")
         flags += [f"--train_data_dir={tmp_path / 'data'}"]
-    with pytest.raises(SystemExit):
-        train(*flags, "--max_train_steps=3")
-    assert "checkpoint-2 held out other images, so it may have been" in capfd.readouterr().err
+    error = train.refused(*flags, "--max_train_steps=3")
+    assert "checkpoint-2 held out other images, so it may have been" in error
     train(*flags, "--max_train_steps=3", "--holdout=0")
 
 

@@ -19,12 +19,12 @@ import torch
 from conftest import (
     MODELS,
     ROOT,
+    Script,
     finish,
     kill,
     make_models,
     make_prx,
     make_unet_config,
-    reset,
     start,
     wait_until,
 )
@@ -32,13 +32,9 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel, UNet2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
-import precompute_latents
-import train_flow
-import train_text_to_image
-import train_unconditional
-
 pytestmark = pytest.mark.usefixtures("without_figures")
-BIG = {script.__name__: script for script in (train_unconditional, train_text_to_image, train_flow)}
+BIG = {name: Script(name) for name in ("train_unconditional", "train_text_to_image", "train_flow")}
+precompute = Script("precompute_latents")
 PATHS = {name: ROOT / "minimal" / f"{name}.py" for name in BIG}
 # Flags of the big scripts that change no weights
 FASTER = {
@@ -85,9 +81,7 @@ def inputs(tmp_path_factory):
             flags = [f"--train_data_dir={folder / 'images'}", "--resolution=16", "--random_flip"]
             flags += [f"--pretrained_model_name_or_path={MODELS}", f"--model_family={family}"]
             flags += [f"--output_dir={folder / f'cache-{family}'}", "--dataloader_num_workers=0"]
-            reset()
-            precompute_latents.main(precompute_latents.parse_args(flags))
-            reset()
+            precompute(*flags)
     return folder
 
 
@@ -105,8 +99,7 @@ def data_flags(name, inputs, pretrained=False):
 
 
 def run_big(name, *flags):
-    reset()
-    BIG[name].main(BIG[name].parse_args([*flags, "--report_to=none", *FASTER[name]]))
+    BIG[name](*flags, "--report_to=none", *FASTER[name])
 
 
 def run_twin(name, *flags, text=None):
@@ -257,9 +250,7 @@ def test_minimal_demo_trains_like_the_big_scripts_demo(tmp_path, name, monkeypat
     if name != UNCONDITIONAL:
         family = "prx" if name == FLOW else "sd"
         flags = ["--max_train_samples=70", f"--model_family={family}", "--dataloader_num_workers=0"]
-        reset()
-        precompute_latents.main(precompute_latents.parse_args(flags))
-        reset()
+        precompute(*flags)
     flags = ["--max_train_steps=3", "--lr_warmup_steps=2"]
     train(run_big, name, tmp_path / "big", flags)
     train(run_twin, name, tmp_path / "twin", flags)
@@ -269,7 +260,7 @@ def test_minimal_demo_trains_like_the_big_scripts_demo(tmp_path, name, monkeypat
 def test_minimal_demo_has_as_many_steps_as_the_big_scripts():
     """29 steps are an epoch of 1,797 digits in batches of 64."""
     for name, script in BIG.items():
-        demo = script.parse_args([])
+        demo = script.module.parse_args([])
         steps = demo.max_train_steps or demo.num_train_epochs * 29
         assert re.findall(r"\bmax_train_steps=(\d+)", PATHS[name].read_text()) == [str(steps)]
 
@@ -481,7 +472,9 @@ def test_minimal_flags_have_the_defaults_of_the_big_script(name, tmp_path):
         (tmp_path / path).touch()
     base = ["--pretrained_model_name_or_path=base"]
     data = "--train_data_dir" if name == UNCONDITIONAL else "--latents_dir"
-    args = vars(BIG[name].parse_args([data, str(tmp_path), *(base if data[2] == "l" else [])]))
+    args = vars(
+        BIG[name].module.parse_args([data, str(tmp_path), *(base if data[2] == "l" else [])])
+    )
     flags = {}
     for node in ast.walk(ast.parse(PATHS[name].read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "add":

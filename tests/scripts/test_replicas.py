@@ -5,34 +5,29 @@ import os
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import checkpoints, finish, make_images, reset, start
+from conftest import Script, checkpoints, finish, make_images, start
 
-import train_unconditional as script
 from diffusion_training.training.replicas import check_replicas, list_replicas, sum_bits
 from diffusion_training.training.state import Training
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train = Script("train_unconditional")
 
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
     """6 steps, with a checkpoint at every second one, which replaces the previous one."""
     make_images(tmp_path / "images", 12)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
         "--max_train_steps=6",
         "--checkpointing_steps=2",
         "--checkpoints_total_limit=1",
         "--lr_warmup_steps=0",
         "--ddpm_num_inference_steps=1",
-        "--eval_batch_size=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
-    ]
+    )
 
 
 def flip_bit(weight):
@@ -58,8 +53,7 @@ def test_flipped_bit_in_one_process_ends_the_run_at_the_next_checkpoint(
                 flip_bit(getattr(self, part)["unet"].conv_out.weight)
 
         Training.advance = advance_and_corrupt
-        reset()
-        script.main(script.parse_args(flags))
+        train(*flags)
 
     log = tmp_path / "log"
     codes = set(finish(start(run, 2, log)))

@@ -16,11 +16,10 @@ from html import escape, unescape
 
 import pytest
 import torch
-from conftest import MODELS, ROOT, make_images, metrics, patch, replace
+from conftest import MODELS, ROOT, Script, make_images, metrics, patch, replace
 from PIL import Image
 
 import train_text_to_image
-import train_unconditional as script
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.training.report import draw_curves, save_report
 
@@ -40,22 +39,18 @@ def test_report_shows_the_run_and_skipped_images_at_every_validation(
 ):
     make_images(tmp_path / "images", 6)
     (tmp_path / f"images/{HOSTILE}.png").write_bytes(b"no image")
-    flags = [
+    train = Script("train_unconditional")
+    flags = train.flags(
+        tmp_path / HOSTILE,
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / HOSTILE}",
         "--train_batch_size=2",
         "--num_epochs=2",
-        "--ddpm_num_inference_steps=2",
         "--eval_batch_size=3",
         "--save_images_epochs=1",
-        "--logging_steps=1",
-        "--report_to=none",
         "--lr_warmup_steps=0",
-        "--dataloader_num_workers=0",
         "--checkpointing_steps=99",
-    ]
+    )
     written = []
 
     def record_report(script, describe, step, *rest):
@@ -66,7 +61,7 @@ def test_report_shows_the_run_and_skipped_images_at_every_validation(
 
     patch(monkeypatch, "save_report", record_report)
     patch(monkeypatch, "find_signs", lambda *_: {"x": f"a sign {HOSTILE}"})
-    script.main(script.parse_args(flags))
+    train(*flags)
     assert written == [(4, True), (8, True)]
     page = (tmp_path / HOSTILE / "report.html").read_text()
     assert HOSTILE not in page and "<script" not in page  # names are text

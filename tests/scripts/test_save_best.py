@@ -7,22 +7,22 @@ import os
 import diffusers
 import pytest
 from conftest import (
+    Script,
     assert_same_weights,
     finish,
     make_captioned,
     make_images,
     make_models,
     patch,
-    reset,
     start,
 )
 
-import train_text_to_image
 import train_unconditional as script
 from diffusion_training.training import best
 from diffusion_training.training.best import read_best
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, train_text_to_image = Script("train_unconditional"), Script("train_text_to_image")
 LOSSES = [0.9, 0.4, 0.3, 0.6, 0.35, 0.7]  # of the steps 1 to 6
 
 
@@ -30,26 +30,18 @@ LOSSES = [0.9, 0.4, 0.3, 0.6, 0.35, 0.7]  # of the steps 1 to 6
 def flags(tmp_path, unet_config):
     """6 steps, all measured, with a checkpoint at every second one."""
     make_images(tmp_path / "images", 12)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
         "--max_train_steps=6",
-        "--learning_rate=1e-3",
-        "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=1",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
         "--holdout=4",
         "--validation_steps=1",
         "--save_best",
         "--checkpointing_steps=2",
         "--resume_from_checkpoint=latest",
-    ]
+    )
 
 
 @pytest.fixture
@@ -70,11 +62,6 @@ def losses(monkeypatch):
     return said
 
 
-def train(*argv, script=script):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
 def run_until_killed(flags, monkeypatch, name, at):
     """Run with these flags, and die in the function `name` at step `at`."""
     holder = script if hasattr(script, name) else best
@@ -93,14 +80,12 @@ def run_until_killed(flags, monkeypatch, name, at):
         assert finish(start(lambda: train(*flags))) == [9]
 
 
-def test_save_best_never_replaces_a_folder_of_the_user(tmp_path, flags, capfd):
+def test_save_best_never_replaces_a_folder_of_the_user(tmp_path, flags):
     for name in ("best", "best-before"):
         folder = tmp_path / "out" / name
         folder.mkdir(parents=True)
         (tmp_path / "out/run.args").touch()
-        with pytest.raises(SystemExit):
-            train(*flags)
-        assert f"out/{name}, which is not from a run: rename that" in capfd.readouterr().err
+        assert f"out/{name}, which is not from a run: rename that" in train.refused(*flags)
         best.restore_best(tmp_path / "out", -1)
         folder.rmdir()  # it is still there
 
@@ -171,22 +156,22 @@ def test_new_run_forgets_the_best_of_an_earlier_run(tmp_path, flags, losses, mon
 def test_best_of_a_lora_is_the_adapter_file(tmp_path, losses):
     make_models(tmp_path)
     make_captioned(tmp_path / "images", 6)
-    train(
-        f"--pretrained_model_name_or_path={tmp_path / 'sd'}",
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--rank=2",
-        "--resolution=16",
-        "--train_batch_size=2",
-        "--max_train_steps=4",
-        "--validation_steps=1",
-        "--holdout=2",
-        "--checkpointing_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
-        "--learning_rate=1e-2",
-        f"--output_dir={tmp_path / 'out'}",
-        "--save_best",
-        script=train_text_to_image,
+    train_text_to_image(
+        *train_text_to_image.flags(
+            tmp_path / "out",
+            f"--pretrained_model_name_or_path={tmp_path / 'sd'}",
+            f"--train_data_dir={tmp_path / 'images'}",
+            "--rank=2",
+            "--resolution=16",
+            "--train_batch_size=2",
+            "--max_train_steps=4",
+            "--validation_steps=1",
+            "--holdout=2",
+            "--checkpointing_steps=1",
+            "--dataloader_num_workers=0",
+            "--learning_rate=1e-2",
+            "--save_best",
+        )
     )
     file = "pytorch_lora_weights.safetensors"
     names = {path.name for path in (tmp_path / "out/best").iterdir()}
@@ -199,10 +184,9 @@ def test_best_of_a_lora_is_the_adapter_file(tmp_path, losses):
     assert files[0] == files[1] != files[2]
 
 
-def test_save_best_needs_holdout(flags, capsys):
-    with pytest.raises(SystemExit):
-        script.parse_args([*flags, "--holdout=0"])
-    assert "--save_best needs --holdout: the best weights" in capsys.readouterr().err
+def test_save_best_needs_holdout(flags):
+    error = train.refused(*flags, "--holdout=0", status=2)
+    assert "--save_best needs --holdout: the best weights" in error
 
 
 @pytest.mark.parametrize("best", [2, 3])

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from conftest import (
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -24,7 +25,6 @@ from conftest import (
     make_sdxl,
     metrics,
     patch,
-    reset,
     start,
     wait_until,
 )
@@ -47,6 +47,7 @@ from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import step_seed
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 
 
 @pytest.fixture
@@ -61,19 +62,12 @@ def sdxl(tmp_path):
 def flags(tmp_path, sdxl):
     """Six steps on six images; later flags override these."""
     make_captioned(tmp_path / "images", 6)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={sdxl}",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         "--guidance_scale=3",
-    ]
+    )
 
 
 @pytest.fixture
@@ -91,40 +85,18 @@ def change(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args([*map(str, argv), "--dataloader_num_workers=0"])
-    )
-    reset()
-
-
 def make_cache(tmp_path, *argv, name="cache", sdxl="sdxl"):
     precompute(
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--pretrained_model_name_or_path={tmp_path / sdxl}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / name}",
-        "--rows_per_shard=4",
-        "--batch_size=3",
-        *argv,
+        *precompute.flags(
+            tmp_path / name,
+            f"--train_data_dir={tmp_path / 'images'}",
+            f"--pretrained_model_name_or_path={tmp_path / sdxl}",
+            "--rows_per_shard=4",
+            "--batch_size=3",
+            *argv,
+        )
     )
     return f"--latents_dir={tmp_path / name}"
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([*map(str, argv)]))
-
-
-def refused(capfd, function, *argv):
-    """The error of a run that ends with status 1: one sentence."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        function(*argv)
-    error = capfd.readouterr().err
-    assert stop.value.code == 1 and error.count(".py: ") == 1 and "Traceback" not in error, error
-    return error.splitlines()[-1]
 
 
 @pytest.fixture
@@ -404,6 +376,7 @@ def test_default_resolution_is_1024_for_sdxl_and_512_for_sd(tmp_path, flags, ima
     """512 for Stable Diffusion. `--dry_run` prints the size of a row, and writes nothing."""
     make_models(tmp_path)
     flags = [f"--train_data_dir={tmp_path / 'images'}", f"--output_dir={tmp_path / 'cache'}"]
+    flags += ["--dataloader_num_workers=0"]
     for folder, side, caption in (("sdxl", 1024, 2 * (8 * 48 + 24)), ("sd", 512, 2 * 8 * 32)):
         model = f"--pretrained_model_name_or_path={tmp_path / folder}"
         precompute(*flags, model, "--dry_run")
@@ -412,7 +385,6 @@ def test_default_resolution_is_1024_for_sdxl_and_512_for_sd(tmp_path, flags, ima
             f"6 rows of {(latents + caption) / 1e6:.2f}MB ({caption}B for the caption)"
             in capfd.readouterr().out
         )
-        reset()
         args = script.parse_args([*flags, model, "--mixed_precision=no"])
         launch = make_launch(Accelerator(**accelerator_options(args)), args)
         assert open_data(launch, open_base(args), None, {}, args).resolution == side
@@ -451,19 +423,18 @@ def test_vae_with_force_upcast_stays_in_float32(tmp_path, flags, images, force_u
 # ------------------------------------------------------------------- errors
 
 
-def test_untrainable_sdxl_pipelines_give_a_one_sentence_error(tmp_path, flags, images, capfd):
+def test_untrainable_sdxl_pipelines_give_a_one_sentence_error(tmp_path, flags, images):
     index = tmp_path / "sdxl/model_index.json"
     whole = index.read_text()
-    argv = [
+    argv = precompute.flags(
+        tmp_path / "cache",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'cache'}",
-    ]
+    )
 
     def both(sentence, *more):
-        for function, given in ((precompute, argv), (train, images)):
-            assert sentence in refused(capfd, function, *given, *more)
+        for run, given in ((precompute, argv), (train, images)):
+            assert sentence in run.refused(*given, *more)
 
     change(
         index,
@@ -496,7 +467,7 @@ def test_untrainable_sdxl_pipelines_give_a_one_sentence_error(tmp_path, flags, i
     assert not (tmp_path / "cache").exists()
 
 
-def test_unet_of_another_family_gives_a_one_sentence_error(tmp_path, flags, images, capfd):
+def test_unet_of_another_family_gives_a_one_sentence_error(tmp_path, flags, images):
     sd = make_models(tmp_path)
     config = json.loads((tmp_path / "sdxl/unet/config.json").read_text())
     (tmp_path / "xl.json").write_text(json.dumps({**config, "cross_attention_dim": 32}))
@@ -510,35 +481,33 @@ def test_unet_of_another_family_gives_a_one_sentence_error(tmp_path, flags, imag
         ("sdxl", "narrow", "narrow.json can't be trained here"),
     ):
         argv = [*images, f"--pretrained_model_name_or_path={tmp_path / model}"]
-        assert sentence in refused(
-            capfd, train, *argv, f"--unet_config_name_or_path={tmp_path / unet}.json"
+        assert sentence in train.refused(
+            *argv, f"--unet_config_name_or_path={tmp_path / unet}.json"
         )
     shutil.rmtree(tmp_path / "sdxl/unet")
     shutil.copytree(sd / "unet", tmp_path / "sdxl/unet")
-    assert "takes 4 channels and embeddings of 32, but the data has 4 and 48" in refused(
-        capfd, train, *images
+    assert "takes 4 channels and embeddings of 32, but the data has 4 and 48" in train.refused(
+        *images
     )
 
 
-def test_sd_and_sdxl_caches_can_not_be_exchanged(tmp_path, flags, capfd):
+def test_sd_and_sdxl_caches_can_not_be_exchanged(tmp_path, flags):
     make_models(tmp_path)
     sdxl, sd = make_cache(tmp_path, name="xl"), make_cache(tmp_path, name="plain", sdxl="sd")
     model = f"--pretrained_model_name_or_path={tmp_path / 'sd'}"
     assert "plain does not fit these models or the first cache" in (
-        said := refused(capfd, train, *flags, sd)
+        said := train.refused(*flags, sd)
     )
     assert "text_encoder_2" in said
     assert "xl does not fit these models or the first cache" in (
-        said := refused(capfd, train, *flags, model, sdxl)
+        said := train.refused(*flags, model, sdxl)
     )
     assert "prompt_embeds_shape" in said
     for first, second, more in (("xl", "plain", []), ("plain", "xl", [model])):
         both = [*flags, *more, "--latents_dir", tmp_path / first, tmp_path / second]
-        assert f"{second} does not fit these models or the first cache" in refused(
-            capfd, train, *both
-        )
+        assert f"{second} does not fit these models or the first cache" in train.refused(*both)
     change(tmp_path / "sdxl/model_index.json", force_zeros_for_empty_prompt=False)
-    assert "force_zeros_for_empty_prompt" in refused(capfd, train, *flags, sdxl)
+    assert "force_zeros_for_empty_prompt" in train.refused(*flags, sdxl)
 
 
 def rewrite(folder, **values):
@@ -548,7 +517,7 @@ def rewrite(folder, **values):
     change(folder / "state.json", _fingerprint=fingerprint_cache(cache))
 
 
-def test_cache_lists_its_features_and_unknown_ones_are_refused(tmp_path, flags, capfd):
+def test_cache_lists_its_features_and_unknown_ones_are_refused(tmp_path, flags):
     """A cache lists what goes beyond Stable Diffusion; an unknown entry or format is an error."""
     make_models(tmp_path)
     sdxl, sd = make_cache(tmp_path, name="xl"), make_cache(tmp_path, name="plain", sdxl="sd")
@@ -571,11 +540,9 @@ def test_cache_lists_its_features_and_unknown_ones_are_refused(tmp_path, flags, 
     train(*flags, f"--pretrained_model_name_or_path={tmp_path / 'sd'}", sd, "--max_train_steps=1")
     other = [*flags, f"--output_dir={tmp_path / 'other'}"]
     rewrite(tmp_path / "xl", features=["sdxl", "odour", "masks2"])
-    assert "xl holds masks2, odour, which this version can't read" in refused(
-        capfd, train, *other, sdxl
-    )
+    assert "xl holds masks2, odour, which this version can't read" in train.refused(*other, sdxl)
     rewrite(tmp_path / "xl", format_version=3)
-    assert "xl has format 3, but this version reads 4" in refused(capfd, train, *other, sdxl)
+    assert "xl has format 3, but this version reads 4" in train.refused(*other, sdxl)
 
 
 # ------------------------------------------------------------------- coming from diffusers

@@ -39,7 +39,6 @@ from conftest import (
     metrics,
     patch,
     replace,
-    reset,
     start,
     wait_until,
     weights,
@@ -130,7 +129,6 @@ def make_cache(tmp_path, *argv, name="cache"):
 
 def open_data(argv):
     """The data of a run."""
-    reset()
     args = script.parse_args([str(arg) for arg in argv])
     launch = script.make_launch(Accelerator(**script.accelerator_options(args)), args)
     return script.open_data(launch, open_base(args), None, {}, args)

@@ -22,6 +22,7 @@ import torch
 from conftest import (
     MODELS,
     ROOT,
+    Script,
     checkpoints,
     finish,
     launch,
@@ -31,7 +32,6 @@ from conftest import (
     open_pipeline,
     patch,
     replace,
-    reset,
     start,
 )
 from diffusers import StableDiffusionPipeline
@@ -40,7 +40,6 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import precompute_latents
 import train_text_to_image as script
 from diffusion_training.families.opening import open_base
 from diffusion_training.order import step_seed
@@ -51,6 +50,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import evaluate_samples
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 FILE = "pytorch_lora_weights.safetensors"
 KOHYA = "pytorch_lora_weights_kohya.safetensors"
 UMASK = os.umask(0o022)
@@ -63,61 +63,33 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     make_models(folder)
     make_captioned(folder / "images", 7)
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args(
-            [
-                f"--train_data_dir={folder / 'images'}",
-                f"--pretrained_model_name_or_path={MODELS}",
-                "--resolution=16",
-                f"--cache_dir={folder / 'datasets'}",
-                f"--output_dir={folder / 'cache'}",
-                "--random_flip",
-                "--dataloader_num_workers=0",
-            ]
+    precompute(
+        *precompute.flags(
+            folder / "cache",
+            f"--train_data_dir={folder / 'images'}",
+            f"--pretrained_model_name_or_path={MODELS}",
+            f"--cache_dir={folder / 'datasets'}",
+            "--random_flip",
         )
     )
-    reset()
     return folder
 
 
 @pytest.fixture
 def flags(tmp_path, inputs):
     """A run of 4 steps; later flags override these."""
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={inputs / 'sd'}",
         f"--latents_dir={inputs / 'cache'}",
         "--rank=2",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
-        "--num_train_epochs=1",
         "--learning_rate=1e-2",
         "--lr_warmup_steps=1",
         "--lr_scheduler=cosine",
         "--checkpointing_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
-    ]
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def refused(capfd, *argv):
-    """The error of a run that ends with status 1."""
-    with pytest.raises(SystemExit) as stop:
-        train(*argv)
-    error = capfd.readouterr().err
-    assert (
-        stop.value.code == 1
-        and error.count("train_text_to_image.py: ") == 1
-        and "Traceback" not in error
     )
-    return error
 
 
 def contents(folder):
@@ -167,7 +139,7 @@ def test_resumed_lora_run_is_bit_identical(tmp_path, flags, num_processes, more)
         )
 
 
-def test_network_weights_continues_training_a_lora_file(tmp_path, flags, capfd):
+def test_network_weights_continues_training_a_lora_file(tmp_path, flags):
     train(*flags)
     again = [*flags, f"--network_weights={tmp_path / 'out'}", f"--output_dir={tmp_path / 'again'}"]
     train(*again, "--learning_rate=0", "--lora_alpha=8")
@@ -176,8 +148,8 @@ def test_network_weights_continues_training_a_lora_file(tmp_path, flags, capfd):
     train(*again)
     one, other = (load_file(tmp_path / name / FILE) for name in ("out", "more"))
     assert any(not torch.equal(one[name], other[name]) for name in one)
-    assert "its rank is 2" in refused(
-        capfd, *again, "--rank=4", f"--output_dir={tmp_path / 'other'}"
+    assert "its rank is 2" in train.refused(
+        *again, "--rank=4", f"--output_dir={tmp_path / 'other'}"
     )
 
 
@@ -217,25 +189,25 @@ def test_lora_resumes_in_any_precision_but_only_on_its_own_base(tmp_path, flags,
     capfd.readouterr()
     train(*again, "--mixed_precision=no", "--max_train_steps=3", "--lora_dropout=0.5")
     assert ", mixed_precision bf16 -> no" in capfd.readouterr().out
-    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4, lora_alpha 2 -> 4)" in refused(
-        capfd, *again, "--rank=4"
+    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4, lora_alpha 2 -> 4)" in train.refused(
+        *again, "--rank=4"
     )
     whole = [arg for arg in again if arg != "--rank=2"]
-    assert "unet is a LoRA, but without --rank the whole model is trained: keep" in refused(
-        capfd, *whole
+    assert "unet is a LoRA, but without --rank the whole model is trained: keep" in train.refused(
+        *whole
     )
-    assert "was trained with --optimizer adamw, not adafactor: keep" in refused(
-        capfd, *again, "--optimizer=adafactor"
+    assert "was trained with --optimizer adamw, not adafactor: keep" in train.refused(
+        *again, "--optimizer=adafactor"
     )
     shutil.copytree(inputs / "sd", tmp_path / "sd")
     path = tmp_path / "sd/unet/diffusion_pytorch_model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    error = refused(capfd, *again, f"--pretrained_model_name_or_path={tmp_path / 'sd'}")
+    error = train.refused(*again, f"--pretrained_model_name_or_path={tmp_path / 'sd'}")
     assert "is of another LoRA (another base): keep base and flags as they were" in error
     train(*whole[:-1], "--max_train_steps=2", f"--output_dir={tmp_path / 'full'}")
-    error = refused(capfd, *again, f"--output_dir={tmp_path / 'full'}")
+    error = train.refused(*again, f"--output_dir={tmp_path / 'full'}")
     assert "checkpoint-2/unet is a whole model, but --rank trains a LoRA: keep" in error
 
 
@@ -454,10 +426,9 @@ def test_lora_that_learns_nothing_gives_a_warning(flags, capfd):
         (["--rank=4", "--output_single_file"], "--output_single_file writes a pipeline, not"),
     ],
 )
-def test_bad_lora_flags_end_in_one_line(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(["--pretrained_model_name_or_path=sd", "--latents_dir=a", *argv])
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+def test_bad_lora_flags_end_in_one_line(argv, sentence):
+    argv = ["--pretrained_model_name_or_path=sd", "--latents_dir=a", *argv]
+    assert sentence in train.refused(*argv, status=2).splitlines()[-1]
 
 
 @pytest.mark.long

@@ -5,47 +5,36 @@ import json
 import pytest
 import torch
 from conftest import (
-    ROOT,
+    MODELS,
+    Script,
     assert_same_weights,
     finish,
     make_captioned,
     make_images,
     metrics,
-    reset,
     start,
 )
 from diffusers import UNet2DConditionModel
 
-import train_text_to_image
 import train_unconditional as script
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train = Script("train_unconditional")
 
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
     make_images(tmp_path / "images", 12)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
         "--max_train_steps=2",
         "--learning_rate=1e-4",
-        "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=1",
         "--lr_warmup_steps=0",
         "--lr_scheduler=constant",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
-    ]
-
-
-def train(*argv, script=script):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
+    )
 
 
 def test_scale_lr_prints_and_uses_the_scaled_learning_rate(tmp_path, flags, capsys):
@@ -183,17 +172,18 @@ def test_auto_batch_size_works_with_captions(tmp_path, monkeypatch):
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ).save_config(tmp_path / "unet")
-    memory = FullMemory(monkeypatch, 3, train_text_to_image)
+    train = Script("train_text_to_image")
+    memory = FullMemory(monkeypatch, 3, train.module)
     train(
-        f"--pretrained_model_name_or_path={ROOT / 'demo/models'}",
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--unet_config_name_or_path={tmp_path / 'unet'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-        "--train_batch_size=auto",
-        "--max_train_steps=1",
-        "--report_to=none",
-        f"--output_dir={tmp_path / 'out'}",
-        script=train_text_to_image,
+        *train.flags(
+            tmp_path / "out",
+            f"--pretrained_model_name_or_path={MODELS}",
+            f"--train_data_dir={tmp_path / 'images'}",
+            f"--unet_config_name_or_path={tmp_path / 'unet'}",
+            "--resolution=16",
+            "--dataloader_num_workers=0",
+            "--train_batch_size=auto",
+            "--max_train_steps=1",
+        )
     )
     assert settings(tmp_path / "out")["train_batch_size"] == 3 and memory.trials[-1] == 3

@@ -7,23 +7,23 @@ import signal
 import pytest
 from conftest import (
     MODELS,
+    Script,
     checkpoints,
     finish,
     make_captioned,
     make_models,
     metrics,
     patch,
-    reset,
     start,
 )
 
-import precompute_latents
 import train_text_to_image as script
-import train_unconditional
 from diffusion_training.order import step_seed
 from diffusion_training.training.best import read_best
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
+train_unconditional = Script("train_unconditional")
 FIRST = "samples/step-0000000.png"
 
 
@@ -33,45 +33,33 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     make_models(folder)
     make_captioned(folder / "images", 6)
-    argv = [
-        f"--train_data_dir={folder / 'images'}",
-        f"--pretrained_model_name_or_path={MODELS}",
-        f"--cache_dir={folder / 'datasets'}",
-        f"--output_dir={folder / 'cache'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-    ]
-    train(*argv, script=precompute_latents)
-    reset()
+    precompute(
+        *precompute.flags(
+            folder / "cache",
+            f"--train_data_dir={folder / 'images'}",
+            f"--pretrained_model_name_or_path={MODELS}",
+            f"--cache_dir={folder / 'datasets'}",
+        )
+    )
     return folder
 
 
 @pytest.fixture
 def flags(tmp_path, inputs):
     """4 steps on 3 images; 3 more are held out."""
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={inputs / 'sd'}",
         f"--latents_dir={inputs / 'cache'}",
-        f"--output_dir={tmp_path / 'out'}",
         "--rank=2",
         "--holdout=3",
         "--validation_prompts=a",
         "--validation_steps=2",
         "--checkpointing_steps=2",
-        "--train_batch_size=1",
         "--max_train_steps=4",
-        "--learning_rate=1e-3",
         "--lr_warmup_steps=0",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=2",
-    ]
-
-
-def train(*argv, script=script):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
+    )
 
 
 def outcome(folder):
@@ -168,23 +156,22 @@ def test_resumed_run_does_not_repeat_validate_first(tmp_path, flags, monkeypatch
 
 
 def test_validate_first_applies_to_pretrained_models_only(tmp_path, inputs, unet_config):
-    argv = [
-        f"--train_data_dir={inputs / 'images'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-        "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=1",
-        "--holdout=2",
-        "--train_batch_size=2",
-        "--max_train_steps=1",
-        "--lr_warmup_steps=0",
-        "--report_to=none",
-    ]
     new, pretrained = tmp_path / "new", tmp_path / "pretrained"
-    train(*argv, f"--model_config_name_or_path={unet_config}", f"--output_dir={new}",
-          script=train_unconditional)  # fmt: skip
-    train(*argv, f"--pretrained_model_name_or_path={new}", f"--output_dir={pretrained}",
-          script=train_unconditional)  # fmt: skip
+    for folder, model in (
+        (new, f"--model_config_name_or_path={unet_config}"),
+        (pretrained, f"--pretrained_model_name_or_path={new}"),
+    ):
+        train_unconditional(
+            *train_unconditional.flags(
+                folder,
+                model,
+                f"--train_data_dir={inputs / 'images'}",
+                "--holdout=2",
+                "--train_batch_size=2",
+                "--max_train_steps=1",
+                "--lr_warmup_steps=0",
+            )
+        )
     for folder, steps in ((new, [1]), (pretrained, [0, 1])):
         assert [r["step"] for r in metrics(folder) if "held_out_loss" in r] == steps
         assert (folder / FIRST).exists() == (0 in steps)
