@@ -13,7 +13,6 @@ from conftest import (
     Script,
     assert_same_weights,
     checkpoints,
-    finish,
     launch,
     make_masked,
     make_models,
@@ -21,7 +20,6 @@ from conftest import (
     metrics,
     patch,
     reset,
-    start,
 )
 from PIL import Image
 
@@ -187,13 +185,12 @@ def test_bucketed_run_stopped_and_resumed_is_bit_identical(tmp_path, data, sourc
         given = transform_flags(tmp_path)
     flags = [*train_flags(tmp_path, models), *given, "--checkpointing_steps=1", "--holdout=1"]
 
-    def run(*more):
-        pids = start(lambda: train(*flags, *more), num_processes, log=tmp_path / "log")
-        assert finish(pids) == [0] * num_processes, (tmp_path / "log").read_text()
-
-    run(f"--output_dir={tmp_path / 'whole'}")
-    run("--max_train_steps=3")
-    run("--resume_from_checkpoint=latest")
+    for more in (
+        f"--output_dir={tmp_path / 'whole'}",
+        "--max_train_steps=3",
+        "--resume_from_checkpoint=latest",
+    ):
+        train.fork(*flags, more, num_processes=num_processes)
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name[11:]))
     for name in ("unet", "unet_ema"):
         assert_same_weights(tmp_path / "whole" / last / name, tmp_path / "out" / last / name)
@@ -363,9 +360,7 @@ def test_caches_with_different_buckets_or_masks_are_refused(tmp_path, data):
 def test_bucketed_cache_bytes_are_the_same_on_one_and_two_processes(tmp_path, data):
     models = make_models(tmp_path)
     one = make_cache(tmp_path, models)
-    flags = cache_flags(tmp_path, models, name="two")
-    pids = start(lambda: precompute(*flags), 2, log=tmp_path / "log")
-    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+    precompute.fork(*cache_flags(tmp_path, models, name="two"), num_processes=2)
     for path in one.glob("data-*"):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
     sizes = []

@@ -91,8 +91,7 @@ def test_held_out_loss_is_independent_of_batch_size_and_process_count(tmp_path, 
         f"--output_dir={tmp_path / 'batch'}",
     )
     assert held_out(tmp_path / "batch") == [one]
-    pids = start(lambda: train(*still, f"--output_dir={tmp_path / 'two'}"), 2, tmp_path / "log")
-    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+    train.fork(*still, f"--output_dir={tmp_path / 'two'}", num_processes=2)
     (two,) = held_out(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-6)
     flags = [*flags, "--max_train_steps=3"]
@@ -108,9 +107,7 @@ def test_resuming_measures_the_held_out_loss_that_a_kill_prevented(
     tmp_path, flags, monkeypatch, num_processes
 ):
     flags = [*flags, "--checkpointing_steps=2", "--resume_from_checkpoint=latest"]
-    assert set(
-        finish(start(lambda: train(*flags, f"--output_dir={tmp_path / 'whole'}"), num_processes))
-    ) == {0}
+    train.fork(*flags, f"--output_dir={tmp_path / 'whole'}", num_processes=num_processes)
 
     def die_at_step_4(*args):
         if args[-1] == 4:
@@ -122,8 +119,7 @@ def test_resuming_measures_the_held_out_loss_that_a_kill_prevented(
         assert 9 in finish(start(lambda: train(*flags), num_processes))
     assert checkpoints(tmp_path / "out") == {"checkpoint-2", "checkpoint-4"}
     assert [record["step"] for record in held_out(tmp_path / "out")] == [2]
-    pids = start(lambda: train(*flags), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    train.fork(*flags, num_processes=num_processes)
     assert held_out(tmp_path / "out") == held_out(tmp_path / "whole")
     assert [record["step"] for record in held_out(tmp_path / "out")] == [2, 4, 6]
     assert_same_weights(tmp_path / "out/unet", tmp_path / "whole/unet")
@@ -144,7 +140,7 @@ def test_signal_interrupts_the_held_out_loss(tmp_path, flags, monkeypatch):
 
     with monkeypatch.context() as signalled:
         patch(signalled, "step_seed", send_once)
-        assert finish(start(lambda: train(*flags))) == [143]
+        train.fork(*flags, status=143)
     assert held_out(tmp_path / "out") == []
     train(*flags, "--resume_from_checkpoint=latest")
     assert (

@@ -6,16 +6,7 @@ import os
 
 import diffusers
 import pytest
-from conftest import (
-    Script,
-    assert_same_weights,
-    finish,
-    make_captioned,
-    make_images,
-    make_models,
-    patch,
-    start,
-)
+from conftest import Script, assert_same_weights, make_captioned, make_images, make_models, patch
 
 import train_unconditional as script
 from diffusion_training.training import best
@@ -77,7 +68,7 @@ def run_until_killed(flags, monkeypatch, name, at):
 
     with monkeypatch.context() as m:
         patch(m, name, die)
-        assert finish(start(lambda: train(*flags))) == [9]
+        train.fork(*flags, status=9)
 
 
 def test_save_best_never_replaces_a_folder_of_the_user(tmp_path, flags):

@@ -6,7 +6,6 @@ A tiny pipeline is really loaded.
 import json
 import shlex
 import shutil
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -18,15 +17,11 @@ from conftest import (
     Script,
     assert_same_weights,
     checkpoints,
-    finish,
-    kill,
     make_captioned,
     make_models,
     make_sdxl,
     metrics,
     patch,
-    start,
-    wait_until,
 )
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
@@ -296,28 +291,17 @@ def test_sdxl_run_killed_and_resumed_is_bit_identical(tmp_path, flags):
         "--checkpointing_steps=2",
         "--checkpoints_total_limit=2",
     ]
-    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert finish(start(lambda: train(*flags, whole), 2, tmp_path / "log")) == [0, 0], (
-        tmp_path / "log"
-    ).read_text()
-    pids = start(lambda: train(*flags, killed), 2)
-    wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
-    time.sleep(0.1)
-    kill(pids)
-    resumed = start(
-        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), 2, tmp_path / "log"
-    )
-    assert finish(resumed) == [0, 0], (tmp_path / "log").read_text()
-    assert (
-        checkpoints(tmp_path / "whole")
-        == checkpoints(tmp_path / "killed")
-        == {"checkpoint-4", "checkpoint-6"}
-    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train.fork(*flags, f"--output_dir={whole}", num_processes=2)
+    train.kill_after_checkpoint(killed, *flags, num_processes=2)
+    resuming = [*flags, f"--output_dir={killed}", "--resume_from_checkpoint=latest"]
+    train.fork(*resuming, num_processes=2)
+    assert checkpoints(whole) == checkpoints(killed) == {"checkpoint-4", "checkpoint-6"}
     for part in ("checkpoint-6/unet", "checkpoint-6/unet_ema", "unet"):
-        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
+        assert_same_weights(whole / part, killed / part)
     shown = [
-        [(r["step"], r["loss"], r["grad_norm"]) for r in metrics(tmp_path / name)]
-        for name in ("whole", "killed")
+        [(r["step"], r["loss"], r["grad_norm"]) for r in metrics(folder)]
+        for folder in (whole, killed)
     ]
     assert shown[0] == shown[1] and len(shown[0]) == 6
 

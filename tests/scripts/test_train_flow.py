@@ -10,7 +10,6 @@ import runpy
 import shlex
 import signal
 import sys
-import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,6 @@ from conftest import (
     Script,
     assert_same_weights,
     checkpoints,
-    finish,
-    kill,
     launch,
     make_captioned,
     make_masked,
@@ -39,8 +36,6 @@ from conftest import (
     metrics,
     patch,
     replace,
-    start,
-    wait_until,
     weights,
 )
 from diffusers import (
@@ -215,8 +210,7 @@ def test_dry_run_reports_captions_emptied_by_cleaning_and_text_sizes(tmp_path, f
 def test_flow_pipeline_redraws_the_last_validation_samples(tmp_path, cached, num_processes=2):
     prompts = ["a digit one", "a digit two"]
     argv = [*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2"]
-    pids = start(lambda: train(*argv), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    train.fork(*argv, num_processes=num_processes)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {
         "model_index.json",
@@ -287,28 +281,17 @@ def test_flow_run_killed_and_resumed_is_bit_identical(
             "--resolution=16",
             "--dataloader_num_workers=1",
         ]
-    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert set(
-        finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))
-    ) == {0}, (tmp_path / "whole.log").read_text()
-    pids = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes)
-    wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
-    time.sleep(0.1)
-    kill(pids)
-    resumed = start(
-        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"),
-        num_processes,
-        tmp_path / "log",
-    )
-    assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
-    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    resuming = [*flags, "--resume_from_checkpoint=latest"]
+    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
+    train.kill_after_checkpoint(killed, *resuming, num_processes=num_processes)
+    train.fork(*resuming, f"--output_dir={killed}", num_processes=num_processes)
+    assert checkpoints(whole) == checkpoints(killed) != set()
+    last = max(checkpoints(whole), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/transformer", f"{last}/transformer_ema", "transformer"):
-        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
-    moments = [
-        (tmp_path / name / last / "optimizer.bin").read_bytes() for name in ("whole", "killed")
-    ]
-    assert moments[0] == moments[1] and losses(tmp_path / "whole") == losses(tmp_path / "killed")
+        assert_same_weights(whole / part, killed / part)
+    moments = [(folder / last / "optimizer.bin").read_bytes() for folder in (whole, killed)]
+    assert moments[0] == moments[1] and losses(whole) == losses(killed)
 
 
 @pytest.mark.parametrize("text_cache", ["embeddings", "ids"])

@@ -24,7 +24,6 @@ from conftest import (
     ROOT,
     Script,
     checkpoints,
-    finish,
     launch,
     make_captioned,
     make_models,
@@ -32,7 +31,6 @@ from conftest import (
     open_pipeline,
     patch,
     replace,
-    start,
 )
 from diffusers import StableDiffusionPipeline
 from other_programs import comfy_names, list_applied
@@ -121,8 +119,7 @@ def test_resumed_lora_run_is_bit_identical(tmp_path, flags, num_processes, more)
     whole, rest = tmp_path / "whole/lora", tmp_path / "rest/lora"
     again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
     for argv in ([f"--output_dir={whole}"], [f"--output_dir={rest}", again]):
-        pids = start(lambda argv=argv: train(*flags, *argv), num_processes, tmp_path / "log")
-        assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+        train.fork(*flags, *argv, num_processes=num_processes)
     one, other = contents(whole), contents(rest)
     assert {
         FILE,

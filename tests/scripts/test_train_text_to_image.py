@@ -25,7 +25,6 @@ from conftest import (
     assert_same_weights,
     checkpoints,
     finish,
-    kill,
     launch,
     make_captioned,
     make_models,
@@ -436,39 +435,20 @@ def test_text_to_image_run_killed_and_resumed_is_bit_identical(
     else:
         flags = [*flags, *EXACT, f"--train_data_dir={tmp_path / 'images'}", "--resolution=16",
                  "--dataloader_num_workers=1"]  # fmt: skip
-    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert set(
-        finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))
-    ) == {0}, (tmp_path / "whole.log").read_text()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    resuming = [*flags, "--resume_from_checkpoint=latest"]
+    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
     # Killed some time after a new checkpoint, so that steps are lost
-    for moment in np.random.default_rng(num_processes).uniform(0.0, 0.4, 1):
-        before = checkpoints(tmp_path / "killed") if (tmp_path / "killed").exists() else set()
-        pids = start(
-            lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes
-        )
-        wait_until(
-            lambda before=before: (
-                (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed") - before
-            )
-        )
-        time.sleep(moment)
-        kill(pids)
-    resumed = start(
-        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"),
-        num_processes,
-        tmp_path / "log",
-    )
-    assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
-    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
+    for delay in np.random.default_rng(num_processes).uniform(0.0, 0.4, 1):
+        train.kill_after_checkpoint(killed, *resuming, num_processes=num_processes, delay=delay)
+    train.fork(*resuming, f"--output_dir={killed}", num_processes=num_processes)
+    assert checkpoints(whole) == checkpoints(killed) != set()
+    last = max(checkpoints(whole), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
-        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
+        assert_same_weights(whole / part, killed / part)
     shown = [
-        [
-            (r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"])
-            for r in metrics(tmp_path / name)
-        ]
-        for name in ("whole", "killed")
+        [(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(folder)]
+        for folder in (whole, killed)
     ]
     assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(7 / (2 * num_processes))
 
@@ -490,9 +470,7 @@ def test_adafactor_and_8bit_adamw_resume_bit_identically(
         [f"--output_dir={whole}", "--num_train_epochs=2"],
         [f"--output_dir={rest}", again],
     ):
-        argv = [*argv, "--max_train_steps=4"]
-        pids = start(lambda argv=argv: train(*cached, *argv), num_processes, tmp_path / "log")
-        assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+        train.fork(*cached, *argv, "--max_train_steps=4", num_processes=num_processes)
     for part in ("checkpoint-4/unet", "checkpoint-4/unet_ema", "unet"):
         assert_same_weights(whole / part, rest / part)
     moments = [(folder / "checkpoint-4/optimizer.bin").read_bytes() for folder in (whole, rest)]
@@ -505,9 +483,7 @@ def test_text_to_image_resume_draws_samples_that_a_kill_prevented(tmp_path, cach
     train(*cached, f"--output_dir={tmp_path / 'whole'}")
     with monkeypatch.context() as killed:
         killed.setattr(script, "log_validation", lambda *args: os._exit(9))
-        assert finish(start(lambda: train(*cached), log=tmp_path / "log")) == [9], (
-            tmp_path / "log"
-        ).read_text()
+        train.fork(*cached, status=9)
     assert (
         checkpoints(tmp_path / "out") == {"checkpoint-2"}
         and not (tmp_path / "out/samples").exists()
@@ -551,9 +527,7 @@ def test_two_processes_split_the_cache_rows_and_draw_different_noise(tmp_path, c
         "--scale_lr",
         "--learning_rate=1e-4",
     ]
-    assert finish(start(lambda: train(*argv), 2, tmp_path / "log")) == [0, 0], (
-        tmp_path / "log"
-    ).read_text()
+    train.fork(*argv, num_processes=2)
     ranks = [
         [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
         for r in range(2)
@@ -681,8 +655,7 @@ def test_text_to_image_pipeline_redraws_the_last_validation_samples(
         "--guidance_scale=3",
         "--num_inference_steps=4",
     ]
-    pids = start(lambda: train(*argv, "--max_train_steps=2"), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    train.fork(*argv, "--max_train_steps=2", num_processes=num_processes)
     grid = np.array(Image.open(tmp_path / "out/samples/step-0000002.png").convert("RGB")).astype(
         int
     )

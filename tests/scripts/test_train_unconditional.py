@@ -22,7 +22,6 @@ from conftest import (
     assert_same_weights,
     checkpoints,
     finish,
-    kill,
     launch,
     make_images,
     metrics,
@@ -328,44 +327,25 @@ def test_unconditional_run_killed_and_resumed_is_bit_identical(
     """
     make_images(tmp_path / "images", 11)
     flags = [*flags, *EXACT, f"--gradient_accumulation_steps={accumulation}"]
-    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert set(
-        finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))
-    ) == {0}, (tmp_path / "whole.log").read_text()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    resuming = [*flags, "--resume_from_checkpoint=latest"]
+    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
     # Killed some time after a new checkpoint, so that steps are lost
-    for moment in np.random.default_rng(accumulation).uniform(0.0, 0.4, 3 - num_processes):
-        before = checkpoints(tmp_path / "killed") if (tmp_path / "killed").exists() else set()
-        pids = start(
-            lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes
-        )
-        wait_until(
-            lambda before=before: (
-                (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed") - before
-            )
-        )
-        time.sleep(moment)
-        kill(pids)
-    resumed = start(
-        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"),
-        num_processes,
-        tmp_path / "log",
-    )
-    assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
-    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
+    for delay in np.random.default_rng(accumulation).uniform(0.0, 0.4, 3 - num_processes):
+        train.kill_after_checkpoint(killed, *resuming, num_processes=num_processes, delay=delay)
+    train.fork(*resuming, f"--output_dir={killed}", num_processes=num_processes)
+    assert checkpoints(whole) == checkpoints(killed) != set()
+    last = max(checkpoints(whole), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
-        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
+        assert_same_weights(whole / part, killed / part)
     shown = [
-        [
-            (r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"])
-            for r in metrics(tmp_path / name)
-        ]
-        for name in ("whole", "killed")
+        [(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(folder)]
+        for folder in (whole, killed)
     ]
     assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(
         11 / (2 * accumulation * num_processes)
     )
-    assert not list((tmp_path / "killed").glob(".tmp-*"))
+    assert not list(killed.glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(
@@ -398,9 +378,7 @@ def test_unconditional_resume_draws_samples_that_a_kill_prevented(tmp_path, flag
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
     with monkeypatch.context() as killed:
         killed.setattr(script, "log_validation", lambda *args: os._exit(9))
-        assert finish(start(lambda: train(*flags), log=tmp_path / "log")) == [9], (
-            tmp_path / "log"
-        ).read_text()
+        train.fork(*flags, status=9)
     assert (
         checkpoints(tmp_path / "out") == {"checkpoint-2"}
         and not (tmp_path / "out/samples").exists()
@@ -414,10 +392,7 @@ def test_unconditional_resume_draws_samples_that_a_kill_prevented(tmp_path, flag
     # Killed again while the missing samples are drawn: no step may be trained before them
     with monkeypatch.context() as killed:
         killed.setattr(script, "log_validation", stop_and_draw)
-        resumed = start(
-            lambda: train(*flags, "--resume_from_checkpoint=latest"), log=tmp_path / "log"
-        )
-        assert finish(resumed) == [143], (tmp_path / "log").read_text()
+        train.fork(*flags, "--resume_from_checkpoint=latest", status=143)
     assert (
         checkpoints(tmp_path / "out") == {"checkpoint-2"}
         and not (tmp_path / "out/samples").exists()
@@ -487,13 +462,11 @@ def test_signal_interrupts_sampling_in_all_processes(
     with monkeypatch.context() as sampling:
         sampling.setattr(DDPMScheduler, "step", send_and_step)
         many = [*flags, "--ddpm_num_inference_steps=30"]
-        pids = start(lambda: train(*many), num_processes, tmp_path / "log")
-        assert set(finish(pids)) == {143}, (tmp_path / "log").read_text()
+        train.fork(*many, num_processes=num_processes, status=143)
     assert (
         "checkpoint-2" in checkpoints(tmp_path / "out") and not (tmp_path / "out/samples").exists()
     )
-    quick = [*flags, "--resume_from_checkpoint=latest"]
-    assert set(finish(start(lambda: train(*quick), num_processes, tmp_path / "log"))) == {0}
+    train.fork(*flags, "--resume_from_checkpoint=latest", num_processes=num_processes)
     drawn = sorted(path.name[-5:-4] for path in (tmp_path / "out/samples").iterdir())
     assert drawn == (["2", "4"] if moment == "first sample" else ["2"])
 
@@ -540,10 +513,7 @@ def test_two_processes_split_the_images_and_draw_different_noise(tmp_path, flags
         return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
     monkeypatch.setattr(script, "compute_loss", record)
-    pids = start(
-        lambda: train(*flags, "--train_batch_size=2", "--num_epochs=2"), 2, tmp_path / "log"
-    )
-    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+    said = train.fork(*flags, "--train_batch_size=2", "--num_epochs=2", num_processes=2)
     ranks = [
         [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
         for r in range(2)
@@ -558,7 +528,7 @@ def test_two_processes_split_the_images_and_draw_different_noise(tmp_path, flags
     assert [batch[0] for batch in ranks[0][:2]] != [batch[0] for batch in ranks[0][2:]]
     seeds = [seed for rank in ranks for _, _, seed in rank]
     assert len(set(seeds)) == len(seeds) == 8
-    assert (tmp_path / "log").read_text().count("images/7.png") == 1  # reported once
+    assert said.count("images/7.png") == 1  # reported once
     assert metrics(tmp_path / "out")[-1]["skipped_images"] == 1
 
 
@@ -586,7 +556,7 @@ def test_learning_rate_schedule_counts_optimizer_steps(
         "--lr_warmup_steps=3",
         "--max_train_steps=7",
     ]
-    assert set(finish(start(lambda: train(*argv), num_processes))) == {0}
+    train.fork(*argv, num_processes=num_processes)
     # By hand: thirds up to 1e-3, then half a cosine over one more than the remaining steps, so that
     # no step has a rate of 0.
     cosine = [0.5 * (1 + math.cos(math.pi * k / 5)) for k in (1, 2, 3, 4)]
@@ -684,7 +654,7 @@ def test_no_use_ema_samples_from_trained_weights_without_dropout(tmp_path, flags
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, flags, num_processes):
     argv = [*flags, "--learning_rate=0", "--max_train_steps=1", "--eval_batch_size=5"]
-    assert set(finish(start(lambda: train(*argv), num_processes))) == {0}
+    train.fork(*argv, num_processes=num_processes)
     grid = np.array(Image.open(tmp_path / "out/samples/step-0000001.png")).astype(int)
     grid = grid[:: grid.shape[1] // 52, :: grid.shape[1] // 52]  # small grids are enlarged
     assert grid.shape == (2 * 17 + 1, 3 * 17 + 1, 3)
@@ -719,15 +689,13 @@ def test_unconditional_streaming_run_resumes_exactly(tmp_path, flags):
         "--checkpointing_steps=2",
         "--random_flip",
     ]
-    assert set(finish(start(lambda: train(*argv), 2, tmp_path / "log"))) == {0}, (
-        tmp_path / "log"
-    ).read_text()
+    train.fork(*argv, num_processes=2)
     resumed = [
         *argv,
         f"--output_dir={tmp_path / 'again'}",
         f"--resume_from_checkpoint={tmp_path}/out/checkpoint-4",
     ]
-    assert set(finish(start(lambda: train(*resumed), 2))) == {0}
+    train.fork(*resumed, num_processes=2)
     assert_same_weights(tmp_path / "out/unet", tmp_path / "again/unet")
 
 

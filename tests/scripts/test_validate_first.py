@@ -5,17 +5,7 @@ import re
 import signal
 
 import pytest
-from conftest import (
-    MODELS,
-    Script,
-    checkpoints,
-    finish,
-    make_captioned,
-    make_models,
-    metrics,
-    patch,
-    start,
-)
+from conftest import MODELS, Script, checkpoints, make_captioned, make_models, metrics, patch
 
 import train_text_to_image as script
 from diffusion_training.order import step_seed
@@ -114,7 +104,6 @@ def test_validate_first_measures_the_pretrained_model(tmp_path, flags):
 def test_run_stopped_during_validate_first_starts_over(tmp_path, flags, monkeypatch):
     """Stopped in the held-out loss, in the first sample, and right before step 1."""
     sent = []
-    log = tmp_path / "log"
     whole, out = tmp_path / "whole/out", tmp_path / "out"  # the same name, as above
     train(*flags, f"--output_dir={whole}")
     again = [*flags, "--resume_from_checkpoint=latest"]
@@ -131,8 +120,7 @@ def test_run_stopped_during_validate_first_starts_over(tmp_path, flags, monkeypa
 
         with monkeypatch.context() as stopped:
             patch(stopped, "step_seed", send_once)
-            codes = finish(start(lambda: train(*again), num_processes, log))
-        assert set(codes) == {code}, log.read_text()
+            train.fork(*again, num_processes=num_processes, status=code)
         assert checkpoints(out) == set() and not list(out.glob("*.safetensors"))
         assert (out / FIRST).exists() == (moment == "step")
         assert [record["step"] for record in metrics(out)] == [0] * (moment != "held out")
