@@ -390,7 +390,7 @@ def test_minimal_mistakes_end_in_a_sentence_before_importing_torch(tmp_path, inp
 
 @pytest.mark.parametrize("name", BIG)
 def test_minimal_refuses_checkpoints_of_another_script(tmp_path, inputs, name):
-    """They are never resumed, even if there is a newer one of the twin's own."""
+    """They are never resumed, even if the folder also has newer checkpoints of the twin."""
     flags = [*data_flags(name, inputs), "--max_train_steps=1", f"--output_dir={tmp_path}"]
     (tmp_path / "checkpoint-5").mkdir()
     for file in ("trainer_state.json", "minimal_other.pt"):

@@ -42,7 +42,7 @@ def flip_bit(weight):
 def test_flipped_bit_in_one_process_ends_the_run_at_the_next_checkpoint(
     tmp_path, flags, part, named
 ):
-    """At step 3, in the second process. The checkpoint of step 2 stays, and the run resumes."""
+    """A bit flips at step 3, in the second process. The checkpoint of step 2 stays."""
 
     def run():
         advance = Training.advance

@@ -157,7 +157,7 @@ def test_report_of_a_long_run_is_cheap_and_lists_rows_the_cache_lacks(tmp_path, 
     records = [
         json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
     ]
-    read = time.process_time() - begin  # the yardstick, as machines differ
+    read = time.process_time() - begin  # the yardstick, because machines differ in speed
     save(args)
     print(f"{read:.2f} s to read, {time.process_time() - begin - read:.2f} s to report")
     assert len(records) >= 30_000 and time.process_time() - begin - read < 8 * read + 2
@@ -270,7 +270,7 @@ def test_report_layout_is_right_in_a_browser(tmp_path, width, height, dark):
     dom = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
     seen = json.loads(unescape(re.search('data-seen="(.*?)"', dom)[1]))
     assert seen["title"] == "out" and seen["dark"] is dark and seen["width"] == width
-    assert seen["wide"] <= width  # nothing sticks out
+    assert seen["wide"] <= width  # nothing is wider than the window
     assert seen["columns"] == (1 if width == 390 else 3)
     assert seen["ink"] == ("rgb(255, 255, 255)" if dark else "rgb(0, 0, 0)")
     assert len(seen["pictures"]) == 6 and all(

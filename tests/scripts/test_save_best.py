@@ -78,7 +78,7 @@ def test_save_best_never_replaces_a_folder_of_the_user(tmp_path, flags):
         (tmp_path / "out/run.args").touch()
         assert f"out/{name}, which is not from a run: rename that" in train.refused(*flags)
         best.restore_best(tmp_path / "out", -1)
-        folder.rmdir()  # it is still there
+        folder.rmdir()  # the folder still exists
 
 
 def test_read_best_ignores_a_damaged_record(tmp_path):

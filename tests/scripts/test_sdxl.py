@@ -357,7 +357,7 @@ def test_sdxl_pipeline_redraws_the_samples_and_can_be_trained_further(tmp_path, 
 
 
 def test_default_resolution_is_1024_for_sdxl_and_512_for_sd(tmp_path, flags, images, capfd):
-    """512 for Stable Diffusion. `--dry_run` prints the size of a row, and writes nothing."""
+    """`--dry_run` prints the size of a row at this resolution, and writes nothing."""
     make_models(tmp_path)
     flags = [f"--train_data_dir={tmp_path / 'images'}", f"--output_dir={tmp_path / 'cache'}"]
     flags += ["--dataloader_num_workers=0"]

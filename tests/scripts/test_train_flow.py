@@ -443,7 +443,7 @@ def test_exact_velocity_has_loss_0_and_sigmas_follow_their_distribution():
         spread = (
             noisy.square().mean(dim=(1, 2, 3)) - (1 - sigmas).square() - sigmas.square()
         ).mean()
-        assert abs(spread) < 0.05  # a share of noise, the rest image
+        assert abs(spread) < 0.05  # a mix of noise and image
 
 
 def test_flow_held_out_loss_is_the_velocity_error_at_nine_noise_levels():
@@ -458,7 +458,7 @@ def test_flow_held_out_loss_is_the_velocity_error_at_nine_noise_levels():
     assert torch.allclose(noisy, share * noise + (1 - share) * latents)
     error = measure.error({"transformer": model}, noisy, tenths, condition, latents, noise)
     assert error.shape == (9,) and error.max() < 1e-4
-    model.latents = wrong  # one prediction is wrong by (latents - wrong) / share
+    model.latents = wrong  # the prediction is wrong by (latents - wrong) / share
     error = measure.error({"transformer": model}, noisy, tenths, condition, latents, noise)
     assert torch.allclose(error, (((latents - wrong) / share) ** 2).mean(dim=(1, 2, 3)))
 
@@ -690,7 +690,7 @@ def test_flow_init_from_continues_at_another_resolution(tmp_path, cached, flags,
         assert len(begun) == 2 and max(checkpoints(tmp_path / "second")) == "checkpoint-8"
     said = capfd.readouterr().out
     assert f"Starting from the weights of {tmp_path / 'out/checkpoint-4'}, at step 4" in said
-    assert "the run: 2 steps after step 4, " in said  # the rest of six
+    assert "the run: 2 steps after step 4, " in said  # 2 of 6 steps are left
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "second")
     assert pipeline.config.default_sample_size == 32
 
@@ -918,7 +918,7 @@ def judge(pipeline, guidance_scale, count):
     pipeline.set_progress_bar_config(disable=True)
     right = 0
     names = "zero one two three four five six seven eight nine".split()
-    for digit, name in enumerate(sorted(names)):  # as the classifier's labels are
+    for digit, name in enumerate(sorted(names)):  # the order of the classifier's labels
         for seed in range(count):
             options = {
                 "guidance_scale": guidance_scale,

@@ -609,7 +609,7 @@ def test_text_to_image_init_from_continues_at_another_resolution(tmp_path, image
     assert len(begun) == 1 and checkpoints(tmp_path / "second") == {"checkpoint-3", "checkpoint-4"}
     unet = UNet2DConditionModel.from_pretrained(tmp_path / "second", subfolder="unet")
     assert unet.config.sample_size == 16
-    # the first phase may have trained on the images held out now
+    # the first phase may have trained on the images that are held out now
     third = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3", "--holdout=2"]
     assert "checkpoint-2 held out no images" in train.refused(*third)
     other = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3"]
@@ -736,7 +736,7 @@ def test_prepare_batch_samples_and_scales_latents_and_drops_captions():
     z = (latents / 0.5 - mean) / std
     assert latents.dtype == torch.float32 and abs(z.mean()) < 0.05 and abs(z.std() - 1) < 0.05
     again, _ = prepare(moments, 0.0)
-    assert not torch.equal(latents, again)  # another draw
+    assert not torch.equal(latents, again)  # drawn anew
     assert embeds.shape == (1000, 3, 5) and set(embeds.mean((1, 2)).tolist()) == {0.0, 1.0}
     assert 0.2 < 1 - embeds.mean() < 0.3
     sample = Latents("sample", (4, 2, 2), shift=0.0, factor=0.5, downscale=2)

@@ -253,7 +253,7 @@ def test_saved_scheduler_keeps_ddim_v_prediction_and_zero_snr(tmp_path, flags):
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["single_gpu", "multi_gpu"])
 def test_accelerate_configs_launch(name, tmp_path, flags):
-    """Really launched; without a GPU, multi_gpu runs its two processes over gloo.
+    """Launched in a separate process. Without a GPU, multi_gpu runs its two processes over gloo.
 
     single_gpu starts and ends without what tests/children changes.
     """
@@ -474,7 +474,7 @@ def test_signal_interrupts_sampling_in_all_processes(
 def test_more_epochs_continue_a_finished_run_and_fewer_change_nothing(tmp_path, flags, capfd):
     train(*flags, "--num_epochs=2", "--resume_from_checkpoint=latest")
     assert "starting afresh" in capfd.readouterr().out
-    assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # there is always one at the end
+    assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # a run always ends with a checkpoint
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.safetensors")}
     train(*flags, "--num_epochs=1", "--resume_from_checkpoint=latest")
     assert (
@@ -524,7 +524,7 @@ def test_two_processes_split_the_images_and_draw_different_noise(tmp_path, flags
             level for rank in ranks for levels, _, _ in rank[epoch : epoch + 2] for level in levels
         ]
         assert sorted(seen) == [0, 1, 2, 3, 4, 5, 6]
-    # The second epoch has another order
+    # The second epoch has a different order
     assert [batch[0] for batch in ranks[0][:2]] != [batch[0] for batch in ranks[0][2:]]
     seeds = [seed for rank in ranks for _, _, seed in rank]
     assert len(set(seeds)) == len(seeds) == 8
@@ -787,7 +787,7 @@ def test_undecodable_images_become_black_with_weight_0_and_are_named(
         "decode_image",
         lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")),
     )
-    with pytest.raises(OSError, match="Input/output"):  # the disk
+    with pytest.raises(OSError, match="Input/output"):  # a failing disk
         data[[(0, 1, 1.0)]]
 
 
