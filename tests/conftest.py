@@ -556,6 +556,10 @@ class Script:
         assert set(codes) == {status}, said
         return said
 
+    def flags(self, output_dir, *more):
+        """Flags of a run that takes a second; later ones override these."""
+        return [*QUICK[self.file_name], f"--output_dir={output_dir}", *map(str, more)]
+
     def kill_after_checkpoint(self, folder, *flags, num_processes=1, delay=0.1):
         """Run the script in forked processes and kill them `delay` s after a new checkpoint."""
         before = checkpoints(folder) if folder.exists() else set()
@@ -563,10 +567,6 @@ class Script:
         wait_until(lambda: folder.exists() and checkpoints(folder) - before)
         time.sleep(delay)
         kill(pids)
-
-    def flags(self, output_dir, *more):
-        """Flags of a run that takes a second; later ones override these."""
-        return [*QUICK[self.file_name], f"--output_dir={output_dir}", *map(str, more)]
 
 
 def launch(*argv, env=None):
