@@ -10,9 +10,9 @@ import torch
 from accelerate import Accelerator
 from conftest import (
     SHAPES,
+    Script,
     assert_same_weights,
     checkpoints,
-    finish,
     launch,
     make_masked,
     make_models,
@@ -20,7 +20,6 @@ from conftest import (
     metrics,
     patch,
     reset,
-    start,
 )
 from PIL import Image
 
@@ -31,6 +30,7 @@ from diffusion_training.latents.encoders import encode_images
 from diffusion_training.latents.reader import CachedLatents
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 
 
 @pytest.fixture
@@ -45,43 +45,27 @@ def transform_flags(tmp_path, *flags):
     ]  # fmt: skip
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(precompute_latents.parse_args(list(map(str, argv))))
-    reset()
+def cache_flags(tmp_path, models, *flags, name="cache"):
+    models = f"--pretrained_model_name_or_path={models}"
+    return precompute.flags(
+        tmp_path / name, *transform_flags(tmp_path), models, "--rows_per_shard=5", *flags
+    )
 
 
 def make_cache(tmp_path, models, *flags, name="cache"):
-    options = ["--batch_size=2", "--rows_per_shard=5", f"--output_dir={tmp_path / name}"]
-    precompute(
-        *transform_flags(tmp_path), f"--pretrained_model_name_or_path={models}", *options, *flags
-    )
+    precompute(*cache_flags(tmp_path, models, *flags, name=name))
     return tmp_path / name
 
 
 def train_flags(tmp_path, models, out="out", *flags):
-    return [
-        f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / out}",
-        "--train_batch_size=2", "--num_train_epochs=2", "--learning_rate=1e-3",
-        "--lr_warmup_steps=0", "--logging_steps=1", "--report_to=none", *flags,
-    ]  # fmt: skip
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def refused(capfd, function, *argv):
-    with pytest.raises(SystemExit) as stop:
-        function(*argv)
-    error = capfd.readouterr().err
-    assert stop.value.code in (1, 2) and "Traceback" not in error
-    return error
+    return train.flags(
+        tmp_path / out, f"--pretrained_model_name_or_path={models}", "--train_batch_size=2",
+        "--num_train_epochs=2", "--lr_warmup_steps=0", *flags,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [make_models, make_sdxl])
-def test_training_from_the_cache_equals_training_on_the_images(tmp_path, data, make):
+def test_cache_with_buckets_and_masks_trains_like_its_images(tmp_path, data, make):
     models = make(tmp_path)
     cache = make_cache(tmp_path, models, "--center_crop")
     holds = ["--holdout=2", "--random_flip"]
@@ -97,7 +81,7 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, data, m
         assert len(values[0]) >= 1 and values[0] == pytest.approx(values[1], rel=1e-3), name
 
 
-def test_small_images_keep_their_size_in_the_cache_and_in_the_step(tmp_path, data, capfd):
+def test_bucket_no_upscale_keeps_small_images_small(tmp_path, data):
     """At 32 px none of (20, 24), (40, 20), (18, 50) and (30, 30) reaches its bucket."""
     models, small = (
         make_models(tmp_path),
@@ -115,11 +99,11 @@ def test_small_images_keep_their_size_in_the_cache_and_in_the_step(tmp_path, dat
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 3
     squares = transform_flags(tmp_path, *small)
     squares.remove("--bucket_step=4")
-    said = refused(capfd, train, *train_flags(tmp_path, models, "three"), *squares)
+    said = train.refused(*train_flags(tmp_path, models, "three"), *squares, status=2)
     assert "--bucket_no_upscale does nothing without --bucket_step: give both" in said
 
 
-def test_a_cache_holds_each_size_and_its_mask(tmp_path, data, monkeypatch):
+def test_bucketed_cache_stores_sizes_and_masks_that_flip_with_images(tmp_path, data, monkeypatch):
     models = make_models(tmp_path)
     cache = make_cache(tmp_path, models, "--center_crop")
     rows = datasets.load_from_disk(str(cache))
@@ -166,7 +150,7 @@ def load(flags):
     return script.open_data(launch, open_base(args), None, {}, args)
 
 
-def test_what_a_mask_hides_does_not_move_the_weights(tmp_path, data):
+def test_masked_pixels_add_nothing_to_the_loss(tmp_path, data):
     """A black mask over the right half: the loss does not depend on the pixels there."""
     models, losses = make_models(tmp_path), []
     for name in os.listdir(data):
@@ -193,7 +177,7 @@ def test_what_a_mask_hides_does_not_move_the_weights(tmp_path, data):
 @pytest.mark.ci
 @pytest.mark.parametrize("source", ["cache", "images"])
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_stopped_and_resumed_is_bit_identical(tmp_path, data, source, num_processes):
+def test_bucketed_run_stopped_and_resumed_is_bit_identical(tmp_path, data, source, num_processes):
     models = make_models(tmp_path)
     if source == "cache":
         given = [f"--latents_dir={make_cache(tmp_path, models)}", "--random_flip"]
@@ -201,13 +185,12 @@ def test_stopped_and_resumed_is_bit_identical(tmp_path, data, source, num_proces
         given = transform_flags(tmp_path)
     flags = [*train_flags(tmp_path, models), *given, "--checkpointing_steps=1", "--holdout=1"]
 
-    def run(*more):
-        pids = start(lambda: train(*flags, *more), num_processes, log=tmp_path / "log")
-        assert finish(pids) == [0] * num_processes, (tmp_path / "log").read_text()
-
-    run(f"--output_dir={tmp_path / 'whole'}")
-    run("--max_train_steps=3")
-    run("--resume_from_checkpoint=latest")
+    for more in (
+        f"--output_dir={tmp_path / 'whole'}",
+        "--max_train_steps=3",
+        "--resume_from_checkpoint=latest",
+    ):
+        train.fork(*flags, more, num_processes=num_processes)
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name[11:]))
     for name in ("unet", "unet_ema"):
         assert_same_weights(tmp_path / "whole" / last / name, tmp_path / "out" / last / name)
@@ -217,26 +200,28 @@ def test_stopped_and_resumed_is_bit_identical(tmp_path, data, source, num_proces
     assert losses[0] == losses[1]
 
 
-def test_resuming_with_another_batch_repeats_and_skips_no_image(tmp_path, data, monkeypatch):
+def test_resuming_with_another_batch_size_sees_each_bucketed_image_once(
+    tmp_path, data, monkeypatch
+):
     models, seen = make_models(tmp_path), []
     cache = make_cache(tmp_path, models)
     load = CachedLatents.__getitem__
     real = script.train_step
 
-    def note(dataset, keys):
+    def add_keys(dataset, keys):
         shapes = {tuple(dataset.sizes[row]) for _, row, _ in keys}
         assert len(shapes) == 1
         batch = load(dataset, keys)
         return {**batch, "keys": keys}
 
-    def step(*args):
+    def record_step(*args):
         *before, batches, step, seed, max_grad_norm, look = args
         taken = [next(batches) for _ in range(step.micro_batches)]
         seen.extend(key for batch in taken for key in batch["keys"] if key[2])
         return real(*before, iter(taken), step, seed, max_grad_norm, look)
 
-    monkeypatch.setattr(CachedLatents, "__getitem__", note)
-    monkeypatch.setattr(script, "train_step", step)
+    monkeypatch.setattr(CachedLatents, "__getitem__", add_keys)
+    monkeypatch.setattr(script, "train_step", record_step)
     flags = [*train_flags(tmp_path, models), f"--latents_dir={cache}", "--checkpointing_steps=1"]
     train(*flags, "--max_train_steps=2")
     train(*flags, "--resume_from_checkpoint=latest", "--train_batch_size=3", "--max_train_steps=4")
@@ -252,14 +237,14 @@ def test_resuming_with_another_batch_repeats_and_skips_no_image(tmp_path, data, 
 
 
 @pytest.mark.ci
-def test_searches_compile_and_samples_work_with_buckets(tmp_path, data):
+def test_auto_batch_size_find_lr_compile_and_samples_work_with_buckets(tmp_path, data):
     models = make_models(tmp_path)
     cache = make_cache(tmp_path, models, "--text_cache=ids")
     tried = []
     real = script.train_step
     given = [*train_flags(tmp_path, models), f"--latents_dir={cache}"]
 
-    def step(*args):
+    def record_step(*args):
         batches = list(args[4]) if not hasattr(args[4], "gi_frame") else args[4]
         # batches of the search for a batch size, which have the most pixels
         if isinstance(batches, list):
@@ -268,7 +253,7 @@ def test_searches_compile_and_samples_work_with_buckets(tmp_path, data):
         return real(*args[:4], batches, *args[5:])
 
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(script, "train_step", step)
+        m.setattr(script, "train_step", record_step)
         train(*given, "--train_batch_size=auto", "--max_train_steps=1")
     assert tried and all(size == [8, 8] for size in tried)
     train(*given, "--find_lr", "--find_lr_steps=10", f"--output_dir={tmp_path / 'lr'}")
@@ -280,7 +265,7 @@ def test_searches_compile_and_samples_work_with_buckets(tmp_path, data):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_masks_are_no_rows_and_those_that_do_not_fit_are_named(tmp_path, data, capfd):
+def test_mask_files_are_not_rows_and_bad_masks_are_named(tmp_path, data, capfd):
     models = make_models(tmp_path)
     Image.new("L", (7, 7)).save(data / "00.mask.png")
     (data / "03.mask.png").write_bytes(b"no image")
@@ -291,17 +276,19 @@ def test_masks_are_no_rows_and_those_that_do_not_fit_are_named(tmp_path, data, c
     assert skipped[0]["reason"] == "its mask has 7 x 7 pixels, the image 24 x 20"
     assert skipped[1]["reason"] == "its mask can't be used: cannot identify image file"
     assert "files are not used" not in capfd.readouterr().out  # captions and masks are used
-    # The same command again finds it whole; another mask is another cache
+    # The same command finds a complete cache; a changed mask needs another cache
     before = (cache / "state.json").stat().st_mtime_ns
     make_cache(tmp_path, models, "--max_skipped=0.5")
     args = ["@" + str(cache / "run.args"), "--max_skipped=0.5", "--dataloader_num_workers=0"]
     precompute(*args, f"--output_dir={cache}")
     assert (cache / "state.json").stat().st_mtime_ns >= before
     os.utime(data / "06.mask.png", (1, 1))
-    assert "source.fingerprint" in refused(capfd, make_cache, tmp_path, models, "--max_skipped=0.5")
+    assert "source.fingerprint" in precompute.refused(
+        *cache_flags(tmp_path, models, "--max_skipped=0.5")
+    )
 
 
-def test_masks_are_found_where_metadata_name_the_images(tmp_path, data):
+def test_masks_are_found_beside_images_listed_in_metadata(tmp_path, data):
     """`datasets` skips files that metadata do not name, such as the masks."""
     names = [f"{i:02}.png" for i in range(12)]
     (data / "metadata.jsonl").write_text(
@@ -317,7 +304,7 @@ def test_masks_are_found_where_metadata_name_the_images(tmp_path, data):
     )
 
 
-def test_masks_of_a_column(tmp_path):
+def test_mask_column_supplies_the_masks(tmp_path):
     make_masked(tmp_path / "data", masks=False)
     mask = Image.new("L", (24, 20), "black")
     image = Image.new("RGB", (24, 20), "red")
@@ -342,26 +329,26 @@ def test_masks_of_a_column(tmp_path):
     (["--mask_column=nothing"],
      "has no column 'nothing', only image, text: choose with --mask_column"),
 ])  # fmt: skip
-def test_what_does_not_suit_is_refused(tmp_path, data, capfd, flags, said):
-    assert said in refused(capfd, make_cache, tmp_path, make_models(tmp_path), *flags)
+def test_bad_bucket_step_or_mask_column_is_refused(tmp_path, data, flags, said):
+    assert said in precompute.refused(*cache_flags(tmp_path, make_models(tmp_path), *flags))
     assert not (tmp_path / "cache").exists()
 
 
-def test_caches_with_other_buckets_and_a_mixture_are_refused(tmp_path, data, capfd):
+def test_caches_with_different_buckets_or_masks_are_refused(tmp_path, data):
     models = make_models(tmp_path)
     make_cache(tmp_path, models)
-    assert "transform.bucket_step 4 -> 8" in refused(
-        capfd, make_cache, tmp_path, models, "--bucket_step=8"
+    assert "transform.bucket_step 4 -> 8" in precompute.refused(
+        *cache_flags(tmp_path, models, "--bucket_step=8")
     )
     for path in data.glob("*.mask.png"):
         path.unlink()
     make_cache(tmp_path, models, name="other")
     both = ["--latents_dir", str(tmp_path / "cache"), str(tmp_path / "other")]
-    error = refused(capfd, train, *train_flags(tmp_path, models), *both)
+    error = train.refused(*train_flags(tmp_path, models), *both)
     assert "features ['ragged latents'] -> ['ragged latents', 'masks']" in error
     both = ["--use_aspect_ratio_buckets", "--latents_dir", str(tmp_path / "cache")]
-    assert "--bucket_step does nothing with --latents_dir" in refused(
-        capfd, train, *train_flags(tmp_path, models), *both
+    assert "--bucket_step does nothing with --latents_dir" in train.refused(
+        *train_flags(tmp_path, models), *both, status=2
     )
     args = precompute_latents.parse_args([
         "--train_data_dir=.", "--use_aspect_ratio_buckets", "--vae_name_or_path=a",
@@ -370,19 +357,10 @@ def test_caches_with_other_buckets_and_a_mixture_are_refused(tmp_path, data, cap
     assert args.bucket_step == 64
 
 
-def test_batches_are_grouped_whatever_they_hold_and_bytes_do_not_depend_on_processes(
-    tmp_path, data
-):
+def test_bucketed_cache_bytes_are_the_same_on_one_and_two_processes(tmp_path, data):
     models = make_models(tmp_path)
     one = make_cache(tmp_path, models)
-    flags = [
-        *transform_flags(tmp_path),
-        f"--pretrained_model_name_or_path={models}",
-        "--batch_size=2",
-    ]
-    flags += ["--rows_per_shard=5", f"--output_dir={tmp_path / 'two'}"]
-    pids = start(lambda: precompute(*flags), 2, log=tmp_path / "log")
-    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+    precompute.fork(*cache_flags(tmp_path, models, name="two"), num_processes=2)
     for path in one.glob("data-*"):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
     sizes = []
@@ -400,7 +378,7 @@ def test_batches_are_grouped_whatever_they_hold_and_bytes_do_not_depend_on_proce
 
 
 @pytest.mark.long
-def test_a_real_launch_on_two_processes(tmp_path, data):
+def test_accelerate_launch_trains_buckets_on_two_processes(tmp_path, data):
     models = make_models(tmp_path)
     cache = make_cache(tmp_path, models)
     env = {"ACCELERATE_USE_CPU": "true"}

@@ -8,17 +8,16 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import finish, make_masked, make_models, make_sdxl, metrics, reset, start
+from conftest import Script, make_masked, make_models, make_sdxl, metrics
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
 from safetensors.torch import load_file
 from test_train_lora import FILE, contents
 
-import precompute_latents
-import train_text_to_image as script
 from diffusion_training.order import step_seed
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 KOHYA = "pytorch_lora_weights_kohya.safetensors"
 # All features together. EMA needs no flag.
 ALL = ["--rank=4", "--lora_alpha=8", "--mixed_precision=bf16", "--optimizer=adamw8bit",
@@ -26,15 +25,13 @@ ALL = ["--rank=4", "--lora_alpha=8", "--mixed_precision=bf16", "--optimizer=adam
        "--gradient_accumulation_steps=2", "--train_batch_size=2"]  # fmt: skip
 
 
-def precompute(folder, name, *more):
+def make_cache(folder, name, *more):
     """A cache of images of four sizes, a third of them with a mask."""
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([
-        f"--train_data_dir={folder / 'data'}", f"--pretrained_model_name_or_path={folder / 'sdxl'}",
-        "--resolution=16", f"--output_dir={folder / name}", f"--cache_dir={folder / 'datasets'}",
-        "--dataloader_num_workers=0", "--rows_per_shard=5", "--batch_size=3", *more,
-    ]))  # fmt: skip
-    reset()
+    precompute(*precompute.flags(
+        folder / name, f"--train_data_dir={folder / 'data'}",
+        f"--pretrained_model_name_or_path={folder / 'sdxl'}", f"--cache_dir={folder / 'datasets'}",
+        "--rows_per_shard=5", "--batch_size=3", *more,
+    ))  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +39,14 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     make_sdxl(folder)
     make_masked(folder / "data")
-    precompute(
+    make_cache(
         folder, "cache", "--bucket_step=4", "--random_flip", "--text_cache=ids", "--center_crop"
     )
     return folder
 
 
 @pytest.fixture(autouse=True)
-def truly_eight_bits(monkeypatch):
+def eight_bits_for_small_tensors(monkeypatch):
     """Use 8 bits for small tensors too: bitsandbytes keeps 32 bits below 4,096 numbers."""
     import bitsandbytes
 
@@ -60,12 +57,11 @@ def truly_eight_bits(monkeypatch):
 @pytest.fixture
 def flags(tmp_path, inputs):
     """Steps of four images out of twelve; later flags override these."""
-    return [
-        f"--pretrained_model_name_or_path={inputs / 'sdxl'}", f"--output_dir={tmp_path / 'out'}",
-        "--max_train_steps=4", "--learning_rate=1e-2", "--lr_warmup_steps=0", "--logging_steps=1",
-        "--report_to=none", "--num_inference_steps=2", "--num_validation_images=1",
-        "--guidance_scale=3",
-    ]  # fmt: skip
+    return train.flags(
+        tmp_path / "out", f"--pretrained_model_name_or_path={inputs / 'sdxl'}",
+        "--max_train_steps=4", "--learning_rate=1e-2", "--lr_warmup_steps=0",
+        "--num_validation_images=1", "--guidance_scale=3",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -81,19 +77,14 @@ def images(inputs):
     ]  # fmt: skip
 
 
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def test_a_row_takes_what_is_said(inputs, capfd):
+def test_dry_run_row_size_matches_the_cache(inputs, capfd):
     """Latents of 8 x 8, plain and mirrored, tokens of two encoders, sizes, and a mask.
 
     Checksum, key and text are added to these.
     """
     flags = ["--bucket_step=4", "--random_flip", "--text_cache=ids", "--dry_run"]
     for more, mask, wanted in ((flags, 64, 8 + 16), (flags[1:], 64, 16)):
-        precompute(inputs, "none", *more)
+        make_cache(inputs, "none", *more)
         each = 2 * 2 * 8 * 64 + 2 * 4 * 8 + wanted + mask
         said = f"12 rows of {'up to ' * (wanted > 16)}{each / 1e3:.2f}kB (64.0B for the caption)"
         assert said in capfd.readouterr().out
@@ -110,7 +101,9 @@ def test_a_row_takes_what_is_said(inputs, capfd):
     (1, "cache", []), (2, "cache", ["--lora_dropout=0.1"]),
     (1, "images", ["--use_dora"]),
 ])  # fmt: skip
-def test_killed_and_resumed_is_bit_identical(tmp_path, request, flags, num_processes, source, more):
+def test_all_features_together_resume_bit_identically(
+    tmp_path, request, flags, num_processes, source, more
+):
     flags = [
         *flags, *request.getfixturevalue(source), *ALL, *more, "--holdout=2",
         "--checkpointing_steps=1", "--validation_prompts=a digit", "--validation_epochs=1",
@@ -119,8 +112,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, request, flags, num_proce
     whole, rest = tmp_path / "whole/lora", tmp_path / "rest/lora"
     again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
     for argv in ([f"--output_dir={whole}"], [f"--output_dir={rest}", again]):
-        pids = start(lambda argv=argv: train(*flags, *argv), num_processes, tmp_path / "log")
-        assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+        train.fork(*flags, *argv, num_processes=num_processes)
     one, other = contents(whole), contents(rest)
     early = ("checkpoint-1/", "checkpoint-2/", "samples/step-0000000.png")
     # Accelerate copies the optimizer's state, so bitsandbytes' shared table is saved repeatedly
@@ -141,7 +133,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, request, flags, num_proce
         )
 
 
-def test_training_from_the_cache_equals_training_on_the_images(tmp_path, flags, cache, images):
+def test_all_features_together_train_alike_from_cache_and_images(tmp_path, flags, cache, images):
     found = []
     for name, source in (("cache", cache), ("images", images)):
         train(*flags, *source, *ALL, "--holdout=2", f"--output_dir={tmp_path / name}")
@@ -152,7 +144,7 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, flags, 
 
 
 @pytest.mark.parametrize("more", [[], ["--use_dora"]])
-def test_the_file_draws_in_the_pipeline_what_the_run_drew(
+def test_sdxl_lora_file_redraws_the_samples_in_the_pipeline(
     tmp_path, flags, cache, inputs, more, monkeypatch
 ):
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
@@ -187,7 +179,7 @@ def test_the_file_draws_in_the_pipeline_what_the_run_drew(
         assert {value.item() for name, value in weights.items() if name.endswith("alpha")} == {4}
 
 
-def test_searches(tmp_path, flags, cache, images):
+def test_find_lr_and_auto_batch_size_work_with_all_features(tmp_path, flags, cache, images):
     train(*flags, *cache, *ALL, "--find_lr", "--find_lr_steps=10")
     assert 0 < json.loads((tmp_path / "out/find_lr.json").read_text())["suggestion"] < 1
     auto = [
@@ -255,7 +247,7 @@ TABLE = """
 RUNS = [dict(zip(FLAGS, line.split(), strict=True)) for line in TABLE.strip().splitlines()]
 
 
-def test_the_table_has_every_pair():
+def test_feature_table_contains_every_pair():
     for (one, ones), (other, others) in itertools.combinations(FLAGS.items(), 2):
         assert {(run[one], run[other]) for run in RUNS} == {*itertools.product(ones, others)}, (
             one,
@@ -290,9 +282,8 @@ def caches(tmp_path_factory):
             )
             path = folder / "-".join([run["model"], run["mask"], run["shape"], kind, *more])
             if not path.exists():
-                reset()
                 argv = [*found, *source, f"--text_cache={kind}", f"--output_dir={path}", *more]
-                precompute_latents.main(precompute_latents.parse_args(argv))
+                precompute(*argv)
             paths.append(str(path))
         return [*found, "--random_flip", "--latents_dir", *paths]
 
@@ -300,22 +291,21 @@ def caches(tmp_path_factory):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(run.values()))
-def test_each_pair_trains(tmp_path, run, caches):
+def test_each_row_of_the_feature_table_trains(tmp_path, run, caches):
     out = tmp_path / "out"
     flags = itertools.chain.from_iterable(FLAGS[name][kind] for name, kind in run.items())
-    common = [
-        "--max_train_steps=2",
-        "--learning_rate=1e-2",
-        "--lr_warmup_steps=0",
-        "--logging_steps=1",
-    ]
-    common += [
-        "--report_to=none",
-        "--num_inference_steps=1",
-        "--num_validation_images=1",
-        f"--output_dir={out}",
-    ]
-    train(*caches(run), *flags, *common)
+    train(
+        *train.flags(
+            out,
+            *caches(run),
+            *flags,
+            "--max_train_steps=2",
+            "--learning_rate=1e-2",
+            "--lr_warmup_steps=0",
+            "--num_inference_steps=1",
+            "--num_validation_images=1",
+        )
+    )
     records = metrics(out)
     assert [record["step"] for record in records if "loss" in record] == [1, 2]
     assert all(

@@ -1,4 +1,4 @@
-"""The held-out loss: its images are not trained on, it is reproducible, and kills lose no value."""
+"""The held-out loss: its images are not trained on, it is reproducible, and survives kills."""
 
 import os
 import shutil
@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from conftest import (
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -17,13 +18,10 @@ from conftest import (
     make_images,
     metrics,
     patch,
-    reset,
     start,
 )
 from diffusers import UNet2DConditionModel
 
-import precompute_latents
-import train_text_to_image
 import train_unconditional as script
 from diffusion_training.data.rows import load_rows
 from diffusion_training.order import step_seed
@@ -31,52 +29,40 @@ from diffusion_training.training.held_out import hold_out, log_held_out_loss
 from diffusion_training.training.report import save_loss
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_unconditional"), Script("precompute_latents")
+train_text_to_image = Script("train_text_to_image")
 
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
     """6 steps on 12 images, 4 of which are held out."""
     make_images(tmp_path / "images", 12)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
         "--max_train_steps=6",
-        "--learning_rate=1e-3",
-        "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=1",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
         "--holdout=4",
         "--validation_steps=2",
         "--random_flip",
-    ]
-
-
-def train(*argv, script=script):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
+    )
 
 
 def held_out(folder):
     return [record for record in metrics(folder) if "held_out_loss" in record]
 
 
-def test_what_is_held_out_is_not_trained_on(tmp_path, flags, monkeypatch):
+def test_held_out_images_are_not_trained_on(tmp_path, flags, monkeypatch):
     seen, compute_loss = [], script.compute_loss
 
-    def recording(*given):
+    def record(*given):
         images = given[-2].images
         seen.extend(((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().int().tolist())
         return compute_loss(*given)
 
-    monkeypatch.setattr(script, "compute_loss", recording)
+    monkeypatch.setattr(script, "compute_loss", record)
     train(*flags, "--max_train_steps=8", "--validation_steps=8")
-    reset()
     args = script.parse_args(flags)
     dataset = script.ImageDataset(load_rows(args), 3, 0, args)
     rows, held = hold_out(Accelerator(cpu=True), dataset, args.holdout, args.seed)
@@ -89,8 +75,11 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, flags, monkeypatch):
     )
 
 
-def test_it_does_not_depend_on_batch_size_and_processes_and_changes_no_training(tmp_path, flags):
-    """The weights stay as they are drawn, so that all runs measure the same model."""
+def test_held_out_loss_is_independent_of_batch_size_and_process_count(tmp_path, flags):
+    """A learning rate of 0 lets all runs measure the same model.
+
+    Measuring more often does not change the training.
+    """
     still = [*flags, "--learning_rate=0", "--max_train_steps=2"]
     train(*still)
     (one,) = held_out(tmp_path / "out")
@@ -102,8 +91,7 @@ def test_it_does_not_depend_on_batch_size_and_processes_and_changes_no_training(
         f"--output_dir={tmp_path / 'batch'}",
     )
     assert held_out(tmp_path / "batch") == [one]
-    pids = start(lambda: train(*still, f"--output_dir={tmp_path / 'two'}"), 2, tmp_path / "log")
-    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+    train.fork(*still, f"--output_dir={tmp_path / 'two'}", num_processes=2)
     (two,) = held_out(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-6)
     flags = [*flags, "--max_train_steps=3"]
@@ -115,26 +103,23 @@ def test_it_does_not_depend_on_batch_size_and_processes_and_changes_no_training(
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.ci)])
-def test_what_a_kill_kept_from_a_checkpoint_comes_when_it_is_resumed(
+def test_resuming_measures_the_held_out_loss_that_a_kill_prevented(
     tmp_path, flags, monkeypatch, num_processes
 ):
     flags = [*flags, "--checkpointing_steps=2", "--resume_from_checkpoint=latest"]
-    assert set(
-        finish(start(lambda: train(*flags, f"--output_dir={tmp_path / 'whole'}"), num_processes))
-    ) == {0}
+    train.fork(*flags, f"--output_dir={tmp_path / 'whole'}", num_processes=num_processes)
 
-    def killed(*args):
+    def die_at_step_4(*args):
         if args[-1] == 4:
             os._exit(9)
         log_held_out_loss(*args)
 
     with monkeypatch.context() as at_four:
-        patch(at_four, "log_held_out_loss", killed)
+        patch(at_four, "log_held_out_loss", die_at_step_4)
         assert 9 in finish(start(lambda: train(*flags), num_processes))
     assert checkpoints(tmp_path / "out") == {"checkpoint-2", "checkpoint-4"}
     assert [record["step"] for record in held_out(tmp_path / "out")] == [2]
-    pids = start(lambda: train(*flags), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    train.fork(*flags, num_processes=num_processes)
     assert held_out(tmp_path / "out") == held_out(tmp_path / "whole")
     assert [record["step"] for record in held_out(tmp_path / "out")] == [2, 4, 6]
     assert_same_weights(tmp_path / "out/unet", tmp_path / "whole/unet")
@@ -143,19 +128,19 @@ def test_what_a_kill_kept_from_a_checkpoint_comes_when_it_is_resumed(
         assert [record["step"] for record in held_out(tmp_path / "out")] == [2, 4, 6]
 
 
-def test_a_signal_does_not_wait_for_it(tmp_path, flags, monkeypatch):
+def test_signal_interrupts_the_held_out_loss(tmp_path, flags, monkeypatch):
     """An interrupted measurement leaves no record, and is repeated when the run is resumed."""
     flags, signals = [*flags, "--max_train_steps=4"], []
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
 
-    def sending(*key):
+    def send_once(*key):
         if key[0] == "held out" and not signals:  # the first noise of the held-out loss
             signals.append(os.kill(os.getpid(), signal.SIGTERM))
         return step_seed(*key)
 
     with monkeypatch.context() as signalled:
-        patch(signalled, "step_seed", sending)
-        assert finish(start(lambda: train(*flags))) == [143]
+        patch(signalled, "step_seed", send_once)
+        train.fork(*flags, status=143)
     assert held_out(tmp_path / "out") == []
     train(*flags, "--resume_from_checkpoint=latest")
     assert (
@@ -164,7 +149,7 @@ def test_a_signal_does_not_wait_for_it(tmp_path, flags, monkeypatch):
     )
 
 
-def test_bar_card_and_curve_tell_of_it(tmp_path, flags, capfd):
+def test_progress_bar_and_card_show_the_held_out_loss(tmp_path, flags, capfd):
     train(*flags, "--max_train_steps=4")
     assert "held out" in capfd.readouterr().err
     last = held_out(tmp_path / "out")[-1]
@@ -173,14 +158,11 @@ def test_bar_card_and_curve_tell_of_it(tmp_path, flags, capfd):
         assert f"| {name} | {last[name]:.4g} |" in card
     # The training loss is in the last but one record
     assert save_loss(tmp_path / "out") == metrics(tmp_path / "out")[-2]["loss"]
-    with pytest.raises(SystemExit):
-        train(*flags, "--holdout=3", "--resume_from_checkpoint=latest")
-    assert (
-        "checkpoint-4 held out other images, so it may have been trained" in capfd.readouterr().err
-    )
+    error = train.refused(*flags, "--holdout=3", "--resume_from_checkpoint=latest")
+    assert "checkpoint-4 held out other images, so it may have been trained" in error
 
 
-def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
+def test_cache_and_images_give_the_same_held_out_loss(tmp_path):
     """Also with several captions per image and flips; captions are dropped only in training."""
     captions = [
         [f"a digit {word}" for word in "zero one two".split()[: 1 + i % 3]] for i in range(12)
@@ -203,13 +185,12 @@ def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
         "--resolution=16",
         "--dataloader_num_workers=0",
     ]
-    train(
+    precompute(
         *shared,
         *images,
         "--center_crop",
         "--rows_per_shard=5",
         f"--output_dir={tmp_path / 'cache'}",
-        script=precompute_latents,
     )
     flags = [
         *shared,
@@ -227,8 +208,8 @@ def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
         ("a", images, 0.9),
         ("b", [f"--latents_dir={tmp_path / 'cache'}"], 0),
     ):
-        train(*flags, *source, f"--caption_dropout={dropout}", f"--output_dir={tmp_path / name}",
-              script=train_text_to_image)  # fmt: skip
+        argv = [*flags, *source, f"--caption_dropout={dropout}"]
+        train_text_to_image(*argv, f"--output_dir={tmp_path / name}")
     a, b = held_out(tmp_path / "a"), held_out(tmp_path / "b")
     assert len(a) == len(b) == 2 and a[1] == pytest.approx(b[1], rel=1e-3)
     # The weights did not change, and the loss depends on nothing else
@@ -236,9 +217,7 @@ def test_cache_and_images_hold_out_the_same_and_measure_alike(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["deleted", "more", "order", "parent", "sample"])
-def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held_out(
-    tmp_path, flags, way, capfd
-):
+def test_renamed_or_renumbered_rows_never_hold_out_trained_images(tmp_path, flags, way):
     """The checkpoint recognizes held-out images by their content."""
     flags += ["--max_train_steps=2", "--resume_from_checkpoint=latest", "--validation_steps=99"]
     files = sorted((tmp_path / "images").iterdir())
@@ -264,13 +243,12 @@ def test_however_rows_are_renamed_or_renumbered_none_that_was_trained_on_is_held
         (tmp_path / "data").mkdir()
         (tmp_path / "images").rename(tmp_path / "data/images")
         flags += [f"--train_data_dir={tmp_path / 'data'}"]
-    with pytest.raises(SystemExit):
-        train(*flags, "--max_train_steps=3")
-    assert "checkpoint-2 held out other images, so it may have been" in capfd.readouterr().err
+    error = train.refused(*flags, "--max_train_steps=3")
+    assert "checkpoint-2 held out other images, so it may have been" in error
     train(*flags, "--max_train_steps=3", "--holdout=0")
 
 
-def test_the_same_images_elsewhere_or_packed_anew_are_held_out_alike(tmp_path, flags):
+def test_moved_or_cached_images_are_held_out_the_same_way(tmp_path, flags):
     flags += ["--max_train_steps=2", "--resume_from_checkpoint=latest", "--validation_steps=99"]
     train(*flags)
     (tmp_path / "images").rename(tmp_path / "moved")

@@ -1,4 +1,4 @@
-"""minimal/: each twin ends with the bits of its big script, and stays a file that one can read."""
+"""minimal/: each twin trains to the same bits as its big script, and stays short and readable."""
 
 import ast
 import io
@@ -19,12 +19,12 @@ import torch
 from conftest import (
     MODELS,
     ROOT,
+    Script,
     finish,
     kill,
     make_models,
     make_prx,
     make_unet_config,
-    reset,
     start,
     wait_until,
 )
@@ -32,13 +32,9 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel, UNet2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
-import precompute_latents
-import train_flow
-import train_text_to_image
-import train_unconditional
-
 pytestmark = pytest.mark.usefixtures("without_figures")
-BIG = {script.__name__: script for script in (train_unconditional, train_text_to_image, train_flow)}
+BIG = {name: Script(name) for name in ("train_unconditional", "train_text_to_image", "train_flow")}
+precompute = Script("precompute_latents")
 PATHS = {name: ROOT / "minimal" / f"{name}.py" for name in BIG}
 # Flags of the big scripts that change no weights
 FASTER = {
@@ -52,7 +48,7 @@ WORDS = "a handwritten digit zero one two three".split()
 def make_pictures(folder):
     """21 pictures of noise: RGB and grey, PNG and JPEG, upright and wide, with captions.
 
-    Captions have different lengths. 21 is 1 more than 2 steps of 10 images or a step of 20.
+    The captions have different lengths. 21 is 1 more than 2 steps of 10 images or 1 step of 20.
     """
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -85,9 +81,7 @@ def inputs(tmp_path_factory):
             flags = [f"--train_data_dir={folder / 'images'}", "--resolution=16", "--random_flip"]
             flags += [f"--pretrained_model_name_or_path={MODELS}", f"--model_family={family}"]
             flags += [f"--output_dir={folder / f'cache-{family}'}", "--dataloader_num_workers=0"]
-            reset()
-            precompute_latents.main(precompute_latents.parse_args(flags))
-            reset()
+            precompute(*flags)
     return folder
 
 
@@ -105,12 +99,11 @@ def data_flags(name, inputs, pretrained=False):
 
 
 def run_big(name, *flags):
-    reset()
-    BIG[name].main(BIG[name].parse_args([*flags, "--report_to=none", *FASTER[name]]))
+    BIG[name](*flags, "--report_to=none", *FASTER[name])
 
 
 def run_twin(name, *flags, text=None):
-    """Run a twin as a script in this process, which is a fork. text: another text of it."""
+    """Run a twin as a script in this process, which is a fork; `text` replaces its source."""
     sys.argv = [str(PATHS[name]), *flags]
     try:
         if text is None:
@@ -200,7 +193,9 @@ SLOW = [
 @pytest.mark.parametrize(
     "name, batches, flags", QUICK + [pytest.param(*case, marks=pytest.mark.ci) for case in SLOW]
 )
-def test_a_twin_ends_with_the_bits_of_its_big_script(tmp_path, inputs, name, batches, flags):
+def test_minimal_twin_trains_to_the_same_bits_as_its_big_script(
+    tmp_path, inputs, name, batches, flags
+):
     num_processes, sizes = batches
     flags = [*data_flags(name, inputs), *EXACT, *sizes, *flags]
     train(run_big, name, tmp_path / "big", flags, num_processes)
@@ -229,7 +224,7 @@ def assert_pipeline_has_the_average(folder):
 
 
 @pytest.mark.ci
-def test_grey_images(tmp_path, inputs):
+def test_minimal_twin_trains_alike_on_grey_images(tmp_path, inputs):
     """A U-Net with one channel: JPEGs give their own brightness."""
     flags = [*data_flags(UNCONDITIONAL, inputs), *EXACT, *ONE[1]]
     flags += [f"--model_config_name_or_path={inputs / 'grey-unet'}"]
@@ -239,7 +234,7 @@ def test_grey_images(tmp_path, inputs):
 
 
 @pytest.mark.ci
-def test_a_pretrained_unet(tmp_path, inputs):
+def test_minimal_twin_trains_a_pretrained_unet_alike(tmp_path, inputs):
     flags = [*data_flags(TEXT, inputs, pretrained=True), *EXACT, *ONE[1]]
     train(run_big, TEXT, tmp_path / "big", flags)
     train(run_twin, TEXT, tmp_path / "twin", flags)
@@ -248,31 +243,29 @@ def test_a_pretrained_unet(tmp_path, inputs):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", BIG)
-def test_the_demos_train_alike(tmp_path, name, monkeypatch):
-    """Without flags for data and model, and with the few flags that make it short."""
+def test_minimal_demo_trains_like_the_big_scripts_demo(tmp_path, name, monkeypatch):
+    """The demos run without flags for data and model, and with few steps."""
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     monkeypatch.chdir(tmp_path)
     if name != UNCONDITIONAL:
         family = "prx" if name == FLOW else "sd"
         flags = ["--max_train_samples=70", f"--model_family={family}", "--dataloader_num_workers=0"]
-        reset()
-        precompute_latents.main(precompute_latents.parse_args(flags))
-        reset()
+        precompute(*flags)
     flags = ["--max_train_steps=3", "--lr_warmup_steps=2"]
     train(run_big, name, tmp_path / "big", flags)
     train(run_twin, name, tmp_path / "twin", flags)
     assert_same_bits(tmp_path / "big", tmp_path / "twin", 3)
 
 
-def test_the_demos_have_as_many_steps():
+def test_minimal_demo_has_as_many_steps_as_the_big_scripts():
     """29 steps are an epoch of 1,797 digits in batches of 64."""
     for name, script in BIG.items():
-        demo = script.parse_args([])
+        demo = script.module.parse_args([])
         steps = demo.max_train_steps or demo.num_train_epochs * 29
         assert re.findall(r"\bmax_train_steps=(\d+)", PATHS[name].read_text()) == [str(steps)]
 
 
-def test_this_test_sees_the_order_of_two_factors(tmp_path, inputs):
+def test_bit_comparison_detects_a_change_in_the_last_bits(tmp_path, inputs):
     """weight * (clamp / snr) differs from weight * clamp / snr in the last bits only."""
     flags = [*data_flags(TEXT, inputs), *EXACT, *ONE[1], *EPSILON]
     right = "weight * snr.clamp(max=args.snr_gamma) / snr"
@@ -289,7 +282,7 @@ def test_this_test_sees_the_order_of_two_factors(tmp_path, inputs):
 
 
 def kill_and_resume(name, folder, flags, num_processes, moments):
-    """Kill a twin some time after each new checkpoint, as long as there is one, and let it end."""
+    """Kill a twin some time after each new checkpoint, then let it run to its end."""
     flags = [*flags, f"--output_dir={folder}"]
     log = folder.with_suffix(".log")
     for moment in moments:
@@ -310,7 +303,9 @@ def kill_and_resume(name, folder, flags, num_processes, moments):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name, num_processes", [(UNCONDITIONAL, 2), (TEXT, 1), (FLOW, 1)])
-def test_killed_at_random_a_twin_ends_with_the_same_bits(tmp_path, inputs, name, num_processes):
+def test_minimal_twin_killed_at_random_ends_with_the_same_bits(
+    tmp_path, inputs, name, num_processes
+):
     sizes = ["--train_batch_size=3", "--gradient_accumulation_steps=2", "--max_train_steps=16"]
     flags = [*data_flags(name, inputs), *EXACT, *sizes, "--checkpointing_steps=4"]
     train(run_big, name, tmp_path / "big", flags, num_processes)
@@ -322,7 +317,9 @@ def test_killed_at_random_a_twin_ends_with_the_same_bits(tmp_path, inputs, name,
 @pytest.mark.long
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("name", BIG)
-def test_killed_many_times_a_twin_ends_with_the_same_bits(tmp_path, inputs, name, num_processes):
+def test_minimal_twin_killed_many_times_ends_with_the_same_bits(
+    tmp_path, inputs, name, num_processes
+):
     sizes = ["--train_batch_size=3", "--gradient_accumulation_steps=2", "--max_train_steps=100"]
     flags = [*data_flags(name, inputs), *EXACT, *sizes, "--checkpointing_steps=1"]
     train(run_big, name, tmp_path / "big", flags, num_processes)
@@ -333,8 +330,8 @@ def test_killed_many_times_a_twin_ends_with_the_same_bits(tmp_path, inputs, name
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name, number", [(TEXT, signal.SIGTERM), (UNCONDITIONAL, signal.SIGINT)])
-def test_a_signal_to_one_process_ends_the_run_with_a_checkpoint(tmp_path, inputs, name, number):
-    """Also of two processes, of which one gets it. The run is then resumed to the same bits."""
+def test_signal_to_one_process_ends_a_minimal_run_with_a_checkpoint(tmp_path, inputs, name, number):
+    """One of two processes gets the signal. The run then resumes to the same bits."""
     flags = [*data_flags(name, inputs), *EXACT, "--train_batch_size=3", "--lr_scheduler=constant"]
     argv = [*flags, "--max_train_steps=10000", f"--output_dir={tmp_path / 'twin'}"]
     log = tmp_path / "log"
@@ -351,7 +348,7 @@ def test_a_signal_to_one_process_ends_the_run_with_a_checkpoint(tmp_path, inputs
     assert_same_bits(tmp_path / "big", tmp_path / "twin", step + 3)
 
 
-# ------------------------------------------------------------------------------------- mistakes
+# ------------------------------------------------------------------------------------- errors
 
 
 def refused(name, *flags):
@@ -362,7 +359,7 @@ def refused(name, *flags):
     return done.stderr.splitlines()[-1]
 
 
-def test_help_answers_at_once():
+def test_minimal_help_does_not_import_torch():
     for path in PATHS.values():
         command = [sys.executable, "-X", "importtime", str(path), "--help"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -370,7 +367,7 @@ def test_help_answers_at_once():
         assert "torch" not in done.stderr
 
 
-def test_mistakes_end_in_a_sentence_at_once(tmp_path, inputs):
+def test_minimal_mistakes_end_in_a_sentence_before_importing_torch(tmp_path, inputs):
     said = refused(UNCONDITIONAL, "--train_data_dir", tmp_path / "no")
     assert said.endswith(f"--train_data_dir {tmp_path / 'no'} is not a folder")
     said = refused(UNCONDITIONAL, "--train_data_dir", tmp_path)
@@ -392,8 +389,8 @@ def test_mistakes_end_in_a_sentence_at_once(tmp_path, inputs):
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_checkpoints_of_others_are_refused(tmp_path, inputs, name):
-    """They are never resumed, even if there is a newer one of the twin's own."""
+def test_minimal_refuses_checkpoints_of_another_script(tmp_path, inputs, name):
+    """They are never resumed, even if the folder also has newer checkpoints of the twin."""
     flags = [*data_flags(name, inputs), "--max_train_steps=1", f"--output_dir={tmp_path}"]
     (tmp_path / "checkpoint-5").mkdir()
     for file in ("trainer_state.json", "minimal_other.pt"):
@@ -402,7 +399,7 @@ def test_checkpoints_of_others_are_refused(tmp_path, inputs, name):
         assert said.endswith(f"{tmp_path} has checkpoints of another script: choose another folder")
 
 
-def test_a_checkpoint_of_another_unet_is_refused(tmp_path, inputs):
+def test_minimal_refuses_a_checkpoint_of_another_unet(tmp_path, inputs):
     flags = [*data_flags(UNCONDITIONAL, inputs), "--max_train_steps=1"]
     train(run_twin, UNCONDITIONAL, tmp_path / "out", flags)
     for change in (f"--model_config_name_or_path={inputs / 'grey-unet'}",
@@ -414,7 +411,7 @@ def test_a_checkpoint_of_another_unet_is_refused(tmp_path, inputs):
         assert "is of another U-Net or objective: choose another --output_dir" in log.read_text()
 
 
-def test_a_folder_without_images_is_refused(tmp_path, inputs):
+def test_minimal_refuses_a_folder_without_images(tmp_path, inputs):
     (tmp_path / "images").mkdir()
     flags = [*data_flags(UNCONDITIONAL, inputs), f"--train_data_dir={tmp_path / 'images'}"]
     flags += ["--max_train_steps=1", f"--output_dir={tmp_path / 'out'}"]
@@ -446,7 +443,7 @@ def list_imports(text):
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_a_twin_is_short_and_has_comments(name):
+def test_minimal_twin_is_short_and_has_comments(name):
     text = PATHS[name].read_text()
     num_lines = len(text.splitlines())
     assert num_lines < 250
@@ -454,7 +451,7 @@ def test_a_twin_is_short_and_has_comments(name):
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_the_header_names_what_a_twin_imports_with_the_versions_of_requirements(name):
+def test_minimal_header_lists_its_imports_with_required_versions(name):
     text = PATHS[name].read_text()
     header = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", text)[1]
     header = tomllib.loads(re.sub(r"^# ?", "", header, flags=re.M))
@@ -470,12 +467,14 @@ def test_the_header_names_what_a_twin_imports_with_the_versions_of_requirements(
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_a_twin_has_flags_of_its_big_script_with_their_defaults(name, tmp_path):
+def test_minimal_flags_have_the_defaults_of_the_big_script(name, tmp_path):
     for path in ("state.json", "cache.json"):
         (tmp_path / path).touch()
     base = ["--pretrained_model_name_or_path=base"]
     data = "--train_data_dir" if name == UNCONDITIONAL else "--latents_dir"
-    args = vars(BIG[name].parse_args([data, str(tmp_path), *(base if data[2] == "l" else [])]))
+    args = vars(
+        BIG[name].module.parse_args([data, str(tmp_path), *(base if data[2] == "l" else [])])
+    )
     flags = {}
     for node in ast.walk(ast.parse(PATHS[name].read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "add":

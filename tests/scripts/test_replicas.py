@@ -5,34 +5,29 @@ import os
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import checkpoints, finish, make_images, reset, start
+from conftest import Script, checkpoints, finish, make_images, start
 
-import train_unconditional as script
 from diffusion_training.training.replicas import check_replicas, list_replicas, sum_bits
 from diffusion_training.training.state import Training
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train = Script("train_unconditional")
 
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
     """6 steps, with a checkpoint at every second one, which replaces the previous one."""
     make_images(tmp_path / "images", 12)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
         "--max_train_steps=6",
         "--checkpointing_steps=2",
         "--checkpoints_total_limit=1",
         "--lr_warmup_steps=0",
         "--ddpm_num_inference_steps=1",
-        "--eval_batch_size=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
-    ]
+    )
 
 
 def flip_bit(weight):
@@ -44,22 +39,21 @@ def flip_bit(weight):
 @pytest.mark.parametrize("part, named", [
     (None, None), ("models", "unet/conv_out.weight"), ("averaged", "unet_ema/conv_out.weight"),
 ])  # fmt: skip
-def test_a_weight_or_an_average_that_changes_in_one_process_ends_the_run(
+def test_flipped_bit_in_one_process_ends_the_run_at_the_next_checkpoint(
     tmp_path, flags, part, named
 ):
-    """At step 3, in the second process. The checkpoint of step 2 stays, and the run resumes."""
+    """A bit flips at step 3, in the second process. The checkpoint of step 2 stays."""
 
     def run():
         advance = Training.advance
 
-        def corrupted(self, *given):
+        def advance_and_corrupt(self, *given):
             advance(self, *given)
             if part and self.step == 3 and os.environ["RANK"] == "1":
                 flip_bit(getattr(self, part)["unet"].conv_out.weight)
 
-        Training.advance = corrupted
-        reset()
-        script.main(script.parse_args(flags))
+        Training.advance = advance_and_corrupt
+        train(*flags)
 
     log = tmp_path / "log"
     codes = set(finish(start(run, 2, log)))
@@ -74,7 +68,7 @@ def test_a_weight_or_an_average_that_changes_in_one_process_ends_the_run(
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
 
-def test_every_bit_counts_and_frozen_weights_do_not(tmp_path):
+def test_replica_checksums_see_every_bit_and_skip_frozen_weights(tmp_path):
     """The error names the first tensor that differs. A single process compares nothing."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     model[0].bias.requires_grad_(False)

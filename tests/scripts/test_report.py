@@ -16,11 +16,10 @@ from html import escape, unescape
 
 import pytest
 import torch
-from conftest import MODELS, ROOT, make_images, metrics, patch, replace
+from conftest import MODELS, ROOT, Script, make_images, metrics, patch, replace
 from PIL import Image
 
 import train_text_to_image
-import train_unconditional as script
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.training.report import draw_curves, save_report
 
@@ -35,38 +34,34 @@ def curves(page):
     ]
 
 
-def test_it_shows_the_run_and_what_was_left_out_at_every_validation(
+def test_report_shows_the_run_and_skipped_images_at_every_validation(
     tmp_path, unet_config, monkeypatch
 ):
     make_images(tmp_path / "images", 6)
     (tmp_path / f"images/{HOSTILE}.png").write_bytes(b"no image")
-    flags = [
+    train = Script("train_unconditional")
+    flags = train.flags(
+        tmp_path / HOSTILE,
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / HOSTILE}",
         "--train_batch_size=2",
         "--num_epochs=2",
-        "--ddpm_num_inference_steps=2",
         "--eval_batch_size=3",
         "--save_images_epochs=1",
-        "--logging_steps=1",
-        "--report_to=none",
         "--lr_warmup_steps=0",
-        "--dataloader_num_workers=0",
         "--checkpointing_steps=99",
-    ]
+    )
     written = []
 
-    def spy(script, describe, step, *rest):
+    def record_report(script, describe, step, *rest):
         save_report(script, describe, step, *rest)
         written.append(
             (step, f"Step {step} of 8" in (tmp_path / HOSTILE / "report.html").read_text())
         )
 
-    patch(monkeypatch, "save_report", spy)
+    patch(monkeypatch, "save_report", record_report)
     patch(monkeypatch, "find_signs", lambda *_: {"x": f"a sign {HOSTILE}"})
-    script.main(script.parse_args(flags))
+    train(*flags)
     assert written == [(4, True), (8, True)]
     page = (tmp_path / HOSTILE / "report.html").read_text()
     assert HOSTILE not in page and "<script" not in page  # names are text
@@ -111,9 +106,9 @@ def test_it_shows_the_run_and_what_was_left_out_at_every_validation(
 
 
 def write_run(tmp_path, count):
-    """Write a text-to-image run of `count` records with held-out losses, and its flags.
+    """Write the records and samples of a text-to-image run, whose cache lacks a row.
 
-    Its cache lacks a row.
+    Returns the flags of the run.
     """
     for name in ("cache", "out"):
         (tmp_path / name).mkdir()
@@ -156,13 +151,13 @@ def save(args, step=90):
     save_report(train_text_to_image.__file__, describe_model, step, settings, {"time": "9 s"})
 
 
-def test_a_long_run_costs_little_and_a_cache_tells_what_it_lacks(tmp_path, capfd):
+def test_report_of_a_long_run_is_cheap_and_lists_rows_the_cache_lacks(tmp_path, capfd):
     args = write_run(tmp_path, 30_000)
     begin = time.process_time()
     records = [
         json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
     ]
-    read = time.process_time() - begin  # the yardstick, as machines differ
+    read = time.process_time() - begin  # the yardstick, because machines differ in speed
     save(args)
     print(f"{read:.2f} s to read, {time.process_time() - begin - read:.2f} s to report")
     assert len(records) >= 30_000 and time.process_time() - begin - read < 8 * read + 2
@@ -174,7 +169,7 @@ def test_a_long_run_costs_little_and_a_cache_tells_what_it_lacks(tmp_path, capfd
     assert [text.startswith(name) for text, name in zip(curves(page), names, strict=True)]
 
 
-def test_a_failure_ends_no_run_and_leaves_the_report_before(
+def test_failed_report_keeps_the_old_one_and_the_run_continues(
     tmp_path, monkeypatch, capfd, without_figures
 ):
     args = write_run(tmp_path, 3)
@@ -186,7 +181,7 @@ def test_a_failure_ends_no_run_and_leaves_the_report_before(
     assert (tmp_path / "out/report.html").read_text() == before
 
 
-def test_who_has_the_folder_makes_it_again(tmp_path):
+def test_report_can_be_made_again_from_a_copied_folder(tmp_path):
     """On another machine, without the data and the cache."""
     save(write_run(tmp_path, 3))
     before = (tmp_path / "out/report.html").read_text()
@@ -198,7 +193,7 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
         for line in (tmp_path / "copy/metrics.jsonl").read_text().splitlines()
         if '"loss"' in line
     ]
-    with (tmp_path / "copy/metrics.jsonl").open("a") as file:  # later steps are in it
+    with (tmp_path / "copy/metrics.jsonl").open("a") as file:  # one more step
         file.write(json.dumps(json.loads(lines[-1]) | {"step": 100, "loss": 0.25}) + "\n")
     command = [sys.executable, "-m", "diffusion_training.training.report"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -218,7 +213,7 @@ def test_who_has_the_folder_makes_it_again(tmp_path):
     )
 
 
-def test_curves_are_of_finite_numbers_and_of_at_most_300_points():
+def test_draw_curves_uses_finite_values_and_at_most_300_points():
     records = [{"step": i, "loss": 1 / i, "lr": 0.0} for i in range(1, 1001)] + [
         {"step": 1001, "loss": float("nan")}
     ]
@@ -243,7 +238,7 @@ def test_curves_are_of_finite_numbers_and_of_at_most_300_points():
 @pytest.mark.parametrize(
     "width, height, dark", [(390, 844, True), pytest.param(1280, 900, False, marks=pytest.mark.ci)]
 )
-def test_it_looks_right_in_a_browser(tmp_path, width, height, dark):
+def test_report_layout_is_right_in_a_browser(tmp_path, width, height, dark):
     save(write_run(tmp_path, 30))
     look = """<script>addEventListener("load", () => { parent.document.body.dataset.seen = JSON.stringify({
         title: document.title, width: innerWidth, wide: document.documentElement.scrollWidth,
@@ -275,7 +270,7 @@ def test_it_looks_right_in_a_browser(tmp_path, width, height, dark):
     dom = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
     seen = json.loads(unescape(re.search('data-seen="(.*?)"', dom)[1]))
     assert seen["title"] == "out" and seen["dark"] is dark and seen["width"] == width
-    assert seen["wide"] <= width  # nothing sticks out
+    assert seen["wide"] <= width  # nothing is wider than the window
     assert seen["columns"] == (1 if width == 390 else 3)
     assert seen["ink"] == ("rgb(255, 255, 255)" if dark else "rgb(0, 0, 0)")
     assert len(seen["pictures"]) == 6 and all(

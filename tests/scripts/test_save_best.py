@@ -1,7 +1,4 @@
-"""--save_best: best/ holds the model of the step with the lowest held-out loss.
-
-It is complete after any kill.
-"""
+"""--save_best: best/ holds the model of the step with the lowest held-out loss, after any kill."""
 
 import json
 import math
@@ -9,23 +6,14 @@ import os
 
 import diffusers
 import pytest
-from conftest import (
-    assert_same_weights,
-    finish,
-    make_captioned,
-    make_images,
-    make_models,
-    patch,
-    reset,
-    start,
-)
+from conftest import Script, assert_same_weights, make_captioned, make_images, make_models, patch
 
-import train_text_to_image
 import train_unconditional as script
 from diffusion_training.training import best
 from diffusion_training.training.best import read_best
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, train_text_to_image = Script("train_unconditional"), Script("train_text_to_image")
 LOSSES = [0.9, 0.4, 0.3, 0.6, 0.35, 0.7]  # of the steps 1 to 6
 
 
@@ -33,26 +21,18 @@ LOSSES = [0.9, 0.4, 0.3, 0.6, 0.35, 0.7]  # of the steps 1 to 6
 def flags(tmp_path, unet_config):
     """6 steps, all measured, with a checkpoint at every second one."""
     make_images(tmp_path / "images", 12)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
         "--max_train_steps=6",
-        "--learning_rate=1e-3",
-        "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=1",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
         "--holdout=4",
         "--validation_steps=1",
         "--save_best",
         "--checkpointing_steps=2",
         "--resume_from_checkpoint=latest",
-    ]
+    )
 
 
 @pytest.fixture
@@ -73,13 +53,8 @@ def losses(monkeypatch):
     return said
 
 
-def train(*argv, script=script):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def killed(flags, monkeypatch, name, at):
-    """Run the flags with a kill in the function `name` at step `at`."""
+def run_until_killed(flags, monkeypatch, name, at):
+    """Run with these flags, and die in the function `name` at step `at`."""
     holder = script if hasattr(script, name) else best
     real = getattr(holder, name)
 
@@ -93,22 +68,20 @@ def killed(flags, monkeypatch, name, at):
 
     with monkeypatch.context() as m:
         patch(m, name, die)
-        assert finish(start(lambda: train(*flags))) == [9]
+        train.fork(*flags, status=9)
 
 
-def test_a_folder_of_the_users_own_is_not_replaced(tmp_path, flags, capfd):
+def test_save_best_never_replaces_a_folder_of_the_user(tmp_path, flags):
     for name in ("best", "best-before"):
         folder = tmp_path / "out" / name
         folder.mkdir(parents=True)
         (tmp_path / "out/run.args").touch()
-        with pytest.raises(SystemExit):
-            train(*flags)
-        assert f"out/{name}, which is not from a run: rename that" in capfd.readouterr().err
+        assert f"out/{name}, which is not from a run: rename that" in train.refused(*flags)
         best.restore_best(tmp_path / "out", -1)
-        folder.rmdir()  # it is still there
+        folder.rmdir()  # the folder still exists
 
 
-def test_a_damaged_record_of_the_best_is_none(tmp_path):
+def test_read_best_ignores_a_damaged_record(tmp_path):
     for content in ("", "{", "[]", '{"step": 1}'):
         (tmp_path / "held_out.json").write_text(content)
         assert read_best(tmp_path) == {}
@@ -118,7 +91,7 @@ def steps(folder):
     return [read_best(folder / name).get("step") for name in ("best", "best-before")]
 
 
-def test_it_is_the_average_of_the_lowest_step_and_named_in_card_and_report(tmp_path, flags, losses):
+def test_best_is_the_ema_model_of_the_lowest_held_out_loss(tmp_path, flags, losses):
     losses[:] = [math.nan, 0.4, 0.5, 0.6, 0.45, math.nan]
     train(*flags, "--checkpoints_total_limit=9")
     out = tmp_path / "out"
@@ -140,11 +113,9 @@ def test_it_is_the_average_of_the_lowest_step_and_named_in_card_and_report(tmp_p
     )
 
 
-def test_who_resumes_at_an_earlier_checkpoint_gets_its_best_back(
-    tmp_path, flags, losses, monkeypatch
-):
-    killed(flags, monkeypatch, "log_validation", 3)
-    assert steps(tmp_path / "out") == [3, 2]  # newer than the checkpoint at step 2
+def test_resuming_at_an_earlier_checkpoint_restores_its_best(tmp_path, flags, losses, monkeypatch):
+    run_until_killed(flags, monkeypatch, "log_validation", 3)
+    assert steps(tmp_path / "out") == [3, 2]  # newer than the checkpoint of step 2
     losses[2:] = [0.5] * 4  # the same steps have other losses, as with other flags
     train(*flags)
     assert steps(tmp_path / "out") == [2, None]
@@ -154,42 +125,44 @@ def test_who_resumes_at_an_earlier_checkpoint_gets_its_best_back(
 @pytest.mark.parametrize(
     "name, at", [("log_validation", 3), ("save_pipeline", None), ("keep_best", 2)]
 )
-def test_after_a_kill_it_ends_as_without_one(tmp_path, flags, losses, monkeypatch, name, at):
+def test_save_best_after_a_kill_equals_an_uninterrupted_run(
+    tmp_path, flags, losses, monkeypatch, name, at
+):
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
-    killed(flags, monkeypatch, name, at)
+    run_until_killed(flags, monkeypatch, name, at)
     train(*flags)
     assert steps(tmp_path / "out") == steps(tmp_path / "whole") == [3, None]
     assert_same_weights(tmp_path / "out/best/unet", tmp_path / "whole/best/unet")
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
 
-def test_a_run_that_begins_anew_knows_no_best(tmp_path, flags, losses, monkeypatch):
-    killed([*flags, "--checkpointing_steps=99"], monkeypatch, "log_validation", 3)
+def test_new_run_forgets_the_best_of_an_earlier_run(tmp_path, flags, losses, monkeypatch):
+    run_until_killed([*flags, "--checkpointing_steps=99"], monkeypatch, "log_validation", 3)
     assert steps(tmp_path / "out") == [3, None]
     losses[:] = [0.95] * 6
     train(*flags, "--max_train_steps=1")
     assert steps(tmp_path / "out") == [1, None]
 
 
-def test_of_a_lora_it_is_the_adapters_file(tmp_path, losses):
+def test_best_of_a_lora_is_the_adapter_file(tmp_path, losses):
     make_models(tmp_path)
     make_captioned(tmp_path / "images", 6)
-    train(
-        f"--pretrained_model_name_or_path={tmp_path / 'sd'}",
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--rank=2",
-        "--resolution=16",
-        "--train_batch_size=2",
-        "--max_train_steps=4",
-        "--validation_steps=1",
-        "--holdout=2",
-        "--checkpointing_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
-        "--learning_rate=1e-2",
-        f"--output_dir={tmp_path / 'out'}",
-        "--save_best",
-        script=train_text_to_image,
+    train_text_to_image(
+        *train_text_to_image.flags(
+            tmp_path / "out",
+            f"--pretrained_model_name_or_path={tmp_path / 'sd'}",
+            f"--train_data_dir={tmp_path / 'images'}",
+            "--rank=2",
+            "--resolution=16",
+            "--train_batch_size=2",
+            "--max_train_steps=4",
+            "--validation_steps=1",
+            "--holdout=2",
+            "--checkpointing_steps=1",
+            "--dataloader_num_workers=0",
+            "--learning_rate=1e-2",
+            "--save_best",
+        )
     )
     file = "pytorch_lora_weights.safetensors"
     names = {path.name for path in (tmp_path / "out/best").iterdir()}
@@ -202,17 +175,16 @@ def test_of_a_lora_it_is_the_adapters_file(tmp_path, losses):
     assert files[0] == files[1] != files[2]
 
 
-def test_without_images_held_out_it_is_refused(flags, capsys):
-    with pytest.raises(SystemExit):
-        script.parse_args([*flags, "--holdout=0"])
-    assert "--save_best needs --holdout: the best weights" in capsys.readouterr().err
+def test_save_best_needs_holdout(flags):
+    error = train.refused(*flags, "--holdout=0", status=2)
+    assert "--save_best needs --holdout: the best weights" in error
 
 
 @pytest.mark.parametrize("best", [2, 3])
-def test_a_checkpoint_that_was_copied_may_have_any_name(
+def test_save_best_resumes_from_a_renamed_checkpoint(
     tmp_path, flags, losses, without_figures, best
 ):
-    """Its step is read from the folder's contents, so a best model of a later step is dropped."""
+    """The step is read from the checkpoint, so a best model of a later step is dropped."""
     train(*flags, "--max_train_steps=2", "--validation_steps=2")
     kept = (tmp_path / "out/checkpoint-2").rename(tmp_path / "kept")
     (tmp_path / "out/best/held_out.json").write_text(

@@ -6,7 +6,6 @@ A tiny pipeline is really loaded.
 import json
 import shlex
 import shutil
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -15,18 +14,14 @@ import torch
 from accelerate import Accelerator
 from conftest import (
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
-    finish,
-    kill,
     make_captioned,
     make_models,
     make_sdxl,
     metrics,
     patch,
-    reset,
-    start,
-    wait_until,
 )
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
@@ -47,11 +42,12 @@ from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import step_seed
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 
 
 @pytest.fixture
 def sdxl(tmp_path):
-    """A tiny one. Its second tokenizer pads with "!", like the published one."""
+    """A tiny SDXL pipeline. Its second tokenizer pads with "!", like the published one."""
     folder = make_sdxl(tmp_path)
     change(folder / "tokenizer_2/tokenizer_config.json", pad_token="!")
     return folder
@@ -61,19 +57,12 @@ def sdxl(tmp_path):
 def flags(tmp_path, sdxl):
     """Six steps on six images; later flags override these."""
     make_captioned(tmp_path / "images", 6)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={sdxl}",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         "--guidance_scale=3",
-    ]
+    )
 
 
 @pytest.fixture
@@ -91,40 +80,18 @@ def change(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args([*map(str, argv), "--dataloader_num_workers=0"])
-    )
-    reset()
-
-
 def make_cache(tmp_path, *argv, name="cache", sdxl="sdxl"):
     precompute(
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--pretrained_model_name_or_path={tmp_path / sdxl}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / name}",
-        "--rows_per_shard=4",
-        "--batch_size=3",
-        *argv,
+        *precompute.flags(
+            tmp_path / name,
+            f"--train_data_dir={tmp_path / 'images'}",
+            f"--pretrained_model_name_or_path={tmp_path / sdxl}",
+            "--rows_per_shard=4",
+            "--batch_size=3",
+            *argv,
+        )
     )
     return f"--latents_dir={tmp_path / name}"
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([*map(str, argv)]))
-
-
-def refused(capfd, function, *argv):
-    """The error of a run that ends with status 1: one sentence."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        function(*argv)
-    error = capfd.readouterr().err
-    assert stop.value.code == 1 and error.count(".py: ") == 1 and "Traceback" not in error, error
-    return error.splitlines()[-1]
 
 
 @pytest.fixture
@@ -132,18 +99,18 @@ def given(monkeypatch):
     """[(latents, condition)] that the U-Net gets in every micro-batch."""
     seen, compute_loss = [], script.compute_loss
 
-    def watched(args, noise_scheduler, objective, models, prepared, weight):
+    def record(args, noise_scheduler, objective, models, prepared, weight):
         seen.append((prepared.images, prepared.condition))
         return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
-    monkeypatch.setattr(script, "compute_loss", watched)
+    monkeypatch.setattr(script, "compute_loss", record)
     return seen
 
 
 # ------------------------------------------------------------------- what the U-Net is given
 
 
-def test_embeddings_are_those_of_the_pipeline(sdxl, flags, images):
+def test_sdxl_embeddings_equal_the_pipelines(sdxl, flags, images):
     captions = ["a digit one", "", "two " * 50, "the number three, drawn by hand"]
     encoders = load_encoders(open_base(script.parse_args(images)), torch.float32)
     ids = tokenize(encoders.tokenizers, captions)
@@ -179,7 +146,7 @@ def make_ramps(folder):
 
 
 @pytest.mark.parametrize("source", ["images", "cache"])
-def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
+def test_sdxl_crop_conditioning_matches_the_pixels(
     tmp_path, images, flags, source, given, monkeypatch
 ):
     """Mirrored crops too, which diffusers' own script gets wrong.
@@ -190,11 +157,11 @@ def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
     make_ramps(tmp_path / "images")
     change(tmp_path / "sdxl/vae/config.json", scaling_factor=1.0)
 
-    def look(encoders, pixel_values):  # means are every other pixel, deviations 0
+    def copy_pixels(encoders, pixel_values):  # means are every other pixel, deviations 0
         means = pixel_values[:, :, ::2, ::2].float()
         return torch.cat([means, torch.zeros(len(means), 5, *means.shape[2:])], dim=1)
 
-    patch(monkeypatch, "encode_images", look)
+    patch(monkeypatch, "encode_images", copy_pixels)
     if source == "cache":
         images = [*flags, make_cache(tmp_path, "--random_flip")]
         args = precompute_latents.parse_args([f"@{tmp_path / 'cache/run.args'}"])
@@ -225,7 +192,7 @@ def test_the_crop_that_is_told_is_the_crop_of_the_pixels(
     assert len(seen) > (18 if source == "images" else 9)
 
 
-def test_sizes_are_told_in_the_pipelines_order_and_in_float32(tmp_path, sdxl, images, monkeypatch):
+def test_sdxl_time_ids_have_the_pipelines_order_in_float32(tmp_path, sdxl, images, monkeypatch):
     """bfloat16 would round 1365 to 1368."""
     pipeline = StableDiffusionXLPipeline.from_pretrained(sdxl)
     theirs = pipeline._get_add_time_ids((1365, 2049), (0, 341), (1024, 512), torch.float32, 24)
@@ -236,14 +203,14 @@ def test_sizes_are_told_in_the_pipelines_order_and_in_float32(tmp_path, sdxl, im
     assert ours.tolist() == [[1365, 2049, 0, 341, 1024, 512]]
     told, make_unet = [], script.make_unet
 
-    def watched(*args):
+    def hook_unet(*args):
         unet = make_unet(*args)
         unet.add_time_proj.register_forward_hook(
             lambda module, given, found: told.append((given[0], found))
         )
         return unet
 
-    monkeypatch.setattr(script, "make_unet", watched)
+    monkeypatch.setattr(script, "make_unet", hook_unet)
     patch(monkeypatch, "make_time_ids", lambda *args: ours)
     train(*images, "--mixed_precision=bf16", "--max_train_steps=1", "--no-use_ema")
     sizes, sinusoids = told[-1]
@@ -251,7 +218,9 @@ def test_sizes_are_told_in_the_pipelines_order_and_in_float32(tmp_path, sdxl, im
 
 
 @pytest.mark.parametrize("zeros", [False, None])
-def test_dropped_captions_are_what_the_pipeline_has_for_none(tmp_path, flags, images, zeros, given):
+def test_sdxl_caption_dropout_uses_the_pipelines_empty_prompt(
+    tmp_path, flags, images, zeros, given
+):
     """Zeros, or the encoded "" if model_index.json asks for it; the sizes are kept.
 
     Tested with images and with both kinds of cache.
@@ -289,10 +258,8 @@ def test_dropped_captions_are_what_the_pipeline_has_for_none(tmp_path, flags, im
 
 
 @pytest.mark.parametrize("flip, crop", [(["--random_flip"], ["--center_crop"]), ([], [])])
-def test_training_from_the_cache_equals_training_on_the_images(
-    tmp_path, images, flags, flip, crop, given
-):
-    """From embeddings and from tokens; random crops of a cache are those of epoch 0."""
+def test_sdxl_cache_trains_like_its_images(tmp_path, images, flags, flip, crop, given):
+    """Caches of embeddings and of token ids. A cache has the random crops of epoch 0."""
     epochs, of, told = f"--num_train_epochs={2 if crop else 1}", {}, {}
     kinds = ("embeddings", "ids") if crop else ("embeddings",)
     for kind in ("images", *kinds):
@@ -312,7 +279,7 @@ def test_training_from_the_cache_equals_training_on_the_images(
         assert torch.equal(told[kind], told["images"])
 
 
-def test_killed_and_resumed_is_bit_identical_on_two_processes(tmp_path, flags):
+def test_sdxl_run_killed_and_resumed_is_bit_identical(tmp_path, flags):
     make_captioned(tmp_path / "images", 7)
     flags = [
         *flags,
@@ -324,36 +291,25 @@ def test_killed_and_resumed_is_bit_identical_on_two_processes(tmp_path, flags):
         "--checkpointing_steps=2",
         "--checkpoints_total_limit=2",
     ]
-    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert finish(start(lambda: train(*flags, whole), 2, tmp_path / "log")) == [0, 0], (
-        tmp_path / "log"
-    ).read_text()
-    pids = start(lambda: train(*flags, killed), 2)
-    wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
-    time.sleep(0.1)
-    kill(pids)
-    resumed = start(
-        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), 2, tmp_path / "log"
-    )
-    assert finish(resumed) == [0, 0], (tmp_path / "log").read_text()
-    assert (
-        checkpoints(tmp_path / "whole")
-        == checkpoints(tmp_path / "killed")
-        == {"checkpoint-4", "checkpoint-6"}
-    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train.fork(*flags, f"--output_dir={whole}", num_processes=2)
+    train.kill_after_checkpoint(killed, *flags, num_processes=2)
+    resuming = [*flags, f"--output_dir={killed}", "--resume_from_checkpoint=latest"]
+    train.fork(*resuming, num_processes=2)
+    assert checkpoints(whole) == checkpoints(killed) == {"checkpoint-4", "checkpoint-6"}
     for part in ("checkpoint-6/unet", "checkpoint-6/unet_ema", "unet"):
-        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
+        assert_same_weights(whole / part, killed / part)
     shown = [
-        [(r["step"], r["loss"], r["grad_norm"]) for r in metrics(tmp_path / name)]
-        for name in ("whole", "killed")
+        [(r["step"], r["loss"], r["grad_norm"]) for r in metrics(folder)]
+        for folder in (whole, killed)
     ]
     assert shown[0] == shown[1] and len(shown[0]) == 6
 
 
-# ------------------------------------------------------------------- the run and what it leaves
+# ------------------------------------------------------------------- the output of a run
 
 
-def test_a_run_leaves_a_pipeline_that_draws_what_it_drew_and_trains_on(tmp_path, flags, sdxl):
+def test_sdxl_pipeline_redraws_the_samples_and_can_be_trained_further(tmp_path, flags, sdxl):
     argv = [
         *flags,
         make_cache(tmp_path, "--random_flip", "--text_cache=ids"),
@@ -400,10 +356,11 @@ def test_a_run_leaves_a_pipeline_that_draws_what_it_drew_and_trains_on(tmp_path,
     assert 0 < json.loads((tmp_path / "rate/find_lr.json").read_text())["suggestion"] < 1
 
 
-def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
-    """512 for Stable Diffusion. `--dry_run` prints the size of a row, and writes nothing."""
+def test_default_resolution_is_1024_for_sdxl_and_512_for_sd(tmp_path, flags, images, capfd):
+    """`--dry_run` prints the size of a row at this resolution, and writes nothing."""
     make_models(tmp_path)
     flags = [f"--train_data_dir={tmp_path / 'images'}", f"--output_dir={tmp_path / 'cache'}"]
+    flags += ["--dataloader_num_workers=0"]
     for folder, side, caption in (("sdxl", 1024, 2 * (8 * 48 + 24)), ("sd", 512, 2 * 8 * 32)):
         model = f"--pretrained_model_name_or_path={tmp_path / folder}"
         precompute(*flags, model, "--dry_run")
@@ -412,7 +369,6 @@ def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
             f"6 rows of {(latents + caption) / 1e6:.2f}MB ({caption}B for the caption)"
             in capfd.readouterr().out
         )
-        reset()
         args = script.parse_args([*flags, model, "--mixed_precision=no"])
         launch = make_launch(Accelerator(**accelerator_options(args)), args)
         assert open_data(launch, open_base(args), None, {}, args).resolution == side
@@ -426,20 +382,20 @@ def test_1024_pixels_unless_told_otherwise(tmp_path, flags, images, capfd):
 
 
 @pytest.mark.parametrize("force_upcast", [False, None])
-def test_a_vae_that_overflows_stays_in_float32(tmp_path, flags, images, force_upcast, monkeypatch):
-    """None: not in its config, where diffusers' default is True."""
+def test_vae_with_force_upcast_stays_in_float32(tmp_path, flags, images, force_upcast, monkeypatch):
+    """None stands for a config without the entry, where diffusers' default is True."""
     config = tmp_path / "sdxl/vae/config.json"
     change(config, force_upcast=force_upcast)
     config.write_text(config.read_text().replace('"force_upcast": null, ', ""))
     assert ("force_upcast" in config.read_text()) == (force_upcast is False)
     dtypes = []
 
-    def watched(encoders, pixel_values):
+    def record_dtype(encoders, pixel_values):
         dtypes.append(encoders.vae.dtype)
         return encode_images(encoders, pixel_values)
 
     for module in (precompute_latents, encoding):
-        monkeypatch.setattr(module, "encode_images", watched)
+        monkeypatch.setattr(module, "encode_images", record_dtype)
     make_cache(tmp_path, "--mixed_precision=bf16")
     assert len(dtypes) >= 2
     train(*images, "--mixed_precision=bf16", "--max_train_steps=1", "--no-use_ema")
@@ -448,22 +404,21 @@ def test_a_vae_that_overflows_stays_in_float32(tmp_path, flags, images, force_up
     assert json.loads((tmp_path / "cache/cache.json").read_text())["dtype"] == "bfloat16"
 
 
-# ------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------- errors
 
 
-def test_models_that_can_not_be_trained_are_one_sentence(tmp_path, flags, images, capfd):
+def test_untrainable_sdxl_pipelines_give_a_one_sentence_error(tmp_path, flags, images):
     index = tmp_path / "sdxl/model_index.json"
     whole = index.read_text()
-    argv = [
+    argv = precompute.flags(
+        tmp_path / "cache",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'cache'}",
-    ]
+    )
 
     def both(sentence, *more):
-        for function, given in ((precompute, argv), (train, images)):
-            assert sentence in refused(capfd, function, *given, *more)
+        for run, given in ((precompute, argv), (train, images)):
+            assert sentence in run.refused(*given, *more)
 
     change(
         index,
@@ -496,7 +451,7 @@ def test_models_that_can_not_be_trained_are_one_sentence(tmp_path, flags, images
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_unet_of_another_kind_is_one_sentence(tmp_path, flags, images, capfd):
+def test_unet_of_another_family_gives_a_one_sentence_error(tmp_path, flags, images):
     sd = make_models(tmp_path)
     config = json.loads((tmp_path / "sdxl/unet/config.json").read_text())
     (tmp_path / "xl.json").write_text(json.dumps({**config, "cross_attention_dim": 32}))
@@ -510,45 +465,43 @@ def test_a_unet_of_another_kind_is_one_sentence(tmp_path, flags, images, capfd):
         ("sdxl", "narrow", "narrow.json can't be trained here"),
     ):
         argv = [*images, f"--pretrained_model_name_or_path={tmp_path / model}"]
-        assert sentence in refused(
-            capfd, train, *argv, f"--unet_config_name_or_path={tmp_path / unet}.json"
+        assert sentence in train.refused(
+            *argv, f"--unet_config_name_or_path={tmp_path / unet}.json"
         )
     shutil.rmtree(tmp_path / "sdxl/unet")
     shutil.copytree(sd / "unet", tmp_path / "sdxl/unet")
-    assert "takes 4 channels and embeddings of 32, but the data has 4 and 48" in refused(
-        capfd, train, *images
+    assert "takes 4 channels and embeddings of 32, but the data has 4 and 48" in train.refused(
+        *images
     )
 
 
-def test_a_cache_of_the_other_kind_is_one_sentence(tmp_path, flags, capfd):
+def test_sd_and_sdxl_caches_can_not_be_exchanged(tmp_path, flags):
     make_models(tmp_path)
     sdxl, sd = make_cache(tmp_path, name="xl"), make_cache(tmp_path, name="plain", sdxl="sd")
     model = f"--pretrained_model_name_or_path={tmp_path / 'sd'}"
     assert "plain does not fit these models or the first cache" in (
-        said := refused(capfd, train, *flags, sd)
+        said := train.refused(*flags, sd)
     )
     assert "text_encoder_2" in said
     assert "xl does not fit these models or the first cache" in (
-        said := refused(capfd, train, *flags, model, sdxl)
+        said := train.refused(*flags, model, sdxl)
     )
     assert "prompt_embeds_shape" in said
     for first, second, more in (("xl", "plain", []), ("plain", "xl", [model])):
         both = [*flags, *more, "--latents_dir", tmp_path / first, tmp_path / second]
-        assert f"{second} does not fit these models or the first cache" in refused(
-            capfd, train, *both
-        )
+        assert f"{second} does not fit these models or the first cache" in train.refused(*both)
     change(tmp_path / "sdxl/model_index.json", force_zeros_for_empty_prompt=False)
-    assert "force_zeros_for_empty_prompt" in refused(capfd, train, *flags, sdxl)
+    assert "force_zeros_for_empty_prompt" in train.refused(*flags, sdxl)
 
 
 def rewrite(folder, **values):
-    """Change cache.json so that it is as it was written."""
+    """Change cache.json together with its fingerprint, as if it had been written like this."""
     change(folder / "cache.json", **values)
     cache = json.loads((folder / "cache.json").read_text())
     change(folder / "state.json", _fingerprint=fingerprint_cache(cache))
 
 
-def test_formats_of_caches(tmp_path, flags, capfd):
+def test_cache_lists_its_features_and_unknown_ones_are_refused(tmp_path, flags):
     """A cache lists what goes beyond Stable Diffusion; an unknown entry or format is an error."""
     make_models(tmp_path)
     sdxl, sd = make_cache(tmp_path, name="xl"), make_cache(tmp_path, name="plain", sdxl="sd")
@@ -567,15 +520,13 @@ def test_formats_of_caches(tmp_path, flags, capfd):
         "empty_pooled_sha256",
     }
     assert not set(plain) - set(xl)
-    rewrite(tmp_path / "plain", keys=1)  # an older version, whose rows are equally good
+    rewrite(tmp_path / "plain", keys=1)  # an older version, whose rows can still be used
     train(*flags, f"--pretrained_model_name_or_path={tmp_path / 'sd'}", sd, "--max_train_steps=1")
     other = [*flags, f"--output_dir={tmp_path / 'other'}"]
     rewrite(tmp_path / "xl", features=["sdxl", "odour", "masks2"])
-    assert "xl holds masks2, odour, which this version can't read" in refused(
-        capfd, train, *other, sdxl
-    )
+    assert "xl holds masks2, odour, which this version can't read" in train.refused(*other, sdxl)
     rewrite(tmp_path / "xl", format_version=3)
-    assert "xl has format 3, but this version reads 4" in refused(capfd, train, *other, sdxl)
+    assert "xl has format 3, but this version reads 4" in train.refused(*other, sdxl)
 
 
 # ------------------------------------------------------------------- coming from diffusers
@@ -616,7 +567,7 @@ BEYOND = {
 }
 
 
-def test_diffusers_command_for_sdxl_means_here_what_it_means_there(tmp_path, flags, sdxl):
+def test_diffusers_sdxl_command_is_accepted_with_the_same_meaning(tmp_path, flags, sdxl):
     command = COMMAND.format(model=sdxl, vae=tmp_path / "fixed", data=tmp_path / "images")
     args = script.parse_args(shlex.split(command))
     assert (args.vae_name_or_path, args.caption_dropout) == (str(tmp_path / "fixed"), 0.2)
@@ -646,7 +597,7 @@ def test_diffusers_command_for_sdxl_means_here_what_it_means_there(tmp_path, fla
     )
 
 
-def test_every_flag_of_diffusers_for_sdxl_is_explained():
+def test_diffusers_sdxl_flags_are_explained_in_the_docs():
     page = (ROOT / "docs/from-diffusers.md").read_text()
     for name in BEYOND:
         assert f"`--{name}`" in page, name

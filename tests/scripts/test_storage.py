@@ -25,7 +25,7 @@ from conftest import (
     upload,
     wait_until,
 )
-from test_train_text_to_image import EXACT, make_cache, refused, train
+from test_train_text_to_image import EXACT, make_cache, train
 
 import train_text_to_image as script
 
@@ -239,9 +239,9 @@ def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
 def test_what_cannot_be_streamed_is_refused_in_a_sentence(tmp_path, stored, in_ranges, capfd):
     flags, local = stored[0], f"--latents_dir={tmp_path / 'cache'}"
     flags = [*flags, f"--output_dir={tmp_path / 'out'}"]
-    error = refused(capfd, *flags, local, "--latents_weights", "2")
+    error = train.refused(*flags, local, "--latents_weights", "2")
     assert "--latents_weights can only be used with at most 0 rows" in error
-    error = refused(capfd, *flags, f"--latents_dir={tmp_path / 'none'}")
+    error = train.refused(*flags, f"--latents_dir={tmp_path / 'none'}")
     assert "none/cache.json is missing: make the cache with precompute_latents.py" in error
     with pytest.raises(SystemExit):
         script.parse_args(

@@ -10,7 +10,6 @@ import runpy
 import shlex
 import signal
 import sys
-import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,9 @@ from conftest import (
     MODELS,
     PRX,
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
-    finish,
-    kill,
     launch,
     make_captioned,
     make_masked,
@@ -38,9 +36,6 @@ from conftest import (
     metrics,
     patch,
     replace,
-    reset,
-    start,
-    wait_until,
     weights,
 )
 from diffusers import (
@@ -53,7 +48,6 @@ from diffusers import (
 )
 from PIL import Image
 
-import precompute_latents
 import train_flow as script
 from diffusion_training.batches import Prepared
 from diffusion_training.data.captions import tokenize
@@ -72,6 +66,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import evaluate_samples
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_flow"), Script("precompute_latents")
 CAPTIONS = [
     "a digit zero",
     "a handwritten digit one",
@@ -87,19 +82,12 @@ def flags(tmp_path):
     """A run of 6 steps on 6 images; later flags override these."""
     make_captioned(tmp_path / "images", 6, CAPTIONS)
     make_prx(tmp_path / "config")
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={MODELS}",
         f"--transformer_config_name_or_path={tmp_path / 'config'}",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=2",
-    ]
+    )
 
 
 @pytest.fixture
@@ -118,56 +106,37 @@ def cached(tmp_path, flags):
     return [*flags, f"--latents_dir={tmp_path / 'cache'}"]
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([str(arg) for arg in argv]))
-    reset()
-
-
-def make_cache(tmp_path, *argv, name="cache"):
-    precompute(
+def list_cache_flags(tmp_path, *argv, name="cache"):
+    return precompute.flags(
+        tmp_path / name,
         f"--train_data_dir={tmp_path / 'images'}",
         f"--pretrained_model_name_or_path={MODELS}",
-        "--resolution=16",
         "--model_family=prx",
-        f"--output_dir={tmp_path / name}",
         "--rows_per_shard=4",
         "--batch_size=3",
-        "--dataloader_num_workers=0",
         *argv,
     )
 
 
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
+def make_cache(tmp_path, *argv, name="cache"):
+    precompute(*list_cache_flags(tmp_path, *argv, name=name))
 
 
 def open_data(argv):
     """The data of a run."""
-    reset()
     args = script.parse_args([str(arg) for arg in argv])
     launch = script.make_launch(Accelerator(**script.accelerator_options(args)), args)
     return script.open_data(launch, open_base(args), None, {}, args)
-
-
-def refused(capfd, *argv):
-    """The error of a run that ends with status 1."""
-    with pytest.raises(SystemExit) as stop:
-        train(*argv)
-    error = capfd.readouterr().err
-    assert stop.value.code == 1 and error.count("train_flow.py: ") == 1 and "Traceback" not in error
-    return error
 
 
 def losses(folder):
     return [record["loss"] for record in metrics(folder) if "loss" in record]
 
 
-# ------------------------------------------------------------------- what is made of captions
+# ------------------------------------------------------------------- captions
 
 
-def test_embeddings_are_those_of_the_pipeline_without_padding(tmp_path, cached):
+def test_prx_embeddings_equal_the_pipelines_without_padding(tmp_path, cached):
     """Captions are cleaned as by the pipeline and stored unpadded; zeros pad a batch."""
     captions = ["A Digit ONE!", "@someone a digit", "", *CAPTIONS]
     pipeline = PRXPipeline(None, None, *load_text(), None)
@@ -200,7 +169,7 @@ def load_text():
     return encoder, transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
 
 
-def test_a_tokenizer_that_fills_up_on_the_left_gives_the_same_tokens(cached):
+def test_left_padding_tokenizer_gives_the_same_tokens(cached):
     encoders = load_encoders(open_base(script.parse_args(cached)), torch.float32)
     tokenizers = encoders.tokenizers
     right = tokenize(tokenizers, CAPTIONS)
@@ -221,7 +190,7 @@ def test_a_tokenizer_that_fills_up_on_the_left_gives_the_same_tokens(cached):
     )
 
 
-def test_captions_that_cleaning_empties_and_sizes_are_said(tmp_path, flags, capfd):
+def test_dry_run_reports_captions_emptied_by_cleaning_and_text_sizes(tmp_path, flags, capfd):
     make_captioned(tmp_path / "images", 6, ["一张照片", *CAPTIONS[1:]])
     make_cache(tmp_path, "--dry_run")
     said = capfd.readouterr().out
@@ -235,16 +204,13 @@ def test_captions_that_cleaning_empties_and_sizes_are_said(tmp_path, flags, capf
     assert not (tmp_path / "cache").exists()
 
 
-# ------------------------------------------------------------------- what a run leaves
+# ------------------------------------------------------------------- the output of a run
 
 
-def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
-    tmp_path, cached, num_processes=2
-):
+def test_flow_pipeline_redraws_the_last_validation_samples(tmp_path, cached, num_processes=2):
     prompts = ["a digit one", "a digit two"]
     argv = [*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2"]
-    pids = start(lambda: train(*argv), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    train.fork(*argv, num_processes=num_processes)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {
         "model_index.json",
@@ -301,7 +267,9 @@ EXACT = [
 @pytest.mark.parametrize(
     "source, optimizer, num_processes", [("images", "adamw", 1), ("cache", "muon", 2)]
 )
-def test_killed_and_resumed_is_bit_identical(tmp_path, flags, source, optimizer, num_processes):
+def test_flow_run_killed_and_resumed_is_bit_identical(
+    tmp_path, flags, source, optimizer, num_processes
+):
     make_captioned(tmp_path / "images", 8, CAPTIONS + ["one", "a digit"])
     flags = [*flags, *EXACT, f"--optimizer={optimizer}"]
     if source == "cache":
@@ -313,32 +281,21 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, flags, source, optimizer,
             "--resolution=16",
             "--dataloader_num_workers=1",
         ]
-    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert set(
-        finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))
-    ) == {0}, (tmp_path / "whole.log").read_text()
-    pids = start(lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes)
-    wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
-    time.sleep(0.1)
-    kill(pids)
-    resumed = start(
-        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"),
-        num_processes,
-        tmp_path / "log",
-    )
-    assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
-    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    resuming = [*flags, "--resume_from_checkpoint=latest"]
+    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
+    train.kill_after_checkpoint(killed, *resuming, num_processes=num_processes)
+    train.fork(*resuming, f"--output_dir={killed}", num_processes=num_processes)
+    assert checkpoints(whole) == checkpoints(killed) != set()
+    last = max(checkpoints(whole), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/transformer", f"{last}/transformer_ema", "transformer"):
-        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
-    moments = [
-        (tmp_path / name / last / "optimizer.bin").read_bytes() for name in ("whole", "killed")
-    ]
-    assert moments[0] == moments[1] and losses(tmp_path / "whole") == losses(tmp_path / "killed")
+        assert_same_weights(whole / part, killed / part)
+    moments = [(folder / last / "optimizer.bin").read_bytes() for folder in (whole, killed)]
+    assert moments[0] == moments[1] and losses(whole) == losses(killed)
 
 
 @pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
-def test_training_from_a_cache_equals_training_on_the_images(tmp_path, images, flags, text_cache):
+def test_flow_cache_trains_like_its_images(tmp_path, images, flags, text_cache):
     make_cache(tmp_path, "--random_flip", "--center_crop", f"--text_cache={text_cache}")
     shared = ["--random_flip", "--num_train_epochs=2", "--caption_dropout=0.3"]
     train(*images, *shared, "--center_crop", f"--output_dir={tmp_path / 'images-out'}")
@@ -352,7 +309,7 @@ def test_training_from_a_cache_equals_training_on_the_images(tmp_path, images, f
     assert len(one) == 12 and one == pytest.approx(other, rel=5e-4)
 
 
-def test_several_sizes_and_masks_train_alike_from_cache_and_images(tmp_path, flags):
+def test_flow_cache_with_buckets_and_masks_trains_like_its_images(tmp_path, flags):
     make_masked(tmp_path / "masked")
     data = [
         f"--train_data_dir={tmp_path / 'masked'}",
@@ -368,11 +325,8 @@ def test_several_sizes_and_masks_train_alike_from_cache_and_images(tmp_path, fla
     assert len(one) >= 6 and one == pytest.approx(other, rel=5e-4)
 
 
-def test_what_a_mask_leaves_out_changes_nothing(cached):
-    """Neither the values nor the length of the padding matter.
-
-    A caption without a token equals no caption.
-    """
+def test_predict_velocity_ignores_masked_tokens_and_padding_length(cached):
+    """Neither the values nor the length of the padding matter, even without any token."""
     torch.manual_seed(0)
     model, latents, sigmas = PRXTransformer2DModel(**PRX), torch.randn(2, 4, 4, 4), torch.rand(2)
     for weight in model.parameters():  # new weights ignore the text
@@ -394,8 +348,8 @@ def test_what_a_mask_leaves_out_changes_nothing(cached):
         assert not torch.allclose(call(embeds, torch.ones_like(mask)), found, atol=1e-3)
 
 
-def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, cached, monkeypatch):
-    """Also in ranges, which have another order."""
+def test_flow_training_from_a_remote_cache_is_bit_identical(tmp_path, cached, monkeypatch):
+    """Also if rows are shuffled within ranges, which gives another order."""
     fsspec.filesystem("memory").put(f"{tmp_path / 'cache'}/", "/flow/", recursive=True)
     stored = [*cached, "--latents_dir=memory://flow", f"--shards_dir={tmp_path / 'shards'}"]
     for order in ("full", "ranges"):
@@ -409,13 +363,13 @@ def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, cac
     assert losses(tmp_path / "full") != losses(tmp_path / "ranges")
 
 
-def test_a_signal_finishes_the_step_and_breaks_samples_off(tmp_path, cached):
-    def interrupted(*args, **options):
+def test_signal_interrupts_flow_sampling_after_the_checkpoint(tmp_path, cached):
+    def send_and_step(*args, **options):
         signal.raise_signal(signal.SIGTERM)
         return script.FlowMatchEulerDiscreteScheduler.step_(*args, **options)
 
     kind = FlowMatchEulerDiscreteScheduler
-    kind.step_, kind.step = kind.step, interrupted
+    kind.step_, kind.step = kind.step, send_and_step
     try:
         with pytest.raises(SystemExit) as stop:
             train(
@@ -434,7 +388,7 @@ def test_a_signal_finishes_the_step_and_breaks_samples_off(tmp_path, cached):
 # ------------------------------------------------------------------- the loss
 
 
-class Straight(torch.nn.Module):
+class ExactVelocity(torch.nn.Module):
     """Predicts the exact velocity from one image to any noise."""
 
     def __init__(self, latents):
@@ -468,7 +422,7 @@ class Output:
         self.sample = sample
 
 
-def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
+def test_exact_velocity_has_loss_0_and_sigmas_follow_their_distribution():
     torch.manual_seed(0)
     latents = torch.randn(4000, 2, 2, 2)
     for argv, shift, quantiles in [
@@ -480,7 +434,7 @@ def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
         ),
         (["--weighting_scheme=uniform"], 3.0, lambda q: 3 * q / (1 + 2 * q)),
     ]:
-        model = Straight(latents)
+        model = ExactVelocity(latents)
         assert loss_of(argv, model, latents, shift).item() < 1e-4
         ((noisy, sigmas),) = model.seen
         q = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
@@ -489,27 +443,27 @@ def test_who_knows_the_way_has_no_loss_and_sigmas_follow_their_law():
         spread = (
             noisy.square().mean(dim=(1, 2, 3)) - (1 - sigmas).square() - sigmas.square()
         ).mean()
-        assert abs(spread) < 0.05  # a share of noise, the rest image
+        assert abs(spread) < 0.05  # a mix of noise and image
 
 
-def test_the_held_out_loss_is_the_error_of_the_velocity_at_tenths_of_noise():
+def test_flow_held_out_loss_is_the_velocity_error_at_nine_noise_levels():
     torch.manual_seed(0)
     latents, noise, wrong = torch.randn(3, 9, 2, 2, 2).unbind()
     tenths = torch.arange(1, 10)
     condition = {"prompt_embeds": torch.zeros(9, 1, 1), "prompt_mask": torch.ones(9, 1).bool()}
-    model = Straight(latents)
+    model = ExactVelocity(latents)
     measure = script.measure_velocity(partial(script.predict_velocity, FAMILIES["prx"]))
     noisy = measure.add_noise(latents, noise, tenths)
     share = (tenths / 10).view(-1, 1, 1, 1)
     assert torch.allclose(noisy, share * noise + (1 - share) * latents)
     error = measure.error({"transformer": model}, noisy, tenths, condition, latents, noise)
     assert error.shape == (9,) and error.max() < 1e-4
-    model.latents = wrong  # one prediction is wrong by (latents - wrong) / share
+    model.latents = wrong  # the prediction is wrong by (latents - wrong) / share
     error = measure.error({"transformer": model}, noisy, tenths, condition, latents, noise)
     assert torch.allclose(error, (((latents - wrong) / share) ** 2).mean(dim=(1, 2, 3)))
 
 
-def test_weights_and_masks_count():
+def test_flow_loss_applies_weights_and_masks():
 
     class Zero(torch.nn.Module):
         def forward(self, noisy, sigmas, **given):
@@ -531,7 +485,7 @@ def test_weights_and_masks_count():
     )
 
 
-def test_a_step_stays_on_its_device():
+def test_flow_train_step_stays_on_its_device():
     """Tensors on the meta device can't be mixed with others."""
 
     class Twice(torch.nn.Module):
@@ -565,7 +519,7 @@ def test_a_step_stays_on_its_device():
         assert all(value.is_meta for value in sums.values())
 
 
-def test_a_dropped_caption_is_the_empty_one(tmp_path, cached):
+def test_flow_caption_dropout_uses_the_empty_prompt(tmp_path, cached):
     data = open_data(cached)
     batch = data.dataset[[(0, row, 1.0) for row in range(6)]]
     torch.manual_seed(0)
@@ -614,7 +568,7 @@ def make_t5(folder):
     ]
 
 
-def test_from_scratch_with_t5_and_a_vae_that_shifts(tmp_path, flags):
+def test_flow_trains_from_scratch_with_t5_and_a_vae_with_shift(tmp_path, flags):
     parts = [*make_t5(tmp_path), "--max_sequence_length=12"]
     make_prx(tmp_path / "config", in_channels=16, context_in_dim=24)
     flags = [flag for flag in flags if "pretrained" not in flag]
@@ -650,7 +604,7 @@ def test_from_scratch_with_t5_and_a_vae_that_shifts(tmp_path, flags):
     assert torch.allclose(latents / 0.5 + 0.25, mean, atol=1e-6)
 
 
-def test_an_autoencoder_dc_gives_latents_without_moments(tmp_path, flags, capfd):
+def test_autoencoder_dc_is_cached_as_samples_without_moments(tmp_path, flags):
     blocks = {
         "encoder_block_out_channels": (8, 8),
         "decoder_block_out_channels": (8, 8),
@@ -679,14 +633,12 @@ def test_an_autoencoder_dc_gives_latents_without_moments(tmp_path, flags, capfd)
     assert torch.equal(encode_images(encoders, pixels), vae.encode(pixels / 127.5 - 1).latent)
     train(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--vae_name_or_path={tmp_path / 'dc'}")
     assert type(DiffusionPipeline.from_pretrained(tmp_path / "out").vae) is AutoencoderDC
-    with pytest.raises(SystemExit):
-        make_cache(
-            tmp_path, f"--vae_name_or_path={tmp_path / 'dc'}", "--latents=moments", name="other"
-        )
-    assert "an AutoencoderDC has no moments" in capfd.readouterr().err
+    moments = [f"--vae_name_or_path={tmp_path / 'dc'}", "--latents=moments"]
+    error = precompute.refused(*list_cache_flags(tmp_path, *moments, name="other"))
+    assert "an AutoencoderDC has no moments" in error
 
 
-def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
+def test_flow_init_from_continues_at_another_resolution(tmp_path, cached, flags, capfd):
     """Weights, averaged weights and the step count continue; optimizer and data start afresh.
 
     A checkpoint of the second phase takes precedence over --init_from.
@@ -708,7 +660,7 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
     ]
     begun = []
 
-    def starting(accelerator, start, models, state, settings):
+    def record_start(accelerator, start, models, state, settings):
         load_start(accelerator, start, models, state, settings)
         begun.append(
             {
@@ -719,7 +671,7 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
         begun.append(dict(state))
 
     with pytest.MonkeyPatch.context() as m:
-        patch(m, "load_start", starting)
+        patch(m, "load_start", record_start)
         train(*second, "--max_train_steps=6")
         for name, model in begun[0].items():
             before = weights(tmp_path / f"out/checkpoint-4/{name}")
@@ -738,23 +690,23 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, cached, flags, capfd):
         assert len(begun) == 2 and max(checkpoints(tmp_path / "second")) == "checkpoint-8"
     said = capfd.readouterr().out
     assert f"Starting from the weights of {tmp_path / 'out/checkpoint-4'}, at step 4" in said
-    assert "the run: 2 steps after step 4, " in said  # the rest of six
+    assert "the run: 2 steps after step 4, " in said  # 2 of 6 steps are left
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "second")
     assert pipeline.config.default_sample_size == 32
 
     other = [*second, f"--output_dir={tmp_path / 'third'}"]
-    assert "held out other images than this run, so one run would be measured on" in refused(
-        capfd, *other, "--holdout=0"
+    assert "held out other images than this run, so one run would be measured on" in train.refused(
+        *other, "--holdout=0"
     )
-    assert "is neither a complete checkpoint nor a run with one" in refused(
-        capfd, *other, f"--init_from={tmp_path / 'images'}"
+    assert "is neither a complete checkpoint nor a run with one" in train.refused(
+        *other, f"--init_from={tmp_path / 'images'}"
     )
-    assert "must be above 4: this run counts from the step of" in refused(
-        capfd, *other, "--max_train_steps=4"
+    assert "must be above 4: this run counts from the step of" in train.refused(
+        *other, "--max_train_steps=4"
     )
 
 
-def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached):
+def test_muon_trains_block_matrices_and_adamw_the_rest(tmp_path, cached):
     args = script.parse_args([*cached, "--optimizer=muon", "--adam_weight_decay=0.1"])
     torch.manual_seed(1)
     model = PRXTransformer2DModel(**PRX)
@@ -764,7 +716,7 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
         assert id(weight) in (
             muon if name.startswith("blocks.") and weight.dim() == 2 else adamw
         ), name
-    # As torch's two optimizers would step
+    # torch's two optimizers take the same steps
     twin = PRXTransformer2DModel(**PRX)
     twin.load_state_dict(model.state_dict())
     named = list(twin.named_parameters())
@@ -792,7 +744,7 @@ def test_muon_is_for_matrices_of_blocks_and_the_rest_is_adamws(tmp_path, cached)
         assert torch.allclose(one, other, atol=2e-5), name
 
 
-def test_the_card_says_what_was_trained_and_opens_the_base_as_the_run_did():
+def test_flow_card_names_the_kind_of_training_and_loads_the_variant():
     def describe(*flags):
         base = ["--pretrained_model_name_or_path=x", "--model_family=z-image"]
         args = script.parse_args([*base, "--latents_dir=y", "--output_dir=z", *flags])
@@ -808,7 +760,7 @@ def test_the_card_says_what_was_trained_and_opens_the_base_as_the_run_did():
     assert 'variant="fp16"' in describe("--rank=2", "--variant=fp16").usage
 
 
-def test_models_on_the_hub_are_read_as_the_flags_say(monkeypatch):
+def test_hub_models_load_with_revision_variant_and_cache_dir(monkeypatch):
     asked = []
 
     def load(model_class, source, **options):
@@ -843,7 +795,7 @@ def test_models_on_the_hub_are_read_as_the_flags_say(monkeypatch):
     ]
 
 
-def test_a_compiled_transformer_is_compiled_for_its_sizes(tmp_path, cached, monkeypatch):
+def test_compile_gets_the_transformer_and_the_number_of_sizes(tmp_path, cached, monkeypatch):
     compiled = []
     monkeypatch.setattr(script, "compile_model", lambda *given: compiled.append(given))
     train(*cached, "--max_train_steps=1", "--compile=eager")
@@ -852,7 +804,7 @@ def test_a_compiled_transformer_is_compiled_for_its_sizes(tmp_path, cached, monk
     assert [record["skipped_images"] for record in metrics(tmp_path / "out")] == [0]
 
 
-def test_samples_are_drawn_one_by_one(monkeypatch):
+def test_flow_samples_are_drawn_one_at_a_time(monkeypatch):
     """In a batch, the longest caption would change the others' samples."""
     families = [family for family in FAMILIES.values() if family.script == "train_flow.py"]
     counts = []
@@ -863,16 +815,16 @@ def test_samples_are_drawn_one_by_one(monkeypatch):
     assert counts == [1] * len(families)
 
 
-def test_tokenizers_are_told_of_the_loaders_processes(monkeypatch):
+def test_train_flow_turns_tokenizers_parallelism_off(monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     runpy.run_path(script.__file__)
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
-# ------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------- errors
 
 
-def test_a_lora_needs_a_family_with_one_and_a_pretrained_transformer(capfd):
+def test_flow_rank_needs_a_lora_family_and_a_pretrained_transformer():
     for flag, sentence in {
         "--model_family=prx": "--rank needs --model_family z-image or flux2-klein or qwen-image "
         "(PRX has no LoRA)",
@@ -880,35 +832,30 @@ def test_a_lora_needs_a_family_with_one_and_a_pretrained_transformer(capfd):
         "--transformer_config_name_or_path out",
     }.items():
         argv = ["--latents_dir=x", "--pretrained_model_name_or_path=x", "--rank=2"]
-        with pytest.raises(SystemExit):
-            script.parse_args([*argv, "--model_family=z-image", flag])
-        assert sentence in capfd.readouterr().err
+        assert sentence in train.refused(*argv, "--model_family=z-image", flag, status=2)
 
 
-def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
+def test_mismatched_flow_models_or_caches_give_a_one_sentence_error(tmp_path, cached, flags):
     make_prx(tmp_path / "wide", context_in_dim=48)
     config = f"--transformer_config_name_or_path={tmp_path / 'wide'}"
-    assert "takes 4 channels and embeddings of 48, but the data has 4 and 32" in refused(
-        capfd, *cached, config
+    assert "takes 4 channels and embeddings of 48, but the data has 4 and 32" in train.refused(
+        *cached, config
     )
     make_prx(tmp_path / "coarse", patch_size=3)
     config = f"--transformer_config_name_or_path={tmp_path / 'coarse'}"
-    assert "needs sides that are multiples of 6 pixels, not 16" in refused(capfd, *cached, config)
+    assert "needs sides that are multiples of 6 pixels, not 16" in train.refused(*cached, config)
     config = f"--transformer_config_name_or_path={ROOT / 'configs/unet_32.json'}"
-    assert "holds no PRXTransformer2DModel" in refused(capfd, *cached, config)
+    assert "holds no PRXTransformer2DModel" in train.refused(*cached, config)
     make_cache(tmp_path, "--model_family=sd", name="clip")
-    error = refused(capfd, *flags, f"--latents_dir={tmp_path / 'clip'}")
+    error = train.refused(*flags, f"--latents_dir={tmp_path / 'clip'}")
     assert "does not fit these models" in error and "model_family" in error
-    with pytest.raises(SystemExit):
-        make_cache(tmp_path, "--model_family=sd", "--max_sequence_length=4", name="other")
-    assert (
-        "--max_sequence_length 4 does nothing for Stable Diffusion: leave it out"
-        in capfd.readouterr().err
-    )
-    error = refused(capfd, *cached, "--max_sequence_length=9")
+    wrong = ["--model_family=sd", "--max_sequence_length=4"]
+    error = precompute.refused(*list_cache_flags(tmp_path, *wrong, name="other"))
+    assert "--max_sequence_length 4 does nothing for Stable Diffusion: leave it out" in error
+    error = train.refused(*cached, "--max_sequence_length=9")
     assert "--max_sequence_length 9 is too large: the text encoder takes 8 tokens" in error
     base = make_z_image(tmp_path / "z")
-    error = refused(capfd, *cached, f"--pretrained_model_name_or_path={base}")
+    error = train.refused(*cached, f"--pretrained_model_name_or_path={base}")
     assert f"--model_family prx does not fit {base}, a ZImagePipeline: leave it out" in error
     assert not (tmp_path / "out").exists()
 
@@ -940,17 +887,15 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, cached, flags, capfd):
         ),
     ],
 )
-def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(argv)
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err
+def test_bad_flow_arguments_end_in_one_line(argv, sentence):
+    assert sentence in train.refused(*argv, status=2)
 
 
-# ------------------------------------------------------------------- launched, and the demo
+# ------------------------------------------------------------------- launching, and the demo
 
 
 @pytest.mark.ci
-def test_launched_for_real_on_one_and_two_processes(tmp_path, cached):
+def test_accelerate_launch_trains_flow_on_one_and_two_processes(tmp_path, cached):
     argv = [*cached, "--mixed_precision=bf16", "--max_train_steps=2"]
     two = ["--multi_gpu", "--num_processes=2", "--main_process_port=0"]
     for count, options in ((1, []), (2, two)):
@@ -973,7 +918,7 @@ def judge(pipeline, guidance_scale, count):
     pipeline.set_progress_bar_config(disable=True)
     right = 0
     names = "zero one two three four five six seven eight nine".split()
-    for digit, name in enumerate(sorted(names)):  # as the classifier's labels are
+    for digit, name in enumerate(sorted(names)):  # the order of the classifier's labels
         for seed in range(count):
             options = {
                 "guidance_scale": guidance_scale,
@@ -990,7 +935,7 @@ def judge(pipeline, guidance_scale, count):
 
 
 @pytest.mark.long
-def test_the_demo_draws_the_digits_that_it_is_asked_for(tmp_path):
+def test_flow_demo_draws_the_digits_of_its_prompts(tmp_path):
     """The whole demo, some minutes."""
     cache = f"--output_dir={tmp_path / 'latents'}"
     run = launch("precompute_latents.py", "--model_family=prx", cache)

@@ -1,6 +1,6 @@
 """train_text_to_image.py with --rank: bit-exact resume, and a LoRA file that works.
 
-Nothing but the adapter is trained or written.
+Only the adapter is trained and written.
 """
 
 import collections
@@ -22,8 +22,8 @@ import torch
 from conftest import (
     MODELS,
     ROOT,
+    Script,
     checkpoints,
-    finish,
     launch,
     make_captioned,
     make_models,
@@ -31,8 +31,6 @@ from conftest import (
     open_pipeline,
     patch,
     replace,
-    reset,
-    start,
 )
 from diffusers import StableDiffusionPipeline
 from other_programs import comfy_names, list_applied
@@ -40,7 +38,6 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import precompute_latents
 import train_text_to_image as script
 from diffusion_training.families.opening import open_base
 from diffusion_training.order import step_seed
@@ -51,6 +48,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import evaluate_samples
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 FILE = "pytorch_lora_weights.safetensors"
 KOHYA = "pytorch_lora_weights_kohya.safetensors"
 UMASK = os.umask(0o022)
@@ -63,61 +61,33 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     make_models(folder)
     make_captioned(folder / "images", 7)
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args(
-            [
-                f"--train_data_dir={folder / 'images'}",
-                f"--pretrained_model_name_or_path={MODELS}",
-                "--resolution=16",
-                f"--cache_dir={folder / 'datasets'}",
-                f"--output_dir={folder / 'cache'}",
-                "--random_flip",
-                "--dataloader_num_workers=0",
-            ]
+    precompute(
+        *precompute.flags(
+            folder / "cache",
+            f"--train_data_dir={folder / 'images'}",
+            f"--pretrained_model_name_or_path={MODELS}",
+            f"--cache_dir={folder / 'datasets'}",
+            "--random_flip",
         )
     )
-    reset()
     return folder
 
 
 @pytest.fixture
 def flags(tmp_path, inputs):
     """A run of 4 steps; later flags override these."""
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={inputs / 'sd'}",
         f"--latents_dir={inputs / 'cache'}",
         "--rank=2",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
-        "--num_train_epochs=1",
         "--learning_rate=1e-2",
         "--lr_warmup_steps=1",
         "--lr_scheduler=cosine",
         "--checkpointing_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
-    ]
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def refused(capfd, *argv):
-    """The error of a run that ends with status 1."""
-    with pytest.raises(SystemExit) as stop:
-        train(*argv)
-    error = capfd.readouterr().err
-    assert (
-        stop.value.code == 1
-        and error.count("train_text_to_image.py: ") == 1
-        and "Traceback" not in error
     )
-    return error
 
 
 def contents(folder):
@@ -136,9 +106,7 @@ def contents(folder):
     (2, ["--use_dora", "--lora_dropout=0.1", "--gradient_checkpointing"]),
     (1, ["--lora_layers=all", "--optimizer=adamw8bit"]),
 ])  # fmt: skip
-def test_a_lora_that_is_resumed_is_that_of_an_uninterrupted_run(
-    tmp_path, flags, num_processes, more
-):
+def test_resumed_lora_run_is_bit_identical(tmp_path, flags, num_processes, more):
     flags = [
         *flags,
         *more,
@@ -151,8 +119,7 @@ def test_a_lora_that_is_resumed_is_that_of_an_uninterrupted_run(
     whole, rest = tmp_path / "whole/lora", tmp_path / "rest/lora"
     again = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
     for argv in ([f"--output_dir={whole}"], [f"--output_dir={rest}", again]):
-        pids = start(lambda argv=argv: train(*flags, *argv), num_processes, tmp_path / "log")
-        assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+        train.fork(*flags, *argv, num_processes=num_processes)
     one, other = contents(whole), contents(rest)
     assert {
         FILE,
@@ -169,7 +136,7 @@ def test_a_lora_that_is_resumed_is_that_of_an_uninterrupted_run(
         )
 
 
-def test_a_file_goes_on_being_trained(tmp_path, flags, capfd):
+def test_network_weights_continues_training_a_lora_file(tmp_path, flags):
     train(*flags)
     again = [*flags, f"--network_weights={tmp_path / 'out'}", f"--output_dir={tmp_path / 'again'}"]
     train(*again, "--learning_rate=0", "--lora_alpha=8")
@@ -178,12 +145,12 @@ def test_a_file_goes_on_being_trained(tmp_path, flags, capfd):
     train(*again)
     one, other = (load_file(tmp_path / name / FILE) for name in ("out", "more"))
     assert any(not torch.equal(one[name], other[name]) for name in one)
-    assert "its rank is 2" in refused(
-        capfd, *again, "--rank=4", f"--output_dir={tmp_path / 'other'}"
+    assert "its rank is 2" in train.refused(
+        *again, "--rank=4", f"--output_dir={tmp_path / 'other'}"
     )
 
 
-def test_a_dora_goes_on_being_trained_with_its_magnitudes(tmp_path, flags):
+def test_network_weights_loads_a_dora_with_its_magnitudes(tmp_path, flags):
     flags = [*flags, "--use_dora", "--max_train_steps=1"]
     train(*flags)
     for name in (FILE, KOHYA):
@@ -195,7 +162,7 @@ def test_a_dora_goes_on_being_trained_with_its_magnitudes(tmp_path, flags):
             torch.testing.assert_close(value, other[key], rtol=4e-3, atol=1e-6)
 
 
-def test_what_is_trained_is_float32_and_nothing_of_the_base_is_written(tmp_path, flags):
+def test_lora_state_is_float32_and_checkpoints_omit_base_weights(tmp_path, flags):
     train(*flags, "--mixed_precision=bf16")
     checkpoint = tmp_path / "out/checkpoint-4"
     moments = torch.load(checkpoint / "optimizer.bin", weights_only=True)["state"]
@@ -213,40 +180,38 @@ def test_what_is_trained_is_float32_and_nothing_of_the_base_is_written(tmp_path,
     assert (config["r"], config["lora_alpha"], config["use_dora"]) == (2, 2, False)
 
 
-def test_the_base_of_a_checkpoint_is_the_same_in_any_precision_and_no_other(
-    tmp_path, flags, inputs, capfd
-):
+def test_lora_resumes_in_any_precision_but_only_on_its_own_base(tmp_path, flags, inputs, capfd):
     train(*flags, "--max_train_steps=2", "--mixed_precision=bf16")
     again = [*flags, "--resume_from_checkpoint=latest"]
     capfd.readouterr()
     train(*again, "--mixed_precision=no", "--max_train_steps=3", "--lora_dropout=0.5")
     assert ", mixed_precision bf16 -> no" in capfd.readouterr().out
-    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4, lora_alpha 2 -> 4)" in refused(
-        capfd, *again, "--rank=4"
+    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4, lora_alpha 2 -> 4)" in train.refused(
+        *again, "--rank=4"
     )
     whole = [arg for arg in again if arg != "--rank=2"]
-    assert "unet is a LoRA, but without --rank the whole model is trained: keep" in refused(
-        capfd, *whole
+    assert "unet is a LoRA, but without --rank the whole model is trained: keep" in train.refused(
+        *whole
     )
-    assert "was trained with --optimizer adamw, not adafactor: keep" in refused(
-        capfd, *again, "--optimizer=adafactor"
+    assert "was trained with --optimizer adamw, not adafactor: keep" in train.refused(
+        *again, "--optimizer=adafactor"
     )
     shutil.copytree(inputs / "sd", tmp_path / "sd")
     path = tmp_path / "sd/unet/diffusion_pytorch_model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    error = refused(capfd, *again, f"--pretrained_model_name_or_path={tmp_path / 'sd'}")
+    error = train.refused(*again, f"--pretrained_model_name_or_path={tmp_path / 'sd'}")
     assert "is of another LoRA (another base): keep base and flags as they were" in error
     train(*whole[:-1], "--max_train_steps=2", f"--output_dir={tmp_path / 'full'}")
-    error = refused(capfd, *again, f"--output_dir={tmp_path / 'full'}")
+    error = train.refused(*again, f"--output_dir={tmp_path / 'full'}")
     assert "checkpoint-2/unet is a whole model, but --rank trains a LoRA: keep" in error
 
 
-def test_clipping_acts(tmp_path, flags):
+def test_max_grad_norm_clips_lora_gradients(tmp_path, flags):
     """diffusers' script never clips, because its iterator of parameters is used up."""
     size = {}
-    for norm in (1.0, 1e-12):  # so small that Adam's epsilon is not
+    for norm in (1.0, 1e-12):  # so small that Adam's epsilon is larger
         train(*flags, f"--max_grad_norm={norm}", f"--output_dir={tmp_path / str(norm)}")
         weights = load_file(tmp_path / f"{norm}/checkpoint-4/unet/adapter_model.safetensors")
         size[norm] = sum(value.abs().sum() for name, value in weights.items() if "lora_B" in name)
@@ -254,11 +219,11 @@ def test_clipping_acts(tmp_path, flags):
     assert 0 < size[1e-12] < 1e-2 * size[1.0]
 
 
-def test_samples_and_held_out_losses_change_no_bit(tmp_path, flags):
+def test_sampling_and_held_out_losses_do_not_change_the_lora(tmp_path, flags):
     """Also without EMA, where the trained weights themselves draw the samples."""
     flags = [*flags, "--mixed_precision=bf16", "--no-use_ema", "--no-validate_first"]
-    looking = ["--validation_prompts=a", "--validation_steps=1", "--holdout=1"]
-    train(*flags, *looking, f"--output_dir={tmp_path / 'looked'}")
+    measured = ["--validation_prompts=a", "--validation_steps=1", "--holdout=1"]
+    train(*flags, *measured, f"--output_dir={tmp_path / 'looked'}")
     train(*flags, "--holdout=1", f"--output_dir={tmp_path / 'not'}", "--validation_epochs=9")
     assert (tmp_path / "looked" / FILE).read_bytes() == (tmp_path / "not" / FILE).read_bytes()
     records = [record for record in metrics(tmp_path / "looked") if "held_out_loss" in record]
@@ -266,7 +231,7 @@ def test_samples_and_held_out_losses_change_no_bit(tmp_path, flags):
 
 
 @pytest.mark.parametrize("kohya", [True, False])
-def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
+def test_lora_output_is_complete_and_redraws_the_last_samples(
     tmp_path, flags, inputs, kohya, monkeypatch, capfd
 ):
     calls = {}
@@ -325,11 +290,11 @@ def test_the_folder_holds_the_lora_and_it_draws_the_last_samples(
         differences.append(np.abs(grid[:64, -68:-4] - image).max())
     assert differences[0] > 20 and differences[1] <= 1
     if kohya:
-        run_what_is_copied(out, monkeypatch)
+        run_copied_code(out, monkeypatch)
 
 
-def run_what_is_copied(out, monkeypatch):
-    """The code and commands of the report and the card work in the folder that they name."""
+def run_copied_code(out, monkeypatch):
+    """Run the code and the commands of the report and the card in the folder that they name."""
     page = (out / "report.html").read_text()
     usage, command, again = map(unescape, re.findall(r"<pre>(.*?)</pre>", page, re.S))
     # every diffusers accepts torch_dtype, but new ones warn
@@ -357,9 +322,7 @@ def run_what_is_copied(out, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [["--lora_layers=all"], ["--use_dora"]])
-def test_comfyui_reads_all_of_the_second_file_and_it_says_what_it_is_of(
-    tmp_path, flags, inputs, more
-):
+def test_kohya_file_applies_fully_in_comfyui_and_has_metadata(tmp_path, flags, inputs, more):
     train(*flags, *more)
     unet = open_pipeline(inputs / "sd").unet
     plain = {name.rsplit(".lora_", 1)[0] for name in load_file(tmp_path / "out" / FILE)}
@@ -380,7 +343,7 @@ def test_comfyui_reads_all_of_the_second_file_and_it_says_what_it_is_of(
     assert str(tmp_path) not in str(header) and str(inputs) not in str(header)
 
 
-def test_another_objective_than_the_bases_is_told_in_the_card(tmp_path, flags):
+def test_lora_card_sets_an_objective_other_than_the_bases(tmp_path, flags):
     args = script.parse_args([*flags, "--prediction_type=v_prediction", "--rescale_betas_zero_snr"])
     family = open_base(args).family
     about = name_run(1, args, local=True)
@@ -397,7 +360,7 @@ def test_another_objective_than_the_bases_is_told_in_the_card(tmp_path, flags):
     )
 
 
-def test_checkpointed_gradients_are_the_same(tmp_path, flags):
+def test_gradient_checkpointing_does_not_change_the_lora(tmp_path, flags):
     """Also in the first layers, whose input needs no gradient."""
     found = []
     for more in ([], ["--gradient_checkpointing"]):
@@ -410,7 +373,7 @@ def test_checkpointed_gradients_are_the_same(tmp_path, flags):
         assert value.any(), name
 
 
-def test_a_rate_and_a_batch_size_are_found_with_it(tmp_path, flags):
+def test_find_lr_and_auto_batch_size_work_with_a_lora(tmp_path, flags):
     for optimizer in ("adamw", "adamw8bit", "adafactor"):
         train(*flags, "--find_lr", "--find_lr_steps=10", f"--optimizer={optimizer}")
         assert json.loads((tmp_path / "out/find_lr.json").read_text())["suggestion"] > 0
@@ -421,8 +384,8 @@ def test_a_rate_and_a_batch_size_are_found_with_it(tmp_path, flags):
 
 
 @pytest.mark.ci
-def test_it_compiles(tmp_path, flags):
-    """Compiled training gives the same adapter, except for rounding."""
+def test_lora_training_works_with_compile(tmp_path, flags):
+    """A compiled run trains the same weights as one that is not compiled."""
     for name, more in [("eager", []), ("compiled", ["--compile=eager"])]:
         train(
             *flags,
@@ -435,7 +398,7 @@ def test_it_compiles(tmp_path, flags):
     assert one.keys() == other.keys() and all(other[name].any() for name in other)
 
 
-def test_a_lora_that_learns_nothing_is_worth_a_look(flags, capfd):
+def test_lora_that_learns_nothing_gives_a_warning(flags, capfd):
     train(
         *flags,
         "--max_train_steps=101",
@@ -460,14 +423,13 @@ def test_a_lora_that_learns_nothing_is_worth_a_look(flags, capfd):
         (["--rank=4", "--output_single_file"], "--output_single_file writes a pipeline, not"),
     ],
 )
-def test_flags_that_make_no_lora_end_with_one_line(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(["--pretrained_model_name_or_path=sd", "--latents_dir=a", *argv])
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+def test_bad_lora_flags_end_in_one_line(argv, sentence):
+    argv = ["--pretrained_model_name_or_path=sd", "--latents_dir=a", *argv]
+    assert sentence in train.refused(*argv, status=2).splitlines()[-1]
 
 
 @pytest.mark.long
-def test_two_processes_launched_for_real_train_one_lora(tmp_path, flags, inputs):
+def test_accelerate_launch_trains_a_lora_on_two_processes(tmp_path, flags, inputs):
     env = {"ACCELERATE_USE_CPU": "true"}
     config = ["--multi_gpu", "--num_processes", 2, "--main_process_port", 0]
     run = launch(*config, "train_text_to_image.py", *flags, "--mixed_precision=bf16", env=env)
@@ -481,7 +443,7 @@ def test_two_processes_launched_for_real_train_one_lora(tmp_path, flags, inputs)
 # ------------------------------------------------------------------- the demo
 
 
-def test_a_rank_alone_is_the_demo_of_a_lora(tmp_path, capsys):
+def test_rank_without_other_flags_selects_the_lora_demo(tmp_path, capsys):
     args = script.parse_args(
         ["--rank", "16", "--max_train_steps", "3", "--output_dir", str(tmp_path)]
     )
@@ -495,7 +457,7 @@ def test_a_rank_alone_is_the_demo_of_a_lora(tmp_path, capsys):
     assert whole.guidance_scale == args.guidance_scale
 
 
-def test_its_data_are_all_nines_and_ten_of_each_other_and_its_base_has_the_demos_other_models():
+def test_lora_demo_data_and_base_come_from_the_text_to_image_demo():
     digits, nines = (
         datasets.load_dataset(str(ROOT / "demo" / name), split="train").cast_column(
             "image", datasets.Image(False)
@@ -516,7 +478,7 @@ def test_its_data_are_all_nines_and_ten_of_each_other_and_its_base_has_the_demos
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_the_demo_learns_in_a_few_steps(tmp_path):
+def test_lora_demo_loss_falls_in_30_steps(tmp_path):
     quick = [
         "--max_train_steps=30",
         "--lr_warmup_steps=1",
@@ -560,7 +522,7 @@ def judge(pipeline, prompts, count=20):
 
 
 @pytest.mark.long
-def test_the_demo_teaches_the_9_and_keeps_0_to_8(tmp_path):
+def test_lora_demo_learns_digit_9_and_keeps_digits_0_to_8(tmp_path):
     """The whole demo, some minutes."""
     argv = [
         "--rank=16",
@@ -581,7 +543,7 @@ def test_the_demo_teaches_the_9_and_keeps_0_to_8(tmp_path):
     assert np.mean([after[prompt] for prompt in prompts[:-1]]) >= 0.9
 
 
-def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, inputs):
+def test_diffusers_lora_commands_save_the_same_checkpoints(tmp_path, inputs):
     """The command lines of diffusers' test of its LoRA script, with local paths, and --rank."""
     shared = f"""
         --pretrained_model_name_or_path {inputs / "sd"}

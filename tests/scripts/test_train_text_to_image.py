@@ -21,17 +21,16 @@ from accelerate import Accelerator
 from conftest import (
     MODELS,
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
-    kill,
     launch,
     make_captioned,
     make_models,
     metrics,
     patch,
     replace,
-    reset,
     start,
     wait_until,
     weights,
@@ -47,7 +46,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
-import precompute_latents
 import train_text_to_image as script
 from diffusion_training.batches import Prepared
 from diffusion_training.data.captioned_images import CaptionedImages
@@ -62,6 +60,7 @@ from diffusion_training.training.checkpoints import load_start, save_checkpoint
 from diffusion_training.training.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 
 
 @pytest.fixture
@@ -73,18 +72,9 @@ def models(tmp_path):
 def flags(tmp_path, models):
     """A run of 6 steps on 6 images that takes a second; later flags override these."""
     make_captioned(tmp_path / "images", 6)
-    return [
-        f"--pretrained_model_name_or_path={models}",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
-        "--num_validation_images=2",
-    ]
+    return train.flags(
+        tmp_path / "out", f"--pretrained_model_name_or_path={models}", "--num_validation_images=2"
+    )
 
 
 @pytest.fixture
@@ -104,46 +94,22 @@ def cached(tmp_path, flags):
 
 
 def make_cache(tmp_path, *argv, name="cache", images="images"):
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args(
-            [
-                f"--train_data_dir={tmp_path / images}",
-                f"--pretrained_model_name_or_path={MODELS}",
-                "--resolution=16",
-                f"--output_dir={tmp_path / name}",
-                "--rows_per_shard=4",
-                "--batch_size=3",
-                "--dataloader_num_workers=0",
-                *argv,
-            ]
+    precompute(
+        *precompute.flags(
+            tmp_path / name,
+            f"--train_data_dir={tmp_path / images}",
+            f"--pretrained_model_name_or_path={MODELS}",
+            "--rows_per_shard=4",
+            "--batch_size=3",
+            *argv,
         )
     )
-    reset()
 
 
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
+# ------------------------------------------------------------------- commands and their output
 
 
-def refused(capfd, *argv):
-    """The error of a run that ends with status 1."""
-    with pytest.raises(SystemExit) as stop:
-        train(*argv)
-    error = capfd.readouterr().err
-    assert (
-        stop.value.code == 1
-        and error.count("train_text_to_image.py: ") == 1
-        and "Traceback" not in error
-    )
-    return error
-
-
-# ------------------------------------------------------------------- commands and what they leave
-
-
-def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, models):
+def test_diffusers_text_to_image_commands_save_the_same_checkpoints(tmp_path, flags, models):
     """The command lines of diffusers' example test with local paths.
 
     Resuming a finished run trains no further.
@@ -195,14 +161,14 @@ def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, models):
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
-def test_weights_with_nan_are_named(models, images, capfd, part):
+def test_pretrained_weights_with_nan_are_named_in_the_error(models, images, part):
     """Otherwise a run would only report that the loss is not finite."""
     (path,) = (models / part).glob("*.safetensors")
     values = load_file(path)
     name = sorted(values)[0]
     values[name][0] = math.nan
     save_file(values, path, {"format": "pt"})
-    error = refused(capfd, *images)
+    error = train.refused(*images)
     assert f"1 weights with NaN or infinity, such as {name}" in error
 
 
@@ -210,7 +176,9 @@ def change_config(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_odd_parts_of_a_base_end_in_a_sentence(tmp_path, models, images, capfd, monkeypatch):
+def test_broken_parts_of_a_base_pipeline_give_a_one_sentence_error(
+    tmp_path, models, images, monkeypatch
+):
     for part, name, changes, sentence in (
         ("vae", "config", {"scaling_factor": None}, "its config has no scaling_factor"),
         (
@@ -223,19 +191,19 @@ def test_odd_parts_of_a_base_end_in_a_sentence(tmp_path, models, images, capfd, 
         path = models / part / f"{name}.json"
         content = path.read_text()
         change_config(path, **changes)
-        assert sentence in refused(capfd, *images)
+        assert sentence in train.refused(*images)
         path.write_text(content)
     index = models / "model_index.json"
     for entry in (None, 5, ["transformers"]):
         content = {"_class_name": "StableDiffusionPipeline", "text_encoder": entry}
         index.write_text(json.dumps(content))
-        assert f"model_index.json has {entry!r} for text_encoder" in refused(capfd, *images)
+        assert f"model_index.json has {entry!r} for text_encoder" in train.refused(*images)
     index.unlink()
     monkeypatch.setenv("RANK", "x")
-    assert "the launched processes can't be set up" in refused(capfd, *images)
+    assert "the launched processes can't be set up" in train.refused(*images)
 
 
-def test_no_samples_are_drawn_if_none_are_wanted(tmp_path, images, capfd):
+def test_num_validation_images_0_draws_no_samples(tmp_path, images, capfd):
     """diffusers' own tests use this flag."""
     train(*images, "--max_train_steps=1", "--validation_prompts=a", "--num_validation_images=0")
     assert not (tmp_path / "out/samples").exists()
@@ -305,7 +273,7 @@ EXPLAINED = {
 }
 
 
-def test_every_flag_of_diffusers_has_its_default_or_is_explained(tmp_path):
+def test_diffusers_text_to_image_flags_keep_defaults_or_are_explained(tmp_path):
     args = script.parse_args(["--pretrained_model_name_or_path=sd", f"--train_data_dir={tmp_path}"])
     assert {name: getattr(args, name) for name in DIFFUSERS} == DIFFUSERS
     assert "image_column" in args
@@ -314,14 +282,14 @@ def test_every_flag_of_diffusers_has_its_default_or_is_explained(tmp_path):
         assert f"`--{name}`" in table, name
 
 
-def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
+def test_text_to_image_demo_prints_its_command_and_flags_override_it(tmp_path, capsys):
     args = script.parse_args(["--num_train_epochs", "3", "--output_dir", str(tmp_path)])
     printed = capsys.readouterr().out.strip().split("\n")[-1]
     assert args.num_train_epochs == 3 and len(args.validation_prompts) == 10
     assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
 
 
-def test_demo_trains_from_the_demo_cache(tmp_path, capfd):
+def test_text_to_image_demo_trains_from_the_demo_cache(tmp_path):
     quick = [
         "--max_train_steps=2",
         "--num_inference_steps=1",
@@ -334,15 +302,14 @@ def test_demo_trains_from_the_demo_cache(tmp_path, capfd):
         ("pretrained_model_name_or_path", "unet_config_name_or_path"),
     )
     quick += [f"--{name}={getattr(args, name)}" for name in names]
-    assert "make the cache with precompute_latents.py" in refused(capfd, *quick)
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([f"--output_dir={tmp_path / 'latents'}"]))
+    assert "make the cache with precompute_latents.py" in train.refused(*quick)
+    precompute(f"--output_dir={tmp_path / 'latents'}")
     train(*quick)
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
     assert pipeline("a handwritten digit seven", num_inference_steps=1).images[0].size == (8, 8)
 
 
-def test_output_is_a_whole_pipeline_with_card_samples_and_curve(
+def test_text_to_image_output_has_pipeline_card_samples_and_curve(
     tmp_path, cached, models, monkeypatch
 ):
     from huggingface_hub.utils import filter_repo_objects
@@ -411,7 +378,7 @@ def test_output_is_a_whole_pipeline_with_card_samples_and_curve(
 
 
 @pytest.mark.ci
-def test_launched_for_real_with_bf16_and_wandb(tmp_path, cached):
+def test_accelerate_launch_trains_with_bf16_and_wandb(tmp_path, cached):
     """In a separate process, because wandb starts a service that would outlive a test.
 
     The launcher sets the number of threads.
@@ -454,7 +421,9 @@ EXACT = [
 
 
 @pytest.mark.parametrize("source, num_processes", [("images", 1), ("cache", 2)])
-def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, source, num_processes):
+def test_text_to_image_run_killed_and_resumed_is_bit_identical(
+    tmp_path, flags, source, num_processes
+):
     """SIGKILL at random moments, also while a checkpoint is saved.
 
     With 7 images, some steps and batches are short.
@@ -466,45 +435,28 @@ def test_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, flags, sour
     else:
         flags = [*flags, *EXACT, f"--train_data_dir={tmp_path / 'images'}", "--resolution=16",
                  "--dataloader_num_workers=1"]  # fmt: skip
-    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert set(
-        finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))
-    ) == {0}, (tmp_path / "whole.log").read_text()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    resuming = [*flags, "--resume_from_checkpoint=latest"]
+    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
     # Killed some time after a new checkpoint, so that steps are lost
-    for moment in np.random.default_rng(num_processes).uniform(0.0, 0.4, 1):
-        before = checkpoints(tmp_path / "killed") if (tmp_path / "killed").exists() else set()
-        pids = start(
-            lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes
-        )
-        wait_until(
-            lambda before=before: (
-                (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed") - before
-            )
-        )
-        time.sleep(moment)
-        kill(pids)
-    resumed = start(
-        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"),
-        num_processes,
-        tmp_path / "log",
-    )
-    assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
-    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
+    for delay in np.random.default_rng(num_processes).uniform(0.0, 0.4, 1):
+        train.kill_after_checkpoint(killed, *resuming, num_processes=num_processes, delay=delay)
+    train.fork(*resuming, f"--output_dir={killed}", num_processes=num_processes)
+    assert checkpoints(whole) == checkpoints(killed) != set()
+    last = max(checkpoints(whole), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
-        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
+        assert_same_weights(whole / part, killed / part)
     shown = [
-        [
-            (r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"])
-            for r in metrics(tmp_path / name)
-        ]
-        for name in ("whole", "killed")
+        [(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(folder)]
+        for folder in (whole, killed)
     ]
     assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(7 / (2 * num_processes))
 
 
 @pytest.mark.parametrize("optimizer, num_processes", [("adafactor", 1), ("adamw8bit", 2)])
-def test_with_any_optimizer_a_run_goes_on_to_the_bit(tmp_path, cached, optimizer, num_processes):
+def test_adafactor_and_8bit_adamw_resume_bit_identically(
+    tmp_path, cached, optimizer, num_processes
+):
     cached = [
         *cached,
         f"--optimizer={optimizer}",
@@ -518,26 +470,20 @@ def test_with_any_optimizer_a_run_goes_on_to_the_bit(tmp_path, cached, optimizer
         [f"--output_dir={whole}", "--num_train_epochs=2"],
         [f"--output_dir={rest}", again],
     ):
-        argv = [*argv, "--max_train_steps=4"]
-        pids = start(lambda argv=argv: train(*cached, *argv), num_processes, tmp_path / "log")
-        assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+        train.fork(*cached, *argv, "--max_train_steps=4", num_processes=num_processes)
     for part in ("checkpoint-4/unet", "checkpoint-4/unet_ema", "unet"):
         assert_same_weights(whole / part, rest / part)
     moments = [(folder / "checkpoint-4/optimizer.bin").read_bytes() for folder in (whole, rest)]
     assert moments[0] == moments[1]
 
 
-def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
-    tmp_path, cached, monkeypatch
-):
+def test_text_to_image_resume_draws_samples_that_a_kill_prevented(tmp_path, cached, monkeypatch):
     cached = [*cached, "--checkpointing_steps=2", "--validation_steps=2", "--max_train_steps=4",
               "--validation_prompts", "a digit one", "--no-validate_first"]  # fmt: skip
     train(*cached, f"--output_dir={tmp_path / 'whole'}")
     with monkeypatch.context() as killed:
         killed.setattr(script, "log_validation", lambda *args: os._exit(9))
-        assert finish(start(lambda: train(*cached), log=tmp_path / "log")) == [9], (
-            tmp_path / "log"
-        ).read_text()
+        train.fork(*cached, status=9)
     assert (
         checkpoints(tmp_path / "out") == {"checkpoint-2"}
         and not (tmp_path / "out/samples").exists()
@@ -548,7 +494,7 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
     assert len(list((tmp_path / "out/samples").iterdir())) == 2
 
 
-def test_a_signal_finishes_the_step_and_saves(tmp_path, cached):
+def test_text_to_image_signal_finishes_the_step_and_saves(tmp_path, cached):
     pids = start(lambda: train(*cached, "--num_train_epochs=400"), log=tmp_path / "log")
     path = tmp_path / "out/metrics.jsonl"
     wait_until(lambda: path.is_file() and len(path.read_text().splitlines()) > 3)
@@ -559,21 +505,21 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, cached):
     assert said in (tmp_path / "log").read_text()
 
 
-def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached, monkeypatch):
+def test_two_processes_split_the_cache_rows_and_draw_different_noise(tmp_path, cached, monkeypatch):
     """The loss records the rows of each process: 6 rows in steps of 2 x 2, for two epochs."""
     compute_loss, prepare_batch, rows = script.compute_loss, script.prepare_batch, []
 
-    def preparing(data, caption_dropout, batch):
+    def record_rows(data, caption_dropout, batch):
         rows[:] = batch["latents"].double().mean(1).tolist()
         return prepare_batch(data, caption_dropout, batch)
 
-    def recording(*given):
+    def record(*given):
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps([rows, given[-1].tolist(), torch.initial_seed()]) + "\n")
         return compute_loss(*given)
 
-    monkeypatch.setattr(script, "prepare_batch", preparing)
-    monkeypatch.setattr(script, "compute_loss", recording)
+    monkeypatch.setattr(script, "prepare_batch", record_rows)
+    monkeypatch.setattr(script, "compute_loss", record)
     argv = [
         *cached,
         "--train_batch_size=2",
@@ -581,9 +527,7 @@ def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached,
         "--scale_lr",
         "--learning_rate=1e-4",
     ]
-    assert finish(start(lambda: train(*argv), 2, tmp_path / "log")) == [0, 0], (
-        tmp_path / "log"
-    ).read_text()
+    train.fork(*argv, num_processes=2)
     ranks = [
         [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
         for r in range(2)
@@ -601,7 +545,7 @@ def test_two_processes_share_the_rows_and_draw_their_own_noise(tmp_path, cached,
 
 
 @pytest.mark.parametrize("flip, crop", [(["--random_flip"], ["--center_crop"]), ([], [])])
-def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images, flags, flip, crop):
+def test_text_to_image_cache_trains_like_its_images(tmp_path, images, flags, flip, crop):
     """A cache has the crops of epoch 0: random crops agree for one epoch, centered ones always."""
     make_cache(tmp_path, *flip, *crop)
     epochs = f"--num_train_epochs={3 if crop else 1}"
@@ -628,8 +572,8 @@ def test_training_from_the_cache_equals_training_on_the_images(tmp_path, images,
         assert others != pytest.approx([record["loss"] for record in one], rel=2e-3)
 
 
-def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
-    """It is smaller by the size of the embeddings."""
+def test_text_cache_of_ids_is_smaller_and_trains_like_embeddings(tmp_path, cached):
+    """The cache is smaller by the size of the embeddings."""
     make_cache(tmp_path, "--text_cache=ids", name="ids")
     sizes = [
         sum(path.stat().st_size for path in (tmp_path / name).glob("data-*"))
@@ -643,19 +587,19 @@ def test_a_cache_of_token_ids_trains_as_one_of_embeddings(tmp_path, cached):
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0] != losses[1]
 
 
-def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, capfd):
+def test_text_to_image_init_from_continues_at_another_resolution(tmp_path, images, monkeypatch):
     """Weights, EMA weights and step count continue. Its own checkpoint takes precedence."""
     train(*images, "--max_train_steps=2")
     begun = []
 
-    def starting(accelerator, start, models, state, settings):
+    def record_start(accelerator, start, models, state, settings):
         load_start(accelerator, start, models, state, settings)
         begun.append(state)
         for name, model in models.items():
             before = weights(tmp_path / f"out/checkpoint-2/{name}")
             assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
-    patch(monkeypatch, "load_start", starting)
+    patch(monkeypatch, "load_start", record_start)
     second = [*images, f"--init_from={tmp_path / 'out'}", f"--output_dir={tmp_path / 'second'}"]
     second += ["--resolution=32", "--checkpointing_steps=1", "--resume_from_checkpoint=latest"]
     train(*second, "--max_train_steps=3")
@@ -665,16 +609,17 @@ def test_a_second_phase_goes_on_at_another_size(tmp_path, images, monkeypatch, c
     assert len(begun) == 1 and checkpoints(tmp_path / "second") == {"checkpoint-3", "checkpoint-4"}
     unet = UNet2DConditionModel.from_pretrained(tmp_path / "second", subfolder="unet")
     assert unet.config.sample_size == 16
-    # the first phase may have trained on the images held out now
+    # the first phase may have trained on the images that are held out now
     third = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3", "--holdout=2"]
-    assert "checkpoint-2 held out no images" in refused(capfd, *third)
+    assert "checkpoint-2 held out no images" in train.refused(*third)
     other = [*second, f"--output_dir={tmp_path / 'third'}", "--max_train_steps=3"]
-    assert "was trained with prediction_type None, not v_prediction: keep the flag" in refused(
-        capfd, *other, "--prediction_type=v_prediction"
+    assert (
+        "was trained with prediction_type None, not v_prediction: keep the flag"
+        in train.refused(*other, "--prediction_type=v_prediction")
     )
 
 
-def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags, capfd):
+def test_latents_weights_set_the_share_of_each_cache_and_resume_exactly(tmp_path, flags, capfd):
     """An epoch of about 7 of 11 rows, in steps of 2, resumed within it and at its end."""
     make_captioned(tmp_path / "more", 5)
     make_cache(tmp_path, "--random_flip")
@@ -698,8 +643,10 @@ def test_weights_of_caches_train_as_they_say_and_resume_exactly(tmp_path, flags,
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached, num_processes):
-    """With any number of processes that share the samples."""
+def test_text_to_image_pipeline_redraws_the_last_validation_samples(
+    tmp_path, cached, num_processes
+):
+    """One process, or two that share the samples."""
     prompts = ["a digit one", "a digit two"]
     argv = [
         *cached,
@@ -708,8 +655,7 @@ def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached, num_
         "--guidance_scale=3",
         "--num_inference_steps=4",
     ]
-    pids = start(lambda: train(*argv, "--max_train_steps=2"), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    train.fork(*argv, "--max_train_steps=2", num_processes=num_processes)
     grid = np.array(Image.open(tmp_path / "out/samples/step-0000002.png").convert("RGB")).astype(
         int
     )
@@ -724,7 +670,7 @@ def test_the_pipeline_draws_what_the_last_validation_drew(tmp_path, cached, num_
         assert np.abs(grid[y : y + 64, x : x + 64] - image).max() <= 1
 
 
-def test_a_prediction_type_is_trained_sampled_and_saved(tmp_path, cached, models):
+def test_prediction_type_applies_to_training_sampling_and_saving(tmp_path, cached, models):
     config = json.loads((models / "scheduler/scheduler_config.json").read_text())
     config |= {"_class_name": "PNDMScheduler", "prediction_type": "epsilon", "skip_prk_steps": True}
     (models / "scheduler/scheduler_config.json").write_text(json.dumps(config))
@@ -770,7 +716,7 @@ def make_data(latents, embeds_shape=(8, 32)):
     )
 
 
-def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
+def test_prepare_batch_samples_and_scales_latents_and_drops_captions():
     torch.manual_seed(0)
     mean, std = torch.randn(1000, 4, 2, 2), torch.rand(1000, 4, 2, 2) + 0.5
     moments = Latents("moments", (8, 2, 2), shift=0.0, factor=0.5, downscale=2)
@@ -790,7 +736,7 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     z = (latents / 0.5 - mean) / std
     assert latents.dtype == torch.float32 and abs(z.mean()) < 0.05 and abs(z.std() - 1) < 0.05
     again, _ = prepare(moments, 0.0)
-    assert not torch.equal(latents, again)  # another draw
+    assert not torch.equal(latents, again)  # drawn anew
     assert embeds.shape == (1000, 3, 5) and set(embeds.mean((1, 2)).tolist()) == {0.0, 1.0}
     assert 0.2 < 1 - embeds.mean() < 0.3
     sample = Latents("sample", (4, 2, 2), shift=0.0, factor=0.5, downscale=2)
@@ -800,7 +746,7 @@ def test_latents_are_drawn_scaled_and_a_share_of_the_captions_dropped():
     assert embeds.min() == 1
 
 
-def test_latents_are_the_same_whatever_the_layout_of_a_vaes_output(monkeypatch):
+def test_prepare_batch_ignores_the_memory_format_of_vae_output(monkeypatch):
     moments = torch.cat([torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)], 1)
     data = make_data(Latents("moments", (8, 8, 8), shift=0.0, factor=1.0, downscale=2))
     patch(monkeypatch, "encode_prompts", lambda *given: {"prompt_embeds": torch.ones(2, 8, 32)})
@@ -830,7 +776,7 @@ def open_images(*argv):
     return CaptionedImages(images, transform.source, transform, tokenizers, choice, None, 0)
 
 
-def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
+def test_captioned_images_batch_equals_its_rows_and_names_skipped_ones(tmp_path, images):
     make_captioned(tmp_path / "images", 6, ["one", "", "two " * 50, "four", "five", "six"])
     (tmp_path / "images/4.png").write_bytes(b"no image")
     data = open_images(*images, "--random_flip", "--skip_empty_captions")
@@ -853,7 +799,7 @@ def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
     assert data[[(0, 0, 1.0)]]["skipped"][0][1].startswith("not read: [Errno 2]")
 
 
-def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, flags, capfd):
+def test_odd_captions_and_broken_images_are_reported_once(tmp_path, images, flags, capfd):
     make_captioned(
         tmp_path / "images",
         6,
@@ -875,14 +821,14 @@ def test_what_is_odd_about_captions_and_images_is_said_once(tmp_path, images, fl
     same = "All captions that were checked are 'a photo': is --caption_column right?"
     said = capfd.readouterr().out
     assert said.count(same) == 2 and "the rest is cut off" not in said
-    error = refused(capfd, *images, "--caption_column=caption", f"--output_dir={tmp_path / 'c'}")
+    error = train.refused(*images, "--caption_column=caption", f"--output_dir={tmp_path / 'c'}")
     assert "has no column 'caption', only image, text" in error
 
 
 # ------------------------------------------------------------------- models
 
 
-def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
+def make_unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
     latents = Latents("moments", latents_shape, shift=0.0, factor=1.0, downscale=2)
     base, predict = open_base(args), partial(script.predict_noise, FAMILIES["sd"])
     launch = SimpleNamespace(has_weights=True, dtype=torch.float32)
@@ -890,7 +836,7 @@ def unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_the_pipeline_draws_the_size_that_was_trained(tmp_path, flags, models, new):
+def test_pipeline_sample_size_is_the_trained_resolution(tmp_path, flags, models, new):
     """Also if the U-Net's config is of an old version, like SD 1.5's.
 
     For such versions, diffusers ignores a sample size below 64.
@@ -904,14 +850,14 @@ def test_the_pipeline_draws_the_size_that_was_trained(tmp_path, flags, models, n
     args = script.parse_args([*flags, "--latents_dir=cache"])
     base = open_base(args)
     sampler = script.make_schedulers(base, args)[1]
-    pipeline = script.make_pipeline(base, unet_for(args), sampler, with_text=True)
+    pipeline = script.make_pipeline(base, make_unet_for(args), sampler, with_text=True)
     pipeline.save_pretrained(tmp_path / "pipeline")
     assert (
         StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline").unet.config.sample_size == 8
     )
 
 
-def test_configs_of_real_models_are_those_models():
+def test_stable_diffusion_config_has_the_published_parameter_count():
     with torch.device("meta"):
         config = UNet2DConditionModel.load_config(
             ROOT / "configs/stable_diffusion_v2_base_unet.json"
@@ -920,14 +866,14 @@ def test_configs_of_real_models_are_those_models():
     assert sum(p.numel() for p in unet.parameters()) == 865_910_724  # as published
 
 
-def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd):
+def test_mismatched_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags, models):
     args = script.parse_args([*flags, "--latents_dir=cache"])
     base = open_base(args)
-    assert unet_for(args).config.in_channels == 4
+    assert make_unet_for(args).config.in_channels == 4
     with pytest.raises(
         SystemExit, match="takes 4 channels and embeddings of 32, but the data has 8 and 48"
     ):
-        unet_for(args, (16, 8, 8), 48)
+        make_unet_for(args, (16, 8, 8), 48)
     config = json.loads((models / "unet/config.json").read_text())
     for change in (
         {"num_class_embeds": 10},
@@ -939,7 +885,7 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         with pytest.raises(
             SystemExit, match="unet.json can't be trained here|unet.json holds no UNet2D"
         ):
-            unet_for(wrong)
+            make_unet_for(wrong)
     path = models / "scheduler/scheduler_config.json"
     scheduler = path.read_text()
     for change in (
@@ -968,8 +914,8 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         script.make_schedulers(base, args)
     shutil.rmtree(models / "unet")
     with pytest.raises(SystemExit, match="holds no UNet2DConditionModel"):
-        unet_for(args)
-    error = refused(capfd, *flags, "--latents_dir=cache", f"--output_dir={models}")
+        make_unet_for(args)
+    error = train.refused(*flags, "--latents_dir=cache", f"--output_dir={models}")
     assert f"lies in --pretrained_model_name_or_path {models}" in error
 
 
@@ -1005,17 +951,15 @@ def test_models_that_do_not_fit_are_one_sentence(tmp_path, flags, models, capfd)
         (["--lr_scheduler=piecewise_constant", "--latents_dir=a"], "needs --lr_step_rules"),
     ],
 )
-def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(["--pretrained_model_name_or_path=sd", *argv])
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
-    with pytest.raises(SystemExit):
-        script.parse_args(["--latents_dir=a"])
-    assert "--pretrained_model_name_or_path is needed" in capsys.readouterr().err
+def test_bad_text_to_image_arguments_end_in_one_line(argv, sentence):
+    error = train.refused("--pretrained_model_name_or_path=sd", *argv, status=2)
+    assert sentence in error.splitlines()[-1]
+    error = train.refused("--latents_dir=a", status=2)
+    assert "--pretrained_model_name_or_path is needed" in error
 
 
 @pytest.mark.ci
-def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monkeypatch):
+def test_step_spends_under_4_percent_outside_the_model(tmp_path, cached, monkeypatch):
     """Training from a cache spends at most 4 % of the main thread's time outside the model.
 
     Forward, backward, clipping and the optimizer count as the model. EMA is off. The share is 1 to
@@ -1042,11 +986,11 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
 
         return wrapper
 
-    def marked(*args, **options):  # a step lasts from one loss to the next
+    def mark_step(*args, **options):  # a step lasts from one loss to the next
         marks.append((time.thread_time(), sum(inside)))
         return timed(compute_loss)(*args, **options)
 
-    monkeypatch.setattr(script, "compute_loss", marked)
+    monkeypatch.setattr(script, "compute_loss", mark_step)
     for owner, name in (
         (Accelerator, "backward"),
         (Accelerator, "clip_grad_norm_"),
@@ -1074,14 +1018,14 @@ def test_a_step_spends_next_to_nothing_outside_the_model(tmp_path, cached, monke
     assert duration > 0.1 and outside < 0.04 * duration, steps
 
 
-def test_training_goes_on_with_dropout_after_samples(tmp_path, cached, monkeypatch):
+def test_text_to_image_training_keeps_dropout_after_sampling(tmp_path, cached, monkeypatch):
     training, compute_loss = [], script.compute_loss
 
-    def watched(args, noise_scheduler, objective, models, prepared, weight):
+    def record_mode(args, noise_scheduler, objective, models, prepared, weight):
         training.append(models["unet"].training)
         return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
-    monkeypatch.setattr(script, "compute_loss", watched)
+    monkeypatch.setattr(script, "compute_loss", record_mode)
     train(
         *cached,
         "--no-use_ema",
@@ -1092,7 +1036,9 @@ def test_training_goes_on_with_dropout_after_samples(tmp_path, cached, monkeypat
     assert training == [True] * 3
 
 
-def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, cached, monkeypatch):
+def test_text_to_image_images_per_second_excludes_saving_and_sampling(
+    tmp_path, cached, monkeypatch
+):
     late, clock = [0], time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
 

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import (
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
-    kill,
     launch,
     make_images,
     metrics,
@@ -46,51 +46,26 @@ from diffusion_training.training import pipelines
 from diffusion_training.training.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train = Script("train_unconditional")
 
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
     """A run of 6 steps on 6 images that takes a second; later flags override these."""
     make_images(tmp_path / "images", 6)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
         "--num_epochs=1",
-        "--ddpm_num_inference_steps=2",
         "--eval_batch_size=3",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
-    ]
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def refused(capfd, *argv):
-    """The error of a run that ends with status 1."""
-    with pytest.raises(SystemExit) as stop:
-        train(*argv)
-    error = capfd.readouterr().err
-    assert (
-        stop.value.code == 1
-        and error.count("train_unconditional.py: ") == 1
-        and "Traceback" not in error
     )
-    return error
 
 
-# ------------------------------------------------------------------- commands and what they leave
+# ------------------------------------------------------------------- commands and their output
 
 
-def test_diffusers_commands_leave_the_same_checkpoints(tmp_path, flags, unet_config):
+def test_diffusers_unconditional_commands_save_the_same_checkpoints(tmp_path, flags, unet_config):
     """The command lines of diffusers' example test, with local paths."""
     shared = f"""
         --dataset_name {tmp_path / "images"}
@@ -160,7 +135,7 @@ DIFFUSERS = {
 }
 
 
-def test_every_flag_of_diffusers_has_its_default(tmp_path, capsys):
+def test_train_unconditional_has_diffusers_flags_and_defaults(tmp_path, capsys):
     args = script.parse_args(["--train_data_dir", str(tmp_path)])
     # Objective flags that are not set get their values here
     scheduler = script.make_noise_scheduler(args).config
@@ -183,7 +158,7 @@ def test_every_flag_of_diffusers_has_its_default(tmp_path, capsys):
         assert f"--{flag}" in printed, flag
 
 
-def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
+def test_unconditional_demo_prints_its_command_and_flags_override_it(tmp_path, capsys):
     args = script.parse_args(["--num_epochs", "3", "--output_dir", str(tmp_path)])
     printed = capsys.readouterr().out.strip().split("\n")[-1]
     assert args.num_train_epochs == 3 and args.train_batch_size == 64
@@ -192,7 +167,7 @@ def test_demo_prints_its_command_and_any_flag_wins(tmp_path, capsys):
     assert len(datasets.load_dataset(args.train_data_dir, split="train")) == 1797
 
 
-def test_output_opens_as_a_pipeline_and_has_card_samples_and_curve(tmp_path, flags, monkeypatch):
+def test_unconditional_output_has_pipeline_card_samples_and_curve(tmp_path, flags, monkeypatch):
     patch(monkeypatch, "draw_curves", draw_curves)
     argv = [
         *flags,
@@ -238,7 +213,7 @@ def test_output_opens_as_a_pipeline_and_has_card_samples_and_curve(tmp_path, fla
     assert again == {**vars(given), "mixed_precision": "no"}
 
 
-def test_ddim_and_v_prediction_and_zero_snr_are_saved_as_trained(tmp_path, flags):
+def test_saved_scheduler_keeps_ddim_v_prediction_and_zero_snr(tmp_path, flags):
     train(
         *flags,
         "--prediction_type=v_prediction",
@@ -278,7 +253,7 @@ def test_ddim_and_v_prediction_and_zero_snr_are_saved_as_trained(tmp_path, flags
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["single_gpu", "multi_gpu"])
 def test_accelerate_configs_launch(name, tmp_path, flags):
-    """Really launched; without a GPU, multi_gpu runs its two processes over gloo.
+    """Launched in a separate process. Without a GPU, multi_gpu runs its two processes over gloo.
 
     single_gpu starts and ends without what tests/children changes.
     """
@@ -293,7 +268,7 @@ def test_accelerate_configs_launch(name, tmp_path, flags):
     assert len(metrics(tmp_path / "out")) == (3 if name == "multi_gpu" else 6)
 
 
-def test_trackers_and_hub_get_the_pipeline_and_no_secret(tmp_path, flags, monkeypatch):
+def test_tensorboard_and_hub_get_the_pipeline_and_no_secrets(tmp_path, flags, monkeypatch):
     from huggingface_hub.utils import filter_repo_objects
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -343,7 +318,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize("num_processes, accumulation", [(1, 3), (2, 1)])
-def test_killed_at_any_moment_and_resumed_is_bit_identical(
+def test_unconditional_run_killed_and_resumed_is_bit_identical(
     tmp_path, flags, accumulation, num_processes
 ):
     """SIGKILL at random moments, also while a checkpoint is saved.
@@ -352,50 +327,31 @@ def test_killed_at_any_moment_and_resumed_is_bit_identical(
     """
     make_images(tmp_path / "images", 11)
     flags = [*flags, *EXACT, f"--gradient_accumulation_steps={accumulation}"]
-    whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    assert set(
-        finish(start(lambda: train(*flags, whole), num_processes, tmp_path / "whole.log"))
-    ) == {0}, (tmp_path / "whole.log").read_text()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    resuming = [*flags, "--resume_from_checkpoint=latest"]
+    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
     # Killed some time after a new checkpoint, so that steps are lost
-    for moment in np.random.default_rng(accumulation).uniform(0.0, 0.4, 3 - num_processes):
-        before = checkpoints(tmp_path / "killed") if (tmp_path / "killed").exists() else set()
-        pids = start(
-            lambda: train(*flags, killed, "--resume_from_checkpoint=latest"), num_processes
-        )
-        wait_until(
-            lambda before=before: (
-                (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed") - before
-            )
-        )
-        time.sleep(moment)
-        kill(pids)
-    resumed = start(
-        lambda: train(*flags, killed, "--resume_from_checkpoint=latest"),
-        num_processes,
-        tmp_path / "log",
-    )
-    assert set(finish(resumed)) == {0}, (tmp_path / "log").read_text()
-    assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
-    last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
+    for delay in np.random.default_rng(accumulation).uniform(0.0, 0.4, 3 - num_processes):
+        train.kill_after_checkpoint(killed, *resuming, num_processes=num_processes, delay=delay)
+    train.fork(*resuming, f"--output_dir={killed}", num_processes=num_processes)
+    assert checkpoints(whole) == checkpoints(killed) != set()
+    last = max(checkpoints(whole), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
-        assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
+        assert_same_weights(whole / part, killed / part)
     shown = [
-        [
-            (r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"])
-            for r in metrics(tmp_path / name)
-        ]
-        for name in ("whole", "killed")
+        [(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(folder)]
+        for folder in (whole, killed)
     ]
     assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(
         11 / (2 * accumulation * num_processes)
     )
-    assert not list((tmp_path / "killed").glob(".tmp-*"))
+    assert not list(killed.glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(
     "num_processes, number, code", [(1, signal.SIGINT, 130), (2, signal.SIGTERM, 143)]
 )
-def test_signal_finishes_the_step_saves_and_says_how_to_resume(
+def test_signal_finishes_the_step_saves_and_prints_how_to_resume(
     tmp_path, flags, number, code, num_processes
 ):
     """One process gets the signal; all of them stop after the same step."""
@@ -413,9 +369,7 @@ def test_signal_finishes_the_step_saves_and_says_how_to_resume(
     assert re.search(said, (tmp_path / "log").read_text())
 
 
-def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
-    tmp_path, flags, monkeypatch
-):
+def test_unconditional_resume_draws_samples_that_a_kill_prevented(tmp_path, flags, monkeypatch):
     """The checkpoint is written first, because samples may take minutes.
 
     Samples that are missing then are drawn when the run is resumed.
@@ -424,26 +378,21 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
     with monkeypatch.context() as killed:
         killed.setattr(script, "log_validation", lambda *args: os._exit(9))
-        assert finish(start(lambda: train(*flags), log=tmp_path / "log")) == [9], (
-            tmp_path / "log"
-        ).read_text()
+        train.fork(*flags, status=9)
     assert (
         checkpoints(tmp_path / "out") == {"checkpoint-2"}
         and not (tmp_path / "out/samples").exists()
     )
     log_validation = script.log_validation
 
-    def stopped(*args):
+    def stop_and_draw(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         log_validation(*args)
 
     # Killed again while the missing samples are drawn: no step may be trained before them
     with monkeypatch.context() as killed:
-        killed.setattr(script, "log_validation", stopped)
-        resumed = start(
-            lambda: train(*flags, "--resume_from_checkpoint=latest"), log=tmp_path / "log"
-        )
-        assert finish(resumed) == [143], (tmp_path / "log").read_text()
+        killed.setattr(script, "log_validation", stop_and_draw)
+        train.fork(*flags, "--resume_from_checkpoint=latest", status=143)
     assert (
         checkpoints(tmp_path / "out") == {"checkpoint-2"}
         and not (tmp_path / "out/samples").exists()
@@ -454,9 +403,7 @@ def test_samples_that_a_kill_kept_from_a_checkpoint_come_when_it_is_resumed(
     assert len(list((tmp_path / "out/samples").iterdir())) == 3
 
 
-def test_a_signal_before_the_first_step_leaves_the_files_of_an_earlier_run(
-    tmp_path, flags, monkeypatch
-):
+def test_signal_before_the_first_step_keeps_files_of_an_earlier_run(tmp_path, flags, monkeypatch):
     train(*flags)
     for name in checkpoints(tmp_path / "out"):
         shutil.rmtree(tmp_path / "out" / name)
@@ -464,35 +411,37 @@ def test_a_signal_before_the_first_step_leaves_the_files_of_an_earlier_run(
     before = [(tmp_path / "out" / name).read_bytes() for name in files]
     agree = StopSignal.agree
 
-    def signalled(stop_signal):
+    def send_and_agree(stop_signal):
         os.kill(os.getpid(), signal.SIGTERM)
         return agree(stop_signal)
 
-    monkeypatch.setattr(StopSignal, "agree", signalled)
+    monkeypatch.setattr(StopSignal, "agree", send_and_agree)
     with pytest.raises(SystemExit) as stopped:
         train(*flags, "--seed=1")
     assert stopped.value.code == 143 and not checkpoints(tmp_path / "out")
     assert [(tmp_path / "out" / name).read_bytes() for name in files] == before
 
 
-def test_without_a_step_left_the_bar_is_closed_before_the_samples(tmp_path, flags, monkeypatch):
+def test_progress_bar_closes_before_samples_if_no_step_is_left(tmp_path, flags, monkeypatch):
     train(*flags)
     shown, log_validation = [], script.log_validation
 
-    def looking(*given):
+    def record_bars(*given):
         shown.extend(bar.desc.rstrip(": ") for bar in tqdm._instances)
         return log_validation(*given)
 
-    monkeypatch.setattr(script, "log_validation", looking)
+    monkeypatch.setattr(script, "log_validation", record_bars)
     train(*flags, "--resume_from_checkpoint=latest")
     assert "Steps" not in shown
 
 
 @pytest.mark.parametrize("moment, num_processes", [("first sample", 2), ("last sample", 1)])
-def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_processes, monkeypatch):
-    """The signal comes in the first sampling step, to one process, and all processes end.
+def test_signal_interrupts_sampling_in_all_processes(
+    tmp_path, flags, moment, num_processes, monkeypatch
+):
+    """One process gets a signal in its first sampling step, and all processes end.
 
-    Missing samples are drawn when the run is resumed.
+    The missing samples are drawn when the run is resumed.
     """
     step, count = DDPMScheduler.step, []
     steps = (
@@ -502,7 +451,7 @@ def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_process
     )
     flags = [*flags, *steps, "--eval_batch_size=2", "--checkpointing_steps=3"]
 
-    def signalled(*args, **options):
+    def send_and_step(*args, **options):
         if os.environ.get("RANK", "0") == str(num_processes - 1):
             count.append(1)
             if len(count) == 1:
@@ -511,23 +460,21 @@ def test_a_signal_does_not_wait_for_samples(tmp_path, flags, moment, num_process
         return step(*args, **options)
 
     with monkeypatch.context() as sampling:
-        sampling.setattr(DDPMScheduler, "step", signalled)
+        sampling.setattr(DDPMScheduler, "step", send_and_step)
         many = [*flags, "--ddpm_num_inference_steps=30"]
-        pids = start(lambda: train(*many), num_processes, tmp_path / "log")
-        assert set(finish(pids)) == {143}, (tmp_path / "log").read_text()
+        train.fork(*many, num_processes=num_processes, status=143)
     assert (
         "checkpoint-2" in checkpoints(tmp_path / "out") and not (tmp_path / "out/samples").exists()
     )
-    quick = [*flags, "--resume_from_checkpoint=latest"]
-    assert set(finish(start(lambda: train(*quick), num_processes, tmp_path / "log"))) == {0}
+    train.fork(*flags, "--resume_from_checkpoint=latest", num_processes=num_processes)
     drawn = sorted(path.name[-5:-4] for path in (tmp_path / "out/samples").iterdir())
     assert drawn == (["2", "4"] if moment == "first sample" else ["2"])
 
 
-def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags, capfd):
+def test_more_epochs_continue_a_finished_run_and_fewer_change_nothing(tmp_path, flags, capfd):
     train(*flags, "--num_epochs=2", "--resume_from_checkpoint=latest")
     assert "starting afresh" in capfd.readouterr().out
-    assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # there is always one at the end
+    assert checkpoints(tmp_path / "out") == {"checkpoint-12"}  # a run always ends with a checkpoint
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.safetensors")}
     train(*flags, "--num_epochs=1", "--resume_from_checkpoint=latest")
     assert (
@@ -542,14 +489,14 @@ def test_more_epochs_go_on_from_the_end_and_less_change_nothing(tmp_path, flags,
         in said
     )
     assert len(metrics(tmp_path / "out")) == 14 and "checkpoint-14" in checkpoints(tmp_path / "out")
-    assert "holds checkpoint-14 of an earlier run" in refused(capfd, *flags)
+    assert "holds checkpoint-14 of an earlier run" in train.refused(*flags)
     elsewhere = ["--num_epochs=3", f"--output_dir={tmp_path / 'new'}", "--resume_from_checkpoint"]
     train(*flags, "--train_batch_size=4", *elsewhere, tmp_path / "out/checkpoint-12")
     assert [record["step"] for record in metrics(tmp_path / "new")] == [*range(1, 15)]
     assert_same_weights(tmp_path / "out/unet", tmp_path / "new/unet")
 
 
-def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags, monkeypatch):
+def test_two_processes_split_the_images_and_draw_different_noise(tmp_path, flags, monkeypatch):
     """The loss records the images of each process.
 
     8 images, one of them broken, are trained on in steps of 2 x 2 for two epochs.
@@ -558,18 +505,15 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
     (tmp_path / "images/7.png").write_bytes(b"not an image")
     compute_loss = script.compute_loss
 
-    def recording(args, noise_scheduler, objective, models, prepared, weight):
+    def record(args, noise_scheduler, objective, models, prepared, weight):
         means = prepared.images.mean(dim=(1, 2, 3))
         levels = ((means + 1) * 127.5 / 20).floor()[weight > 0].tolist()
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps([levels, weight.tolist(), torch.initial_seed()]) + "\n")
         return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
-    monkeypatch.setattr(script, "compute_loss", recording)
-    pids = start(
-        lambda: train(*flags, "--train_batch_size=2", "--num_epochs=2"), 2, tmp_path / "log"
-    )
-    assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
+    monkeypatch.setattr(script, "compute_loss", record)
+    said = train.fork(*flags, "--train_batch_size=2", "--num_epochs=2", num_processes=2)
     ranks = [
         [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
         for r in range(2)
@@ -580,11 +524,11 @@ def test_two_processes_share_the_images_and_draw_their_own_noise(tmp_path, flags
             level for rank in ranks for levels, _, _ in rank[epoch : epoch + 2] for level in levels
         ]
         assert sorted(seen) == [0, 1, 2, 3, 4, 5, 6]
-    # The second epoch has another order
+    # The second epoch has a different order
     assert [batch[0] for batch in ranks[0][:2]] != [batch[0] for batch in ranks[0][2:]]
     seeds = [seed for rank in ranks for _, _, seed in rank]
     assert len(set(seeds)) == len(seeds) == 8
-    assert (tmp_path / "log").read_text().count("images/7.png") == 1  # reported once
+    assert said.count("images/7.png") == 1  # reported once
     assert metrics(tmp_path / "out")[-1]["skipped_images"] == 1
 
 
@@ -602,7 +546,7 @@ def test_another_seed_gives_other_weights(tmp_path, flags):
 
 
 @pytest.mark.parametrize("num_processes, accumulation", [(1, 2), (2, 1)])
-def test_learning_rate_follows_the_curve_in_optimizer_steps(
+def test_learning_rate_schedule_counts_optimizer_steps(
     tmp_path, flags, num_processes, accumulation
 ):
     make_images(tmp_path / "images", 8)
@@ -612,7 +556,7 @@ def test_learning_rate_follows_the_curve_in_optimizer_steps(
         "--lr_warmup_steps=3",
         "--max_train_steps=7",
     ]
-    assert set(finish(start(lambda: train(*argv), num_processes))) == {0}
+    train.fork(*argv, num_processes=num_processes)
     # By hand: thirds up to 1e-3, then half a cosine over one more than the remaining steps, so that
     # no step has a rate of 0.
     cosine = [0.5 * (1 + math.cos(math.pi * k / 5)) for k in (1, 2, 3, 4)]
@@ -620,13 +564,13 @@ def test_learning_rate_follows_the_curve_in_optimizer_steps(
     assert [record["lr"] for record in metrics(tmp_path / "out")] == pytest.approx(expected)
 
 
-def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
+def test_gradient_accumulation_equals_a_larger_batch(tmp_path, flags, monkeypatch):
     """One step of 5 images in micro-batches of 2, 2 and 1 has the gradient of one batch of 5."""
 
-    def plain(args, noise_scheduler, objective, models, prepared, weight):
+    def mean_output(args, noise_scheduler, objective, models, prepared, weight):
         return (weight * models["unet"](prepared.images, 5).sample.mean((1, 2, 3))).sum()
 
-    monkeypatch.setattr(script, "compute_loss", plain)
+    monkeypatch.setattr(script, "compute_loss", mean_output)
     shared = [*flags, "--center_crop", "--num_epochs=1", "--max_grad_norm=0"]
     config = tmp_path / "tiny-unet/config.json"
     config.write_text(config.read_text().replace('"dropout": 0.1', '"dropout": 0.0'))
@@ -647,7 +591,9 @@ def test_accumulation_is_a_larger_batch(tmp_path, flags, monkeypatch):
 @pytest.mark.parametrize(
     "flag", ["--gradient_checkpointing", pytest.param("--compile=eager", marks=pytest.mark.ci)]
 )
-def test_memory_and_compile_flags_do_not_change_the_training(tmp_path, flags, unet_config, flag):
+def test_gradient_checkpointing_and_compile_do_not_change_weights(
+    tmp_path, flags, unet_config, flag
+):
     config = json.loads(Path(unet_config, "config.json").read_text())
     Path(unet_config, "config.json").write_text(json.dumps({**config, "dropout": 0.0}))
     train(*flags, "--max_train_steps=2", f"--output_dir={tmp_path / 'plain'}")
@@ -662,18 +608,18 @@ def test_skipped_fp16_steps_advance_neither_step_nor_ema(tmp_path, flags, monkey
 
     calls, ema_steps, step = [], [], AcceleratedOptimizer.step
 
-    def overflowing(self, closure=None):
+    def overflow_twice(self, closure=None):
         calls.append(1)
         self._is_overflow = len(calls) in (2, 3)
         if not self._is_overflow:
             step(self, closure)
 
-    def averaging(averaged, models, step, args):
+    def record_ema(averaged, models, step, args):
         ema_steps.append(step)
         update_ema(averaged, models, step, args)
 
-    monkeypatch.setattr(AcceleratedOptimizer, "step", overflowing)
-    patch(monkeypatch, "update_ema", averaging)
+    monkeypatch.setattr(AcceleratedOptimizer, "step", overflow_twice)
+    patch(monkeypatch, "update_ema", record_ema)
     train(*flags, "--max_train_steps=4", "--checkpointing_steps=4")
     assert len(calls) == 6 and ema_steps == [1, 2, 3, 4]
     state = json.loads((tmp_path / "out/checkpoint-4/trainer_state.json").read_text())
@@ -685,7 +631,7 @@ def test_skipped_fp16_steps_advance_neither_step_nor_ema(tmp_path, flags, monkey
         train(*flags, f"--output_dir={tmp_path / 'never'}")
 
 
-def test_without_ema_samples_come_from_the_weights_without_dropout(tmp_path, flags, monkeypatch):
+def test_no_use_ema_samples_from_trained_weights_without_dropout(tmp_path, flags, monkeypatch):
     states, drawn, pipelines, made = [], DDPMScheduler.step, [], script.DDPMPipeline
     monkeypatch.setattr(
         script, "DDPMPipeline", lambda *parts: (pipelines.append(made(*parts)), pipelines[-1])[1]
@@ -708,7 +654,7 @@ def test_without_ema_samples_come_from_the_weights_without_dropout(tmp_path, fla
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, flags, num_processes):
     argv = [*flags, "--learning_rate=0", "--max_train_steps=1", "--eval_batch_size=5"]
-    assert set(finish(start(lambda: train(*argv), num_processes))) == {0}
+    train.fork(*argv, num_processes=num_processes)
     grid = np.array(Image.open(tmp_path / "out/samples/step-0000001.png")).astype(int)
     grid = grid[:: grid.shape[1] // 52, :: grid.shape[1] // 52]  # small grids are enlarged
     assert grid.shape == (2 * 17 + 1, 3 * 17 + 1, 3)
@@ -725,7 +671,7 @@ def test_samples_do_not_depend_on_the_number_of_processes(tmp_path, flags, num_p
 # ------------------------------------------------------------------- data
 
 
-def test_stream_trains_and_resumes_exactly(tmp_path, flags):
+def test_unconditional_streaming_run_resumes_exactly(tmp_path, flags):
     (tmp_path / "parquet").mkdir()
     png = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(6)]
     kinds = datasets.Features({"image": datasets.Image()})
@@ -743,19 +689,17 @@ def test_stream_trains_and_resumes_exactly(tmp_path, flags):
         "--checkpointing_steps=2",
         "--random_flip",
     ]
-    assert set(finish(start(lambda: train(*argv), 2, tmp_path / "log"))) == {0}, (
-        tmp_path / "log"
-    ).read_text()
+    train.fork(*argv, num_processes=2)
     resumed = [
         *argv,
         f"--output_dir={tmp_path / 'again'}",
         f"--resume_from_checkpoint={tmp_path}/out/checkpoint-4",
     ]
-    assert set(finish(start(lambda: train(*resumed), 2))) == {0}
+    train.fork(*resumed, num_processes=2)
     assert_same_weights(tmp_path / "out/unet", tmp_path / "again/unet")
 
 
-def test_cached_images_train_the_same(tmp_path, flags, capfd):
+def test_cache_images_flag_does_not_change_the_training(tmp_path, flags, capfd):
     (tmp_path / "images/broken.png").write_bytes(b"not an image")
     flags = [*flags, "--center_crop", "--random_flip", "--num_epochs=2"]
     train(*flags, "--cache_images")
@@ -779,7 +723,7 @@ def images_of(tmp_path):
     return images_of
 
 
-def test_crops_are_keyed_by_epoch_and_row(tmp_path, images_of):
+def test_random_crops_depend_on_epoch_and_row(tmp_path, images_of):
     make_images(tmp_path / "images", 2, size=(60, 20))
     data = images_of()
     crops = [data[[(epoch, 1, 1.0)]]["pixel_values"][0] for epoch in (0, 0, 1, 2)]
@@ -789,7 +733,7 @@ def test_crops_are_keyed_by_epoch_and_row(tmp_path, images_of):
     assert torch.equal(data[[(0, 1, 1.0)]]["pixel_values"], data[[(1, 1, 1.0)]]["pixel_values"])
 
 
-def test_a_batch_in_any_order_is_its_rows(tmp_path, images_of):
+def test_image_dataset_batch_equals_its_rows_in_any_order(tmp_path, images_of):
     make_images(tmp_path / "images", 6, size=(60, 20))
     data, keys = images_of("--random_flip"), [(1, row, row / 10) for row in (4, 0, 5, 2, 2, 1)]
     batch, alone = data[keys], [data[[key]] for key in keys]
@@ -797,7 +741,7 @@ def test_a_batch_in_any_order_is_its_rows(tmp_path, images_of):
         assert torch.equal(batch[name], torch.cat([one[name] for one in alone])), name
 
 
-def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path, images_of):
+def test_pixels_are_scaled_to_1_and_random_flip_mirrors_half(tmp_path, images_of):
     images = torch.tensor([0, 255], dtype=torch.uint8).expand(200, 3, 4, 2)
     for pixel_values in (images, images / 255):
         prepared, condition, loss_inputs = script.prepare_batch({"pixel_values": pixel_values})
@@ -815,7 +759,7 @@ def test_images_are_scaled_to_one_and_half_of_them_mirrored(tmp_path, images_of)
     assert set(left()) == {0}
 
 
-def test_what_can_not_be_decoded_is_black_without_weight_and_named(
+def test_undecodable_images_become_black_with_weight_0_and_are_named(
     tmp_path, images_of, monkeypatch
 ):
     make_images(tmp_path / "images", 2)
@@ -843,11 +787,11 @@ def test_what_can_not_be_decoded_is_black_without_weight_and_named(
         "decode_image",
         lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")),
     )
-    with pytest.raises(OSError, match="Input/output"):  # the disk
+    with pytest.raises(OSError, match="Input/output"):  # a failing disk
         data[[(0, 1, 1.0)]]
 
 
-def test_a_bad_image_is_named_once_skipped_and_counted(tmp_path, flags, capfd):
+def test_broken_image_is_skipped_counted_and_reported_once(tmp_path, flags, capfd):
     (tmp_path / "images/3.png").write_bytes(b"not an image")
     train(*flags, "--num_epochs=3", "--dataloader_num_workers=1")
     assert capfd.readouterr().err.count("images/3.png") == 1
@@ -858,32 +802,30 @@ def test_a_bad_image_is_named_once_skipped_and_counted(tmp_path, flags, capfd):
     for path in (tmp_path / "images").iterdir():
         path.write_bytes(b"no image at all")
     none = [*flags, "--logging_steps=10", f"--output_dir={tmp_path / 'none'}"]
-    assert "none of the last 6 images could be used, for example " in refused(capfd, *none)
+    assert "none of the last 6 images could be used, for example " in train.refused(*none)
     assert not (tmp_path / "none/unet").exists()
 
 
-# ------------------------------------------------------------------- things that go wrong
+# ------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("saves", ["checkpoints", "pipelines"])
-def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(
-    tmp_path, flags, capfd, monkeypatch, saves
-):
+def test_nonfinite_loss_stops_the_run_before_saving(tmp_path, flags, monkeypatch, saves):
     compute_loss, calls, at = script.compute_loss, [], 4 if saves == "checkpoints" else 8
 
-    def breaking(*args):
+    def break_one_loss(*args):
         calls.append(1)
         return compute_loss(*args) * (float("nan") if len(calls) == at else 1)
 
-    monkeypatch.setattr(script, "compute_loss", breaking)
+    monkeypatch.setattr(script, "compute_loss", break_one_loss)
     flags = [*flags, "--logging_steps=100", "--save_images_epochs=100"]
     if saves == "checkpoints":
-        error = refused(capfd, *flags, "--checkpointing_steps=1")
+        error = train.refused(*flags, "--checkpointing_steps=1")
         assert "not finite at step 4" in error and "checkpoint-3" in error
         assert checkpoints(tmp_path / "out") == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     else:
-        assert "not finite at step 12" in refused(
-            capfd, *flags, "--num_epochs=3", "--save_model_epochs=1"
+        assert "not finite at step 12" in train.refused(
+            *flags, "--num_epochs=3", "--save_model_epochs=1"
         )
         assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out/unet").values())
 
@@ -916,16 +858,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(
         ),
     ],
 )
-def test_bad_arguments_end_with_one_line_before_anything_is_written(
-    argv, sentence, tmp_path, capsys
-):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(["--output_dir", str(tmp_path / "out"), *argv])
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err.strip().split("\n")[-1]
+def test_bad_unconditional_arguments_end_in_one_line_and_write_nothing(argv, sentence, tmp_path):
+    error = train.refused(f"--output_dir={tmp_path / 'out'}", *argv, status=2)
+    assert sentence in error.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config):
+def test_unusable_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags, unet_config):
     def make(*argv, of=script.make_unet):
         return of(script.parse_args([*flags, *map(str, argv)]))
 
@@ -955,7 +894,7 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
     flags = [flag for flag in flags if "model_config" not in flag]
     with pytest.raises(SystemExit, match="pipeline holds no scheduler"):
         make(f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}", of=scheduler)
-    # else it would train with betas that it never had
+    # Otherwise it would train with betas that the base never had
     config = {"_class_name": "ScoreSdeVeScheduler", "_diffusers_version": "0.42.1"}
     (tmp_path / "pipeline/scheduler/scheduler_config.json").write_text(json.dumps(config))
     base = f"--pretrained_model_name_or_path={tmp_path / 'pipeline'}"
@@ -968,19 +907,19 @@ def test_bad_models_and_schedulers_are_one_sentence(tmp_path, flags, unet_config
         make(base, "--validation_scheduler=ddim", of=scheduler)
 
 
-def test_training_goes_on_with_dropout_after_samples(tmp_path, flags, monkeypatch):
+def test_unconditional_training_keeps_dropout_after_sampling(tmp_path, flags, monkeypatch):
     training, compute_loss = [], script.compute_loss
 
-    def watched(args, noise_scheduler, objective, models, *others):
+    def record_mode(args, noise_scheduler, objective, models, *others):
         training.append(models["unet"].training)
         return compute_loss(args, noise_scheduler, objective, models, *others)
 
-    monkeypatch.setattr(script, "compute_loss", watched)
+    monkeypatch.setattr(script, "compute_loss", record_mode)
     train(*flags, "--no-use_ema", "--validation_steps=1", "--max_train_steps=3")
     assert training == [True] * 3
 
 
-def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, flags, monkeypatch):
+def test_unconditional_images_per_second_excludes_saving_and_sampling(tmp_path, flags, monkeypatch):
     late, clock = [0], time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
 
@@ -1000,7 +939,7 @@ def test_saving_and_sampling_are_no_part_of_the_rate(tmp_path, flags, monkeypatc
     )
 
 
-def test_a_resumed_run_takes_the_optimizers_flags_that_it_is_given(tmp_path, flags):
+def test_resumed_run_uses_the_optimizer_flags_of_its_command(tmp_path, flags):
     given = {
         "adam_beta1": 0.5,
         "adam_beta2": 0.75,
@@ -1024,7 +963,7 @@ def test_a_resumed_run_takes_the_optimizers_flags_that_it_is_given(tmp_path, fla
     assert (*group["betas"], group["weight_decay"], group["eps"]) == tuple(given.values())
 
 
-def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, monkeypatch):
+def test_bf16_keeps_noise_weights_and_optimizer_state_in_float32(tmp_path, flags, monkeypatch):
     noised, computed, add_noise, conv2d = (
         set(),
         set(),
@@ -1032,18 +971,18 @@ def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, mon
         torch.nn.Conv2d.forward,
     )
 
-    def adding(self, images, noise, timesteps):
+    def record_noise(self, images, noise, timesteps):
         noisy = add_noise(self, images, noise, timesteps)
         noised.update({images.dtype, noise.dtype, noisy.dtype})
         return noisy
 
-    def convolving(self, x):
+    def record_output(self, x):
         out = conv2d(self, x)
         computed.add(out.dtype)
         return out
 
-    monkeypatch.setattr(DDPMScheduler, "add_noise", adding)
-    monkeypatch.setattr(torch.nn.Conv2d, "forward", convolving)
+    monkeypatch.setattr(DDPMScheduler, "add_noise", record_noise)
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", record_output)
     train(*flags, "--mixed_precision=bf16", "--max_train_steps=2", "--checkpointing_steps=2")
     assert noised == {torch.float32} and torch.bfloat16 in computed
     checkpoint = tmp_path / "out/checkpoint-2"
@@ -1053,7 +992,7 @@ def test_bf16_lowers_the_precision_of_what_is_computed_only(tmp_path, flags, mon
     assert {tensor.dtype for tensor in held} == {torch.float32}
 
 
-def test_main_runs_in_a_thread_and_twice_with_the_same_arguments(tmp_path, flags):
+def test_main_runs_in_a_thread_and_leaves_its_arguments_unchanged(tmp_path, flags):
     args = script.parse_args([*flags, "--scale_lr", "--max_train_steps=1"])
     rates = []
     for name in ("one", "two"):
@@ -1068,18 +1007,16 @@ def test_main_runs_in_a_thread_and_twice_with_the_same_arguments(tmp_path, flags
     assert len(rates) == 2 and rates[0] == rates[1]
 
 
-def test_a_run_that_fails_at_its_model_leaves_no_folder_and_spares_one_that_was_there(
-    tmp_path, flags, capfd
-):
+def test_failed_model_loading_removes_only_a_new_output_folder(tmp_path, flags):
     wrong = [*flags, "--model_config_name_or_path=nowhere"]
-    assert "nowhere holds no UNet2DModel" in refused(capfd, *wrong)
+    assert "nowhere holds no UNet2DModel" in train.refused(*wrong)
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
-    refused(capfd, *wrong)
+    train.refused(*wrong)
     assert (tmp_path / "out/run.args").exists()
 
 
-def test_samples_of_a_run_without_a_checkpoint_do_not_stay_in_the_next(tmp_path, flags):
+def test_new_run_deletes_samples_of_a_run_without_checkpoints(tmp_path, flags):
     train(*flags, "--max_train_steps=2", "--validation_steps=1")
     shutil.rmtree(tmp_path / "out/checkpoint-2")
     assert len(list((tmp_path / "out/samples").iterdir())) == 2
@@ -1089,7 +1026,7 @@ def test_samples_of_a_run_without_a_checkpoint_do_not_stay_in_the_next(tmp_path,
 
 
 @pytest.mark.parametrize("damage", ["empty", "broken", "schema"])
-def test_a_stream_that_can_not_be_read_on_is_one_sentence(tmp_path, flags, capfd, damage):
+def test_damaged_shard_of_a_stream_gives_a_one_sentence_error(tmp_path, flags, damage):
     (tmp_path / "shards").mkdir()
     images = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(4)]
     for i in range(2):
@@ -1110,10 +1047,9 @@ def test_a_stream_that_can_not_be_read_on_is_one_sentence(tmp_path, flags, capfd
         path.write_bytes(path.read_bytes()[:-30])
     else:
         pq.write_table(pa.table({"other": [1, 2]}), path)
-    assert "reading the stream failed (" in refused(capfd, *stream)
+    assert "reading the stream failed (" in train.refused(*stream)
     train(*flags, "--max_train_steps=1", f"--output_dir={tmp_path / 'counted'}")
-    said = refused(
-        capfd,
+    said = train.refused(
         *flags,
         "--streaming",
         "--max_train_steps=9",

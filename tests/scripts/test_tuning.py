@@ -4,56 +4,36 @@ import json
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    assert_same_weights,
-    finish,
-    make_captioned,
-    make_images,
-    metrics,
-    reset,
-    start,
-)
+from conftest import MODELS, Script, assert_same_weights, make_captioned, make_images, metrics
 from diffusers import UNet2DConditionModel
 
-import train_text_to_image
 import train_unconditional as script
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train = Script("train_unconditional")
 
 
 @pytest.fixture
 def flags(tmp_path, unet_config):
     make_images(tmp_path / "images", 12)
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
         "--max_train_steps=2",
         "--learning_rate=1e-4",
-        "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=1",
         "--lr_warmup_steps=0",
         "--lr_scheduler=constant",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
-    ]
+    )
 
 
-def train(*argv, script=script):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def test_the_scaled_rate_is_printed_and_trained_with(tmp_path, flags, capsys):
+def test_scale_lr_prints_and_uses_the_scaled_learning_rate(tmp_path, flags, capsys):
     argv = ["--scale_lr", "--gradient_accumulation_steps=4"]
     train(*flags, *argv)
     assert "Learning rate (linear, 8 images per step): 1e-4 x 8 = 8e-4\n" in capsys.readouterr().out
     assert {record["lr"] for record in metrics(tmp_path / "out")} == {8e-4}
-    # The command's file contains the given rate, so that it is not multiplied twice.
+    # The command's file contains the given rate, so that it is not scaled twice.
     again = script.parse_args([f"@{tmp_path / 'out/run.args'}"])
     assert (again.learning_rate, again.scale_lr, again.base_batch_size) == (1e-4, "linear", 1)
 
@@ -63,17 +43,15 @@ def tree(folder):
     return {path: path.read_bytes() for path in files}
 
 
-def test_a_range_test_leaves_all_as_it_was(tmp_path, flags):
-    """Before a run and in the middle of it, on two processes: the later training is the same."""
+def test_find_lr_leaves_the_run_unchanged(tmp_path, flags):
+    """Before a run on two processes, and in the middle of a run: the training stays the same."""
     test = [
         "--find_lr",
         "--find_lr_steps=12",
         "--gradient_accumulation_steps=2",
         "--train_batch_size=3",
     ]
-    assert finish(start(lambda: train(*flags, *test), 2, tmp_path / "log")) == [0, 0], (
-        tmp_path / "log"
-    ).read_text()
+    train.fork(*flags, *test, num_processes=2)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         ".lock",
         "find_lr.json",
@@ -88,11 +66,11 @@ def test_a_range_test_leaves_all_as_it_was(tmp_path, flags):
     assert_same_weights(tmp_path / "out/unet", tmp_path / "other/unet")
 
 
-def test_a_range_test_trains_at_rates_that_grow(tmp_path, flags, monkeypatch, capsys):
+def test_find_lr_trains_at_growing_learning_rates(tmp_path, flags, monkeypatch, capsys):
     """The test uses the real optimizer and real steps, and its weights move."""
     seen, train_step = [], script.train_step
 
-    def recording(accelerator, objective, models, optimizer, *rest):
+    def record(accelerator, objective, models, optimizer, *rest):
         norm = sum(
             weight.detach().double().square().sum() for weight in models["unet"].parameters()
         ).item()
@@ -101,7 +79,7 @@ def test_a_range_test_trains_at_rates_that_grow(tmp_path, flags, monkeypatch, ca
         seen.append((optimizer.param_groups[0]["lr"], mean_loss, norm))
         return sums
 
-    monkeypatch.setattr(script, "train_step", recording)
+    monkeypatch.setattr(script, "train_step", record)
     train(*flags, "--find_lr", "--find_lr_steps=10", "--find_lr_max=1e-2", "--train_batch_size=5")
     found = json.loads((tmp_path / "out/find_lr.json").read_text())
     rates, losses, norms = map(list, zip(*seen, strict=True))
@@ -115,7 +93,7 @@ def test_a_range_test_trains_at_rates_that_grow(tmp_path, flags, monkeypatch, ca
 
 
 class FullMemory:
-    """A device where a step of more than `most` images is out of memory.
+    """A device that runs out of memory in a step of more than `most` images.
 
     `trials` are the batch sizes that were tried.
     """
@@ -137,9 +115,7 @@ def settings(folder):
     return json.loads(path.read_text())["settings"]
 
 
-def test_a_batch_size_that_was_found_trains_as_one_that_was_given(
-    tmp_path, flags, monkeypatch, capsys
-):
+def test_auto_batch_size_trains_like_the_same_size_given(tmp_path, flags, monkeypatch, capsys):
     """The trials do not change the training. Here in fp32, with EMA, on one process."""
     memory = FullMemory(monkeypatch, 5)
     train(*flags, "--train_batch_size=auto", "--max_train_steps=1")
@@ -152,7 +128,7 @@ def test_a_batch_size_that_was_found_trains_as_one_that_was_given(
     assert_same_weights(tmp_path / "out/unet", tmp_path / "given/unet")
 
 
-def test_a_total_is_held_by_accumulation_and_a_found_size_kept_on_resume(
+def test_total_batch_size_sets_accumulation_and_resume_keeps_auto_size(
     tmp_path, flags, monkeypatch
 ):
     memory = FullMemory(monkeypatch, 5)
@@ -173,7 +149,7 @@ def test_a_total_is_held_by_accumulation_and_a_found_size_kept_on_resume(
     assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2, 3, 4]
 
 
-def test_a_batch_of_captions_is_found_too(tmp_path, monkeypatch):
+def test_auto_batch_size_works_with_captions(tmp_path, monkeypatch):
     make_captioned(tmp_path / "images", 12)
     UNet2DConditionModel(
         sample_size=8,
@@ -185,17 +161,18 @@ def test_a_batch_of_captions_is_found_too(tmp_path, monkeypatch):
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ).save_config(tmp_path / "unet")
-    memory = FullMemory(monkeypatch, 3, train_text_to_image)
+    train = Script("train_text_to_image")
+    memory = FullMemory(monkeypatch, 3, train.module)
     train(
-        f"--pretrained_model_name_or_path={ROOT / 'demo/models'}",
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--unet_config_name_or_path={tmp_path / 'unet'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-        "--train_batch_size=auto",
-        "--max_train_steps=1",
-        "--report_to=none",
-        f"--output_dir={tmp_path / 'out'}",
-        script=train_text_to_image,
+        *train.flags(
+            tmp_path / "out",
+            f"--pretrained_model_name_or_path={MODELS}",
+            f"--train_data_dir={tmp_path / 'images'}",
+            f"--unet_config_name_or_path={tmp_path / 'unet'}",
+            "--resolution=16",
+            "--dataloader_num_workers=0",
+            "--train_batch_size=auto",
+            "--max_train_steps=1",
+        )
     )
     assert settings(tmp_path / "out")["train_batch_size"] == 3 and memory.trials[-1] == 3

@@ -1,29 +1,19 @@
-"""Step 0: measuring and sampling a pretrained model before training changes nothing."""
+"""--validate_first: measuring and sampling a pretrained model at step 0 changes nothing else."""
 
 import os
 import re
 import signal
 
 import pytest
-from conftest import (
-    MODELS,
-    checkpoints,
-    finish,
-    make_captioned,
-    make_models,
-    metrics,
-    patch,
-    reset,
-    start,
-)
+from conftest import MODELS, Script, checkpoints, make_captioned, make_models, metrics, patch
 
-import precompute_latents
 import train_text_to_image as script
-import train_unconditional
 from diffusion_training.order import step_seed
 from diffusion_training.training.best import read_best
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+train, precompute = Script("train_text_to_image"), Script("precompute_latents")
+train_unconditional = Script("train_unconditional")
 FIRST = "samples/step-0000000.png"
 
 
@@ -33,45 +23,33 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     make_models(folder)
     make_captioned(folder / "images", 6)
-    argv = [
-        f"--train_data_dir={folder / 'images'}",
-        f"--pretrained_model_name_or_path={MODELS}",
-        f"--cache_dir={folder / 'datasets'}",
-        f"--output_dir={folder / 'cache'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-    ]
-    train(*argv, script=precompute_latents)
-    reset()
+    precompute(
+        *precompute.flags(
+            folder / "cache",
+            f"--train_data_dir={folder / 'images'}",
+            f"--pretrained_model_name_or_path={MODELS}",
+            f"--cache_dir={folder / 'datasets'}",
+        )
+    )
     return folder
 
 
 @pytest.fixture
 def flags(tmp_path, inputs):
     """4 steps on 3 images; 3 more are held out."""
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={inputs / 'sd'}",
         f"--latents_dir={inputs / 'cache'}",
-        f"--output_dir={tmp_path / 'out'}",
         "--rank=2",
         "--holdout=3",
         "--validation_prompts=a",
         "--validation_steps=2",
         "--checkpointing_steps=2",
-        "--train_batch_size=1",
         "--max_train_steps=4",
-        "--learning_rate=1e-3",
         "--lr_warmup_steps=0",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=2",
-    ]
-
-
-def train(*argv, script=script):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
+    )
 
 
 def outcome(folder):
@@ -90,7 +68,7 @@ def outcome(folder):
     return files, records
 
 
-def test_it_adds_a_record_and_a_picture_and_changes_nothing_else(tmp_path, flags, monkeypatch):
+def test_validate_first_adds_a_record_and_samples_and_nothing_else(tmp_path, flags, monkeypatch):
     """Step 0 is not a result of the run, so it is never the best, even with the lowest loss."""
 
     def measure(accelerator, records, *rest):
@@ -114,7 +92,7 @@ def test_it_adds_a_record_and_a_picture_and_changes_nothing_else(tmp_path, flags
     assert re.findall(steps, (without / "report.html").read_text()) == ["4", "2"]
 
 
-def test_it_shows_the_pretrained_model(tmp_path, flags):
+def test_validate_first_measures_the_pretrained_model(tmp_path, flags):
     """With a learning rate of 0 the model of step 2 is still the pretrained one."""
     train(*flags, "--learning_rate=0", "--lr_scheduler=constant", "--max_train_steps=2")
     files, records = outcome(tmp_path / "out")
@@ -123,10 +101,9 @@ def test_it_shows_the_pretrained_model(tmp_path, flags):
     assert {**first, "step": 2} == last
 
 
-def test_a_run_that_is_stopped_in_it_saves_nothing_and_begins_again(tmp_path, flags, monkeypatch):
-    """In the first noise of the held-out loss, in the first sample, and right before step 1."""
+def test_run_stopped_during_validate_first_starts_over(tmp_path, flags, monkeypatch):
+    """Stopped in the held-out loss, in the first sample, and right before step 1."""
     sent = []
-    log = tmp_path / "log"
     whole, out = tmp_path / "whole/out", tmp_path / "out"  # the same name, as above
     train(*flags, f"--output_dir={whole}")
     again = [*flags, "--resume_from_checkpoint=latest"]
@@ -136,15 +113,14 @@ def test_a_run_that_is_stopped_in_it_saves_nothing_and_begins_again(tmp_path, fl
         ("step", signal.SIGKILL, 1, -signal.SIGKILL),
     ):
 
-        def sending(*key, moment=moment, number=number):
+        def send_once(*key, moment=moment, number=number):
             if key[0] == moment and os.environ.get("RANK", "0") == "0" and not sent:
                 sent.append(os.kill(os.getpid(), number))
             return step_seed(*key)
 
         with monkeypatch.context() as stopped:
-            patch(stopped, "step_seed", sending)
-            codes = finish(start(lambda: train(*again), num_processes, log))
-        assert set(codes) == {code}, log.read_text()
+            patch(stopped, "step_seed", send_once)
+            train.fork(*again, num_processes=num_processes, status=code)
         assert checkpoints(out) == set() and not list(out.glob("*.safetensors"))
         assert (out / FIRST).exists() == (moment == "step")
         assert [record["step"] for record in metrics(out)] == [0] * (moment != "held out")
@@ -152,39 +128,38 @@ def test_a_run_that_is_stopped_in_it_saves_nothing_and_begins_again(tmp_path, fl
     assert outcome(out) == outcome(whole)
 
 
-def test_a_resumed_run_has_it_already(tmp_path, flags, monkeypatch):
+def test_resumed_run_does_not_repeat_validate_first(tmp_path, flags, monkeypatch):
     drawn = []
     log_validation = script.log_validation
 
-    def drawing(*args):
+    def record_step(*args):
         drawn.append(args[3])
         return log_validation(*args)
 
-    monkeypatch.setattr(script, "log_validation", drawing)
+    monkeypatch.setattr(script, "log_validation", record_step)
     train(*flags, "--max_train_steps=2")
     train(*flags, "--resume_from_checkpoint=latest")
     assert drawn == [0, 2, 4]
     assert [r["step"] for r in metrics(tmp_path / "out") if "held_out_loss" in r] == [0, 2, 4]
 
 
-def test_a_new_model_has_none_and_a_pretrained_one_has(tmp_path, inputs, unet_config):
-    argv = [
-        f"--train_data_dir={inputs / 'images'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-        "--ddpm_num_inference_steps=2",
-        "--eval_batch_size=1",
-        "--holdout=2",
-        "--train_batch_size=2",
-        "--max_train_steps=1",
-        "--lr_warmup_steps=0",
-        "--report_to=none",
-    ]
+def test_validate_first_applies_to_pretrained_models_only(tmp_path, inputs, unet_config):
     new, pretrained = tmp_path / "new", tmp_path / "pretrained"
-    train(*argv, f"--model_config_name_or_path={unet_config}", f"--output_dir={new}",
-          script=train_unconditional)  # fmt: skip
-    train(*argv, f"--pretrained_model_name_or_path={new}", f"--output_dir={pretrained}",
-          script=train_unconditional)  # fmt: skip
+    for folder, model in (
+        (new, f"--model_config_name_or_path={unet_config}"),
+        (pretrained, f"--pretrained_model_name_or_path={new}"),
+    ):
+        train_unconditional(
+            *train_unconditional.flags(
+                folder,
+                model,
+                f"--train_data_dir={inputs / 'images'}",
+                "--holdout=2",
+                "--train_batch_size=2",
+                "--max_train_steps=1",
+                "--lr_warmup_steps=0",
+            )
+        )
     for folder, steps in ((new, [1]), (pretrained, [0, 1])):
         assert [r["step"] for r in metrics(folder) if "held_out_loss" in r] == steps
         assert (folder / FIRST).exists() == (0 in steps)
